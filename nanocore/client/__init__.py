@@ -1,0 +1,31 @@
+"""The SDK: text in, text out, over the wire. Needs no torch; imports only `nanocore.protocol`."""
+
+from nanocore.client.async_client import AsyncEngineClient
+from nanocore.client.llm import LLM
+from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanocore.protocol.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EngineOverloadedError,
+    EngineStartError,
+    InvalidRequestError,
+    NanocoreError,
+    ProtocolError,
+)
+from nanocore.protocol.sampling import SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncEngineClient",
+    "CompletionOutput",
+    "ContextLengthError",
+    "EngineDeadError",
+    "EngineOverloadedError",
+    "EngineStartError",
+    "InvalidRequestError",
+    "NanocoreError",
+    "ProtocolError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]

@@ -1,0 +1,304 @@
+"""AsyncEngineClient: the asyncio SDK. It owns an engine, or joins one that runs.
+
+Tokenizes, submits, streams, and turns whatever goes wrong into typed exceptions. Leaving a
+`generate` iterator, or cancelling its task, aborts the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypedDict
+
+from nanocore.client.connection import EngineConnection, EngineHealth
+from nanocore.client.launcher import EngineArgument, EngineProcess
+from nanocore.client.outputs import RequestOutput
+from nanocore.client.stream import RequestStream
+from nanocore.client.tokenizer import ChatMessage, Tokenizer
+from nanocore.protocol.codec import pack_int32
+from nanocore.protocol.endpoint import default_endpoint
+from nanocore.protocol.errors import EngineDeadError, InvalidRequestError, NanocoreError
+from nanocore.protocol.messages import ControlOperation, ModelCard, Reply, Stats, Submit
+from nanocore.protocol.sampling import SamplingParams
+
+HEALTH_TIMEOUT_S = 5.0
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenized already."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | list[int] | TokensPrompt
+
+
+class AsyncEngineClient:
+    """A client of one engine; use `launch` or `connect`, and `async with`."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: str | None,
+        engine_args: dict[str, EngineArgument] | None,
+        tokenizer: str | Path | None,
+        timeout_s: float,
+    ) -> None:
+        self._endpoint = endpoint
+        self._engine_args = engine_args
+        self._tokenizer_folder = tokenizer
+        self._timeout_s = timeout_s
+        self._tokenizer: Tokenizer | None = None
+        self._process: EngineProcess | None = None
+        self._process_watch: asyncio.Task[None] | None = None
+        self._connection: EngineConnection | None = None
+
+    @classmethod
+    def launch(
+        cls,
+        model: str | Path | None = None,
+        *,
+        tokenizer: str | Path | None = None,
+        start_timeout_s: float = 600.0,
+        **engine_args: EngineArgument,
+    ) -> Self:
+        """A client with an engine process of its own, which ends with it.
+
+        Args:
+            model: model folder; None is the bundled demo model.
+            tokenizer: folder with the tokenizer's files, if not the model's.
+            start_timeout_s: how long the engine may take to load.
+            engine_args: flags of `nanocore-engine`, e.g. max_num_seqs=8.
+
+        Raises (on entering):
+            EngineStartError: with the engine's own reason.
+        """
+        args = {"model": None if model is None else str(model), **engine_args}
+        return cls(endpoint=None, engine_args=args, tokenizer=tokenizer, timeout_s=start_timeout_s)
+
+    @classmethod
+    def connect(
+        cls,
+        endpoint: str | None = None,
+        *,
+        tokenizer: str | Path | None = None,
+        timeout_s: float = 10.0,
+    ) -> Self:
+        """A client of a running engine, by default the user's default one.
+
+        Raises (on entering):
+            EngineDeadError: nobody answers. ProtocolError: the engine speaks another version.
+        """
+        return cls(
+            endpoint=endpoint or default_endpoint(),
+            engine_args=None,
+            tokenizer=tokenizer,
+            timeout_s=timeout_s,
+        )
+
+    async def __aenter__(self) -> Self:
+        try:
+            if self._engine_args is not None:
+                self._process = EngineProcess(self._engine_args)
+                await self._process.wait_ready(self._timeout_s)
+                self._endpoint = self._process.endpoint
+            assert self._endpoint is not None
+            self._connection = await EngineConnection.open(self._endpoint, self._timeout_s)
+        except BaseException:
+            await self.close()
+            raise
+        if self._process is not None:
+            self._process_watch = asyncio.create_task(self._watch_process(self._process))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the session, and the engine if it is ours. Idempotent."""
+        if self._process_watch is not None:
+            self._process_watch.cancel()
+            await asyncio.gather(self._process_watch, return_exceptions=True)
+            self._process_watch = None
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            process, self._process = self._process, None
+            await process.stop()
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream a completion; each output holds everything so far and what is new.
+
+        Args:
+            prompt: text, token ids, or {"prompt_token_ids": [...]}.
+            request_id: a name for it, unique among this client's running requests.
+            priority: 0; engines that schedule by priority take other values.
+            cache_salt: share cached prefixes only with requests of the same salt.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: the request cannot be served as it is.
+            EngineDeadError: the engine is gone.
+        """
+        stream = await self._submit(prompt, sampling_params, request_id, priority, cache_salt)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream the assistant's answer to a conversation, by the model's chat template."""
+        prompt = self.tokenizer.encode_chat(messages)
+        outputs = self.generate(prompt, sampling_params, request_id, priority, cache_salt)
+        async for output in outputs:
+            yield output
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> RequestOutput:
+        """The last output of a completion."""
+        stream = await self._submit(prompt, sampling_params, request_id, priority, cache_salt)
+        try:
+            return await stream.final()
+        finally:
+            stream.close()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its iterator ends with finish_reason "abort". Idempotent."""
+        self._open_connection().abort([request_id])
+
+    # -- the engine -------------------------------------------------------------------------------
+
+    @property
+    def endpoint(self) -> str:
+        """Where the engine listens."""
+        assert self._endpoint is not None, "known once entered"
+        return self._endpoint
+
+    @property
+    def model_card(self) -> ModelCard:
+        """What the engine says of its model."""
+        return self._open_connection().welcome.model
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that the engine runs at once; more of them wait."""
+        return self._open_connection().welcome.limits.max_num_seqs
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, read on first use."""
+        if self._tokenizer is None:
+            folder = self._tokenizer_folder or self.model_card.model
+            self._tokenizer = Tokenizer(Path(folder))
+        return self._tokenizer
+
+    async def stats(self) -> Stats:
+        """The engine's counters and gauges."""
+        stats = (await self._control("stats")).stats
+        assert stats is not None
+        return stats
+
+    async def health(self) -> EngineHealth:
+        """A sign of life, or EngineDeadError."""
+        return await self._open_connection().ping(HEALTH_TIMEOUT_S)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False, and nothing happens, while a request holds blocks."""
+        return (await self._control("reset_prefix_cache")).ok
+
+    async def pause(self) -> None:
+        """Stop stepping. Requests are accepted and kept, and go on after `resume`."""
+        await self._control("pause")
+
+    async def resume(self) -> None:
+        """Step again."""
+        await self._control("resume")
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _open_connection(self) -> EngineConnection:
+        if self._connection is None:
+            raise EngineDeadError("this client is not open: use it inside `async with`")
+        return self._connection
+
+    async def _control(self, operation: ControlOperation) -> Reply:
+        return await self._open_connection().control(operation)
+
+    async def _submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> RequestStream:
+        connection = self._open_connection()
+        params = params or SamplingParams()
+        text, token_ids = self._tokenize(prompt)
+        submit = Submit(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=pack_int32(token_ids),
+            sampling=params.for_engine(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        stream = RequestStream(
+            submit.request_id,
+            text,
+            token_ids,
+            params,
+            self.tokenizer if params.detokenize else None,
+            abort=lambda request_id: connection.abort([request_id]),
+        )
+        await connection.submit(stream, submit)
+        return stream
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, dict):
+            return None, list(prompt["prompt_token_ids"])
+        if isinstance(prompt, list):
+            return None, prompt
+        raise InvalidRequestError(
+            f"a prompt is a str, a list of token ids or {{'prompt_token_ids': [...]}}, not "
+            f"{type(prompt).__name__}"
+        )
+
+    async def _watch_process(self, process: EngineProcess) -> None:
+        """Tell everyone who waits when our engine dies, by whatever cause."""
+        code = await process.wait_exit()
+        error: NanocoreError = EngineDeadError(f"the engine process exited with code {code}")
+        if self._connection is not None:
+            self._connection.fail(error)

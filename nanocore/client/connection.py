@@ -1,0 +1,250 @@
+"""A client's session with one engine: HELLO, the receive loop, and who waits for what.
+
+Lives in one asyncio event loop. Every wait ends: an engine that says nothing for
+`ENGINE_TIMEOUT_S`, although it pings every second, is taken for dead, and everyone waiting is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from nanocore import __version__
+from nanocore.client.stream import RequestStream
+from nanocore.protocol.codec import client_decoder, encode, unpack_int32, unpack_uint32
+from nanocore.protocol.errors import (
+    EngineDeadError,
+    NanocoreError,
+    ProtocolError,
+    exception_for,
+)
+from nanocore.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Bye,
+    Control,
+    ControlOperation,
+    Error,
+    Hello,
+    Message,
+    Output,
+    Ping,
+    Pong,
+    Refused,
+    Reply,
+    Submit,
+    Welcome,
+)
+from nanocore.protocol.sockets import ClientSocket
+
+ENGINE_TIMEOUT_S: Final = 10.0
+Answer = TypeVar("Answer", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """An engine's answer to a PING. latency_s: there and back. num_steps: its step counter."""
+
+    latency_s: float
+    num_steps: int
+
+
+class EngineConnection:
+    """An open session. Made by `open`; ends by `close`, by BYE or by silence."""
+
+    def __init__(self, socket: ClientSocket, welcome: Welcome) -> None:
+        self.welcome = welcome
+        self._socket = socket
+        self._decoder = client_decoder()
+        self._streams: dict[str, RequestStream] = {}
+        self._handles: dict[int, RequestStream] = {}
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._pongs: dict[int, asyncio.Future[Pong]] = {}
+        self._call_ids = itertools.count(1)
+        self._error: NanocoreError | None = None
+        self._task = asyncio.create_task(self._receive_loop(), name="nanocore-receive")
+
+    @classmethod
+    async def open(cls, endpoint: str, timeout_s: float) -> EngineConnection:
+        """Open a session.
+
+        Raises:
+            EngineDeadError: no engine answers at this endpoint within timeout_s.
+            ProtocolError: an engine answers, and refuses.
+        """
+        socket = ClientSocket(endpoint)
+        try:
+            async with asyncio.timeout(timeout_s):
+                hello = Hello(protocol=PROTOCOL_VERSION, client=f"nanocore-python/{__version__}")
+                await socket.send(encode(hello))
+                answer = client_decoder().decode(await socket.receive())
+        except TimeoutError:
+            socket.close()
+            raise EngineDeadError(
+                f"no engine answered at {endpoint} within {timeout_s} s: start one with "
+                f"`nanocore-engine --listen {endpoint}`, or use AsyncEngineClient.launch"
+            ) from None
+        except BaseException:
+            socket.close()
+            raise
+        if isinstance(answer, Welcome):
+            return cls(socket, answer)
+        socket.close()
+        if isinstance(answer, Refused):
+            raise ProtocolError(answer.message)
+        raise ProtocolError(f"the engine answered HELLO with {answer.op.name}")
+
+    async def submit(self, stream: RequestStream, submit: Submit) -> None:
+        """Send a request; its output, or why there is none, goes to the stream.
+
+        Raises:
+            InvalidRequestError: a request of this id is running. EngineDeadError: as it says.
+        """
+        self._check_alive()
+        if submit.request_id in self._streams:
+            text = f"request_id {submit.request_id!r} is in use: choose another"
+            raise exception_for("duplicate_request_id", text)
+        self._streams[submit.request_id] = stream
+        await self._socket.send(encode(submit))
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests, without waiting. Ids that have ended are ignored."""
+        if self._error is None:
+            self._socket.post(encode(Abort(request_ids=request_ids)))
+
+    async def control(self, operation: ControlOperation) -> Reply:
+        """Run a CONTROL operation and wait for its reply."""
+        return await self._call(
+            self._replies, lambda call_id: Control(call_id=call_id, operation=operation)
+        )
+
+    async def ping(self, timeout_s: float) -> EngineHealth:
+        """Ask for a sign of life.
+
+        Raises:
+            EngineDeadError: none came within timeout_s.
+        """
+        start_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                pong = await self._call(self._pongs, lambda nonce: Ping(nonce=nonce))
+        except TimeoutError:
+            raise EngineDeadError(f"the engine did not answer within {timeout_s} s") from None
+        return EngineHealth(time.monotonic() - start_s, pong.num_steps or 0)
+
+    def fail(self, error: NanocoreError) -> None:
+        """End the session because of an error: everyone who waits gets it. The first one counts."""
+        if self._error is not None:
+            return
+        self._error = error
+        self._task.cancel()
+        for stream in self._streams.values():
+            stream.fail(error)
+        waiting: list[asyncio.Future[Any]] = [*self._replies.values(), *self._pongs.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+        self._streams, self._handles = {}, {}
+
+    async def close(self) -> None:
+        """Say BYE and close. Idempotent."""
+        if self._error is None:
+            self._socket.post(encode(Bye(reason="the client is done")))
+            self.fail(EngineDeadError("this client is closed"))
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._socket.close()
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _call(
+        self, waiting: dict[int, asyncio.Future[Answer]], make_message: Callable[[int], Message]
+    ) -> Answer:
+        self._check_alive()
+        call_id = next(self._call_ids)
+        waiting[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._socket.send(encode(make_message(call_id)))
+            return await waiting[call_id]
+        finally:
+            del waiting[call_id]
+
+    async def _receive_loop(self) -> None:
+        try:
+            while True:
+                self._handle(self._decoder.decode(await self._receive()))
+        except TimeoutError:
+            text = f"the engine has not been heard of for {ENGINE_TIMEOUT_S:.0f} s"
+            self.fail(EngineDeadError(text))
+        except NanocoreError as error:
+            self.fail(error)
+
+    async def _receive(self) -> list[bytes]:
+        try:
+            async with asyncio.timeout(ENGINE_TIMEOUT_S):
+                return await self._socket.receive()
+        except TimeoutError:
+            # If this event loop was blocked for long, what arrived meanwhile is read only now.
+            async with asyncio.timeout(1.0):
+                return await self._socket.receive()
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Output():
+                self._handle_output(message)
+            case Accepted(request_id=request_id, handle=handle):
+                if (stream := self._streams.get(request_id)) is not None:
+                    self._handles[handle] = stream
+            case Error():
+                self._handle_error(message)
+            case Ping(nonce=nonce):
+                self._socket.post(encode(Pong(nonce=nonce)))
+            case Pong(nonce=nonce):
+                _resolve(self._pongs.get(nonce), message)
+            case Reply(call_id=call_id):
+                _resolve(self._replies.get(call_id), message)
+            case Bye(reason=reason):
+                raise EngineDeadError(f"the engine has stopped: {reason}")
+
+    def _handle_output(self, output: Output) -> None:
+        handles, token_ids = unpack_uint32(output.handles), unpack_int32(output.tokens)
+        if output.counts is None:
+            for handle, token_id in zip(handles, token_ids, strict=True):
+                if (stream := self._handles.get(handle)) is not None:
+                    stream.push_tokens([token_id])
+        else:
+            start = 0
+            for handle, count in zip(handles, unpack_uint32(output.counts), strict=True):
+                if (stream := self._handles.get(handle)) is not None:
+                    stream.push_tokens(token_ids[start : start + count].tolist())
+                start += count
+        for event in output.events:
+            stream = self._handles.get(event.handle)
+            if stream is None:
+                continue
+            stream.push_event(event)
+            if event.finish_reason is not None:
+                del self._handles[event.handle]
+                self._streams.pop(stream.request_id, None)
+
+    def _handle_error(self, error: Error) -> None:
+        exception = exception_for(error.code, error.message, error.retry_after_s)
+        if error.code in ("engine_dead", "no_session"):
+            raise exception
+        if error.request_id is not None:
+            stream = self._streams.pop(error.request_id, None)
+            if stream is not None:
+                stream.fail(exception)
+            return
+        raise exception
+
+
+def _resolve(future: asyncio.Future[Answer] | None, message: Answer) -> None:
+    if future is not None and not future.done():
+        future.set_result(message)

@@ -1,0 +1,83 @@
+"""What a caller receives while its request runs.
+
+Each output is a snapshot that shares the request's growing lists, so streaming n tokens costs O(n);
+text and token ids are put together when they are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanocore.protocol.messages import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds, by the client's monotonic clock.
+
+    time_to_first_token_s: from submission; None before there is one. e2e_latency_s: so far, or in
+    all once finished. num_output_tokens: so far.
+    """
+
+    time_to_first_token_s: float | None
+    e2e_latency_s: float
+    num_output_tokens: int
+
+
+class CompletionOutput:
+    """The generated part of a request, as of one moment.
+
+    delta: text that is new in this output. finish_reason: None while it runs, then "stop",
+    "length", "abort" or "error". stop_reason: the stop string or stop token id that ended it.
+    """
+
+    __slots__ = ("_num_parts", "_num_tokens", "_parts", "_token_ids", "delta", "finish_reason",
+                 "index", "stop_reason")  # fmt: skip
+
+    def __init__(
+        self,
+        parts: list[str],
+        token_ids: list[int],
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+        delta: str,
+    ) -> None:
+        self.index = 0
+        self._parts, self._num_parts = parts, len(parts)
+        self._token_ids, self._num_tokens = token_ids, len(token_ids)
+        self.delta = delta
+        self.finish_reason = finish_reason
+        self.stop_reason = stop_reason
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._parts[: self._num_parts])
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The token ids so far, special tokens included."""
+        return self._token_ids[: self._num_tokens]
+
+    def __repr__(self) -> str:
+        return (
+            f"CompletionOutput(text={self.text!r}, num_tokens={self._num_tokens}, "
+            f"finish_reason={self.finish_reason!r}, stop_reason={self.stop_reason!r})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """One request, as of one moment.
+
+    prompt: the text it was made from, if it was text. outputs: one completion.
+    num_cached_tokens: prompt tokens found in the prefix cache; None until the first token.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int | None
+    metrics: RequestMetrics

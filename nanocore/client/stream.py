@@ -1,0 +1,196 @@
+"""One request's output on the client: collected as it arrives, turned into text as it is read.
+
+The connection only appends token ids; a consumer that reads slowly costs one list, not a queue of
+messages, and finds everything merged. Detokenization and stop strings run when the consumer reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from nanocore.client.detokenizer import IncrementalDetokenizer
+from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanocore.client.stop_strings import StopStringMatcher
+from nanocore.client.tokenizer import Tokenizer
+from nanocore.protocol.errors import NanocoreError
+from nanocore.protocol.messages import Event, FinishReason
+from nanocore.protocol.sampling import SamplingParams
+
+
+class RequestStream:
+    """An async iterator of RequestOutput, and what feeds it.
+
+    Args:
+        request_id, prompt, prompt_token_ids, params: the request.
+        tokenizer: None if the request wants no text.
+        abort: tells the engine to end the request; called at most once, and not after its end.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        abort: Callable[[str], None],
+    ) -> None:
+        self.request_id = request_id
+        self._prompt, self._prompt_token_ids = prompt, prompt_token_ids
+        self._abort = abort
+        self._detokenizer = (
+            IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
+            if tokenizer is not None
+            else None
+        )
+        self._include_stop = params.include_stop_str_in_output
+        self._stops = (
+            StopStringMatcher(params.stop_strings, self._include_stop)
+            if params.stop_strings
+            else None
+        )
+        # What has arrived and was not read yet.
+        self._arrived = asyncio.Event()
+        self._over = asyncio.Event()
+        self._new_token_ids: list[int] = []
+        self._end: Event | None = None
+        self._error: NanocoreError | None = None
+        # What was read.
+        self._parts: list[str] = []
+        self._token_ids: list[int] = []
+        self._num_cached_tokens: int | None = None
+        self._finished = False
+        self._aborted = False
+        self._start_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._end_s: float | None = None
+
+    # -- called by the connection -----------------------------------------------------------------
+
+    def push_tokens(self, token_ids: list[int]) -> None:
+        """Tokens have arrived."""
+        if self._first_token_s is None:
+            self._first_token_s = time.monotonic()
+        self._new_token_ids += token_ids
+        self._arrived.set()
+
+    def push_event(self, event: Event) -> None:
+        """The request started or ended."""
+        if event.num_cached_tokens is not None:
+            self._num_cached_tokens = event.num_cached_tokens
+        if event.finish_reason is not None:
+            self._end = event
+            self._end_s = time.monotonic()
+            self._over.set()
+            self._arrived.set()
+
+    def fail(self, error: NanocoreError) -> None:
+        """The request was refused, or the engine is gone."""
+        self._error = error
+        self._over.set()
+        self._arrived.set()
+
+    # -- called by the consumer -------------------------------------------------------------------
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Wait for news, and return everything that has arrived as one output.
+
+        Raises:
+            NanocoreError: the request was refused, failed in the engine, or the engine is gone.
+        """
+        while not self._finished:
+            await self._arrived.wait()
+            self._arrived.clear()
+            output = self._read()
+            if output is not None:
+                return output
+        raise StopAsyncIteration
+
+    async def final(self) -> RequestOutput:
+        """The last output. Reads once, at the end, unless stop strings need watching.
+
+        Raises:
+            NanocoreError: as `__anext__`.
+        """
+        if self._stops is None:
+            await self._over.wait()
+        last = None
+        async for output in self:
+            last = output
+        assert last is not None, "a request ends with an output or an error"
+        return last
+
+    def close(self) -> None:
+        """Stop reading: the request is aborted unless it has ended. Idempotent."""
+        self._finished = True
+        ended = self._end is not None or self._error is not None
+        if not ended and not self._aborted:
+            self._aborted = True
+            self._abort(self.request_id)
+
+    def _read(self) -> RequestOutput | None:
+        """Take in what has arrived; None if that is nothing a consumer would notice."""
+        token_ids, self._new_token_ids = self._new_token_ids, []
+        end = self._end
+        if not token_ids and end is None:
+            if self._error is not None:
+                self._finished = True
+                raise self._error
+            return None
+        delta, stop, num_used = self._to_text(token_ids, end)
+        self._token_ids += token_ids[:num_used]
+        finish_reason: FinishReason | None = None
+        stop_reason: int | str | None = None
+        if stop is not None:
+            self.close()
+            self._end_s = time.monotonic()
+            finish_reason, stop_reason = "stop", stop
+        elif end is not None:
+            self._finished = True
+            finish_reason = end.finish_reason
+            stop_reason = end.message if finish_reason == "error" else end.stop_reason
+        if delta:
+            self._parts.append(delta)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[
+                CompletionOutput(self._parts, self._token_ids, finish_reason, stop_reason, delta)
+            ],
+            finished=self._finished,
+            num_cached_tokens=self._num_cached_tokens,
+            metrics=self._metrics(),
+        )
+
+    def _to_text(self, token_ids: list[int], end: Event | None) -> tuple[str, str | None, int]:
+        """(text to show, stop string found or None, how many of the tokens were used)."""
+        if self._detokenizer is None:
+            return "", None, len(token_ids)
+        shown = token_ids
+        if end is not None and end.finish_reason == "stop" and not self._include_stop:
+            shown = token_ids[:-1]  # the EOS or stop token itself is not text
+        if not self._stops:
+            return self._detokenizer.append(shown), None, len(token_ids)
+        pieces = []
+        for i, token_id in enumerate(shown):  # one by one: the result must not depend on merging
+            text, stop = self._stops.push(self._detokenizer.append([token_id]))
+            pieces.append(text)
+            if stop is not None:
+                return "".join(pieces), stop, i + 1
+        if end is not None:
+            pieces.append(self._stops.flush())
+        return "".join(pieces), None, len(token_ids)
+
+    def _metrics(self) -> RequestMetrics:
+        first_s = self._first_token_s
+        return RequestMetrics(
+            time_to_first_token_s=None if first_s is None else first_s - self._start_s,
+            e2e_latency_s=(self._end_s or time.monotonic()) - self._start_s,
+            num_output_tokens=len(self._token_ids),
+        )

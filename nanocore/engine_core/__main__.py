@@ -1,0 +1,5 @@
+"""`python -m nanocore.engine_core` is `nanocore-engine`."""
+
+from nanocore.engine_core.cli import main
+
+main()

@@ -1,0 +1,108 @@
+"""Admission: from a SUBMIT to a Request, or to a typed error that says what would have worked.
+
+Runs on the io thread, so that bad requests never reach the step loop and hashing a long prompt does
+not delay a step. Clients in other languages skip the SDK's checks; every check is made here.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from nanocore.engine_core.request import TOKEN_DTYPE, Request
+from nanocore.kv_cache import KeyChain
+from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
+from nanocore.protocol.messages import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_REQUEST_ID_CHARS,
+    ModelCard,
+    Submit,
+)
+from nanocore.protocol.sampling import MAX_SEED
+
+
+class Admission:
+    """Builds requests for one engine.
+
+    Args:
+        model: limits that requests must fit.
+        seed: of the generator that draws seeds for requests that bring none.
+    """
+
+    def __init__(self, model: ModelCard, seed: int) -> None:
+        self._model = model
+        self._seeds = random.Random(seed)
+
+    def build(self, submit: Submit, handle: int, client: int) -> Request:
+        """Validate a SUBMIT and build its request, block keys included.
+
+        Raises:
+            ContextLengthError: prompt, or prompt and max_tokens, exceed the model or the KV cache.
+            InvalidRequestError: any other value out of range.
+        """
+        _require_length("request_id", submit.request_id, 1, MAX_REQUEST_ID_CHARS)
+        if submit.cache_salt is not None:
+            _require_length("cache_salt", submit.cache_salt, 1, MAX_CACHE_SALT_CHARS)
+        if submit.priority != 0:
+            raise InvalidRequestError(
+                f"priority={submit.priority}: this engine schedules first come, first served; "
+                "leave priority at 0"
+            )
+        token_ids = self._prompt(submit.prompt_token_ids)
+        self._check_token_ids("stop_token_ids", np.array(submit.sampling.stop_token_ids, np.int64))
+        sampling = submit.sampling
+        return Request(
+            handle=handle,
+            request_id=submit.request_id,
+            client=client,
+            token_ids=token_ids,
+            max_num_tokens=self._max_num_tokens(len(token_ids), sampling.max_tokens),
+            sampling=sampling,
+            seed=self._seeds.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed,
+            eos_token_ids=() if sampling.ignore_eos else tuple(self._model.eos_token_ids),
+            key_chain=KeyChain(self._model.block_size, submit.cache_salt),
+        )
+
+    def _prompt(self, column: bytes) -> np.ndarray:
+        if not column or len(column) % TOKEN_DTYPE.itemsize:
+            raise InvalidRequestError(
+                f"prompt_token_ids has {len(column)} bytes: it must hold one or more int32 values"
+            )
+        token_ids = np.frombuffer(column, TOKEN_DTYPE)
+        self._check_token_ids("prompt_token_ids", token_ids)
+        return token_ids
+
+    def _check_token_ids(self, name: str, token_ids: np.ndarray) -> None:
+        bad = np.flatnonzero((token_ids < 0) | (token_ids >= self._model.vocab_size))
+        if len(bad):
+            raise InvalidRequestError(
+                f"{name}[{bad[0]}]={token_ids[bad[0]]} is no token id of this model: valid ids are "
+                f"0 to {self._model.vocab_size - 1}"
+            )
+
+    def _max_num_tokens(self, num_prompt: int, max_tokens: int | None) -> int:
+        """Prompt and output tokens together, at most."""
+        max_model_len = self._model.max_model_len
+        if num_prompt + (max_tokens or 1) > max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together more "
+                f"than max_model_len={max_model_len}: shorten the prompt, lower max_tokens, or "
+                "start the engine with a larger --max-model-len"
+            )
+        total = max_model_len if max_tokens is None else num_prompt + max_tokens
+        capacity = self._model.num_blocks * self._model.block_size
+        if total - 1 > capacity:  # the last token is delivered, its KV is never needed
+            raise ContextLengthError(
+                f"the request may reach {total} tokens (prompt {num_prompt}, max_tokens "
+                f"{max_tokens}), but the whole KV cache holds {capacity}: lower max_tokens, or "
+                "start the engine with more KV memory (--kv-cache-memory-bytes)"
+            )
+        return total
+
+
+def _require_length(name: str, value: str, low: int, high: int) -> None:
+    if not low <= len(value) <= high:
+        raise InvalidRequestError(
+            f"{name} has {len(value)} characters: {low} to {high} are allowed"
+        )

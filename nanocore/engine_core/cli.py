@@ -1,0 +1,117 @@
+"""The `nanocore-engine` command: flags to an EngineConfig, and errors to exit codes.
+
+Flags are spelled as `vllm serve` spells them. Nothing heavy is imported before the flags are known
+to be right, so `--help` and a typo are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from dataclasses import fields
+from typing import NoReturn, get_args
+
+from nanocore import __version__
+from nanocore.engine_core.config import AttentionBackend, Device, Dtype, EngineConfig
+from nanocore.engine_core.parent import ParentLink
+from nanocore.protocol.endpoint import default_endpoint
+from nanocore.protocol.errors import ConfigError, StartError
+
+_EXIT_CODES = """\
+exit codes: 0 clean, 2 usage or configuration, 3 model files, 4 memory, 5 address in use,
+70 internal error, 130 interrupted"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, so that a launching client hears of usage errors, too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (nanocore-engine --help lists the flags)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags; their defaults are EngineConfig's."""
+    parser = _Parser(
+        prog="nanocore-engine",
+        description="Serve one model over ZeroMQ. Clients connect with nanocore.client, or in any "
+        "language by PROTOCOL.md.",
+        epilog=_EXIT_CODES,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--version", action="version", version=f"nanocore {__version__}")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", help="folder in Hugging Face format (default: the demo model)")
+    model.add_argument("--dtype", choices=get_args(Dtype), help="default: the checkpoint's")
+    model.add_argument("--max-model-len", type=int, help="tokens of prompt and output together")
+    model.add_argument("--seed", type=int, help="for requests that bring no seed (default: 0)")
+
+    device = parser.add_argument_group("device and kernels")
+    device.add_argument("--device", choices=get_args(Device), help="default: cuda where it is")
+    device.add_argument("--attention-backend", choices=get_args(AttentionBackend))
+
+    cache = parser.add_argument_group("KV cache")
+    cache.add_argument("--block-size", type=int, help="tokens per KV block (default: 16)")
+    cache.add_argument("--kv-cache-memory-bytes", type=int, help="instead of a share of the free")
+    cache.add_argument("--num-gpu-blocks-override", type=int, help="KV blocks, on any device")
+    cache.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+
+    scheduler = parser.add_argument_group("scheduler")
+    scheduler.add_argument("--max-num-seqs", type=int, help="requests running at once (256)")
+    scheduler.add_argument("--max-num-batched-tokens", type=int, help="budget of a step (2048)")
+    scheduler.add_argument("--long-prefill-token-threshold", type=int, help="per prompt and step")
+
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--listen", help=f"ipc:// endpoint (default: {default_endpoint()})")
+    engine.add_argument("--step-trace", metavar="FILE", help="append each step as a line of JSON")
+    engine.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_config(arguments: list[str]) -> EngineConfig:
+    """Flags to configuration.
+
+    Raises:
+        ConfigError: an unknown flag, or a value out of range.
+    """
+    values = vars(build_parser().parse_args(arguments))
+    known = {field.name for field in fields(EngineConfig)}
+    return EngineConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def _parent_link(arguments: list[str]) -> ParentLink | None:
+    """The link to a launching client, found even when other flags are wrong."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--parent-fd", type=int)
+    parent_fd = parser.parse_known_args(arguments)[0].parent_fd
+    return None if parent_fd is None else ParentLink(parent_fd)
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run an engine until it is told to stop; exits with a code of the list in --help."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"(engine pid={os.getpid()}) %(message)s",
+    )
+    parent = _parent_link(arguments)
+    try:
+        config = parse_config(arguments)
+        from nanocore.engine_core.process import run_engine  # imports torch: seconds
+
+        exit_code = run_engine(config, parent)
+    except Exception as error:
+        if isinstance(error, StartError):
+            cause = error
+            print(f"nanocore-engine: {cause}", file=sys.stderr)
+        else:
+            logging.exception("the engine failed to start")
+            cause = StartError(f"internal error: {type(error).__name__}: {error}")
+        if parent is not None:
+            parent.report_failure(cause)
+        exit_code = cause.exit_code
+    sys.exit(exit_code)

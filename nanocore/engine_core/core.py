@@ -1,0 +1,161 @@
+"""The EngineCore: the step loop, synchronous and single-threaded.
+
+    drain the inbox → schedule → execute → drain again → update → outbox
+
+It touches no socket. The second drain lets an abort that arrived while the model ran win over the
+same step's result. Sleeps on the inbox when there is nothing to run.
+"""
+
+from __future__ import annotations
+
+import logging
+from queue import Empty
+
+from nanocore.engine_core.mailbox import (
+    AbortRequests,
+    AddRequest,
+    ControlCall,
+    ControlReply,
+    Inbox,
+    InboxEvent,
+    Outbox,
+    Shutdown,
+)
+from nanocore.engine_core.outputs import split_events
+from nanocore.engine_core.request import Request
+from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.step_trace import StepTrace
+from nanocore.protocol.messages import Event, FinishReason, Reply, Stats
+from nanocore.worker.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Runs requests from the inbox to outputs in the outbox.
+
+    Args:
+        scheduler, executor: what to run and where; the core owns both.
+        inbox, outbox: shared with the io thread.
+        trace: if given, every step is written to it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        inbox: Inbox,
+        outbox: Outbox,
+        trace: StepTrace | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._inbox = inbox
+        self._outbox = outbox
+        self._trace = trace
+        self._paused = False
+        self._shutdown: Shutdown | None = None
+
+    def run(self) -> Shutdown:
+        """Step until a Shutdown arrives; then end every request. Returns the Shutdown."""
+        while self._shutdown is None:
+            idle = self._paused or self.scheduler.num_requests == 0
+            self._drain_inbox(wait=idle)
+            if self._shutdown is None and not self._paused and self.scheduler.num_requests:
+                self.step()
+        self._send_ends(self.scheduler.abort_all(), "abort", self._shutdown.reason)
+        return self._shutdown
+
+    def step(self) -> None:
+        """One step, from plan to outputs."""
+        scheduler = self.scheduler
+        plan = scheduler.schedule()
+        if self._trace:
+            self._trace.begin(scheduler)
+        if plan.num_tokens == 0 and not scheduler.record.preempted:
+            self._fail_stuck_request()
+        result = self._executor.execute(plan)
+        self._drain_inbox(wait=False)
+        for output in scheduler.update(result):
+            self._outbox.put(output)
+        if self._trace:
+            self._trace.end(scheduler)
+
+    def stats(self) -> Stats:
+        """Counters and gauges; the io thread adds what it knows."""
+        scheduler = self.scheduler
+        counters, kv_cache = scheduler.counters, scheduler.kv_cache
+        return Stats(
+            num_requests_running=scheduler.num_running,
+            num_requests_waiting=len(scheduler.waiting),
+            kv_cache_usage_perc=kv_cache.usage,
+            num_blocks=kv_cache.num_blocks,
+            num_free_blocks=kv_cache.num_free_blocks,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            num_preemptions=counters.num_preemptions,
+            num_aborts=counters.num_aborts,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            num_steps=counters.num_steps,
+            paused=self._paused,
+        )
+
+    def _drain_inbox(self, wait: bool) -> None:
+        try:
+            self._handle(self._inbox.get(block=wait))
+            while True:
+                self._handle(self._inbox.get_nowait())
+        except Empty:
+            return
+
+    def _handle(self, event: InboxEvent) -> None:
+        match event:
+            case AddRequest(request):
+                self.scheduler.add(request)
+            case AbortRequests(handles):
+                aborted = [self.scheduler.abort(handle) for handle in handles]
+                self._send_ends([request for request in aborted if request], "abort", None)
+            case ControlCall(client, call_id, operation):
+                self._outbox.put(ControlReply(client, self._control(call_id, operation)))
+            case Shutdown():
+                self._shutdown = event
+
+    def _control(self, call_id: int, operation: str) -> Reply:
+        match operation:
+            case "stats":
+                return Reply(call_id=call_id, stats=self.stats())
+            case "reset_prefix_cache":
+                if not self.scheduler.kv_cache.reset_prefix_cache():
+                    message = "the prefix cache is in use: reset it when no request is running"
+                    return Reply(call_id=call_id, ok=False, message=message)
+            case "pause":
+                self._paused = True
+            case "resume":
+                self._paused = False
+        return Reply(call_id=call_id)
+
+    def _send_ends(
+        self, requests: list[Request], reason: FinishReason, message: str | None
+    ) -> None:
+        """Tell clients of requests that ended outside a step's result."""
+        events = [
+            (request.client, Event(handle=request.handle, finish_reason=reason, message=message))
+            for request in requests
+        ]
+        for output in split_events(events):
+            self._outbox.put(output)
+
+    def _fail_stuck_request(self) -> None:
+        """A step of no tokens: what waits can never run. A bug, reported and survived."""
+        scheduler = self.scheduler
+        request = scheduler.waiting[0]
+        message = (
+            f"internal error: request {request.request_id!r} of {request.num_tokens} tokens cannot "
+            f"be scheduled although {scheduler.num_running} requests run and "
+            f"{scheduler.kv_cache.num_free_blocks} of {scheduler.kv_cache.num_blocks} KV blocks "
+            "are free"
+        )
+        logger.error(message)
+        scheduler.abort(request.handle)
+        self._send_ends([request], "error", message)

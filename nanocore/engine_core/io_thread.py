@@ -1,0 +1,317 @@
+"""The io thread: owns the socket; decodes, validates, answers and sends. Never runs a step.
+
+Whatever arrives is data: each message is handled inside one `try`, and bytes that are no message
+are counted and answered with an ERROR. Requests belong to the session that submitted them, so no
+client can touch another's. Sessions end by BYE, by the peer's disappearance (ROUTER_MANDATORY makes
+that an answer to a send) or by silence; their requests are then aborted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from nanocore.engine_core.admission import Admission
+from nanocore.engine_core.mailbox import (
+    AbortRequests,
+    AddRequest,
+    ControlCall,
+    ControlReply,
+    Farewell,
+    Inbox,
+    Outbox,
+    OutboxEvent,
+    Shutdown,
+)
+from nanocore.engine_core.outputs import ClientOutput
+from nanocore.engine_core.session import Backlog, Session, output_frames
+from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder
+from nanocore.protocol.errors import (
+    ContextLengthError,
+    ErrorCode,
+    InvalidRequestError,
+    ProtocolError,
+)
+from nanocore.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Accepted,
+    Bye,
+    Control,
+    Error,
+    Hello,
+    Limits,
+    Message,
+    ModelCard,
+    Ping,
+    Pong,
+    Refused,
+    Submit,
+    Welcome,
+)
+from nanocore.protocol.sockets import MAX_FRAME_BYTES, EngineSocket, SendResult
+
+logger = logging.getLogger(__name__)
+
+PING_INTERVAL_S: Final = 1.0
+SESSION_TIMEOUT_S: Final = 30.0
+BACKLOG_TIMEOUT_S: Final = 30.0
+BACKLOG_RETRY_S: Final = 0.05
+_MAX_BATCH: Final = 256  # messages taken from the socket before outputs get their turn
+
+
+class IoThread(threading.Thread):
+    """Serves clients until the step loop says farewell.
+
+    Args:
+        socket: bound; the thread takes it over and closes it.
+        model, max_num_seqs: announced in WELCOME. instance: names this run of the engine.
+        admission: builds requests. num_steps: reads the step counter, for PONG.
+    """
+
+    def __init__(
+        self,
+        socket: EngineSocket,
+        inbox: Inbox,
+        outbox: Outbox,
+        model: ModelCard,
+        max_num_seqs: int,
+        instance: str,
+        admission: Admission,
+        num_steps: Callable[[], int],
+    ) -> None:
+        super().__init__(name="io", daemon=True)
+        self._socket = socket
+        self._inbox, self._outbox = inbox, outbox
+        self._model = model
+        self._instance = instance
+        self._admission = admission
+        self._num_steps = num_steps
+        self._limits = Limits(
+            max_frame_bytes=MAX_FRAME_BYTES,
+            max_num_seqs=max_num_seqs,
+            ping_interval_ms=int(PING_INTERVAL_S * 1e3),
+            session_timeout_ms=int(SESSION_TIMEOUT_S * 1e3),
+        )
+        self._decoder = engine_decoder()
+        self._sessions: dict[bytes, Session] = {}
+        self._clients: dict[int, Session] = {}
+        self._request_ids: dict[int, str] = {}  # by handle, of requests that have not ended
+        self._num_sessions = 0
+        self._num_handles = 0
+        self._num_protocol_errors = 0
+
+    def run(self) -> None:
+        """The thread's body. Its failure is the engine's: a deaf engine must not live on."""
+        try:
+            self._serve()
+        except Exception as error:
+            logger.exception("the io thread failed")
+            self._inbox.put(Shutdown(f"io thread: {type(error).__name__}: {error}", failure=True))
+
+    def _serve(self) -> None:
+        self._socket.watch(self._outbox.fd)
+        next_ping_s = time.monotonic() + PING_INTERVAL_S
+        farewell = None
+        while farewell is None:
+            slow = any(session.backlog for session in self._sessions.values())
+            wait_s = BACKLOG_RETRY_S if slow else max(0.0, next_ping_s - time.monotonic())
+            self._socket.wait(int(wait_s * 1e3) + 1)
+            for event in self._outbox.drain():
+                farewell = self._deliver(event) or farewell
+            for _ in range(_MAX_BATCH):
+                received = self._socket.receive()
+                if received is None:
+                    break
+                self._receive(*received)
+            now_s = time.monotonic()
+            for session in list(self._sessions.values()):
+                self._flush(session, now_s)
+            if now_s >= next_ping_s:
+                next_ping_s = now_s + PING_INTERVAL_S
+                self._check_sessions(now_s)
+        self._say_bye(farewell)
+
+    def _receive(self, routing_id: bytes, frames: list[bytes]) -> None:
+        """Handle one message, whatever it is."""
+        session = self._sessions.get(routing_id)
+        try:
+            message = self._decoder.decode(frames)
+            if session is None:
+                self._open_session(routing_id, message)
+            else:
+                session.last_seen_s = time.monotonic()
+                self._handle(session, message)
+        except InvalidSubmitError as error:
+            self._refuse(routing_id, "invalid_request", str(error), error.request_id)
+        except ProtocolError as error:
+            self._num_protocol_errors += 1
+            self._refuse(routing_id, error.code, str(error))
+
+    def _open_session(self, routing_id: bytes, message: Message) -> None:
+        if isinstance(message, Bye):
+            return
+        if not isinstance(message, Hello):
+            raise ProtocolError(f"{message.op.name} before HELLO, or after BYE", "no_session")
+        major, _minor = message.protocol
+        if major != PROTOCOL_VERSION[0]:
+            text = (
+                f"this engine speaks protocol {PROTOCOL_VERSION[0]}.x, the client asked for "
+                f"{major}.x: use a client of the same major version"
+            )
+            refused = Refused(message=text, supported=[PROTOCOL_VERSION])
+            self._socket.send(routing_id, encode(refused))
+            return
+        self._num_sessions += 1
+        session = Session(routing_id, self._num_sessions, time.monotonic())
+        self._sessions[routing_id] = self._clients[session.client] = session
+        self._send(
+            session,
+            Welcome(
+                protocol=min(PROTOCOL_VERSION, message.protocol),
+                session=session.session_id,
+                engine_instance=self._instance,
+                model=self._model,
+                limits=self._limits,
+            ),
+        )
+
+    def _handle(self, session: Session, message: Message) -> None:
+        match message:
+            case Submit():
+                self._submit(session, message)
+            case Abort(request_ids=request_ids):
+                handles = [session.requests[i] for i in request_ids if i in session.requests]
+                self._inbox.put(AbortRequests(handles))
+            case Ping(nonce=nonce):
+                self._send(session, Pong(nonce=nonce, num_steps=self._num_steps()))
+            case Pong():
+                pass  # last_seen_s is all it is for
+            case Control(call_id=call_id, operation=operation):
+                self._inbox.put(ControlCall(session.client, call_id, operation))
+            case Bye():
+                self._close_session(session, "the client said BYE")
+            case Hello():
+                raise ProtocolError("HELLO in an open session; the session goes on")
+
+    def _submit(self, session: Session, submit: Submit) -> None:
+        code: ErrorCode = "invalid_request"
+        if submit.request_id in session.requests:
+            text = f"request_id {submit.request_id!r} is in use in this session: choose another"
+            self._refuse(session.routing_id, "duplicate_request_id", text, submit.request_id)
+            return
+        self._num_handles += 1
+        try:
+            request = self._admission.build(submit, self._num_handles, session.client)
+        except InvalidRequestError as error:
+            if isinstance(error, ContextLengthError):
+                code = "context_length_exceeded"
+            self._refuse(session.routing_id, code, str(error), submit.request_id)
+            return
+        session.requests[submit.request_id] = request.handle
+        self._request_ids[request.handle] = submit.request_id
+        accepted = Accepted(request_id=submit.request_id, handle=request.handle, seed=request.seed)
+        self._send(session, accepted)
+        self._inbox.put(AddRequest(request))
+
+    def _deliver(self, event: OutboxEvent) -> Farewell | None:
+        """Send what the step loop produced."""
+        match event:
+            case ClientOutput(client=client):
+                session = self._clients.get(client)
+                if session is not None:
+                    self._send_output(session, event)
+            case ControlReply(client, reply):
+                if (session := self._clients.get(client)) is not None:
+                    if reply.stats is not None:
+                        stats = msgspec.structs.replace(
+                            reply.stats,
+                            num_clients=len(self._sessions),
+                            num_protocol_errors=self._num_protocol_errors,
+                        )
+                        reply = msgspec.structs.replace(reply, stats=stats)
+                    self._send(session, reply)
+            case Farewell():
+                return event
+        return None
+
+    def _send_output(self, session: Session, output: ClientOutput) -> None:
+        for event in output.events:
+            if event.finish_reason is not None:
+                request_id = self._request_ids.pop(event.handle, None)
+                if request_id is not None:
+                    session.requests.pop(request_id)
+        if session.backlog is not None:
+            session.backlog.add(output)
+        elif self._try_send(session, output_frames(output)) is SendResult.FULL:
+            session.backlog = Backlog(time.monotonic())
+            session.backlog.add(output)
+
+    def _send(self, session: Session, message: Message) -> None:
+        if session.backlog is not None:
+            session.backlog.messages.append(message)
+        elif self._try_send(session, encode(message)) is SendResult.FULL:
+            session.backlog = Backlog(time.monotonic(), deque([message]))
+
+    def _try_send(self, session: Session, frames: list[bytes]) -> SendResult:
+        result = self._socket.send(session.routing_id, frames)
+        if result is SendResult.GONE:
+            self._close_session(session, "the client is gone")
+        return result
+
+    def _flush(self, session: Session, now_s: float) -> None:
+        """Send a slow client what its socket takes now; cut it off if it took nothing for long."""
+        backlog = session.backlog
+        if backlog is None:
+            return
+        while (message := backlog.next()) is not None:
+            match self._try_send(session, encode(message)):
+                case SendResult.GONE:
+                    return
+                case SendResult.FULL:
+                    if now_s - backlog.since_s > BACKLOG_TIMEOUT_S:
+                        self._close_session(session, "the client does not read its outputs")
+                    return
+                case SendResult.SENT:
+                    backlog.drop_next()
+                    backlog.since_s = now_s
+        session.backlog = None
+
+    def _check_sessions(self, now_s: float) -> None:
+        for session in list(self._sessions.values()):
+            if now_s - session.last_seen_s > SESSION_TIMEOUT_S:
+                self._close_session(session, f"no word from the client for {SESSION_TIMEOUT_S} s")
+            else:
+                self._send(session, Ping())
+
+    def _refuse(
+        self, routing_id: bytes, code: ErrorCode, message: str, request_id: str | None = None
+    ) -> None:
+        error = Error(code=code, message=message, request_id=request_id)
+        session = self._sessions.get(routing_id)
+        if session is not None:
+            self._send(session, error)
+        else:
+            self._socket.send(routing_id, encode(error))
+
+    def _close_session(self, session: Session, reason: str) -> None:
+        logger.info("session %s closed: %s", session.session_id, reason)
+        self._sessions.pop(session.routing_id, None)
+        self._clients.pop(session.client, None)
+        for handle in session.requests.values():
+            self._request_ids.pop(handle, None)
+        self._inbox.put(AbortRequests(list(session.requests.values())))
+        session.requests = {}
+
+    def _say_bye(self, farewell: Farewell) -> None:
+        for session in list(self._sessions.values()):
+            if farewell.failure:
+                self._try_send(session, encode(Error(code="engine_dead", message=farewell.reason)))
+            self._try_send(session, encode(Bye(reason=farewell.reason)))
+        self._socket.close()

@@ -1,0 +1,98 @@
+"""The two queues between the io thread and the step loop, and what travels in them.
+
+These events stay inside the process; they are not the wire's messages. The step loop sleeps on its
+inbox when it has nothing to do. The io thread sleeps in the socket's poller, so the outbox also has
+a file descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from nanocore.engine_core.outputs import ClientOutput
+from nanocore.engine_core.request import Request
+from nanocore.protocol.messages import ControlOperation, Reply
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """To the step loop: a validated request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """To the step loop: end these. Handles that have ended are ignored."""
+
+    handles: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlCall:
+    """To the step loop: an operation to run between steps."""
+
+    client: int
+    call_id: int
+    operation: ControlOperation
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """To the step loop: end every request and return. Put by signal handlers, too.
+
+    failure: not on purpose.
+    """
+
+    reason: str
+    failure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReply:
+    """To the io thread: what a ControlCall came to."""
+
+    client: int
+    reply: Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """To the io thread: the last event; tell every client and return. failure: as in Shutdown."""
+
+    reason: str
+    failure: bool
+
+
+InboxEvent = AddRequest | AbortRequests | ControlCall | Shutdown
+OutboxEvent = ClientOutput | ControlReply | Farewell
+Inbox = SimpleQueue[InboxEvent]
+
+
+class Outbox:
+    """A queue whose reader sleeps in a poller: `fd` is readable while it holds something."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._events: deque[OutboxEvent] = deque()
+
+    def put(self, event: OutboxEvent) -> None:
+        """Append an event and wake the reader."""
+        self._events.append(event)
+        os.eventfd_write(self.fd, 1)
+
+    def drain(self) -> list[OutboxEvent]:
+        """All events now in the queue."""
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return []
+        # Events appended from here on have their own wake-up.
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.fd)

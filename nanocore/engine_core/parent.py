@@ -1,0 +1,73 @@
+"""The tie between an engine and the client that launched it; nothing survives its owner.
+
+Two independent ties, armed before anything heavy is imported: the kernel signals us when the parent
+dies, and a socket pair closes with it. Over the same pair the engine says that it is ready, or why
+it could not start, so that a failure reaches the launching client with its cause.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from nanocore.protocol.errors import StartError
+from nanocore.protocol.start import StartReport
+
+_PR_SET_PDEATHSIG: Final = 1
+GRACE_S: Final = 2.0
+"""How long an orphaned engine may take to leave by itself."""
+
+
+class ParentLink:
+    """The engine's end of the pair.
+
+    Args:
+        fd: inherited from the launching client.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.set_inheritable(False)
+        self._on_orphaned: Callable[[], None] = lambda: None
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+        threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
+
+    def on_orphaned(self, shut_down: Callable[[], None]) -> None:
+        """What to try when the parent is gone, before leaving the hard way."""
+        self._on_orphaned = shut_down
+
+    def report_ready(self) -> None:
+        """Tell the parent that the engine serves."""
+        self._send(StartReport())
+
+    def report_failure(self, error: StartError) -> None:
+        """Tell the parent why there will be no engine."""
+        self._send(StartReport(str(error), error.exit_code))
+
+    def _send(self, report: StartReport) -> None:
+        try:
+            self._socket.sendall(msgspec.json.encode(report) + b"\n")
+        except OSError:
+            self._on_orphaned()  # nobody listens: the watch thread sees the same
+
+    def _watch(self) -> None:
+        while self._recv():
+            pass
+        self._on_orphaned()
+        threading.Event().wait(GRACE_S)
+        os._exit(StartError.exit_code)
+
+    def _recv(self) -> bytes:
+        try:
+            return self._socket.recv(64)
+        except OSError:
+            return b""

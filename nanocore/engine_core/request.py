@@ -1,0 +1,57 @@
+"""A request as the engine sees it: tokens, limits and block keys; no text.
+
+Built and validated on the io thread (hashing a long prompt takes milliseconds), then owned by the
+scheduler. While a request runs, its tokens and counts live in the scheduler's `RowTable`; they
+come back here when it is preempted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanocore.kv_cache import KeyChain
+from nanocore.protocol.sampling import EngineSamplingParams
+
+TOKEN_DTYPE = np.dtype("<i4")
+"""Token ids, rows and block ids in columns, on the wire and in memory."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One accepted request.
+
+    handle: its name inside the engine, unique in an engine's life. request_id: the client's name
+    for it, used in the step trace. client: number of the session that gets its output.
+    token_ids: int32 [num_tokens], prompt and outputs, as of its last admission or preemption.
+    max_num_tokens: prompt and output together, at most. eos_token_ids: empty if EOS is ignored.
+    key_chain: block keys of the tokens in `token_ids`, and of full blocks computed since.
+    num_cached_tokens: prompt tokens found in the prefix cache when first admitted, else None.
+    """
+
+    handle: int
+    request_id: str
+    client: int
+    token_ids: NDArray[np.int32]
+    max_num_tokens: int
+    sampling: EngineSamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...]
+    key_chain: KeyChain
+    num_prompt_tokens: int = field(init=False)
+    num_cached_tokens: int | None = None
+    row: int = -1
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+        self.key_chain.extend(self.token_ids.tobytes())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known when the request was last (re)queued."""
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id!r}, row={self.row}, num_tokens={self.num_tokens})"

@@ -1,0 +1,11 @@
+"""The KV cache's bookkeeping: which block holds what, who holds it, and what can be reused.
+
+Pure Python on the engine's step loop; the memory itself belongs to the workers. Blocks are fixed in
+size and addressed by id (PagedAttention: Kwon et al., SOSP 2023).
+"""
+
+from nanocore.kv_cache.block_pool import Block, BlockPool
+from nanocore.kv_cache.manager import KVCacheManager
+from nanocore.kv_cache.prefix_index import BlockKey, KeyChain, PrefixIndex
+
+__all__ = ["Block", "BlockKey", "BlockPool", "KVCacheManager", "KeyChain", "PrefixIndex"]

@@ -1,0 +1,120 @@
+"""Messages to frames and back, and token ids to `bin` columns and back.
+
+Decoding is always typed and catches every exception: msgspec reports most bad input itself, but
+deep nesting surfaces as RecursionError and bad UTF-8 as UnicodeDecodeError, outside its hierarchy.
+A peer's bytes are data; whatever they are, the answer is a ProtocolError with a code.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from nanocore.protocol.errors import InvalidRequestError, ProtocolError
+from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Message, Op
+
+_ENCODER = msgspec.msgpack.Encoder()
+_OP_FRAMES = {op: bytes([op]) for op in Op}
+
+
+class _SubmitId(msgspec.Struct):
+    """The one field needed to say which SUBMIT was bad."""
+
+    request_id: str
+
+
+_SUBMIT_ID_DECODER = msgspec.msgpack.Decoder(_SubmitId)
+
+
+class InvalidSubmitError(InvalidRequestError):
+    """A SUBMIT whose body is msgpack but not a request; `request_id` if it could be read."""
+
+    def __init__(self, message: str, request_id: str | None) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+def encode(message: Message) -> list[bytes]:
+    """The two frames of a message: op byte, msgpack map."""
+    return [_OP_FRAMES[message.op], _ENCODER.encode(message)]
+
+
+class MessageDecoder:
+    """Decodes the messages that one side may receive; every other op is unknown to it."""
+
+    def __init__(self, accepted: Iterable[type[Message]]) -> None:
+        self._decoders = {int(m.op): msgspec.msgpack.Decoder(m) for m in accepted}
+
+    def decode(self, frames: Sequence[bytes]) -> Message:
+        """Decode one message.
+
+        Raises:
+            InvalidSubmitError: a SUBMIT with missing, unknown or out-of-range fields.
+            ProtocolError: anything else that is no message.
+        """
+        if len(frames) != 2 or len(frames[0]) != 1:
+            raise ProtocolError(
+                f"a message has two frames, an op byte and a body; got {len(frames)} frames of "
+                f"{[len(frame) for frame in frames[:4]]} bytes"
+            )
+        op = frames[0][0]
+        decoder = self._decoders.get(op)
+        if decoder is None:
+            raise ProtocolError(f"op 0x{op:02x} is not one this side receives", "unknown_op")
+        try:
+            return decoder.decode(frames[1])
+        except msgspec.ValidationError as error:
+            if op == Op.SUBMIT:
+                raise InvalidSubmitError(f"SUBMIT: {error}", _submit_id(frames[1])) from None
+            raise ProtocolError(f"{Op(op).name}: {error}") from None
+        except Exception as error:  # not only msgspec's own: see the module docstring
+            raise ProtocolError(f"{Op(op).name}: {type(error).__name__}: {error}") from None
+
+
+def client_decoder() -> MessageDecoder:
+    """For a client: decodes what engines send."""
+    return MessageDecoder(FROM_ENGINE)
+
+
+def engine_decoder() -> MessageDecoder:
+    """For an engine: decodes what clients send."""
+    return MessageDecoder(FROM_CLIENT)
+
+
+def _submit_id(body: bytes) -> str | None:
+    try:
+        return _SUBMIT_ID_DECODER.decode(body).request_id
+    except Exception:  # the id itself is bad: the error then names no request
+        return None
+
+
+def pack_int32(values: Iterable[int]) -> bytes:
+    """Integers as an int32 little-endian column.
+
+    Raises:
+        InvalidRequestError: a value is not an integer in int32's range.
+    """
+    try:
+        column = array("i", values)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequestError(f"token ids must be integers in [0, 2**31): {error}") from None
+    return _little_endian(column).tobytes()
+
+
+def unpack_int32(column: bytes) -> array[int]:
+    """An int32 little-endian column as an array of integers."""
+    return _little_endian(array("i", column))
+
+
+def unpack_uint32(column: bytes) -> array[int]:
+    """A uint32 little-endian column as an array of integers."""
+    return _little_endian(array("I", column))
+
+
+def _little_endian(column: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column

@@ -1,0 +1,97 @@
+"""Where an engine listens: endpoint names, the private directory, and the lock that owns it.
+
+ZeroMQ lets a second process bind an ipc path silently and steal its clients, and its socket file
+follows the umask. So an engine's socket lies in a directory of mode 0700 that belongs to the user,
+and an flock beside it, held for the engine's life, says who serves there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from nanocore.protocol.errors import AddressInUseError, ConfigError
+
+IPC: Final = "ipc://"
+MAX_IPC_PATH_BYTES: Final = 107  # sun_path in Linux's sockaddr_un, without its final zero
+
+
+def default_endpoint(name: str = "default") -> str:
+    """ipc endpoint of the user's engine called `name`."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(runtime) / "nanocore" if runtime else Path(f"/tmp/nanocore-{os.getuid()}")
+    return f"{IPC}{base / name / 'engine.sock'}"
+
+
+def socket_path(endpoint: str) -> Path:
+    """The file behind an ipc endpoint.
+
+    Raises:
+        ConfigError: not an ipc endpoint, or a path that no Unix socket can have.
+    """
+    if not endpoint.startswith(IPC):
+        raise ConfigError(
+            f"endpoint {endpoint!r} is not served: only ipc:// endpoints are, because a TCP "
+            "listener needs keys that this version does not have; use ipc:///path/engine.sock"
+        )
+    path = endpoint.removeprefix(IPC)
+    num_bytes = len(os.fsencode(path))
+    if not path.startswith("/") or num_bytes > MAX_IPC_PATH_BYTES:
+        raise ConfigError(
+            f"endpoint {endpoint!r} must name an absolute path of at most {MAX_IPC_PATH_BYTES} "
+            f"bytes; this one has {num_bytes}"
+        )
+    return Path(path)
+
+
+class EndpointLock:
+    """Ownership of an endpoint's directory, from construction to `release`.
+
+    Raises:
+        ConfigError: the directory is a symlink, another user's, or open to others.
+        AddressInUseError: another process holds the lock; the message names its pid.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.path = socket_path(endpoint)
+        _make_private(self.path.parent)
+        lock_path = self.path.with_suffix(".lock")
+        self._fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            raise AddressInUseError(
+                f"endpoint {endpoint} is served by process {holder}: stop it, or choose another "
+                "endpoint with --listen ipc:///path/engine.sock"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Remove the socket file and let others serve here. Idempotent."""
+        if self._fd < 0:
+            return
+        # The lock file stays: removing it would let two engines lock different inodes.
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = -1
+
+
+def _make_private(directory: Path) -> None:
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    info = directory.lstat()
+    problem = None
+    if not stat.S_ISDIR(info.st_mode):
+        problem = "is not a directory (a symlink is not followed)"
+    elif info.st_uid != os.getuid():
+        problem = f"belongs to user {info.st_uid}, not to user {os.getuid()}"
+    elif info.st_mode & 0o077:
+        problem = f"has mode {stat.S_IMODE(info.st_mode):04o}, open to other users; use 0700"
+    if problem:
+        raise ConfigError(f"the endpoint's directory {directory} {problem}")

@@ -1,0 +1,109 @@
+"""The errors that users meet, on either side of the socket.
+
+Every message says what was wrong, the value, the limit and the remedy. Request errors cross the
+wire as an ERROR message with a code from a closed set (`ErrorCode`); `exception_for` turns a code
+back into the exception a Python caller catches. Start-up errors carry the process's exit code.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+ErrorCode = Literal[
+    "invalid_request",  # a field, a value or a combination that no engine would accept
+    "context_length_exceeded",  # the prompt, or prompt + max_tokens, does not fit
+    "duplicate_request_id",  # the id is in use in this session
+    "overloaded",  # try again later
+    "engine_dead",  # the engine failed; no request of it will continue
+    "protocol_error",  # bytes that are no message
+    "unknown_op",  # an op byte outside the closed set
+    "no_session",  # a message before HELLO, or after BYE
+]
+
+
+class NanocoreError(Exception):
+    """Base of every error nanocore raises on purpose."""
+
+
+class InvalidRequestError(NanocoreError, ValueError):
+    """The request cannot be served as written; sending it again will not help."""
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or prompt plus max_tokens, exceeds the model's or the KV cache's capacity."""
+
+
+class EngineOverloadedError(NanocoreError):
+    """The engine takes no more work now; `retry_after_s` is its own estimate."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(NanocoreError):
+    """The engine process is gone, or has stopped answering."""
+
+
+class ProtocolError(NanocoreError):
+    """Bytes that break the protocol, or a peer that speaks another version of it."""
+
+    def __init__(self, message: str, code: ErrorCode = "protocol_error") -> None:
+        super().__init__(message)
+        self.code: ErrorCode = code
+
+
+class StartError(NanocoreError):
+    """Base of what can stop an engine from starting; `exit_code` is the process's."""
+
+    exit_code: ClassVar[int] = 70
+
+
+class ConfigError(StartError, ValueError):
+    """A flag or a combination of flags that cannot work."""
+
+    exit_code = 2
+
+
+class ModelFileError(StartError):
+    """A model folder that is missing, incomplete, damaged or of an unknown architecture."""
+
+    exit_code = 3
+
+
+class CacheMemoryError(StartError):
+    """The KV cache does not fit the memory, or the model's length does not fit the KV cache."""
+
+    exit_code = 4
+
+
+class AddressInUseError(StartError):
+    """Another engine serves this endpoint."""
+
+    exit_code = 5
+
+
+class EngineStartError(NanocoreError):
+    """The engine that a client launched did not start.
+
+    The message is the engine's own cause; `exit_code` is its process's (see `nanocore-engine -h`).
+    """
+
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def exception_for(
+    code: ErrorCode, message: str, retry_after_s: float | None = None
+) -> NanocoreError:
+    """The exception that a wire error code stands for."""
+    if code in ("invalid_request", "duplicate_request_id"):
+        return InvalidRequestError(message)
+    if code == "context_length_exceeded":
+        return ContextLengthError(message)
+    if code == "overloaded":
+        return EngineOverloadedError(message, retry_after_s or 1.0)
+    if code == "engine_dead":
+        return EngineDeadError(message)
+    return ProtocolError(message, code)

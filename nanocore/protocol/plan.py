@@ -1,0 +1,56 @@
+"""What the engine tells its workers each step, and what they answer.
+
+A step is described by its differences: every row that is held takes one token unless the plan says
+otherwise. A preempted request's row is removed; when it resumes it is added as new. Columns are
+`bin` of little-endian integers, so the same structs serve in-process and over a pipe, and neither
+holds text.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from nanocore.protocol.sampling import EngineSamplingParams
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that takes a row, with everything a worker keeps of it.
+
+    token_ids: int32 column of all tokens known so far (prompt, and outputs if it resumes).
+    block_ids: int32 column. num_computed_tokens: tokens whose KV is in those blocks already.
+    seed: the request's noise is a function of it and the position.
+    """
+
+    row: int
+    token_ids: bytes
+    num_computed_tokens: int
+    block_ids: bytes
+    sampling: EngineSamplingParams
+    seed: int
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's plan, to be applied in this order.
+
+    step: counts from 1. removed_rows: int32 column. added: rows taken (again) by requests.
+    block_rows, block_ids: int32 columns; the block is appended to the row's table.
+    chunk_rows, chunk_counts: int32 columns; the rows whose token count is not one, with that count
+    (0: the row is held but takes no part in this step).
+    num_tokens: tokens of the step, over all rows.
+    """
+
+    step: int
+    removed_rows: bytes
+    added: list[NewRow]
+    block_rows: bytes
+    block_ids: bytes
+    chunk_rows: bytes
+    chunk_counts: bytes
+    num_tokens: int
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's result. rows, token_ids: int32 columns of the rows that sampled, and what."""
+
+    rows: bytes
+    token_ids: bytes

@@ -1,0 +1,12 @@
+"""The one line of JSON that a launched engine sends to the client that launched it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StartReport(msgspec.Struct, frozen=True):
+    """Ready (error is absent), or why there will be no engine, with its exit code."""
+
+    error: str | None = None
+    exit_code: int = 0
