@@ -48,7 +48,9 @@ def make_tiny_qwen3(
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                value = 2.0 + 0.1 * noise  # attention that looks at something
+            elif "norm" in name:
                 value = 1.0 + 0.1 * noise
             elif "embed_tokens" in name or "lm_head" in name:
                 value = 3.0 * noise / math.sqrt(config.hidden_size)

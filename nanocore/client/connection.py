@@ -110,7 +110,7 @@ class EngineConnection:
             text = f"request_id {submit.request_id!r} is in use: choose another"
             raise exception_for("duplicate_request_id", text)
         self._streams[submit.request_id] = stream
-        await self._socket.send(encode(submit))
+        await self._send(submit)
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests, without waiting. Ids that have ended are ignored."""
@@ -170,10 +170,19 @@ class EngineConnection:
         call_id = next(self._call_ids)
         waiting[call_id] = asyncio.get_running_loop().create_future()
         try:
-            await self._socket.send(encode(make_message(call_id)))
+            await self._send(make_message(call_id))
             return await waiting[call_id]
         finally:
             del waiting[call_id]
+
+    async def _send(self, message: Message) -> None:
+        """Send, waiting for room, but not for an engine that is gone."""
+        sending = asyncio.ensure_future(self._socket.send(encode(message)))
+        try:
+            await asyncio.wait({sending, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sending.cancel()  # no effect if it is sent
+        self._check_alive()
 
     async def _receive_loop(self) -> None:
         try:

@@ -40,14 +40,11 @@ class RequestStream:
         self.request_id = request_id
         self._prompt, self._prompt_token_ids = prompt, prompt_token_ids
         self._abort = abort
-        self._detokenizer = (
-            IncrementalDetokenizer(tokenizer, prompt_token_ids, params.skip_special_tokens)
-            if tokenizer is not None
-            else None
-        )
-        self._include_stop = params.include_stop_str_in_output
+        self._skip_special_tokens, self._tokenizer = params.skip_special_tokens, tokenizer
+        self._detokenizer: IncrementalDetokenizer | None = None
+        self._keeps_stop = params.include_stop_str_in_output
         self._stops = (
-            StopStringMatcher(params.stop_strings, self._include_stop)
+            StopStringMatcher(params.stop_strings, self._keeps_stop)
             if params.stop_strings
             else None
         )
@@ -170,10 +167,14 @@ class RequestStream:
 
     def _to_text(self, token_ids: list[int], end: Event | None) -> tuple[str, str | None, int]:
         """(text to show, stop string found or None, how many of the tokens were used)."""
-        if self._detokenizer is None:
+        if self._tokenizer is None:
             return "", None, len(token_ids)
+        if self._detokenizer is None:  # only now has the engine checked the prompt's ids
+            self._detokenizer = IncrementalDetokenizer(
+                self._tokenizer, self._prompt_token_ids, self._skip_special_tokens
+            )
         shown = token_ids
-        if end is not None and end.finish_reason == "stop" and not self._include_stop:
+        if end is not None and end.finish_reason == "stop" and not self._keeps_stop:
             shown = token_ids[:-1]  # the EOS or stop token itself is not text
         if not self._stops:
             return self._detokenizer.append(shown), None, len(token_ids)

@@ -21,7 +21,7 @@ from nanocore.protocol.errors import StartError
 from nanocore.protocol.start import StartReport
 
 _PR_SET_PDEATHSIG: Final = 1
-GRACE_S: Final = 2.0
+GRACE_S: Final = 4.0
 """How long an orphaned engine may take to leave by itself."""
 
 

@@ -35,7 +35,7 @@ from nanocore.protocol.endpoint import EndpointLock
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineSocket
-from nanocore.worker.executor import LocalExecutor
+from nanocore.worker.local_executor import LocalExecutor
 from nanocore.worker.model_config import ModelConfig, load_model_config
 
 logger = logging.getLogger(__name__)

@@ -130,7 +130,6 @@ class Scheduler:
         record.rows, record.counts = plan.rows, plan.counts
         record.computed_before = table.num_computed[plan.rows]
         table.num_computed[plan.rows] += plan.counts
-        self._register_full_blocks(plan.rows, record.computed_before)
         self.counters.num_steps += 1
         exceptional = plan.counts != 1
         removed, self._removed_rows = self._removed_rows, []
@@ -200,6 +199,10 @@ class Scheduler:
                 num_kept -= 1
                 record.preempted.append(self._preempt(int(rows[num_kept])))
         plan.rows, plan.counts = rows[:num_kept], counts[:num_kept]
+        full_before = table.num_computed[plan.rows] // self.kv_cache.block_size
+        full_after = end[:num_kept] // self.kv_cache.block_size
+        for i in np.flatnonzero(full_after > full_before).tolist():
+            self._register_full_blocks(int(rows[i]), int(full_before[i]), int(full_after[i]))
         return plan
 
     def _schedule_waiting(self, plan: _Plan, record: StepRecord) -> None:
@@ -239,6 +242,9 @@ class Scheduler:
         if num_cached:
             record.cached[request.request_id] = num_cached
         row = self.table.add(request, num_cached, len(block_ids) * self.kv_cache.block_size)
+        # At once, so that the next request admitted in this very step can share them.
+        num_full = (num_cached + count) // self.kv_cache.block_size
+        self._register_full_blocks(row, len(hits), num_full)
         plan.added.append(
             NewRow(
                 row=row,
@@ -261,20 +267,15 @@ class Scheduler:
         plan.block_ids += block_ids
         return True
 
-    def _register_full_blocks(self, rows: IntArray, computed_before: IntArray) -> None:
-        """Make the blocks that this step fills findable."""
-        block_size = self.kv_cache.block_size
-        full_before = computed_before // block_size
-        full_after = self.table.num_computed[rows] // block_size
-        for i in np.flatnonzero(full_after > full_before).tolist():
-            row = int(rows[i])
-            request = self.table.request(row)
-            chain = request.key_chain
-            start, end = int(full_before[i]), int(full_after[i])
-            if len(chain.keys) < end:  # output tokens have filled a block
-                unkeyed = self.table.token_ids[row, chain.num_tokens : end * block_size]
-                chain.extend(unkeyed.tobytes())
-            self.kv_cache.register(request.handle, chain.keys, start, end)
+    def _register_full_blocks(self, row: int, start: int, end: int) -> None:
+        """Make a row's blocks number start to end - 1, which this step fills, findable."""
+        request = self.table.request(row)
+        chain = request.key_chain
+        if len(chain.keys) < end:  # output tokens have filled a block
+            block_size = self.kv_cache.block_size
+            unkeyed = self.table.token_ids[row, chain.num_tokens : end * block_size]
+            chain.extend(unkeyed.tobytes())
+        self.kv_cache.register(request.handle, chain.keys, start, end)
 
     def _preempt(self, row: int) -> Request:
         """Take a running request's row and blocks; it waits at the head, to be recomputed."""

@@ -1,0 +1,28 @@
+"""Fixtures that tests of several rooms use: tiny models, made once per session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import make_tiny_qwen3
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with tied embeddings, fp32, in one file."""
+    return make_tiny_qwen3(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def untied_sharded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with a head of its own, fp32, in several shards with an index."""
+    return make_tiny_qwen3(tmp_path_factory.mktemp("untied"), tied=False, shards=3)
+
+
+@pytest.fixture(scope="session")
+def bf16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 in bfloat16."""
+    return make_tiny_qwen3(tmp_path_factory.mktemp("bf16"), dtype=torch.bfloat16)

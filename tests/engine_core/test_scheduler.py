@@ -1,0 +1,212 @@
+"""The scheduler's rules, each with worked numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanocore.protocol.plan import SchedulerOutput
+from tests.fakes import Deliveries, expected_tokens, make_request, make_scheduler
+
+
+def counts(plan: SchedulerOutput) -> dict[int, int]:
+    """The plan's exceptions: token count by row."""
+    rows = np.frombuffer(plan.chunk_rows, "<i4").tolist()
+    return dict(zip(rows, np.frombuffer(plan.chunk_counts, "<i4").tolist(), strict=True))
+
+
+def test_a_steady_decode_step_is_described_by_nothing() -> None:
+    scheduler, executor = make_scheduler(block_size=16)
+    deliveries = Deliveries()
+    for handle in (1, 2, 3):
+        scheduler.add(make_request(handle, [handle] * 5, 8, block_size=16))
+    deliveries.step(scheduler, executor)
+    plan = deliveries.step(scheduler, executor)
+    assert plan.num_tokens == 3
+    assert not plan.added
+    assert plan.removed_rows == plan.chunk_rows == plan.chunk_counts == b""
+    assert plan.block_rows == plan.block_ids == b""
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
+    scheduler, executor = make_scheduler(max_num_batched_tokens=10)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, list(range(25)), 2))
+    sizes = [deliveries.step(scheduler, executor).num_tokens for _ in range(4)]
+    assert sizes == [10, 10, 5, 1]
+    assert deliveries.tokens[1] == expected_tokens(list(range(25)), 2)
+    assert scheduler.num_requests == 0
+
+
+def test_running_requests_take_the_budget_before_waiting_ones() -> None:
+    scheduler, executor = make_scheduler(max_num_batched_tokens=10)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 4, 8))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(2, [2] * 30, 8))
+    plan = deliveries.step(scheduler, executor)
+    assert plan.num_tokens == 10
+    assert counts(plan) == {1: 9}  # row 0 decodes
+
+
+def test_a_long_prefill_threshold_leaves_budget_to_others() -> None:
+    scheduler, executor = make_scheduler(max_num_batched_tokens=20, long_prefill_token_threshold=8)
+    scheduler.add(make_request(1, [1] * 30, 2))
+    scheduler.add(make_request(2, [2] * 5, 2))
+    plan = Deliveries().step(scheduler, executor)
+    assert counts(plan) == {0: 8, 1: 5}
+
+
+def test_the_head_of_the_queue_is_never_passed_by() -> None:
+    scheduler, executor = make_scheduler(num_blocks=8, block_size=4)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 16, 3))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(2, [2] * 20, 2))  # 5 blocks; 4 or fewer are free
+    scheduler.add(make_request(3, [3] * 2, 2))
+    deliveries.step(scheduler, executor)
+    assert scheduler.num_running == 1  # request 3 would fit, and waits
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert list(deliveries.finish_reasons) == [1, 2, 3]
+
+
+def test_the_last_admitted_request_is_preempted_and_resumes_where_it_was() -> None:
+    # 8 blocks of 4: two requests of 8 + 12 tokens want 5 blocks each in the end.
+    scheduler, executor = make_scheduler(num_blocks=8, block_size=4)
+    deliveries = Deliveries()
+    first, second = [1] * 8, [2] * 8
+    scheduler.add(make_request(1, first, 12))
+    scheduler.add(make_request(2, second, 12))
+    preempted = []
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+        preempted += [request.handle for request in scheduler.record.preempted]
+    assert preempted == [2]
+    assert scheduler.counters.num_preemptions == 1
+    assert deliveries.tokens[1] == expected_tokens(first, 12)
+    assert deliveries.tokens[2] == expected_tokens(second, 12)
+
+
+def test_a_preempted_request_keeps_its_place_before_later_ones() -> None:
+    scheduler, executor = make_scheduler(num_blocks=8, block_size=4)
+    deliveries = Deliveries()
+    for handle in (1, 2, 3):
+        scheduler.add(make_request(handle, [handle] * 8, 12))
+    resumed = []
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+        resumed += [request.handle for request in scheduler.record.resumed]
+        waiting = [request.handle for request in scheduler.waiting]
+        assert waiting == sorted(waiting)
+    assert resumed
+
+
+def test_duplicates_admitted_in_one_step_share_blocks() -> None:
+    scheduler, executor = make_scheduler(block_size=4)
+    deliveries = Deliveries()
+    prompt = list(range(10))
+    for handle in (1, 2, 3):
+        scheduler.add(make_request(handle, prompt, 3))
+    plan = deliveries.step(scheduler, executor)
+    assert plan.num_tokens == 10 + 2 + 2
+    assert deliveries.num_cached == {1: 0, 2: 8, 3: 8}
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert {tuple(tokens) for tokens in deliveries.tokens.values()} == {
+        tuple(expected_tokens(prompt, 3))
+    }
+
+
+def test_a_second_turn_hits_prompt_and_answer_but_the_tail() -> None:
+    scheduler, executor = make_scheduler(block_size=4)
+    deliveries = Deliveries()
+    first = list(range(10))
+    scheduler.add(make_request(1, first, 7))
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    second = first + deliveries.tokens[1] + [1, 2, 3]
+    scheduler.add(make_request(2, second, 1))
+    deliveries.step(scheduler, executor)
+    assert deliveries.num_cached[2] == 16  # 17 tokens known, of which 16 computed
+
+
+def test_eos_ends_before_the_length_and_is_delivered() -> None:
+    prompt = [3, 1, 4]
+    tokens = expected_tokens(prompt, 12)
+    eos = tokens[4]
+    scheduler, executor = make_scheduler()
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, prompt, 12, eos=(eos,)))
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert deliveries.tokens[1] == tokens[: tokens.index(eos) + 1]
+    assert deliveries.finish_reasons[1] == "stop"
+
+
+def test_any_of_several_stop_ids_ends() -> None:
+    prompt = [3, 1, 4]
+    tokens = expected_tokens(prompt, 12)
+    stop = tokens[5]
+    for kind in ({"stop_token_ids": (9999, stop)}, {"eos": (9999, stop)}):
+        scheduler, executor = make_scheduler()
+        deliveries = Deliveries()
+        scheduler.add(make_request(1, prompt, 12, **kind))
+        while scheduler.num_requests:
+            deliveries.step(scheduler, executor)
+        assert deliveries.tokens[1] == expected_tokens(prompt, 12, (stop,))
+        assert deliveries.finish_reasons[1] == "stop"
+
+
+def test_a_request_ends_at_the_models_length() -> None:
+    scheduler, executor = make_scheduler(max_model_len=16)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 15, 100, max_model_len=16))
+    deliveries.step(scheduler, executor)
+    assert deliveries.finish_reasons == {1: "length"}
+    assert len(deliveries.tokens[1]) == 1
+
+
+def test_abort_while_waiting_mid_chunk_and_decoding_frees_everything() -> None:
+    scheduler, executor = make_scheduler(max_num_batched_tokens=8, max_num_seqs=2)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 4, 50))
+    scheduler.add(make_request(2, [2] * 40, 50))
+    scheduler.add(make_request(3, [3] * 4, 50))
+    deliveries.step(scheduler, executor)
+    deliveries.step(scheduler, executor)
+    assert (scheduler.num_running, len(scheduler.waiting)) == (2, 1)
+    for handle in (3, 2, 1):
+        assert scheduler.abort(handle) is not None
+        assert scheduler.abort(handle) is None
+    assert scheduler.kv_cache.num_free_blocks == scheduler.kv_cache.num_blocks
+    plan = deliveries.step(scheduler, executor)
+    assert plan.num_tokens == 0
+    assert executor.rows == {}
+
+
+def test_an_abort_during_the_step_beats_its_completion() -> None:
+    scheduler, executor = make_scheduler()
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1, 2], 1))
+    result = executor.execute(scheduler.schedule())
+    assert scheduler.abort(1) is not None
+    deliveries.take(scheduler, result)
+    assert deliveries.tokens == {}
+    assert deliveries.finish_reasons == {}
+
+
+def test_outputs_are_split_by_client() -> None:
+    scheduler, executor = make_scheduler()
+    for handle, client in ((1, 7), (2, 8), (3, 7)):
+        scheduler.add(make_request(handle, [handle], 4, client=client))
+    outputs = scheduler.update(executor.execute(scheduler.schedule()))
+    assert {output.client: output.handles.tolist() for output in outputs} == {7: [1, 3], 8: [2]}
+
+
+def test_different_salts_share_nothing() -> None:
+    scheduler, executor = make_scheduler(block_size=4)
+    deliveries = Deliveries()
+    for handle, salt in ((1, "a"), (2, "b"), (3, "a"), (4, None)):
+        scheduler.add(make_request(handle, list(range(10)), 2, cache_salt=salt))
+    deliveries.step(scheduler, executor)
+    assert deliveries.num_cached == {1: 0, 2: 0, 3: 8, 4: 0}
