@@ -110,7 +110,12 @@ class EngineConnection:
             text = f"request_id {submit.request_id!r} is in use: choose another"
             raise exception_for("duplicate_request_id", text)
         self._streams[submit.request_id] = stream
-        await self._send(submit)
+        try:
+            await self._send(submit)
+        except BaseException:  # cancelled, perhaps after it was sent
+            self._streams.pop(submit.request_id, None)
+            self.abort([submit.request_id])
+            raise
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests, without waiting. Ids that have ended are ignored."""

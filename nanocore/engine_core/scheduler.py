@@ -127,9 +127,10 @@ class Scheduler:
         if not record.preempted:
             self._schedule_waiting(plan, record)
         table = self.table
-        record.rows, record.counts = plan.rows, plan.counts
-        record.computed_before = table.num_computed[plan.rows]
-        table.num_computed[plan.rows] += plan.counts
+        takes_part = plan.counts > 0  # the others wait for budget
+        record.rows, record.counts = plan.rows[takes_part], plan.counts[takes_part]
+        record.computed_before = table.num_computed[record.rows]
+        table.num_computed[record.rows] += record.counts
         self.counters.num_steps += 1
         exceptional = plan.counts != 1
         removed, self._removed_rows = self._removed_rows, []

@@ -12,7 +12,7 @@ from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.model_config import ModelConfig
 from nanocore.worker.model_runner import ModelRunner
 
-_CPU_KV_SHARE = 0.25
+_CPU_KV_SHARE = 0.4
 _CPU_KV_CAP_BYTES = 8 * 2**30
 _CUDA_KV_SHARE = 0.8
 

@@ -6,10 +6,12 @@ allocate the KV cache, then execute plans.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanocore.kernels.backend import Kernels
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
@@ -64,14 +66,21 @@ class ModelRunner:
         """Allocate the KV cache and the persistent batch."""
         config = self.config
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        # Zeros: attention masks what it gathers too much of, and 0 * NaN would be NaN.
         self.kv_caches = [
-            KVCache(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in "kv"))
-            for _ in range(config.num_layers)
+            KVCache(self._zeros(shape), self._zeros(shape)) for _ in range(config.num_layers)
         ]
         self.batch = InputBatch(
             max_num_seqs, self.max_model_len, block_size, config.vocab_size, self.device
         )
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Zeros: attention masks what it gathers too much of, and 0 * NaN would be NaN."""
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # numpy gets zeroed pages from the system on first use; torch.zeros would touch them all,
+        # and a cache sized by the machine's memory is mostly never used.
+        num_bytes = math.prod(shape) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(shape)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -90,5 +99,5 @@ class ModelRunner:
         self.batch.append_sampled(inputs, token_ids_R)
         return ModelRunnerOutput(
             rows=inputs.sample_rows.astype("<i4").tobytes(),
-            token_ids=token_ids_R.cpu().numpy().astype(np.dtype("<i4")).tobytes(),
+            token_ids=token_ids_R.cpu().numpy().astype("<i4").tobytes(),
         )

@@ -61,7 +61,8 @@ def check_step(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     chunk_rows = np.frombuffer(plan.chunk_rows, "<i4").tolist()
     chunk_counts = np.frombuffer(plan.chunk_counts, "<i4").tolist()
     assert 1 not in chunk_counts
-    assert set(chunk_rows) <= set(record.rows.tolist())
+    assert (record.counts > 0).all()
+    assert set(chunk_rows) <= set(table.order.tolist())
     if config.long_prefill_token_threshold:
         assert record.counts.max(initial=0) <= config.long_prefill_token_threshold
     assert not (record.preempted and plan.added), "admission in a step that preempted"

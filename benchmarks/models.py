@@ -1,0 +1,147 @@
+"""Makes the models that benchmarks run on: Qwen3 folders of a given shape with random weights.
+
+Speed depends on shapes and not on what a model has learned, so nothing is downloaded. Weights are
+seeded by tensor name, and scaled so that activations stay near one and logits are spread: outputs
+are finite and vary with the context. The folders have no tokenizer; benchmarks use token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+_WEIGHTS_FILE = "model.safetensors"
+_LOGIT_STD = 3.0
+_BLOCK_GAIN = 3.0
+"""How far blocks outweigh the token's own embedding, which a tied head would only echo."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a Qwen3 model with tied embeddings, named as config.json names them."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json."""
+        sizes = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "torch_dtype": "bfloat16",
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            **sizes,
+        }
+
+    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor of the checkpoint."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q_size = self.num_attention_heads * self.head_dim
+        kv_size = self.num_key_value_heads * self.head_dim
+        yield "model.embed_tokens.weight", (self.vocab_size, hidden)
+        yield "model.norm.weight", (hidden,)
+        for i in range(self.num_hidden_layers):
+            layer = f"model.layers.{i}"
+            yield f"{layer}.input_layernorm.weight", (hidden,)
+            yield f"{layer}.self_attn.q_proj.weight", (q_size, hidden)
+            yield f"{layer}.self_attn.k_proj.weight", (kv_size, hidden)
+            yield f"{layer}.self_attn.v_proj.weight", (kv_size, hidden)
+            yield f"{layer}.self_attn.o_proj.weight", (hidden, q_size)
+            yield f"{layer}.self_attn.q_norm.weight", (self.head_dim,)
+            yield f"{layer}.self_attn.k_norm.weight", (self.head_dim,)
+            yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+            yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
+            yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
+            yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
+
+
+SHAPES = {
+    # 67M parameters: large enough to be bound by memory, small enough for quick repetitions.
+    "small": ModelShape(
+        hidden_size=512,
+        num_hidden_layers=16,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=32768,
+        max_position_embeddings=8192,
+    ),
+    # The sizes of Qwen3-0.6B (Qwen3 technical report, 2025).
+    "qwen3-0.6b": ModelShape(
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    ),
+}
+
+
+def cached_model(name: str) -> Path:
+    """The folder of a shape's model in the user's cache, made there on first use."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "nanocore" / "benchmark-models" / name
+    config = folder / "config.json"
+    if not config.exists() or json.loads(config.read_text()) != SHAPES[name].config():
+        make_model(SHAPES[name], folder)
+    return folder
+
+
+def make_model(shape: ModelShape, folder: Path) -> None:
+    """Write a model folder, replacing what was there; all of it or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        weights = {name: _random_tensor(name, size) for name, size in shape.tensor_shapes()}
+        save_file(weights, unfinished / _WEIGHTS_FILE, metadata={"format": "pt"})
+        (unfinished / "config.json").write_text(json.dumps(shape.config(), indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _random_tensor(name: str, size: tuple[int, ...]) -> torch.Tensor:
+    """A seeded bfloat16 tensor, scaled by what it is for."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(size, generator=generator)
+    if len(size) == 1:  # norms
+        values.mul_(0.1).add_(1.0)
+    else:
+        values.mul_(_gain(name) / math.sqrt(size[-1]))
+    return values.to(torch.bfloat16)
+
+
+def _gain(name: str) -> float:
+    """Factor on a matrix that would otherwise keep the size of what it is given."""
+    if "embed_tokens" in name:
+        return _LOGIT_STD  # the final norm makes hidden states of length sqrt(hidden_size)
+    if "o_proj" in name or "down_proj" in name:
+        return _BLOCK_GAIN
+    return 1.0

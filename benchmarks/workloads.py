@@ -1,0 +1,96 @@
+"""The five workloads that every benchmark of this project runs: W1 to W5.
+
+Prompts are token ids, so that no tokenizer takes part. All requests of a workload are submitted at
+once, decode greedily and ignore EOS, so each yields exactly the output tokens it asks for. Prompts
+are drawn anew for every (workload, repetition): prefixes repeat only where a workload means them
+to. Lengths never change, so repetitions are equal work.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkRequest:
+    """One request: the prompt's token ids, and how many tokens to generate."""
+
+    prompt_token_ids: tuple[int, ...]
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that are submitted together. description: what it measures, on one line."""
+
+    name: str
+    description: str
+    requests: tuple[BenchmarkRequest, ...]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of all requests."""
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of all requests."""
+        return sum(request.num_output_tokens for request in self.requests)
+
+
+class _Draw:
+    """Draws prompts for one repetition of one workload."""
+
+    def __init__(self, seed: str, vocab_size: int) -> None:
+        self._random = random.Random(seed)  # of a str: the same on every platform
+        self._ids = range(vocab_size)
+
+    def tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self._random.choices(self._ids, k=count))
+
+
+def _decode_batch(draw: _Draw) -> list[BenchmarkRequest]:
+    return [BenchmarkRequest(draw.tokens(128), 128) for _ in range(16)]
+
+
+def _prefill(draw: _Draw) -> list[BenchmarkRequest]:
+    return [BenchmarkRequest(draw.tokens(1024), 8) for _ in range(8)]
+
+
+def _shared_prefix(draw: _Draw) -> list[BenchmarkRequest]:
+    shared = draw.tokens(768)
+    return [BenchmarkRequest(shared + draw.tokens(32), 32) for _ in range(32)]
+
+
+def _mixed_lengths(draw: _Draw) -> list[BenchmarkRequest]:
+    lengths = random.Random(4)  # apart from the prompts: these stay the same
+    pairs = [(lengths.randint(32, 256), lengths.randint(32, 256)) for _ in range(32)]
+    return [BenchmarkRequest(draw.tokens(num_in), num_out) for num_in, num_out in pairs]
+
+
+def _single(draw: _Draw) -> list[BenchmarkRequest]:
+    return [BenchmarkRequest(draw.tokens(128), 128)]
+
+
+_DEFINITIONS: dict[str, tuple[str, Callable[[_Draw], list[BenchmarkRequest]]]] = {
+    "W1": ("decode: 16 requests of 128 in, 128 out", _decode_batch),
+    "W2": ("prefill: 8 requests of 1024 in, 8 out", _prefill),
+    "W3": ("shared prefix: 32 requests of 768 shared + 32 own in, 32 out", _shared_prefix),
+    "W4": ("mixed: 32 requests of 32-256 in, 32-256 out", _mixed_lengths),
+    "W5": ("latency: 1 request of 128 in, 128 out", _single),
+}
+
+WORKLOAD_NAMES = tuple(_DEFINITIONS)
+
+
+def make_workload(name: str, vocab_size: int, repetition: int) -> Workload:
+    """One repetition of a workload; the same arguments always give the same requests.
+
+    Raises:
+        KeyError: a name that is not in WORKLOAD_NAMES.
+    """
+    description, make_requests = _DEFINITIONS[name]
+    draw = _Draw(f"{name}/{repetition}", vocab_size)
+    return Workload(name, description, tuple(make_requests(draw)))

@@ -1,0 +1,99 @@
+"""A model answers, through the real path: SDK, ZeroMQ, engine process, scheduler, paged KV cache.
+
+Launches `nanocore-engine` on the bundled model as its own process, streams a short chat token by
+token, then sends 64 requests at once over one shared context and prints the figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from nanocore.client import AsyncEngineClient, RequestOutput, SamplingParams
+from nanocore.client.tokenizer import ChatMessage
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.demo_model.recall import draw_facts
+
+NUM_REQUESTS = 64
+NUM_FACTS = 60
+QUESTIONS = (
+    "What is 123 + 456?",
+    "Reverse these words: red apple seven cat",
+    "Sort these numbers: 512 37 8 240",
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+
+
+async def stream_chat(client: AsyncEngineClient) -> None:
+    """A conversation of a few turns, each answer printed as its tokens arrive."""
+    messages: list[ChatMessage] = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        print(f"\n  you    {question}\n  model  ", end="", flush=True)
+        answer = ""
+        async for output in client.chat(messages, GREEDY):
+            print(output.outputs[0].delta, end="", flush=True)
+            answer = output.outputs[0].text
+        messages.append({"role": "assistant", "content": answer})
+    print("\n")
+
+
+async def ask_all_at_once(client: AsyncEngineClient) -> None:
+    """64 questions about one list of facts: the list is computed once and then shared."""
+    rng = random.Random(2026)
+    facts = draw_facts(rng, NUM_FACTS)
+    statement = f"Remember: {facts.text(list(facts.values))}"
+    names = rng.choices(list(facts.values), k=NUM_REQUESTS)
+    print(f"{NUM_REQUESTS} requests at once, about {NUM_FACTS} facts in their shared context")
+
+    before = await client.stats()
+    start_s = time.perf_counter()
+    outputs = await asyncio.gather(
+        *(_ask(client, f"{statement} What is the {facts.attribute} of {name}?") for name in names)
+    )
+    elapsed_s = time.perf_counter() - start_s
+    after = await client.stats()
+
+    right = sum(facts.values[n] in o.outputs[0].text for n, o in zip(names, outputs, strict=True))
+    report(outputs, elapsed_s, right)
+    queries = after.prefix_cache_queries - before.prefix_cache_queries
+    hits = after.prefix_cache_hits - before.prefix_cache_hits
+    print(f"  prefix-cache hit rate   {hits / queries:.1%} of {queries:,} prompt tokens")
+
+
+async def _ask(client: AsyncEngineClient, question: str) -> RequestOutput:
+    prompt = client.tokenizer.encode_chat([{"role": "user", "content": question}])
+    return await client.complete(prompt, GREEDY)
+
+
+def report(outputs: Sequence[RequestOutput], elapsed_s: float, num_right: int) -> None:
+    """Print what the requests cost."""
+    num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    ttft_ms = [1e3 * (output.metrics.time_to_first_token_s or 0.0) for output in outputs]
+    print(f"  right answers           {num_right} of {len(outputs)}")
+    print(f"  output tokens/s         {num_output / elapsed_s:,.0f}")
+    print(f"  prompt tokens/s         {num_prompt / elapsed_s:,.0f} (shared ones count)")
+    print(
+        f"  time to first token     median {statistics.median(ttft_ms):.0f} ms, "
+        f"max {max(ttft_ms):.0f} ms"
+    )
+
+
+async def main() -> None:
+    """Launch, chat, load, and let everything end with the client."""
+    async with AsyncEngineClient.launch(max_num_seqs=NUM_REQUESTS) as client:
+        card = client.model_card
+        print(f"serving {card.architecture} of {card.vocab_size} tokens at {client.endpoint}")
+        await stream_chat(client)
+        await ask_all_at_once(client)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,68 @@
+"""A RequestStream that a test drives by hand, in the place of the connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanocore.client.outputs import RequestOutput
+from nanocore.client.stream import RequestStream
+from nanocore.client.tokenizer import Tokenizer
+from nanocore.protocol.messages import Event, FinishReason
+from nanocore.protocol.sampling import SamplingParams
+from tests.client.byte_tokens import ids_of
+from tests.client.running import run
+
+PATIENCE_S = 1.0
+"""Everything has arrived before a test reads, so whatever has to wait would wait for ever."""
+
+
+class DrivenStream:
+    """A stream of request "r", whose prompt is "hi". aborts: what it asked the engine to end."""
+
+    def __init__(self, tokenizer: Tokenizer, **params: Any) -> None:
+        self.aborts: list[str] = []
+        self._tokenizer = tokenizer
+        sampling = SamplingParams(**params)
+        self.stream = RequestStream(
+            "r",
+            "hi",
+            ids_of(tokenizer, "hi"),
+            sampling,
+            tokenizer if sampling.detokenize else None,
+            self.aborts.append,
+        )
+
+    def push(self, text: str | bytes) -> None:
+        """The tokens of this text have arrived, together."""
+        self.stream.push_tokens(ids_of(self._tokenizer, text))
+
+    def end(self, reason: FinishReason = "length", **fields: Any) -> None:
+        """The engine has ended the request."""
+        self.stream.push_event(Event(handle=1, finish_reason=reason, **fields))
+
+    def next(self) -> RequestOutput:
+        """The next output, without waiting."""
+        return run(anext(self.stream), PATIENCE_S)
+
+    def final(self) -> RequestOutput:
+        """The last output, without waiting."""
+        return run(self.stream.final(), PATIENCE_S)
+
+    async def read_between(self, pieces: list[str]) -> list[RequestOutput]:
+        """All outputs, when each piece is read before the next one arrives."""
+        outputs: list[RequestOutput] = []
+        for piece in pieces:
+            self.push(piece)
+            outputs.append(await anext(self.stream))
+            if outputs[-1].finished:
+                return outputs
+        self.end()
+        return [*outputs, await anext(self.stream)]
+
+    def rest(self) -> list[RequestOutput]:
+        """All outputs up to the end."""
+
+        async def collect() -> list[RequestOutput]:
+            return [output async for output in self.stream]
+
+        return run(collect(), PATIENCE_S)

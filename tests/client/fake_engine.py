@@ -1,0 +1,125 @@
+"""An engine made of nothing but its socket: the test says what it answers, line by line.
+
+It shares the test's event loop; only waiting for the socket happens in a thread. Whatever it waits
+for must come within PATIENCE_S, and must be the message that the script expects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from nanocore.client.async_client import AsyncEngineClient
+from nanocore.protocol.codec import encode, engine_decoder, pack_int32
+from nanocore.protocol.messages import (
+    Accepted,
+    Event,
+    FinishReason,
+    Hello,
+    Message,
+    Output,
+    Submit,
+    Welcome,
+)
+from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.sockets import EngineSocket, SendResult
+from tests.client.running import PATIENCE_S
+from tests.protocol.samples import LIMITS, MODEL_CARD, WELCOME
+
+Expected = TypeVar("Expected", bound=Message)
+MAX_NUM_SEQS = 2
+NO_TEXT = SamplingParams(detokenize=False)
+"""For requests that need no tokenizer."""
+
+
+def welcome_message(model: str = "/no/such/folder") -> Welcome:
+    """WELCOME of an engine that serves this model folder."""
+    return replace(
+        WELCOME,
+        model=replace(MODEL_CARD, model=model),
+        limits=replace(LIMITS, max_num_seqs=MAX_NUM_SEQS),
+    )
+
+
+class FakeEngine:
+    """Serves one client at an endpoint."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = EngineSocket(endpoint)
+        self._decoder = engine_decoder()
+        self._client = b""
+
+    async def receive(self, expected: type[Expected]) -> Expected:
+        """The client's next message, which must be of this type."""
+        message = self._decoder.decode(await asyncio.to_thread(self._next_frames))
+        assert isinstance(message, expected), f"expected {expected.__name__}, got {message}"
+        return message
+
+    def send(self, message: Message) -> None:
+        """Say something to the client."""
+        self.send_frames(encode(message))
+
+    def send_frames(self, frames: list[bytes]) -> None:
+        """Say something that may be no message."""
+        assert self._socket.send(self._client, frames) is SendResult.SENT
+
+    async def welcome(self, message: Message | None = None) -> Hello:
+        """Answer HELLO."""
+        hello = await self.receive(Hello)
+        self.send(message or welcome_message())
+        return hello
+
+    async def accept(self, handle: int = 1) -> Submit:
+        """Answer SUBMIT by giving the request this handle."""
+        submit = await self.receive(Submit)
+        self.send(Accepted(request_id=submit.request_id, handle=handle, seed=0))
+        return submit
+
+    def output(self, tokens: dict[int, list[int]], *events: Event) -> None:
+        """OUTPUT with these tokens by handle; counts are sent only if they are needed."""
+        counts = [len(ids) for ids in tokens.values()]
+        self.send(
+            Output(
+                handles=pack_int32(tokens),
+                tokens=pack_int32(token for ids in tokens.values() for token in ids),
+                counts=None if counts == [1] * len(counts) else pack_int32(counts),
+                events=list(events),
+            )
+        )
+
+    def finish(self, handle: int = 1, reason: FinishReason = "length") -> None:
+        """End a request."""
+        self.output({}, Event(handle=handle, finish_reason=reason))
+
+    def close(self) -> None:
+        """Vanish, without a word."""
+        self._socket.close()
+
+    def _next_frames(self) -> list[bytes]:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:
+            if (message := self._socket.receive()) is not None:
+                self._client, frames = message
+                return frames
+            self._socket.wait(100)
+        raise AssertionError("the client said nothing")
+
+
+@asynccontextmanager
+async def connected(
+    endpoint: str, **options: Any
+) -> AsyncIterator[tuple[FakeEngine, AsyncEngineClient]]:
+    """A fake engine and a client with an open session. options: of `AsyncEngineClient.connect`."""
+    engine = FakeEngine(endpoint)
+    try:
+        welcoming = asyncio.create_task(engine.welcome())
+        async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S, **options) as client:
+            await welcoming
+            yield engine, client
+    finally:
+        engine.close()

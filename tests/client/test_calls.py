@@ -1,0 +1,113 @@
+"""Control operations and health: each answer finds its own call."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from nanocore.client import EngineDeadError
+from nanocore.protocol.messages import Control, Ping, Pong, Reply, Stats
+from tests.client.fake_engine import connected
+from tests.client.running import run
+from tests.protocol.samples import STATS
+
+
+def _stats(num_steps: int) -> Stats:
+    return replace(STATS, num_steps=num_steps)
+
+
+def test_replies_in_any_order_find_their_calls(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            calls = [asyncio.create_task(client.stats()) for _ in range(3)]
+            received = [await engine.receive(Control) for _ in range(3)]
+            assert len({control.call_id for control in received}) == 3
+            for i in (2, 0, 1):
+                engine.send(Reply(call_id=received[i].call_id, stats=_stats(i)))
+            assert [stats.num_steps for stats in await asyncio.gather(*calls)] == [0, 1, 2]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_resetting_the_prefix_cache_says_whether_it_was_done(endpoint: str, ok: bool) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            call = asyncio.create_task(client.reset_prefix_cache())
+            control = await engine.receive(Control)
+            assert control.operation == "reset_prefix_cache"
+            engine.send(Reply(call_id=control.call_id, ok=ok))
+            assert await call is ok
+
+    run(scenario())
+
+
+def test_pause_and_resume_wait_for_their_replies(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            for operation, call in (("pause", client.pause), ("resume", client.resume)):
+                waiting = asyncio.create_task(call())
+                control = await engine.receive(Control)
+                assert control.operation == operation
+                assert not waiting.done()
+                engine.send(Reply(call_id=control.call_id))
+                await waiting
+
+    run(scenario())
+
+
+def test_health_has_the_engines_step_counter(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            call = asyncio.create_task(client.health())
+            ping = await engine.receive(Ping)
+            engine.send(Pong(nonce=ping.nonce, num_steps=42))
+            health = await call
+            assert health.num_steps == 42
+            assert health.latency_s >= 0
+
+    run(scenario())
+
+
+def test_an_engine_that_answers_no_ping_is_dead(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanocore.client.async_client.HEALTH_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        async with connected(endpoint) as (_, client):
+            with pytest.raises(EngineDeadError, match=r"within 0\.05 s"):
+                await client.health()
+
+    run(scenario())
+
+
+def test_answers_that_nobody_waits_for_are_ignored(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            call = asyncio.create_task(client.health())
+            ping = await engine.receive(Ping)
+            engine.send(Pong(nonce=ping.nonce + 1, num_steps=1))
+            engine.send(Reply(call_id=ping.nonce, stats=_stats(1)))
+            engine.send(Pong(nonce=ping.nonce, num_steps=2))
+            engine.send(Pong(nonce=ping.nonce, num_steps=3))
+            assert (await call).num_steps == 2
+
+    run(scenario())
+
+
+def test_a_cancelled_call_leaves_the_session_as_it_was(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            cancelled = asyncio.create_task(client.stats())
+            first = await engine.receive(Control)
+            cancelled.cancel()
+            call = asyncio.create_task(client.stats())
+            second = await engine.receive(Control)
+            engine.send(Reply(call_id=first.call_id, stats=_stats(1)))
+            engine.send(Reply(call_id=second.call_id, stats=_stats(2)))
+            assert (await call).num_steps == 2
+
+    run(scenario())

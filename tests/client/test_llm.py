@@ -1,0 +1,181 @@
+"""The synchronous SDK, with a fake engine in the place of the one it would launch."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanocore.client import (
+    LLM,
+    AsyncEngineClient,
+    ContextLengthError,
+    EngineDeadError,
+    InvalidRequestError,
+    SamplingParams,
+)
+from nanocore.protocol.codec import unpack_int32
+from nanocore.protocol.messages import Abort, Bye, Control, Error, Event, Reply, Submit
+from tests.client.fake_engine import MAX_NUM_SEQS, NO_TEXT, FakeEngine
+from tests.client.running import run
+
+
+@pytest.fixture
+def joining(
+    endpoint: str, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Let LLM join whatever serves the endpoint, and check that it leaves no thread behind."""
+
+    def launch(model: str | None = None, **_: Any) -> AsyncEngineClient:
+        return AsyncEngineClient.connect(
+            endpoint, tokenizer=tokenizer_folder, timeout_s=0.05 if model == "nobody" else 5.0
+        )
+
+    monkeypatch.setattr(AsyncEngineClient, "launch", launch)
+    yield endpoint
+    assert "nanocore-llm" not in {thread.name for thread in threading.enumerate()}
+
+
+@asynccontextmanager
+async def _served(endpoint: str) -> AsyncIterator[tuple[FakeEngine, LLM]]:
+    engine = FakeEngine(endpoint)
+    try:
+        welcoming = asyncio.create_task(engine.welcome())
+        llm = await asyncio.to_thread(LLM)
+        await welcoming
+        try:
+            yield engine, llm
+        finally:
+            await asyncio.to_thread(llm.close)
+    finally:
+        engine.close()
+
+
+def _generate(llm: LLM, *args: Any) -> asyncio.Task[list[Any]]:
+    return asyncio.create_task(asyncio.to_thread(llm.generate, *args, use_tqdm=False))
+
+
+def test_results_come_in_the_order_of_the_prompts(joining: str) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (engine, llm):
+            generating = _generate(llm, [[1], [2], [3]], NO_TEXT)
+            for handle in (1, 2, 3):
+                submit = await engine.accept(handle)
+                assert unpack_int32(submit.prompt_token_ids).tolist() == [handle]
+            for handle in (3, 1, 2):
+                event = Event(handle=handle, finish_reason="length")
+                engine.output({handle: [10 * handle]}, event)
+            outputs = await generating
+            assert [output.outputs[0].token_ids for output in outputs] == [[10], [20], [30]]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("prompt", ["one", [1, 2], {"prompt_token_ids": [1, 2]}])
+def test_one_prompt_of_any_form_is_a_batch_of_one(joining: str, prompt: Any) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (engine, llm):
+            generating = _generate(llm, prompt)
+            await engine.accept()
+            engine.finish()
+            assert len(await generating) == 1
+
+    run(scenario())
+
+
+def test_no_prompts_have_no_results(joining: str) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (_, llm):
+            assert await _generate(llm, []) == []
+
+    run(scenario())
+
+
+def test_each_prompt_may_have_its_own_parameters(joining: str) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (engine, llm):
+            params = [SamplingParams(max_tokens=n, detokenize=False) for n in (5, 6)]
+            generating = _generate(llm, [[1], [2]], params)
+            assert [(await engine.accept(n)).sampling.max_tokens for n in (5, 6)] == [5, 6]
+            engine.finish(5)
+            engine.finish(6)
+            await generating
+            with pytest.raises(InvalidRequestError, match="1 prompts and 2 sampling_params"):
+                await _generate(llm, [[1]], params)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_chat_takes_one_conversation_or_several(joining: str, batch: bool) -> None:
+    conversation = [{"role": "user", "content": "hi"}]
+
+    async def scenario() -> None:
+        async with _served(joining) as (engine, llm):
+            conversations: Any = [conversation] if batch else conversation
+            chatting = asyncio.create_task(
+                asyncio.to_thread(llm.chat, conversations, use_tqdm=False)
+            )
+            ids = unpack_int32((await engine.accept()).prompt_token_ids).tolist()
+            assert llm.get_tokenizer().decode(ids) == "user: hi\nassistant: "
+            engine.finish()
+            assert len(await chatting) == 1
+
+    run(scenario())
+
+
+def test_only_some_requests_are_in_flight_at_once(joining: str) -> None:
+    limit = 4 * MAX_NUM_SEQS
+
+    async def scenario() -> None:
+        async with _served(joining) as (engine, llm):
+            generating = _generate(llm, [[1]] * (limit + 1), NO_TEXT)
+            for handle in range(limit):
+                await engine.accept(handle)
+            marker = asyncio.create_task(asyncio.to_thread(llm.reset_prefix_cache))
+            control = await engine.receive(Control)  # and not one more SUBMIT
+            engine.send(Reply(call_id=control.call_id))
+            await marker
+            engine.finish(0)
+            await engine.accept(limit)
+            for handle in range(1, limit + 1):
+                engine.finish(handle)
+            await generating
+
+    run(scenario())
+
+
+def test_the_first_error_is_raised_as_itself_and_the_others_are_aborted(joining: str) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (engine, llm):
+            generating = _generate(llm, [[1], [2]], NO_TEXT)
+            refused, running = await engine.receive(Submit), await engine.accept(2)
+            error = Error(
+                code="context_length_exceeded", message="long", request_id=refused.request_id
+            )
+            engine.send(error)
+            with pytest.raises(ContextLengthError, match="long"):
+                await generating
+            assert (await engine.receive(Abort)).request_ids == [running.request_id]
+
+    run(scenario())
+
+
+def test_closing_says_bye_and_may_be_repeated(joining: str) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (engine, llm):
+            await asyncio.to_thread(llm.close)
+            await engine.receive(Bye)
+            await asyncio.to_thread(llm.close)
+
+    run(scenario())
+
+
+def test_a_failed_start_raises_its_cause_and_leaves_nothing(joining: str) -> None:
+    with pytest.raises(EngineDeadError):
+        LLM("nobody")

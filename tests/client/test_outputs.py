@@ -1,0 +1,15 @@
+"""What a caller sees of a completion when it is printed."""
+
+from __future__ import annotations
+
+from nanocore.client.outputs import CompletionOutput
+
+
+def test_a_printed_completion_shows_its_own_moment() -> None:
+    parts, token_ids = ["a"], [1]
+    completion = CompletionOutput(parts, token_ids, "stop", "END", "a")
+    parts.append("b")
+    token_ids.append(2)
+    assert repr(completion) == (
+        "CompletionOutput(text='a', num_tokens=1, finish_reason='stop', stop_reason='END')"
+    )

@@ -1,0 +1,141 @@
+"""The forms that a prompt may have, and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanocore.client import AsyncEngineClient, InvalidRequestError, SamplingParams
+from nanocore.client.async_client import Prompt
+from nanocore.protocol.codec import unpack_int32
+from nanocore.protocol.messages import Event
+from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, welcome_message
+from tests.client.running import PATIENCE_S, run
+
+
+@pytest.mark.parametrize("prompt", [[5, 6], {"prompt_token_ids": [5, 6]}])
+def test_token_ids_are_sent_as_they_are(endpoint: str, prompt: Prompt) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            request = asyncio.create_task(client.complete(prompt, NO_TEXT))
+            submit = await engine.accept()
+            assert unpack_int32(submit.prompt_token_ids).tolist() == [5, 6]
+            engine.finish()
+            output = await request
+            assert output.prompt is None
+            assert output.prompt_token_ids == [5, 6]
+
+    run(scenario())
+
+
+def test_text_is_tokenized_and_the_answer_is_text(endpoint: str, tokenizer_folder: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+            request = asyncio.create_task(client.complete("é"))
+            submit = await engine.accept()
+            ids = client.tokenizer.encode("é")
+            assert unpack_int32(submit.prompt_token_ids).tolist() == ids
+            engine.output(
+                {1: client.tokenizer.encode("中")}, Event(handle=1, finish_reason="length")
+            )
+            output = await request
+            assert (output.prompt, output.prompt_token_ids) == ("é", ids)
+            assert output.outputs[0].text == "中"
+
+    run(scenario())
+
+
+def test_a_conversation_is_sent_by_the_models_template(
+    endpoint: str, tokenizer_folder: Path
+) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+            answer = client.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1))
+            reading = asyncio.ensure_future(anext(answer))
+            submit = await engine.accept()
+            expected = client.tokenizer.encode("user: hi\nassistant: ")
+            assert unpack_int32(submit.prompt_token_ids).tolist() == expected
+            assert submit.sampling.max_tokens == 1
+            engine.output({1: [65]}, Event(handle=1, finish_reason="length"))
+            assert (await reading).finished
+
+    run(scenario())
+
+
+def test_the_tokenizer_is_the_served_models_unless_another_is_named(
+    endpoint: str, tokenizer_folder: Path
+) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(endpoint)
+        opening = asyncio.create_task(engine.welcome(welcome_message(str(tokenizer_folder))))
+        async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S) as client:
+            await opening
+            assert client.tokenizer.decode(client.tokenizer.encode("é")) == "é"
+            assert client.tokenizer is client.tokenizer
+        engine.close()
+
+    run(scenario())
+
+
+def test_text_without_the_models_files_is_refused_with_the_remedy(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (_, client):
+            with pytest.raises(InvalidRequestError, match="pass token ids instead of text"):
+                await client.complete("text")
+            with pytest.raises(InvalidRequestError, match="pass token ids instead of text"):
+                await client.complete([1])
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("detokenize", [True, False])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        7,
+        b"bytes",
+        (1, 2),
+        {},
+        {"prompt": "text"},
+        {"prompt_token_ids": None},
+        {"prompt_token_ids": "12"},
+        ["1"],
+        [1.5],
+        [2**31],
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_an_invalid_request(
+    endpoint: str, tokenizer_folder: Path, prompt: Any, detokenize: bool
+) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
+            await client.complete(prompt, SamplingParams(detokenize=detokenize))
+
+    with pytest.raises(InvalidRequestError):
+        run(scenario(), patience_s=1.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"request_id": "\ud800"},
+        {"priority": 2**64},
+        {"cache_salt": "\ud800"},
+        {"sampling_params": SamplingParams(stop_token_ids=[2**64], detokenize=False)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_cannot_be_encoded_is_an_invalid_request(
+    endpoint: str, options: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (_, client):
+            await client.complete([1], **{"sampling_params": NO_TEXT} | options)
+
+    with pytest.raises(InvalidRequestError):
+        run(scenario())

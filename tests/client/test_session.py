@@ -1,0 +1,240 @@
+"""A client's session, from HELLO to its end: who answers, who does not, and who is told."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import msgspec
+import pytest
+
+from nanocore import __version__
+from nanocore.client import AsyncEngineClient, EngineDeadError, NanocoreError, ProtocolError
+from nanocore.client.connection import EngineConnection
+from nanocore.client.stream import RequestStream
+from nanocore.protocol.codec import encode
+from nanocore.protocol.messages import Bye, Error, Message, Ping, Pong, Refused, Submit
+from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, welcome_message
+from tests.client.running import PATIENCE_S, run
+
+
+async def _open(endpoint: str, answer: list[bytes]) -> None:
+    """Open a session with an engine that answers HELLO with these frames, and close it."""
+    engine = FakeEngine(endpoint)
+    try:
+        opening = asyncio.create_task(EngineConnection.open(endpoint, PATIENCE_S))
+        await engine.receive(Message)
+        engine.send_frames(answer)
+        await (await opening).close()
+    finally:
+        engine.close()
+
+
+def test_a_session_begins_with_the_version_and_gives_the_model_card(endpoint: str) -> None:
+    async def scenario() -> None:
+        engine = FakeEngine(endpoint)
+        welcoming = asyncio.create_task(engine.welcome(welcome_message("/models/x")))
+        async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S) as client:
+            hello = await welcoming
+            assert hello.protocol == (1, 0)
+            assert hello.client == f"nanocore-python/{__version__}"
+            assert client.model_card == welcome_message("/models/x").model
+            assert client.max_num_seqs == 2
+            assert client.endpoint == endpoint
+        engine.close()
+
+    run(scenario())
+
+
+def test_unknown_fields_in_welcome_are_ignored(endpoint: str) -> None:
+    body: dict[str, Any] = msgspec.to_builtins(welcome_message())
+    body["model"]["new_in_1_1"] = body["new_in_1_1"] = {"a": [1]}
+    run(_open(endpoint, [b"\x02", msgspec.msgpack.encode(body)]))
+
+
+def test_a_refusal_is_a_protocol_error_in_the_engines_words(endpoint: str) -> None:
+    refused = Refused(message="this engine speaks 2.0 only", supported=[(2, 0)])
+    with pytest.raises(ProtocolError, match=r"this engine speaks 2\.0 only"):
+        run(_open(endpoint, encode(refused)))
+
+
+@pytest.mark.parametrize(
+    "answer", [encode(Bye()), encode(Ping()), [b"?"], [b"\x02", b"\x80"], [b"\x99", b"\x80"]]
+)
+def test_any_other_answer_to_hello_is_a_protocol_error(endpoint: str, answer: list[bytes]) -> None:
+    with pytest.raises(ProtocolError):
+        run(_open(endpoint, answer))
+
+
+def test_nobody_at_the_endpoint_is_a_dead_engine_with_the_remedy(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with AsyncEngineClient.connect(endpoint, timeout_s=0.05):
+            raise AssertionError("nobody is there")
+
+    with pytest.raises(EngineDeadError, match="nanocore-engine --listen") as caught:
+        run(scenario())
+    assert endpoint in str(caught.value)
+
+
+def test_an_engine_that_does_not_answer_hello_is_dead(endpoint: str) -> None:
+    engine = FakeEngine(endpoint)
+    with pytest.raises(EngineDeadError, match=r"within 0\.05 s"):
+        run(EngineConnection.open(endpoint, timeout_s=0.05))
+    engine.close()
+
+
+def test_a_name_that_is_no_endpoint_is_an_error_of_ours() -> None:
+    with pytest.raises(NanocoreError):
+        run(EngineConnection.open("nonsense", timeout_s=0.05))
+
+
+def test_a_client_that_is_not_entered_says_so(endpoint: str) -> None:
+    client = AsyncEngineClient.connect(endpoint)
+    with pytest.raises(EngineDeadError, match="async with"):
+        run(client.stats())
+
+
+def test_leaving_the_client_says_bye_once(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            await client.close()
+            await client.close()
+            await engine.receive(Bye)
+
+    run(scenario())
+
+
+def test_a_ping_is_answered_by_a_pong_of_the_same_nonce(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, _):
+            engine.send(Ping(nonce=77))
+            engine.send(Ping(nonce=78))
+            assert [(await engine.receive(Pong)).nonce for _ in range(2)] == [77, 78]
+
+    run(scenario())
+
+
+ENDS: dict[str, tuple[list[bytes], type[NanocoreError], str]] = {
+    "bye": (encode(Bye(reason="SIGTERM")), EngineDeadError, "has stopped: SIGTERM"),
+    "dead": (encode(Error(code="engine_dead", message="boom")), EngineDeadError, "boom"),
+    "dead, for one request": (
+        encode(Error(code="engine_dead", message="boom", request_id="a")),
+        EngineDeadError,
+        "boom",
+    ),
+    "no session": (encode(Error(code="no_session", message="who?")), ProtocolError, "who"),
+    "no message": ([b"\x12", b"\xc1"], ProtocolError, "OUTPUT"),
+    "unknown op": ([b"\xee", b"\x80"], ProtocolError, "0xee"),
+    "three frames": ([b"\x12", b"\x80", b""], ProtocolError, "3 frames"),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_when_the_session_ends_everyone_who_waits_is_told(endpoint: str, end: str) -> None:
+    frames, expected, text = ENDS[end]
+
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            waiting = [
+                asyncio.create_task(client.complete([1], NO_TEXT, request_id="a")),
+                asyncio.create_task(anext(client.generate([1], NO_TEXT, request_id="b"))),  # type: ignore[arg-type]
+                asyncio.create_task(client.stats()),
+                asyncio.create_task(client.health()),
+            ]
+            await engine.accept(1)
+            for _ in range(3):
+                await engine.receive(Message)
+            engine.send_frames(frames)
+            results = await asyncio.gather(*waiting, return_exceptions=True)
+            assert [type(result) for result in results] == [expected] * 4
+            assert all(text in str(result) for result in results)
+            for later in (client.stats(), client.health(), client.complete([1], NO_TEXT)):
+                with pytest.raises(expected, match=text):
+                    await later
+
+    run(scenario())
+
+
+def test_tokens_that_came_before_the_end_do_not_hide_it(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            request = asyncio.create_task(client.complete([1], NO_TEXT))
+            await engine.accept(1)
+            engine.output({1: [5]})
+            engine.send(Bye(reason="SIGTERM"))
+            with pytest.raises(EngineDeadError, match="SIGTERM"):
+                await request
+
+    run(scenario())
+
+
+def test_an_engine_that_falls_silent_is_dead(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanocore.client.connection.ENGINE_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            request = asyncio.create_task(client.complete([1], NO_TEXT))
+            await engine.receive(Submit)
+            with pytest.raises(EngineDeadError, match="not been heard of"):
+                await request
+
+    run(scenario())
+
+
+class StuckSocket:
+    """A ClientSocket whose engine has vanished: nothing leaves and nothing comes."""
+
+    def post(self, frames: list[bytes]) -> None:
+        """Take a message, which will never leave."""
+
+    async def send(self, frames: list[bytes]) -> None:
+        """Wait, as a client's socket does while no engine is connected."""
+        await asyncio.get_running_loop().create_future()
+
+    async def receive(self) -> list[bytes]:
+        """Wait for ever."""
+        await asyncio.get_running_loop().create_future()
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def test_a_call_that_cannot_be_sent_is_told_of_the_engines_death(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        connection = EngineConnection(StuckSocket(), welcome_message())  # type: ignore[arg-type]
+        calls = [
+            asyncio.create_task(connection.control("stats")),
+            asyncio.create_task(connection.ping(PATIENCE_S)),
+        ]
+        await asyncio.sleep(0)
+        connection.fail(EngineDeadError("killed"))
+        for call in calls:
+            with pytest.raises(EngineDeadError, match="killed"):
+                await call
+        await connection.close()
+
+    run(scenario(), patience_s=1.0)
+    gc.collect()
+    assert caplog.records == [], "a future's error that nobody awaited is logged by asyncio"
+
+
+def test_a_submit_that_never_left_frees_its_id() -> None:
+    async def scenario() -> None:
+        connection = EngineConnection(StuckSocket(), welcome_message())  # type: ignore[arg-type]
+        submit = Submit(request_id="r", prompt_token_ids=b"")
+        for _ in range(2):
+            stream = RequestStream("r", None, [], NO_TEXT, None, abort=lambda _: None)
+            submitting = asyncio.create_task(connection.submit(stream, submit))
+            await asyncio.sleep(0)
+            submitting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await submitting
+        await connection.close()
+
+    run(scenario())

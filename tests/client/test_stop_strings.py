@@ -1,0 +1,104 @@
+"""Stop strings: found wherever the text is cut, and nothing shown that belongs to one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanocore.client.stop_strings import StopStringMatcher
+
+PROPERTY = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+def _feed(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
+    """(all text shown, stop string found) after feeding the pieces until a stop or the end."""
+    matcher = StopStringMatcher(stops, include)
+    shown = ""
+    for piece in pieces:
+        text, stop = matcher.push(piece)
+        shown += text
+        if stop is not None:
+            return shown, stop
+    return shown + matcher.flush(), None
+
+
+def _search(stops: list[str], text: str, include: bool) -> tuple[str, str | None]:
+    """The specification: the first end of a stop string, and of those the first in the list."""
+    for end in range(len(text) + 1):
+        for stop in stops:
+            if text[:end].endswith(stop):
+                return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+def test_text_ends_before_the_stop_string() -> None:
+    assert _feed(["END"], ["before END after"]) == ("before ", "END")
+
+
+def test_the_stop_string_is_kept_on_request_and_what_follows_is_not() -> None:
+    assert _feed(["END"], ["before END after"], include=True) == ("before END", "END")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_split_over_pieces_is_found(include: bool) -> None:
+    shown = "xEND" if include else "x"
+    assert _feed(["END"], ["xE", "N", "Dy"], include) == (shown, "END")
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    matcher = StopStringMatcher(["END"], False)
+    assert matcher.push("xE") == ("x", None)
+    assert matcher.push("N") == ("", None)
+    assert matcher.push("x") == ("ENx", None)
+
+
+def test_no_more_than_the_longest_possible_beginning_is_held_back() -> None:
+    matcher = StopStringMatcher(["aab", "b!"], False)
+    assert matcher.push("aaaa") == ("aa", None)
+    assert matcher.push("x") == ("aax", None)
+
+
+def test_a_beginning_inside_a_failed_beginning_is_found() -> None:
+    assert _feed(["aab"], ["aa", "a", "b"]) == ("a", "aab")
+
+
+def test_held_back_text_is_released_once_by_flush() -> None:
+    matcher = StopStringMatcher(["END"], False)
+    assert matcher.push("the EN") == ("the ", None)
+    assert matcher.flush() == "EN"
+    assert matcher.flush() == ""
+
+
+def test_of_several_stop_strings_the_one_that_ends_first_wins() -> None:
+    assert _feed(["a long one", "lon"], ["this is a long one"]) == ("this is a ", "lon")
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"), [(["b", "ab"], ("a", "b")), (["ab", "b"], ("", "ab"))]
+)
+def test_of_those_that_end_together_the_first_in_the_list_wins(
+    stops: list[str], expected: tuple[str, str]
+) -> None:
+    assert _feed(stops, ["ab"]) == _feed(stops, ["a", "b"]) == expected
+
+
+def test_empty_pieces_change_nothing() -> None:
+    assert _feed(["END"], ["", "E", "", "ND", ""]) == ("", "END")
+
+
+@PROPERTY
+@given(
+    text=st.text("ab", max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.sets(st.integers(0, 12)),
+    include=st.booleans(),
+)
+def test_the_result_does_not_depend_on_how_the_text_is_cut(
+    text: str, stops: list[str], cuts: set[int], include: bool
+) -> None:
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
+    assert _feed(stops, pieces, include) == _search(stops, text, include)

@@ -1,0 +1,201 @@
+"""How a request's stream ends: by the engine, by a stop string, or by its reader."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanocore.client.tokenizer import Tokenizer
+from nanocore.protocol.errors import EngineDeadError
+from nanocore.protocol.messages import FinishReason
+from tests.client.byte_tokens import END, ids_of
+from tests.client.driven_stream import DrivenStream
+from tests.client.running import run
+
+
+@pytest.mark.parametrize("reason", ["length", "abort"])
+def test_the_engines_finish_reason_is_the_outputs(
+    tokenizer: Tokenizer, reason: FinishReason
+) -> None:
+    driven = DrivenStream(tokenizer)
+    driven.push("ab")
+    driven.end(reason)
+    output = driven.final()
+    assert output.finished
+    assert output.outputs[0].finish_reason == reason
+    assert output.outputs[0].stop_reason is None
+    assert output.outputs[0].text == "ab"
+    assert driven.aborts == []
+
+
+def test_an_end_after_everything_was_read_is_an_output_of_its_own(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer)
+    driven.push("ab")
+    driven.next()
+    driven.end()
+    (last,) = driven.rest()
+    assert last.finished
+    assert (last.outputs[0].delta, last.outputs[0].text) == ("", "ab")
+
+
+def test_an_error_of_the_engine_is_an_end_with_its_cause(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer)
+    driven.end("error", message="the forward pass failed")
+    completion = driven.final().outputs[0]
+    assert completion.finish_reason == "error"
+    assert completion.stop_reason == "the forward pass failed"
+
+
+def test_the_token_that_stops_is_an_id_but_not_text(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer, stop_token_ids=ids_of(tokenizer, "."))
+    driven.push("ab.")
+    driven.end("stop", stop_reason=ids_of(tokenizer, ".")[0])
+    completion = driven.final().outputs[0]
+    assert completion.text == "ab"
+    assert completion.token_ids == ids_of(tokenizer, "ab.")
+    assert completion.stop_reason == ids_of(tokenizer, ".")[0]
+
+
+def test_the_token_that_stops_is_text_on_request(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer, include_stop_str_in_output=True)
+    driven.push("ab.")
+    driven.end("stop", stop_reason=ids_of(tokenizer, ".")[0])
+    assert driven.final().outputs[0].text == "ab."
+
+
+def test_the_eos_token_is_not_text_even_when_special_tokens_are_kept(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer, skip_special_tokens=False)
+    driven.push("ab")
+    driven.stream.push_tokens([END])
+    driven.end("stop", stop_reason=END)
+    completion = driven.final().outputs[0]
+    assert completion.text == "ab"
+    assert completion.token_ids[-1] == END
+
+
+def test_the_last_token_of_a_length_limit_is_text(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer)
+    driven.push("ab.")
+    driven.end("length")
+    assert driven.final().outputs[0].text == "ab."
+
+
+def test_half_a_character_at_the_end_is_dropped(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer)
+    driven.push(b"ab\xe4\xb8")
+    driven.end("length")
+    completion = driven.final().outputs[0]
+    assert completion.text == "ab"
+    assert len(completion.token_ids) == 4
+
+
+def test_a_stop_string_ends_the_request_and_aborts_it_once(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer, stop=["END"])
+    driven.push("abENDcd")
+    (output,) = driven.rest()
+    assert output.finished
+    completion = output.outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "END")
+    assert (completion.text, completion.delta) == ("ab", "ab")
+    assert driven.aborts == ["r"]
+    driven.stream.close()
+    assert driven.aborts == ["r"]
+
+
+def test_a_stop_string_is_kept_in_the_text_on_request(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer, stop="END", include_stop_str_in_output=True)
+    driven.push("abENDcd")
+    assert driven.final().outputs[0].text == "abEND"
+
+
+def test_the_token_ids_end_with_the_stop_string(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer, stop=["END"])
+    driven.push("abENDcd")
+    output = driven.final()
+    assert output.outputs[0].token_ids == ids_of(tokenizer, "abEND")
+    assert output.metrics.num_output_tokens == 5
+
+
+def test_what_arrives_after_a_stop_string_is_not_read(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer, stop=["END"])
+    driven.push("END")
+    output = driven.next()
+    driven.push("more")
+    driven.end("abort")
+    assert driven.rest() == []
+    assert output.outputs[0].token_ids == ids_of(tokenizer, "END")
+    assert output.outputs[0].text == ""
+
+
+def test_a_stop_string_found_after_the_engines_end_needs_no_abort(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer, stop=["END"])
+    driven.push("abENDcd")
+    driven.end("length")
+    completion = driven.final().outputs[0]
+    assert (completion.text, completion.finish_reason) == ("ab", "stop")
+    assert driven.aborts == []
+
+
+def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer, stop=["END"])
+    driven.push("abEN")
+    assert driven.next().outputs[0].text == "ab"
+    driven.end("length")
+    last = driven.next().outputs[0]
+    assert (last.text, last.delta, last.finish_reason) == ("abEN", "EN", "length")
+
+
+def test_final_watches_for_stop_strings_before_the_end(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer, stop=["END"])
+    driven.push("abEND")
+    assert driven.final().outputs[0].text == "ab"
+    assert driven.aborts == ["r"]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    pieces=st.lists(st.text("aéb", min_size=1, max_size=4), max_size=6),
+    stop=st.text("aéb", min_size=1, max_size=3),
+)
+def test_merging_changes_neither_text_nor_token_ids(
+    tokenizer: Tokenizer, pieces: list[str], stop: str
+) -> None:
+    eager, lazy = DrivenStream(tokenizer, stop=[stop]), DrivenStream(tokenizer, stop=[stop])
+    text = "".join(pieces)
+    before, found, _ = text.partition(stop)
+    outputs = run(eager.read_between(pieces))
+    lazy.push(text)
+    lazy.end("length")
+    for last in (outputs[-1].outputs[0], lazy.final().outputs[0]):
+        assert last.text == before
+        assert last.token_ids == ids_of(tokenizer, before + found)
+        assert last.stop_reason == (stop if found else None)
+    assert "".join(output.outputs[0].delta for output in outputs) == before
+
+
+def test_leaving_a_running_request_aborts_it_once(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer)
+    driven.push("ab")
+    driven.next()
+    driven.stream.close()
+    driven.stream.close()
+    assert driven.aborts == ["r"]
+    assert driven.rest() == []
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_leaving_an_ended_request_does_not_abort_it(tokenizer: Tokenizer, read: bool) -> None:
+    driven = DrivenStream(tokenizer)
+    driven.end()
+    if read:
+        driven.final()
+    driven.stream.close()
+    assert driven.aborts == []
+
+
+def test_leaving_a_failed_request_does_not_abort_it(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer)
+    driven.stream.fail(EngineDeadError("gone"))
+    driven.stream.close()
+    assert driven.aborts == []

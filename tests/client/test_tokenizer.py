@@ -1,0 +1,76 @@
+"""The tokenizer of a model folder: text to ids and back, and folders that do not have one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+from nanocore.client.tokenizer import Tokenizer
+from nanocore.protocol.errors import InvalidRequestError
+from tests.client.byte_tokens import END, ids_of
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.text())
+def test_what_is_encoded_is_decoded(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_encoding_is_by_the_models_own_vocabulary(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("aé") == ids_of(tokenizer, "aé")
+
+
+def test_special_tokens_are_left_out_of_the_text_unless_wanted(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("hi"), END]
+    assert tokenizer.decode(ids) == "hi"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "hi<|end|>"
+
+
+def test_a_conversation_gets_no_second_set_of_special_tokens(folder: Path) -> None:
+    backend = Tokenizer(folder).backend
+    backend.post_processor = TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", END)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.encode("a") == [END, *ids_of(tokenizer, "a")]
+    assert tokenizer.encode_chat([{"role": "user", "content": "a"}]) == ids_of(
+        tokenizer, "user: a\nassistant: "
+    )
+
+
+def test_text_that_is_no_unicode_is_an_invalid_request(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequestError):
+        tokenizer.encode("a lone surrogate: \ud800")
+
+
+def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="pass token ids instead of text") as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path / "tokenizer.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe"])
+def test_a_damaged_tokenizer_is_refused_by_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+def test_a_folder_without_a_config_has_text_but_no_chat(folder: Path) -> None:
+    (folder / "tokenizer_config.json").unlink()
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.encode("a") == ids_of(tokenizer, "a")
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        tokenizer.render_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"null"])
+def test_a_damaged_config_is_refused_by_file(folder: Path, content: bytes) -> None:
+    (folder / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(InvalidRequestError, match=r"tokenizer_config\.json"):
+        Tokenizer(folder).render_chat([{"role": "user", "content": "hi"}])

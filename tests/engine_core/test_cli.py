@@ -1,0 +1,50 @@
+"""Flags and configuration say the same things."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from nanocore.engine_core.cli import build_parser, parse_config
+from nanocore.engine_core.config import EngineConfig
+from nanocore.protocol.errors import ConfigError
+
+
+def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
+    settings = {field.name for field in fields(EngineConfig)}
+    flags = {action.dest for action in build_parser()._actions}
+    assert flags - settings == {"help", "version", "parent_fd"}
+    assert settings <= flags
+
+
+def test_no_flags_is_the_default_configuration() -> None:
+    assert parse_config([]) == EngineConfig()
+
+
+def test_flags_reach_their_settings() -> None:
+    config = parse_config(
+        ["--max-num-seqs", "7", "--no-enable-prefix-caching", "--dtype", "float32"]
+    )
+    assert (config.max_num_seqs, config.enable_prefix_caching, config.dtype) == (
+        7,
+        False,
+        "float32",
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max-num-seq", "7"], "max-num-seq"),  # abbreviations are typos
+        (["--block-size", "0"], "--block-size 0"),
+        (["--kv-cache-memory-bytes", "0"], "--kv-cache-memory-bytes 0"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--max-model-len", "1"], "--max-model-len 1"),
+        (["--long-prefill-token-threshold", "-1"], "--long-prefill-token-threshold -1"),
+        (["--listen", "ipc://relative/engine.sock"], "absolute"),
+    ],
+)
+def test_bad_values_are_named(flags: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config(flags)

@@ -1,0 +1,164 @@
+"""The step loop with a fake worker: what goes in by the inbox comes out by the outbox."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from nanocore.engine_core.core import EngineCore
+from nanocore.engine_core.mailbox import (
+    AbortRequests,
+    AddRequest,
+    ControlCall,
+    ControlReply,
+    Inbox,
+    Outbox,
+    Shutdown,
+)
+from nanocore.engine_core.outputs import ClientOutput
+from nanocore.engine_core.step_trace import StepTrace
+from nanocore.protocol.messages import Event
+from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from tests.fakes import expected_tokens, make_request, make_scheduler
+
+
+class CoreUnderTest:
+    """A core, and what it has sent."""
+
+    def __init__(self, trace: StepTrace | None = None, **limits: int) -> None:
+        self.scheduler, self.executor = make_scheduler(**limits)
+        self.inbox: Inbox = SimpleQueue()
+        self.outbox = Outbox()
+        self.core = EngineCore(self.scheduler, self, self.inbox, self.outbox, trace)
+        self.during_step: list = []
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """The fake worker; what is in during_step arrives while it runs."""
+        while self.during_step:
+            self.inbox.put(self.during_step.pop(0))
+        return self.executor.execute(plan)
+
+    def run(self, *events: object) -> list:
+        """Put events and a Shutdown, run to the end, and return the outbox."""
+        for event in events:
+            self.inbox.put(event)  # type: ignore[arg-type]
+        self.inbox.put(Shutdown("test"))
+        self.core.run()
+        return self.outbox.drain()
+
+    def finish(self, *events: object) -> list:
+        """Put events and step until nothing is left."""
+        for event in events:
+            self.inbox.put(event)  # type: ignore[arg-type]
+        self.core._drain_inbox(wait=False)
+        while self.scheduler.num_requests:
+            self.core.step()
+        return self.outbox.drain()
+
+
+@pytest.fixture
+def core() -> CoreUnderTest:
+    return CoreUnderTest()
+
+
+def tokens(outputs: list) -> list[int]:
+    return [t for o in outputs if isinstance(o, ClientOutput) for t in o.token_ids.tolist()]
+
+
+def ends(outputs: list) -> list[Event]:
+    return [
+        event
+        for output in outputs
+        if isinstance(output, ClientOutput)
+        for event in output.events
+        if event.finish_reason
+    ]
+
+
+def test_a_request_goes_in_and_its_tokens_come_out(core: CoreUnderTest) -> None:
+    outputs = core.finish(AddRequest(make_request(1, [1, 2], 5)))
+    assert tokens(outputs) == expected_tokens([1, 2], 5)
+    assert [(event.handle, event.finish_reason) for event in ends(outputs)] == [(1, "length")]
+
+
+def test_an_abort_that_arrives_while_the_model_runs_wins(core: CoreUnderTest) -> None:
+    core.during_step = [AbortRequests([1])]
+    outputs = core.finish(AddRequest(make_request(1, [1, 2], 1)))
+    assert tokens(outputs) == []
+    assert [event.finish_reason for event in ends(outputs)] == ["abort"]
+
+
+def test_a_request_that_arrives_while_the_model_runs_is_kept(core: CoreUnderTest) -> None:
+    core.during_step = [AddRequest(make_request(2, [3], 2))]
+    outputs = core.finish(AddRequest(make_request(1, [1, 2], 1)))
+    assert {event.handle for event in ends(outputs)} == {1, 2}
+
+
+def test_shutdown_ends_every_request_with_its_reason(core: CoreUnderTest) -> None:
+    requests = [AddRequest(make_request(handle, [handle], 50)) for handle in (1, 2)]
+    outputs = core.run(*requests)
+    assert [(event.handle, event.finish_reason, event.message) for event in ends(outputs)] == [
+        (1, "abort", "test"),
+        (2, "abort", "test"),
+    ]
+
+
+def test_stats_count_what_happened(core: CoreUnderTest) -> None:
+    core.finish(AddRequest(make_request(1, [1] * 10, 3)))
+    core.finish(AddRequest(make_request(2, [1] * 10, 3)))
+    outputs = core.run(ControlCall(client=4, call_id=9, operation="stats"))
+    (reply,) = [output for output in outputs if isinstance(output, ControlReply)]
+    assert (reply.client, reply.reply.call_id) == (4, 9)
+    stats = reply.reply.stats
+    assert stats is not None
+    assert (stats.prompt_tokens, stats.generation_tokens) == (20, 6)
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
+    assert stats.num_free_blocks == stats.num_blocks
+    assert stats.num_steps == 6
+
+
+def test_a_paused_core_takes_requests_and_steps_none(core: CoreUnderTest) -> None:
+    outputs = core.run(
+        ControlCall(1, 1, "pause"),
+        AddRequest(make_request(1, [1], 5)),
+        ControlCall(1, 2, "stats"),
+    )
+    replies = {o.reply.call_id: o.reply for o in outputs if isinstance(o, ControlReply)}
+    assert replies[2].stats is not None
+    assert replies[2].stats.paused
+    assert replies[2].stats.num_requests_waiting == 1
+    assert tokens(outputs) == []
+
+
+def test_what_can_never_run_ends_with_an_error_that_says_so(core: CoreUnderTest) -> None:
+    # Admission would have refused it: 300 tokens cannot fit 64 blocks of 4.
+    request = make_request(1, [1] * 300, 1, max_model_len=400)
+    outputs = core.finish(AddRequest(request), AddRequest(make_request(2, [1], 1)))
+    failed, finished = ends(outputs)
+    assert (failed.handle, failed.finish_reason) == (1, "error")
+    assert "300 tokens" in (failed.message or "")
+    assert (finished.handle, finished.finish_reason) == (2, "length")
+
+
+def test_the_trace_has_one_line_per_step_with_stable_keys(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    trace = StepTrace(path)
+    core = CoreUnderTest(trace, max_num_batched_tokens=8)
+    core.during_step = [AbortRequests([2])]
+    core.finish(AddRequest(make_request(1, [1] * 12, 2)), AddRequest(make_request(2, [2], 9)))
+    trace.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert set(lines[0]) == {
+        "step", "t_s", "duration_ms", "scheduled", "computed", "new", "resumed", "preempted",
+        "finished", "cached", "num_running", "num_waiting", "free_blocks", "total_blocks",
+        "token_budget",
+    }  # fmt: skip
+    assert [line["scheduled"] for line in lines] == [{"r1": 8}, {"r1": 4}, {"r1": 1}]
+    assert [line["computed"] for line in lines] == [{"r1": 0}, {"r1": 8}, {"r1": 12}]
+    assert [line["finished"] for line in lines] == [["r2"], [], ["r1"]]
+    assert lines[0]["new"] == ["r1"]
+    assert lines[-1]["free_blocks"] == lines[-1]["total_blocks"] == 64

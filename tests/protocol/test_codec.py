@@ -1,0 +1,116 @@
+"""Frames: every message survives the wire, and what is no message is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+from typing import get_args
+
+import pytest
+
+from nanocore.protocol.codec import client_decoder, encode, engine_decoder
+from nanocore.protocol.errors import ProtocolError
+from nanocore.protocol.messages import (
+    FROM_CLIENT,
+    FROM_ENGINE,
+    Control,
+    ControlOperation,
+    FinishReason,
+    Message,
+    Op,
+    Output,
+    Ping,
+    Submit,
+)
+from tests.protocol.samples import CLIENT_MESSAGES, ENGINE_MESSAGES, SUBMIT, directions, frames
+
+CONTROL = Control(call_id=1, operation="stats")
+
+
+def _label(value: object) -> str:
+    return type(value).__name__
+
+
+@pytest.mark.parametrize("message", CLIENT_MESSAGES, ids=_label)
+def test_what_a_client_says_reaches_the_engine_unchanged(message: Message) -> None:
+    assert engine_decoder().decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", ENGINE_MESSAGES, ids=_label)
+def test_what_an_engine_says_reaches_the_client_unchanged(message: Message) -> None:
+    assert client_decoder().decode(encode(message)) == message
+
+
+def test_the_samples_cover_every_message_of_either_direction() -> None:
+    assert {type(m) for m in CLIENT_MESSAGES} == set(FROM_CLIENT)
+    assert {type(m) for m in ENGINE_MESSAGES} == set(FROM_ENGINE)
+    assert {m.op for m in (*FROM_CLIENT, *FROM_ENGINE)} == set(Op)
+
+
+def test_the_bytes_on_the_wire_are_the_specified_ones() -> None:
+    assert encode(Ping(nonce=7)) == [b"\x20", b"\x81\xa5nonce\x07"]
+    submit = Submit(request_id="r", prompt_token_ids=b"\1\0\0\0")
+    body = b"\x82\xaarequest_id\xa1r\xb0prompt_token_ids\xc4\x04\x01\x00\x00\x00"
+    assert encode(submit) == [b"\x10", body]
+
+
+def test_defaults_are_not_sent() -> None:
+    assert encode(Output()) == [b"\x12", b"\x80"]
+
+
+def test_fields_may_come_in_any_order() -> None:
+    body = b"\x82\xb0prompt_token_ids\xc4\x04\x01\x00\x00\x00\xaarequest_id\xa1r"
+    expected = Submit(request_id="r", prompt_token_ids=b"\1\0\0\0")
+    assert engine_decoder().decode([b"\x10", body]) == expected
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 50])
+def test_any_number_of_frames_but_two_is_refused(count: int) -> None:
+    for decoder, _, _ in directions():
+        with pytest.raises(ProtocolError, match=f"got {count} frames") as caught:
+            decoder.decode([b"\x20"] * count)
+        assert caught.value.code == "protocol_error"
+
+
+@pytest.mark.parametrize("op_frame", [b"", b"\x20\x20", b"\x20" * 100_000])
+def test_an_op_frame_that_is_not_one_byte_is_refused(op_frame: bytes) -> None:
+    for decoder, _, _ in directions():
+        with pytest.raises(ProtocolError, match=str(len(op_frame))) as caught:
+            decoder.decode([op_frame, b"\x80"])
+        assert caught.value.code == "protocol_error"
+
+
+def test_every_op_byte_is_either_received_or_unknown() -> None:
+    for (decoder, accepted, samples), op in itertools.product(directions(), range(256)):
+        sample = next((m for m in samples if m.op == op), None)
+        assert (sample is not None) == (op in {m.op for m in accepted})
+        if sample is None:
+            with pytest.raises(ProtocolError, match=f"0x{op:02x}") as caught:
+                decoder.decode([bytes([op]), b"\x80"])
+            assert caught.value.code == "unknown_op"
+        else:
+            assert decoder.decode([bytes([op]), encode(sample)[1]]) == sample
+
+
+def test_a_side_does_not_receive_its_own_messages() -> None:
+    with pytest.raises(ProtocolError, match="0x10"):
+        client_decoder().decode(encode(SUBMIT))
+
+
+@pytest.mark.parametrize("operation", get_args(ControlOperation))
+def test_every_control_operation_of_the_allow_list_is_received(operation: ControlOperation) -> None:
+    message = frames(CONTROL, operation=operation)
+    expected = Control(call_id=1, operation=operation)
+    assert engine_decoder().decode(message) == expected
+
+
+@pytest.mark.parametrize("operation", ["shutdown", "__class__", "", "STATS"])
+def test_a_control_operation_outside_the_allow_list_is_refused(operation: str) -> None:
+    with pytest.raises(ProtocolError, match=r"CONTROL: .*operation"):
+        engine_decoder().decode(frames(CONTROL, operation=operation))
+
+
+def test_finish_reasons_are_a_closed_set() -> None:
+    assert set(get_args(FinishReason)) == {"stop", "length", "abort", "error"}
+    events = [{"handle": 1, "finish_reason": "tired"}]
+    with pytest.raises(ProtocolError, match="finish_reason"):
+        client_decoder().decode(frames(Output(), events=events))

@@ -1,0 +1,39 @@
+"""Token ids and handles as `bin` columns of little-endian integers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanocore.protocol.codec import pack_int32, unpack_int32, unpack_uint32
+from nanocore.protocol.errors import InvalidRequestError
+
+PROPERTY = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+def test_a_column_is_little_endian() -> None:
+    assert pack_int32([1, 256, -1]) == b"\1\0\0\0\0\1\0\0\xff\xff\xff\xff"
+
+
+@PROPERTY
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=50))
+def test_what_is_packed_is_unpacked(values: list[int]) -> None:
+    assert unpack_int32(pack_int32(values)).tolist() == values
+
+
+@PROPERTY
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
+def test_handles_are_unsigned(values: list[int]) -> None:
+    column = b"".join(value.to_bytes(4, "little") for value in values)
+    assert unpack_uint32(column).tolist() == values
+
+
+def test_any_iterable_of_integers_is_packed() -> None:
+    assert pack_int32(iter(range(3))) == pack_int32([0, 1, 2]) == pack_int32((0, 1, 2))
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**64, 1.0, "1", None])
+def test_a_value_that_is_no_int32_is_an_invalid_request(value: object) -> None:
+    with pytest.raises(InvalidRequestError, match="token ids must be integers"):
+        pack_int32([1, value])  # type: ignore[list-item]

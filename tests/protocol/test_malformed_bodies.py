@@ -1,0 +1,232 @@
+"""Bodies that are no message: whatever the bytes, the answer is a typed error with a code."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanocore.protocol.codec import InvalidSubmitError, client_decoder, encode, engine_decoder
+from nanocore.protocol.errors import ProtocolError
+from nanocore.protocol.messages import Message, Op, Ping, Submit
+from tests.protocol.samples import (
+    CLIENT_MESSAGES,
+    ENGINE_MESSAGES,
+    SUBMIT,
+    body_of,
+    directions,
+    frames,
+)
+
+FUZZ = settings(max_examples=100, deadline=None, derandomize=True)
+ALL_OPS = st.sampled_from(sorted(Op))
+SAMPLES = [*CLIENT_MESSAGES, *ENGINE_MESSAGES]
+
+
+def _label(value: object) -> str:
+    return type(value).__name__
+
+
+def _refuse_everywhere(body: bytes) -> None:
+    """Assert that every op of either direction refuses this body."""
+    for decoder, accepted, _ in directions():
+        for message_type in accepted:
+            with pytest.raises((ProtocolError, InvalidSubmitError)) as caught:
+                decoder.decode([bytes([message_type.op]), body])
+            assert message_type.op.name in str(caught.value)
+            assert getattr(caught.value, "code", "protocol_error") == "protocol_error"
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=_label)
+def test_a_body_cut_anywhere_is_refused(message: Message) -> None:
+    op, body = encode(message)
+    for decoder, accepted, _ in directions():
+        if type(message) in accepted:
+            for end in range(len(body)):
+                with pytest.raises(ProtocolError):
+                    decoder.decode([op, body[:end]])
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=_label)
+def test_bytes_after_the_body_are_refused(message: Message) -> None:
+    op, body = encode(message)
+    for decoder, accepted, _ in directions():
+        if type(message) in accepted:
+            with pytest.raises(ProtocolError):
+                decoder.decode([op, body + b"\x00"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xc0",  # nil
+        b"\x90",  # an array
+        b"\x01",
+        b"\xa1x",
+        b"\xc1",  # never used by msgpack
+        b"\xd4\x01\x00",  # ext
+        b"\xd6\xff\x00\x00\x00\x00",  # a timestamp
+    ],
+)
+def test_a_body_that_is_not_a_map_is_refused(body: bytes) -> None:
+    _refuse_everywhere(body)
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x", b"\x81"])
+def test_deep_nesting_is_refused(opening: bytes) -> None:
+    _refuse_everywhere(opening * 100_000)
+
+
+def test_deep_nesting_inside_an_unknown_field_is_refused() -> None:
+    body = b"\x82\xa5nonce\x01\xa3new" + b"\x91" * 100_000
+    with pytest.raises(ProtocolError, match="PONG: RecursionError"):
+        client_decoder().decode([b"\x21", body])
+
+
+@pytest.mark.parametrize("head", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\x81\xa5nonce\xdb"])
+def test_a_length_bomb_is_refused_without_allocating_it(head: bytes) -> None:
+    tracemalloc.start()
+    try:
+        _refuse_everywhere(head + b"\xff\xff\xff\xff")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2**20
+
+
+def test_a_length_bomb_in_a_column_is_refused() -> None:
+    body = b"\x82\xaarequest_id\xa1r\xb0prompt_token_ids\xc6\xff\xff\xff\xff"
+    with pytest.raises(ProtocolError, match="truncated"):
+        engine_decoder().decode([b"\x10", body])
+
+
+def test_bad_utf8_is_refused() -> None:
+    for decoder, _, _ in directions():
+        with pytest.raises(ProtocolError, match="BYE: UnicodeDecodeError"):
+            decoder.decode([b"\x41", b"\x81\xa6reason\xa2\xff\xfe"])
+
+
+def test_bad_utf8_in_a_submit_is_refused() -> None:
+    body = b"\x82\xaarequest_id\xa1\xff\xb0prompt_token_ids\xc4\x00"
+    with pytest.raises(ProtocolError, match="SUBMIT"):
+        engine_decoder().decode([b"\x10", body])
+
+
+@pytest.mark.parametrize("nonce", [1.0, "1", True, None, [1], b"1"])
+def test_a_value_of_another_type_is_refused(nonce: object) -> None:
+    for decoder, _, _ in directions():
+        with pytest.raises(ProtocolError, match=r"PING: Expected `int`.*\$\.nonce"):
+            decoder.decode(frames(Ping(), nonce=nonce))
+
+
+@pytest.mark.parametrize("message", {type(m): m for m in CLIENT_MESSAGES}.values(), ids=_label)
+def test_an_unknown_field_from_a_client_is_named(message: Message) -> None:
+    with pytest.raises((ProtocolError, InvalidSubmitError), match="`temprature`"):
+        engine_decoder().decode(frames(message, temprature=0.5))
+
+
+def test_unknown_fields_from_an_engine_are_ignored() -> None:
+    decoder, _, samples = directions()[1]
+    for message in samples:
+        assert decoder.decode(frames(message, new_in_1_1={"deep": [1, None]})) == message
+
+
+def test_unknown_fields_inside_an_engines_structs_are_ignored() -> None:
+    decoder, _, samples = directions()[1]
+    welcome = samples[0]
+    body = body_of(welcome)
+    model, limits = body["model"] | {"new": 1}, body["limits"] | {"new": "x"}
+    assert decoder.decode(frames(welcome, model=model, limits=limits)) == welcome
+
+
+def test_of_duplicate_fields_the_last_wins() -> None:
+    for decoder, _, _ in directions():
+        body = b"\x82\xa5nonce\x01\xa5nonce\x02"
+        assert decoder.decode([b"\x20", body]) == Ping(nonce=2)
+
+
+@dataclass
+class BadSubmit:
+    """Changes to a good SUBMIT, and what the refusal must mention."""
+
+    changes: dict[str, object]
+    mention: str
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        BadSubmit({"sampling": {"temperature": -1.0}}, "temperature=-1.0"),
+        BadSubmit({"sampling": {"stop": ["x"]}}, "`stop`"),
+        BadSubmit({"sampling": {"top_k": 1.0}}, "top_k"),
+        BadSubmit({"sampling": None}, "sampling"),
+        BadSubmit({"prompt_token_ids": [1, 2]}, "prompt_token_ids"),
+        BadSubmit({"prompt_token_ids": "text"}, "prompt_token_ids"),
+        BadSubmit({"priority": 0.5}, "priority"),
+        BadSubmit({"cache_salt": 7}, "cache_salt"),
+        BadSubmit({"n": 2}, "`n`"),
+    ],
+    ids=lambda bad: bad.mention,
+)
+def test_a_bad_submit_is_refused_by_field_and_keeps_its_request_id(bad: BadSubmit) -> None:
+    with pytest.raises(InvalidSubmitError) as caught:
+        engine_decoder().decode(frames(SUBMIT, **bad.changes))
+    assert bad.mention in str(caught.value)
+    assert caught.value.request_id == "r1"
+
+
+@pytest.mark.parametrize("body", [b"\x80", b"\x90", b"\x81\xaarequest_id\x05"])
+def test_a_bad_submit_without_a_readable_request_id_has_none(body: bytes) -> None:
+    with pytest.raises(InvalidSubmitError) as caught:
+        engine_decoder().decode([b"\x10", body])
+    assert caught.value.request_id is None
+
+
+def test_a_submit_without_a_prompt_says_so() -> None:
+    with pytest.raises(InvalidSubmitError, match="prompt_token_ids") as caught:
+        engine_decoder().decode([b"\x10", msgspec.msgpack.encode({"request_id": "r9"})])
+    assert caught.value.request_id == "r9"
+
+
+def _decode_or_refuse(frames: list[bytes]) -> None:
+    """Both sides must make a message of it or refuse it; any other exception fails the test."""
+    for decoder, accepted, _ in directions():
+        try:
+            message = decoder.decode(frames)
+        except (ProtocolError, InvalidSubmitError):
+            continue
+        assert isinstance(message, accepted)
+
+
+@FUZZ
+@given(st.lists(st.binary(max_size=64), max_size=4))
+def test_random_frames_are_messages_or_refused(frames: list[bytes]) -> None:
+    _decode_or_refuse(frames)
+
+
+@FUZZ
+@given(ALL_OPS, st.binary(max_size=64))
+def test_random_bodies_are_messages_or_refused(op: Op, body: bytes) -> None:
+    _decode_or_refuse([bytes([op]), body])
+
+
+@FUZZ
+@given(st.sampled_from(SAMPLES), st.data())
+def test_mutated_messages_are_messages_or_refused(message: Message, data: st.DataObject) -> None:
+    op, body = encode(message)
+    mutated = bytearray(body)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(mutated)))
+        mutated[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+    _decode_or_refuse([op, bytes(mutated)])
+
+
+@FUZZ
+@given(st.text(max_size=30), st.binary(max_size=64), st.integers(-(2**63), 2**63 - 1))
+def test_any_submit_survives_the_wire(request_id: str, column: bytes, priority: int) -> None:
+    submit = Submit(request_id=request_id, prompt_token_ids=column, priority=priority)
+    assert engine_decoder().decode(encode(submit)) == submit

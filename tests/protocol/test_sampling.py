@@ -1,0 +1,155 @@
+"""Sampling parameters: every bound, on construction and again on decoding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from nanocore.protocol.codec import InvalidSubmitError, engine_decoder
+from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
+
+ACCEPTED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 100},
+    {"top_p": 1e-9},
+    {"top_p": 1},
+    {"top_k": -1},
+    {"top_k": 0},
+    {"top_k": 1},
+    {"top_k": 2**31 - 1},
+    {"min_p": 0.0},
+    {"min_p": 1.0},
+    {"seed": 0},
+    {"seed": 2**53 - 1},
+    {"max_tokens": 1},
+    {"max_tokens": 2**31 - 1},
+    {"stop_token_ids": [0] * 128},
+    {"ignore_eos": True},
+]
+REFUSED: list[tuple[str, Any, str]] = [  # field, value, limit as the message puts it
+    ("temperature", -1.0, "at least 0"),
+    ("temperature", -1e-9, "at least 0"),
+    ("temperature", math.nan, "finite"),
+    ("temperature", math.inf, "finite"),
+    ("temperature", -math.inf, "finite"),
+    ("top_p", 0.0, "(0, 1]"),
+    ("top_p", -0.5, "(0, 1]"),
+    ("top_p", 1.1, "(0, 1]"),
+    ("top_p", math.nan, "(0, 1]"),
+    ("top_k", -2, "-1 for all"),
+    ("min_p", 2.0, "[0, 1]"),
+    ("min_p", -0.1, "[0, 1]"),
+    ("min_p", math.nan, "[0, 1]"),
+    ("seed", -1, "[0, 9007199254740991]"),
+    ("seed", 2**53, "[0, 9007199254740991]"),
+    ("max_tokens", 0, "at least 1"),
+    ("max_tokens", -5, "at least 1"),
+]
+
+
+def _fields(name: str, value: object) -> dict[str, Any]:
+    return {name: value}
+
+
+def _submit(sampling: dict[str, Any]) -> list[bytes]:
+    body = {"request_id": "r", "prompt_token_ids": b"", "sampling": sampling}
+    return [b"\x10", msgspec.msgpack.encode(body)]
+
+
+@pytest.mark.parametrize("fields", ACCEPTED, ids=str)
+def test_a_value_at_its_bound_is_accepted(fields: dict[str, Any]) -> None:
+    params = EngineSamplingParams(**fields)
+    assert getattr(engine_decoder().decode(_submit(fields)), "sampling", None) == params
+    assert SamplingParams(**fields).for_engine() == params
+
+
+@pytest.mark.parametrize(("field", "value", "limit"), REFUSED)
+def test_a_refusal_names_field_value_and_limit(field: str, value: object, limit: str) -> None:
+    for kind in (EngineSamplingParams, SamplingParams):
+        with pytest.raises(InvalidRequestError) as caught:
+            kind(**_fields(field, value))
+        assert f"{field}={value!r}" in str(caught.value)
+        assert limit in str(caught.value)
+
+
+@pytest.mark.parametrize(("field", "value", "limit"), REFUSED)
+def test_decoding_repeats_the_checks(field: str, value: object, limit: str) -> None:
+    with pytest.raises(InvalidSubmitError) as caught:
+        engine_decoder().decode(_submit({field: value}))
+    assert f"{field}={value!r}" in str(caught.value)
+    assert limit in str(caught.value)
+    assert caught.value.request_id == "r"
+
+
+@pytest.mark.parametrize("field", ["top_k", "max_tokens"])
+def test_a_value_above_int32_is_refused_with_that_limit(field: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{field}=2147483648") as caught:
+        EngineSamplingParams(**_fields(field, 2**31))
+    limits = ("2147483647", "2**31")
+    assert any(limit in str(caught.value).partition(":")[2] for limit in limits)
+
+
+def test_too_many_stop_token_ids_are_refused_by_count() -> None:
+    with pytest.raises(InvalidRequestError, match=r"len\(stop_token_ids\)=129 .* at most 128"):
+        EngineSamplingParams(stop_token_ids=[1] * 129)
+    with pytest.raises(InvalidSubmitError, match=r"len\(stop_token_ids\)=129"):
+        engine_decoder().decode(_submit({"stop_token_ids": [1] * 129}))
+
+
+def test_too_many_stop_strings_are_refused_by_count() -> None:
+    assert SamplingParams(stop=["x"] * 16).stop_strings == ["x"] * 16
+    with pytest.raises(InvalidRequestError, match=r"len\(stop\)=17 .* at most 16"):
+        SamplingParams(stop=["x"] * 17)
+
+
+@pytest.mark.parametrize("stop", ["", ["ok", ""], "x" * 257, ["ok", "x" * 257]])
+def test_an_empty_or_very_long_stop_string_is_refused(stop: str | list[str]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"stop='.* 1 to 256 characters"):
+        SamplingParams(stop=stop)
+
+
+def test_a_stop_string_of_the_greatest_length_is_accepted() -> None:
+    assert SamplingParams(stop="x" * 256).stop_strings == ["x" * 256]
+
+
+def test_stop_strings_without_text_are_refused_with_the_remedy() -> None:
+    with pytest.raises(InvalidRequestError, match="detokenize=True"):
+        SamplingParams(stop="x", detokenize=False)
+    assert SamplingParams(detokenize=False).stop_strings == []
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="END").stop_strings == ["END"]
+
+
+def test_what_is_sent_has_no_client_only_field() -> None:
+    params = SamplingParams(
+        temperature=0.5, seed=3, stop="x", include_stop_str_in_output=True,
+        skip_special_tokens=False,
+    )  # fmt: skip
+    sent = params.for_engine()
+    assert type(sent) is EngineSamplingParams
+    assert msgspec.to_builtins(sent) == {"temperature": 0.5, "seed": 3}
+
+
+@pytest.mark.parametrize(
+    "field", ["stop", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "n"]
+)
+def test_a_field_that_no_engine_knows_is_refused_by_name(field: str) -> None:
+    with pytest.raises(InvalidSubmitError, match=f"`{field}`"):
+        engine_decoder().decode(_submit({field: None}))
+
+
+def test_parameters_do_not_share_their_lists() -> None:
+    first, second = SamplingParams(), SamplingParams()
+    assert first.stop_token_ids is not second.stop_token_ids
+    assert first.stop is not second.stop
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (9e-6, True), (1e-5, False)])
+def test_a_temperature_near_zero_is_greedy(temperature: float, greedy: bool) -> None:
+    assert EngineSamplingParams(temperature=temperature).greedy is greedy

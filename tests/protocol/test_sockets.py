@@ -1,0 +1,228 @@
+"""The two sockets over a real ipc endpoint: delivery, refusals, and nothing that blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nanocore.protocol.sockets import MAX_FRAME_BYTES, ClientSocket, EngineSocket, SendResult
+
+PATIENCE_MS = 10_000
+
+
+@pytest.fixture
+def engine(endpoint: str) -> Iterator[EngineSocket]:
+    socket = EngineSocket(endpoint)
+    yield socket
+    socket.close()
+
+
+def _receive(engine: EngineSocket) -> tuple[bytes, list[bytes]]:
+    """The next message, which must come."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while time.monotonic() < deadline:
+        if (message := engine.receive()) is not None:
+            return message
+        engine.wait(100)
+    raise AssertionError("no message came")
+
+
+async def _say(client: ClientSocket, *frames: bytes) -> None:
+    await asyncio.wait_for(client.send(frames), PATIENCE_MS / 1000)
+
+
+async def _hear(client: ClientSocket) -> list[bytes]:
+    return await asyncio.wait_for(client.receive(), PATIENCE_MS / 1000)
+
+
+def test_messages_go_both_ways(engine: EngineSocket, endpoint: str) -> None:
+    async def scenario() -> None:
+        client = ClientSocket(endpoint)
+        await _say(client, b"op", b"body")
+        routing_id, frames = _receive(engine)
+        assert frames == [b"op", b"body"]
+        assert engine.send(routing_id, [b"answer", b""]) is SendResult.SENT
+        assert await _hear(client) == [b"answer", b""]
+        client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_message_keeps_its_place_and_its_number_of_frames(
+    engine: EngineSocket, endpoint: str
+) -> None:
+    async def scenario() -> None:
+        client = ClientSocket(endpoint)
+        await _say(client, b"first")
+        client.post([b"second"] * 3)
+        client.post([b""])
+        assert [_receive(engine)[1] for _ in range(3)] == [[b"first"], [b"second"] * 3, [b""]]
+        client.close()
+
+    asyncio.run(scenario())
+
+
+def test_each_client_gets_its_own_answers(engine: EngineSocket, endpoint: str) -> None:
+    async def scenario() -> None:
+        clients = [ClientSocket(endpoint) for _ in range(3)]
+        for i, client in enumerate(clients):
+            await _say(client, b"%d" % i)
+        names = {frames[0]: routing_id for routing_id, frames in (_receive(engine) for _ in "abc")}
+        assert len(set(names.values())) == 3
+        for name, routing_id in names.items():
+            assert engine.send(routing_id, [name]) is SendResult.SENT
+        assert [await _hear(client) for client in clients] == [[b"0"], [b"1"], [b"2"]]
+        for client in clients:
+            client.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_socket_file_is_private_whatever_the_umask(endpoint: str, short_path: Path) -> None:
+    old_umask = os.umask(0)
+    try:
+        engine = EngineSocket(endpoint)
+        assert (short_path / "engine.sock").stat().st_mode & 0o077 == 0
+        assert os.umask(0) == 0, "the process's umask is put back"
+        engine.close()
+    finally:
+        os.umask(old_umask)
+
+
+def test_nothing_to_receive_is_none(engine: EngineSocket) -> None:
+    assert engine.receive() is None
+    assert engine.wait(0) == set()
+
+
+def test_a_message_to_nobody_is_gone(engine: EngineSocket) -> None:
+    assert engine.send(b"nobody", [b"x"]) is SendResult.GONE
+
+
+def test_a_message_to_a_client_that_left_is_gone(engine: EngineSocket, endpoint: str) -> None:
+    async def meet() -> bytes:
+        client = ClientSocket(endpoint)
+        await _say(client, b"x")
+        routing_id, _ = _receive(engine)
+        client.close()
+        return routing_id
+
+    _await_gone(engine, asyncio.run(meet()))
+
+
+def _await_gone(engine: EngineSocket, routing_id: bytes) -> None:
+    """Assert that the engine learns, soon, that a client has gone."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while engine.send(routing_id, [b"x"]) is not SendResult.GONE:
+        assert time.monotonic() < deadline, "the client is still there"
+        engine.wait(10)
+
+
+def test_a_client_that_does_not_read_is_full_and_blocks_nobody(
+    engine: EngineSocket, endpoint: str
+) -> None:
+    async def scenario() -> None:
+        sleeper, reader = ClientSocket(endpoint), ClientSocket(endpoint)
+        await _say(sleeper, b"x")
+        sleeper_id, _ = _receive(engine)
+        await _say(reader, b"x")
+        reader_id, _ = _receive(engine)
+        frame = bytes(4096)
+        results = {engine.send(sleeper_id, [frame]) for _ in range(10_000)}
+        assert results == {SendResult.SENT, SendResult.FULL}
+        assert engine.send(reader_id, [b"hello"]) is SendResult.SENT
+        assert await _hear(reader) == [b"hello"]
+        sleeper.close()
+        reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_client_gets_everything_that_was_sent_once_it_reads(
+    engine: EngineSocket, endpoint: str
+) -> None:
+    async def scenario() -> None:
+        client = ClientSocket(endpoint)
+        await _say(client, b"x")
+        routing_id, _ = _receive(engine)
+        results = [engine.send(routing_id, [b"%d" % i, bytes(4096)]) for i in range(10_000)]
+        num_sent = results.index(SendResult.FULL)
+        assert set(results[num_sent:]) == {SendResult.FULL}, "nobody has read anything"
+        for i in range(num_sent):
+            assert (await _hear(client))[0] == b"%d" % i
+        client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_frame_over_the_limit_disconnects_only_its_sender(
+    engine: EngineSocket, endpoint: str
+) -> None:
+    async def scenario() -> None:
+        sender, bystander = ClientSocket(endpoint), ClientSocket(endpoint)
+        await _say(sender, b"sender")
+        sender_id, _ = _receive(engine)
+        await _say(bystander, b"bystander")
+        bystander_id, _ = _receive(engine)
+        await _say(sender, bytes(MAX_FRAME_BYTES + 1))
+        _await_gone(engine, sender_id)
+        assert engine.send(bystander_id, [b"still"]) is SendResult.SENT
+        assert await _hear(bystander) == [b"still"]
+        await _say(bystander, b"here")
+        assert _receive(engine) == (bystander_id, [b"here"])
+        sender.close()
+        bystander.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_frame_at_the_limit_arrives(engine: EngineSocket, endpoint: str) -> None:
+    async def scenario() -> None:
+        client = ClientSocket(endpoint)
+        await _say(client, bytes(MAX_FRAME_BYTES))
+        assert [len(frame) for frame in _receive(engine)[1]] == [MAX_FRAME_BYTES]
+        client.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_watched_descriptor_wakes_the_wait(engine: EngineSocket) -> None:
+    event = os.eventfd(0, os.EFD_NONBLOCK)
+    engine.watch(event)
+    assert engine.wait(0) == set()
+    os.eventfd_write(event, 1)
+    assert engine.wait(PATIENCE_MS) == {event}
+    os.eventfd_read(event)
+    assert engine.wait(0) == set()
+    os.close(event)
+
+
+def test_a_client_without_an_engine_queues_nothing_for_the_next_one(endpoint: str) -> None:
+    async def scenario() -> None:
+        client = ClientSocket(endpoint)
+        client.post([b"stale"])
+        sending = asyncio.create_task(client.send([b"stale too"]))
+        await asyncio.sleep(0)
+        assert not sending.done()
+        client.close()
+        engine = EngineSocket(endpoint)
+        assert engine.wait(0) == set()
+        assert engine.receive() is None
+        engine.close()
+        await asyncio.wait({sending}, timeout=PATIENCE_MS / 1000)
+        assert sending.cancelled()
+
+    asyncio.run(scenario())
+
+
+def test_closing_a_client_twice_is_fine(endpoint: str) -> None:
+    async def scenario() -> None:
+        client = ClientSocket(endpoint)
+        client.close()
+        client.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,135 @@
+"""The persistent batch against the fake worker, step by step, over random workloads."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanocore.protocol.plan import ModelRunnerOutput, NewRow, SchedulerOutput
+from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.input_batch import InputBatch, StepInputs
+from tests.fakes import Deliveries, FakeExecutor, make_request, make_scheduler
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 40
+
+
+def make_batch(max_num_seqs: int = 4) -> InputBatch:
+    return InputBatch(max_num_seqs, MAX_MODEL_LEN, BLOCK_SIZE, 50, torch.device("cpu"))
+
+
+def check_inputs(inputs: StepInputs, before: dict[int, int], executor: FakeExecutor) -> None:
+    """Every input of the step, derived the slow way from the fake worker's rows."""
+    counts = {row: executor.rows[row].num_computed - n for row, n in before.items()}
+    counts = {row: count for row, count in counts.items() if count}
+    order = [row for row in sorted(counts) if counts[row] == 1]
+    order += [row for row in sorted(counts) if counts[row] > 1]
+    tokens, positions, slots, ends = [], [], [], [0]
+    for row in order:
+        state = executor.rows[row]
+        for position in range(before[row], before[row] + counts[row]):
+            tokens.append(state.token_ids[position])
+            positions.append(position)
+            block_id = state.block_ids[position // BLOCK_SIZE]
+            slots.append(block_id * BLOCK_SIZE + position % BLOCK_SIZE)
+        ends.append(len(tokens))
+    assert inputs.token_ids_T.tolist() == tokens
+    assert inputs.positions_T.tolist() == positions
+    attention = inputs.attention
+    assert attention.slot_mapping_T.tolist() == slots
+    assert attention.query_start == ends
+    assert attention.num_decodes == sum(counts[row] == 1 for row in order)
+    assert attention.seq_lens == [executor.rows[row].num_computed for row in order]
+    assert attention.seq_lens_B.tolist() == attention.seq_lens
+    for i, row in enumerate(order):
+        width = -(-attention.seq_lens[i] // BLOCK_SIZE)
+        table = attention.block_table_BM[i, :width].tolist()
+        assert table == executor.rows[row].block_ids[:width]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_inputs_equal_those_derived_the_slow_way(data: st.DataObject) -> None:
+    scheduler, executor = make_scheduler(
+        num_blocks=data.draw(st.integers(10, 20)),
+        block_size=BLOCK_SIZE,
+        max_num_seqs=4,
+        max_num_batched_tokens=data.draw(st.integers(4, 30)),
+        max_model_len=MAX_MODEL_LEN,
+    )
+    batch, deliveries = make_batch(), Deliveries()
+    for handle in range(1, data.draw(st.integers(1, 7)) + 1):
+        length = data.draw(st.integers(1, 24))
+        prompt = [data.draw(st.integers(0, 2)) for _ in range(length)]
+        max_tokens = data.draw(st.integers(1, 16))
+        scheduler.add(make_request(handle, prompt, max_tokens, block_size=BLOCK_SIZE))
+    while scheduler.num_requests:
+        plan = scheduler.schedule()
+        before = {row: state.num_computed for row, state in executor.rows.items()}
+        before |= {new.row: new.num_computed_tokens for new in plan.added}
+        result = executor.execute(plan)
+        before = {row: count for row, count in before.items() if row in executor.rows}
+        batch.apply(plan)
+        if plan.num_tokens:
+            inputs = batch.prepare(plan)
+            # The fake worker has sampled already: look at its rows without the new token.
+            check_inputs(inputs, before, executor)
+            sampled = dict(zip(*map(ints, (result.rows, result.token_ids)), strict=True))
+            assert set(inputs.sample_rows.tolist()) == sampled.keys()
+            tokens = [sampled[row] for row in inputs.sample_rows.tolist()]
+            assert inputs.sample_positions.tolist() == [
+                len(executor.rows[row].token_ids) - 1 for row in inputs.sample_rows.tolist()
+            ]
+            batch.append_sampled(inputs, torch.tensor(tokens, dtype=torch.int64))
+        deliveries.take(scheduler, result)
+
+
+def ints(column: bytes) -> list[int]:
+    return np.frombuffer(column, "<i4").tolist()
+
+
+def plan_adding(*rows: tuple[int, EngineSamplingParams]) -> SchedulerOutput:
+    added = [
+        NewRow(row=row, token_ids=b"\1\0\0\0", num_computed_tokens=0, block_ids=b"\0\0\0\0",
+               sampling=sampling, seed=100 + row)
+        for row, sampling in rows
+    ]  # fmt: skip
+    return SchedulerOutput(
+        step=1, removed_rows=b"", added=added, block_rows=b"", block_ids=b"",
+        chunk_rows=b"", chunk_counts=b"", num_tokens=len(rows),
+    )  # fmt: skip
+
+
+def test_sampling_columns_follow_their_rows() -> None:
+    batch = make_batch()
+    plan = plan_adding(
+        (2, EngineSamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)),
+        (0, EngineSamplingParams(temperature=0.0)),
+        (1, EngineSamplingParams(top_k=-1)),
+    )
+    batch.apply(plan)
+    sampling = batch.sampling_metadata(batch.prepare(plan))
+    assert sampling.greedy_R.tolist() == [True, False, False]
+    assert sampling.temperature_R.tolist() == [0.0, 1.0, 0.5]
+    assert sampling.top_k_R.tolist() == [50, 50, 7]
+    assert sampling.top_p_R.tolist() == [1.0, 1.0, 0.25]
+    assert sampling.min_p_R.tolist() == [0.0, 0.0, 0.125]
+    assert sampling.seed_R.tolist() == [100, 101, 102]
+    assert sampling.position_R.tolist() == [1, 1, 1]
+    assert not sampling.all_greedy
+    assert sampling.filters
+
+
+def test_filters_of_greedy_rows_do_not_count() -> None:
+    batch = make_batch()
+    plan = plan_adding((0, EngineSamplingParams(temperature=0.0, top_k=5)))
+    batch.apply(plan)
+    sampling = batch.sampling_metadata(batch.prepare(plan))
+    assert sampling.all_greedy
+    assert not sampling.filters
+
+
+def test_a_step_of_no_samples_returns_none() -> None:
+    assert ModelRunnerOutput(rows=b"", token_ids=b"") == FakeExecutor(4, 4).execute(plan_adding())
