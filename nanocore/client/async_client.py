@@ -279,7 +279,7 @@ class AsyncEngineClient:
             token_ids,
             params,
             self.tokenizer if params.detokenize else None,
-            abort=lambda request_id: connection.abort([request_id]),
+            leave=connection.leave,
         )
         await connection.submit(stream, submit)
         return stream
@@ -287,10 +287,9 @@ class AsyncEngineClient:
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, dict):
-            return None, list(prompt["prompt_token_ids"])
-        if isinstance(prompt, list):
-            return None, prompt
+        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+        if isinstance(token_ids, list):
+            return None, token_ids
         raise InvalidRequestError(
             f"a prompt is a str, a list of token ids or {{'prompt_token_ids': [...]}}, not "
             f"{type(prompt).__name__}"

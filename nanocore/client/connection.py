@@ -15,9 +15,10 @@ from typing import Any, Final, TypeVar
 
 from nanocore import __version__
 from nanocore.client.stream import RequestStream
-from nanocore.protocol.codec import client_decoder, encode, unpack_int32, unpack_uint32
+from nanocore.protocol.codec import client_decoder, encode, unpack_output
 from nanocore.protocol.errors import (
     EngineDeadError,
+    InvalidRequestError,
     NanocoreError,
     ProtocolError,
     exception_for,
@@ -109,11 +110,15 @@ class EngineConnection:
         if submit.request_id in self._streams:
             text = f"request_id {submit.request_id!r} is in use: choose another"
             raise exception_for("duplicate_request_id", text)
+        try:
+            frames = encode(submit)
+        except (ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"the request cannot be encoded: {error}") from None
         self._streams[submit.request_id] = stream
         try:
-            await self._send(submit)
+            await self._send(frames)
         except BaseException:  # cancelled, perhaps after it was sent
-            self._streams.pop(submit.request_id, None)
+            self._forget(stream)
             self.abort([submit.request_id])
             raise
 
@@ -121,6 +126,16 @@ class EngineConnection:
         """End requests, without waiting. Ids that have ended are ignored."""
         if self._error is None:
             self._socket.post(encode(Abort(request_ids=request_ids)))
+
+    def leave(self, stream: RequestStream) -> None:
+        """End a request that nobody reads any more; its id can be used again at once.
+
+        An id without a handle stays in use until the engine has answered: until then a second
+        request of that id could be mistaken for the first.
+        """
+        self.abort([stream.request_id])
+        if stream in self._handles.values():
+            self._forget(stream)
 
     async def control(self, operation: ControlOperation) -> Reply:
         """Run a CONTROL operation and wait for its reply."""
@@ -154,6 +169,7 @@ class EngineConnection:
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
+                future.exception()  # looked at: a call that could not be sent awaits it no more
         self._streams, self._handles = {}, {}
 
     async def close(self) -> None:
@@ -175,19 +191,26 @@ class EngineConnection:
         call_id = next(self._call_ids)
         waiting[call_id] = asyncio.get_running_loop().create_future()
         try:
-            await self._send(make_message(call_id))
+            await self._send(encode(make_message(call_id)))
             return await waiting[call_id]
         finally:
             del waiting[call_id]
 
-    async def _send(self, message: Message) -> None:
+    async def _send(self, frames: list[bytes]) -> None:
         """Send, waiting for room, but not for an engine that is gone."""
-        sending = asyncio.ensure_future(self._socket.send(encode(message)))
+        sending = asyncio.ensure_future(self._socket.send(frames))
         try:
             await asyncio.wait({sending, self._task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             sending.cancel()  # no effect if it is sent
         self._check_alive()
+        if sending.done():
+            sending.result()
+
+    def _forget(self, stream: RequestStream) -> None:
+        """Free a request's id, unless another request has it by now."""
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
 
     async def _receive_loop(self) -> None:
         try:
@@ -198,6 +221,8 @@ class EngineConnection:
             self.fail(EngineDeadError(text))
         except NanocoreError as error:
             self.fail(error)
+        except Exception as error:  # whatever it is, nobody may wait for ever
+            self.fail(ProtocolError(f"receiving failed: {type(error).__name__}: {error}"))
 
     async def _receive(self) -> list[bytes]:
         try:
@@ -227,14 +252,14 @@ class EngineConnection:
                 raise EngineDeadError(f"the engine has stopped: {reason}")
 
     def _handle_output(self, output: Output) -> None:
-        handles, token_ids = unpack_uint32(output.handles), unpack_int32(output.tokens)
-        if output.counts is None:
+        handles, counts, token_ids = unpack_output(output)
+        if counts is None:
             for handle, token_id in zip(handles, token_ids, strict=True):
                 if (stream := self._handles.get(handle)) is not None:
                     stream.push_tokens([token_id])
         else:
             start = 0
-            for handle, count in zip(handles, unpack_uint32(output.counts), strict=True):
+            for handle, count in zip(handles, counts, strict=True):
                 if (stream := self._handles.get(handle)) is not None:
                     stream.push_tokens(token_ids[start : start + count].tolist())
                 start += count
@@ -245,7 +270,7 @@ class EngineConnection:
             stream.push_event(event)
             if event.finish_reason is not None:
                 del self._handles[event.handle]
-                self._streams.pop(stream.request_id, None)
+                self._forget(stream)
 
     def _handle_error(self, error: Error) -> None:
         exception = exception_for(error.code, error.message, error.retry_after_s)

@@ -28,7 +28,8 @@ class CompletionOutput:
     """The generated part of a request, as of one moment.
 
     delta: text that is new in this output. finish_reason: None while it runs, then "stop",
-    "length", "abort" or "error". stop_reason: the stop string or stop token id that ended it.
+    "length", "abort" or "error". stop_reason: the stop string or stop token id that ended it,
+    or the engine's message if it was the engine that aborted or failed it.
     """
 
     __slots__ = ("_num_parts", "_num_tokens", "_parts", "_token_ids", "delta", "finish_reason",

@@ -25,7 +25,7 @@ class RequestStream:
     Args:
         request_id, prompt, prompt_token_ids, params: the request.
         tokenizer: None if the request wants no text.
-        abort: tells the engine to end the request; called at most once, and not after its end.
+        leave: ends the request early; called with this stream, at most once, not after its end.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class RequestStream:
         prompt_token_ids: list[int],
         params: SamplingParams,
         tokenizer: Tokenizer | None,
-        abort: Callable[[str], None],
+        leave: Callable[[RequestStream], None],
     ) -> None:
         self.request_id = request_id
         self._prompt, self._prompt_token_ids = prompt, prompt_token_ids
-        self._abort = abort
+        self._leave = leave
         self._skip_special_tokens, self._tokenizer = params.skip_special_tokens, tokenizer
         self._detokenizer: IncrementalDetokenizer | None = None
         self._keeps_stop = params.include_stop_str_in_output
@@ -59,7 +59,6 @@ class RequestStream:
         self._token_ids: list[int] = []
         self._num_cached_tokens: int | None = None
         self._finished = False
-        self._aborted = False
         self._start_s = time.monotonic()
         self._first_token_s: float | None = None
         self._end_s: float | None = None
@@ -102,7 +101,8 @@ class RequestStream:
         """
         while not self._finished:
             await self._arrived.wait()
-            self._arrived.clear()
+            if self._error is None:  # an error is still to be raised after the last tokens
+                self._arrived.clear()
             output = self._read()
             if output is not None:
                 return output
@@ -124,11 +124,11 @@ class RequestStream:
 
     def close(self) -> None:
         """Stop reading: the request is aborted unless it has ended. Idempotent."""
+        if self._finished:
+            return
         self._finished = True
-        ended = self._end is not None or self._error is not None
-        if not ended and not self._aborted:
-            self._aborted = True
-            self._abort(self.request_id)
+        if self._end is None and self._error is None:
+            self._leave(self)
 
     def _read(self) -> RequestOutput | None:
         """Take in what has arrived; None if that is nothing a consumer would notice."""
@@ -150,7 +150,7 @@ class RequestStream:
         elif end is not None:
             self._finished = True
             finish_reason = end.finish_reason
-            stop_reason = end.message if finish_reason == "error" else end.stop_reason
+            stop_reason = end.stop_reason if end.message is None else end.message
         if delta:
             self._parts.append(delta)
         return RequestOutput(

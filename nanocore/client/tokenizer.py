@@ -50,11 +50,22 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequestError(f"{path}: {error}") from None
         self._folder = folder
-        self._template, self._special_tokens = self._load_template(folder)
+        config = _read_config(folder / "tokenizer_config.json")
+        self._template = _template_source(folder, config)
+        self._special_tokens = {
+            name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")
+        }
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text; the model's own special tokens are added as it specifies."""
-        ids: list[int] = self.backend.encode(text).ids
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; the model's own special tokens are added as it specifies.
+
+        Raises:
+            InvalidRequestError: the text is no Unicode (a lone surrogate).
+        """
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise InvalidRequestError(f"this text cannot be tokenized: {error}") from None
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -74,52 +85,59 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the model in {self._folder} has no chat template: use generate() with a prompt"
             )
+        # A model's template is its author's code: sandboxed, and whatever it raises is its error.
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _raise_exception
         try:
-            return self._template.render(
+            return environment.from_string(self._template).render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
-            raise InvalidRequestError(f"chat template: {error}") from None
+        except Exception as error:
+            raise InvalidRequestError(
+                f"the chat template of {self._folder} failed: {type(error).__name__}: {error}"
+            ) from None
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer."""
-        text = self.render_chat(messages)
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self.encode(self.render_chat(messages), add_special_tokens=False)
 
-    @staticmethod
-    def _load_template(folder: Path) -> tuple[jinja2.Template | None, dict[str, str]]:
-        config: dict[str, Any] = {}
-        config_path, template_path = (
-            folder / "tokenizer_config.json",
-            folder / "chat_template.jinja",
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise InvalidRequestError(f"{path}: {error}") from None
+    if not isinstance(config, dict):
+        raise InvalidRequestError(f"{path} holds no JSON object")
+    return config
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    try:
+        source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+    except ValueError as error:
+        raise InvalidRequestError(f"{path}: {error}") from None
+    if not isinstance(source, str):
+        return None
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise InvalidRequestError(
+            f"the chat template of {folder} has {len(source)} characters: at most "
+            f"{MAX_TEMPLATE_CHARS}"
         )
-        if config_path.is_file():
-            config = json.loads(config_path.read_text("utf-8"))
-        source = config.get("chat_template")
-        if template_path.is_file():
-            source = template_path.read_text("utf-8")
-        if not isinstance(source, str):
-            return None, {}
-        if len(source) > MAX_TEMPLATE_CHARS:
-            raise InvalidRequestError(
-                f"the chat template has {len(source)} characters: at most {MAX_TEMPLATE_CHARS}"
-            )
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True
-        )
-        environment.globals["raise_exception"] = _raise_exception
-        special = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")}
-        return environment.from_string(source), special
+    return source
 
 
-def _token_text(token: str | dict[str, str] | None) -> str:
+def _token_text(token: object) -> str:
     """tokenizer_config.json gives a special token as its text, or as an object around it."""
-    if isinstance(token, dict):
-        return token.get("content", "")
-    return token or ""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
 
 
 def _raise_exception(message: str) -> None:

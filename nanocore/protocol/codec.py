@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError
-from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Message, Op
+from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Message, Op, Output
 
 _ENCODER = msgspec.msgpack.Encoder()
 _OP_FRAMES = {op: bytes([op]) for op in Op}
@@ -112,6 +112,27 @@ def unpack_int32(column: bytes) -> array[int]:
 def unpack_uint32(column: bytes) -> array[int]:
     """A uint32 little-endian column as an array of integers."""
     return _little_endian(array("I", column))
+
+
+def unpack_output(output: Output) -> tuple[array[int], array[int] | None, array[int]]:
+    """(handles, counts or None if all are one, token ids) of an OUTPUT's columns.
+
+    Raises:
+        ProtocolError: the columns do not fit together.
+    """
+    try:
+        handles, token_ids = unpack_uint32(output.handles), unpack_int32(output.tokens)
+        counts = None if output.counts is None else unpack_uint32(output.counts)
+    except ValueError as error:
+        raise ProtocolError(f"OUTPUT: a column is cut short: {error}") from None
+    num_counts = len(handles) if counts is None else len(counts)
+    num_tokens = len(handles) if counts is None else sum(counts)
+    if num_counts != len(handles) or num_tokens != len(token_ids):
+        raise ProtocolError(
+            f"OUTPUT: {len(handles)} handles, {num_counts} counts of {num_tokens} tokens in all, "
+            f"and {len(token_ids)} tokens do not fit together"
+        )
+    return handles, counts, token_ids
 
 
 def _little_endian(column: array[int]) -> array[int]:

@@ -83,11 +83,19 @@ class EndpointLock:
 
 
 def _make_private(directory: Path) -> None:
-    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    info = directory.lstat()
+    try:
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        info, parent = directory.lstat(), directory.parent.stat()
+    except OSError as error:
+        raise ConfigError(f"the endpoint's directory {directory}: {error.strerror}") from None
     problem = None
-    if not stat.S_ISDIR(info.st_mode):
+    # Whoever can write to the parent could put a directory of his own in our place.
+    if parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX:
+        problem = f"lies in {directory.parent}, which other users can write to"
+    elif parent.st_uid not in (0, os.getuid()):
+        problem = f"lies in {directory.parent}, which belongs to user {parent.st_uid}"
+    elif not stat.S_ISDIR(info.st_mode):
         problem = "is not a directory (a symlink is not followed)"
     elif info.st_uid != os.getuid():
         problem = f"belongs to user {info.st_uid}, not to user {os.getuid()}"

@@ -103,7 +103,7 @@ def exception_for(
     if code == "context_length_exceeded":
         return ContextLengthError(message)
     if code == "overloaded":
-        return EngineOverloadedError(message, retry_after_s or 1.0)
+        return EngineOverloadedError(message, 1.0 if retry_after_s is None else retry_after_s)
     if code == "engine_dead":
         return EngineDeadError(message)
     return ProtocolError(message, code)

@@ -66,7 +66,7 @@ class EngineSamplingParams(
             -1 <= self.top_k < 2**31,
             "top_k",
             self.top_k,
-            "it must be at least 1, or 0 or -1 for all",
+            "it must be at least 1 and below 2**31, or 0 or -1 for all",
         )
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "it must be in [0, 1]; 0 is off")
         if self.seed is not None:
@@ -78,7 +78,7 @@ class EngineSamplingParams(
                 1 <= self.max_tokens < 2**31,
                 "max_tokens",
                 self.max_tokens,
-                "it must be at least 1, or absent for as many as fit",
+                "it must be at least 1 and below 2**31, or absent for as many as fit",
             )
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
@@ -102,7 +102,7 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     detokenize: produce text at all; False saves the work when only token_ids are wanted.
     """
 
-    stop: str | list[str] = []
+    stop: str | list[str] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -129,7 +129,7 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     @property
     def stop_strings(self) -> list[str]:
         """The stop strings, always as a list."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     def for_engine(self) -> EngineSamplingParams:
         """The part that is sent."""

@@ -2,8 +2,11 @@
 
 The engine binds one ROUTER; clients are DEALERs. The options are those that reliability needs:
 ROUTER_MANDATORY, so that a full or vanished peer is an answer instead of a silent loss; finite
-high-water marks; a frame size limit; heartbeats; IMMEDIATE on clients, so that nothing waits for an
-engine that is not there; never ROUTER_HANDOVER, which would give one client's replies to another.
+high-water marks; a frame size limit; never ROUTER_HANDOVER, which would give one client's replies
+to another. Two that suggest themselves are left alone: ZMTP heartbeats, because libzmq 4.3.5 aborts
+the process when one falls due on a broken connection whose reading is held up (libzmq #4364; our
+own PING does their work); and IMMEDIATE on clients, because it throws away what was received and
+not yet read when the engine goes: its last words.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
+from nanocore.protocol.errors import ConfigError
+
 MAX_FRAME_BYTES: Final = 16 * 2**20
 _HIGH_WATER_MARK: Final = 1000
 _OPTIONS: Final = {
@@ -24,9 +29,6 @@ _OPTIONS: Final = {
     zmq.RCVHWM: _HIGH_WATER_MARK,
     zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
     zmq.HANDSHAKE_IVL: 2000,
-    zmq.HEARTBEAT_IVL: 500,
-    zmq.HEARTBEAT_TIMEOUT: 1500,
-    zmq.HEARTBEAT_TTL: 2000,
 }
 
 
@@ -52,6 +54,9 @@ class EngineSocket:
         old_umask = os.umask(0o077)  # the socket file's mode follows it
         try:
             self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"endpoint {endpoint!r} cannot be bound: {error}") from None
         finally:
             os.umask(old_umask)
         self._poller = zmq.Poller()
@@ -99,14 +104,17 @@ class ClientSocket:
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in _OPTIONS.items():
             self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.LINGER, 200)  # an ABORT or BYE just sent still leaves
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"endpoint {endpoint!r} is none: {error}") from None
 
     async def send(self, frames: Sequence[bytes]) -> None:
-        """Send one message; waits while the engine's queue is full or no engine is connected."""
+        """Send one message; waits while the queue to the engine is full."""
         await self._socket.send_multipart(list(frames))
 
     def post(self, frames: Sequence[bytes]) -> None:

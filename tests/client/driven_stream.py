@@ -29,7 +29,7 @@ class DrivenStream:
             ids_of(tokenizer, "hi"),
             sampling,
             tokenizer if sampling.detokenize else None,
-            self.aborts.append,
+            lambda stream: self.aborts.append(stream.request_id),
         )
 
     def push(self, text: str | bytes) -> None:

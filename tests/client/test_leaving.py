@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from nanocore.client import AsyncEngineClient, SamplingParams
-from nanocore.protocol.messages import Abort, Event, Message, Ping, Pong
+from nanocore.protocol.messages import Abort, Event, Message, Ping, Pong, Submit
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected
+from tests.client.fake_socket import FakeSocket
 from tests.client.running import run
 
 
@@ -80,6 +81,28 @@ def test_cancelling_the_task_sends_one_abort(
                 await reading
             assert (await engine.receive(Abort)).request_ids == ["r"]
             await _expect_silence(engine, client)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_cancelling_aborts_however_soon_after_the_submit_it_comes(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    socket = FakeSocket()
+    monkeypatch.setattr("nanocore.client.connection.ClientSocket", lambda endpoint: socket)
+
+    async def scenario() -> None:
+        async with AsyncEngineClient.connect("ipc:///fake") as client:
+            request = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
+            while not isinstance(socket.messages[-1], Submit):
+                await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            assert socket.messages[2:] == [Abort(request_ids=["r"])]
 
     run(scenario())
 

@@ -12,10 +12,10 @@ import pytest
 from nanocore import __version__
 from nanocore.client import AsyncEngineClient, EngineDeadError, NanocoreError, ProtocolError
 from nanocore.client.connection import EngineConnection
-from nanocore.client.stream import RequestStream
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Bye, Error, Message, Ping, Pong, Refused, Submit
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, welcome_message
+from tests.client.fake_socket import FakeSocket
 from tests.client.running import PATIENCE_S, run
 
 
@@ -101,6 +101,9 @@ def test_leaving_the_client_says_bye_once(endpoint: str) -> None:
             await client.close()
             await client.close()
             await engine.receive(Bye)
+            welcoming = asyncio.create_task(engine.welcome())
+            async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S):
+                await welcoming  # a HELLO, and not another BYE
 
     run(scenario())
 
@@ -184,30 +187,20 @@ def test_an_engine_that_falls_silent_is_dead(
     run(scenario())
 
 
-class StuckSocket:
-    """A ClientSocket whose engine has vanished: nothing leaves and nothing comes."""
-
-    def post(self, frames: list[bytes]) -> None:
-        """Take a message, which will never leave."""
-
-    async def send(self, frames: list[bytes]) -> None:
-        """Wait, as a client's socket does while no engine is connected."""
-        await asyncio.get_running_loop().create_future()
-
-    async def receive(self) -> list[bytes]:
-        """Wait for ever."""
-        await asyncio.get_running_loop().create_future()
-        return []
-
-    def close(self) -> None:
-        """Do nothing."""
+@pytest.fixture
+def socket(monkeypatch: pytest.MonkeyPatch) -> FakeSocket:
+    """The socket of the next connection."""
+    fake = FakeSocket()
+    monkeypatch.setattr("nanocore.client.connection.ClientSocket", lambda endpoint: fake)
+    return fake
 
 
 def test_a_call_that_cannot_be_sent_is_told_of_the_engines_death(
-    caplog: pytest.LogCaptureFixture,
+    socket: FakeSocket, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        connection = EngineConnection(StuckSocket(), welcome_message())  # type: ignore[arg-type]
+        connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
+        socket.stuck = True
         calls = [
             asyncio.create_task(connection.control("stats")),
             asyncio.create_task(connection.ping(PATIENCE_S)),
@@ -221,20 +214,18 @@ def test_a_call_that_cannot_be_sent_is_told_of_the_engines_death(
 
     run(scenario(), patience_s=1.0)
     gc.collect()
-    assert caplog.records == [], "a future's error that nobody awaited is logged by asyncio"
+    assert caplog.messages == [], "a future's error that nobody awaited is logged by asyncio"
 
 
-def test_a_submit_that_never_left_frees_its_id() -> None:
+def test_a_submit_that_never_left_frees_its_id(socket: FakeSocket) -> None:
     async def scenario() -> None:
-        connection = EngineConnection(StuckSocket(), welcome_message())  # type: ignore[arg-type]
-        submit = Submit(request_id="r", prompt_token_ids=b"")
-        for _ in range(2):
-            stream = RequestStream("r", None, [], NO_TEXT, None, abort=lambda _: None)
-            submitting = asyncio.create_task(connection.submit(stream, submit))
-            await asyncio.sleep(0)
-            submitting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await submitting
-        await connection.close()
+        async with AsyncEngineClient.connect("ipc:///fake") as client:
+            socket.stuck = True
+            for _ in range(2):
+                request = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
+                await asyncio.sleep(0)
+                request.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await request
 
     run(scenario())

@@ -192,7 +192,7 @@ def test_a_request_that_ends_without_tokens_has_no_time_to_first_token(
     assert metrics.e2e_latency_s >= 0
 
 
-def test_the_latency_stops_at_the_end_however_late_it_is_read(
+def test_times_are_those_of_the_first_token_and_the_end_however_late_they_are_read(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
@@ -201,6 +201,8 @@ def test_the_latency_stops_at_the_end_however_late_it_is_read(
     driven = DrivenStream(tokenizer)
     now_s = 101.0
     driven.push("a")
+    now_s = 102.0
+    driven.push("b")
     now_s = 103.0
     driven.end()
     now_s = 200.0

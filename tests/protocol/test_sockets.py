@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,13 +43,12 @@ async def _hear(client: ClientSocket) -> list[bytes]:
 
 def test_messages_go_both_ways(engine: EngineSocket, endpoint: str) -> None:
     async def scenario() -> None:
-        client = ClientSocket(endpoint)
-        await _say(client, b"op", b"body")
-        routing_id, frames = _receive(engine)
-        assert frames == [b"op", b"body"]
-        assert engine.send(routing_id, [b"answer", b""]) is SendResult.SENT
-        assert await _hear(client) == [b"answer", b""]
-        client.close()
+        with closing(ClientSocket(endpoint)) as client:
+            await _say(client, b"op", b"body")
+            routing_id, frames = _receive(engine)
+            assert frames == [b"op", b"body"]
+            assert engine.send(routing_id, [b"answer", b""]) is SendResult.SENT
+            assert await _hear(client) == [b"answer", b""]
 
     asyncio.run(scenario())
 
@@ -57,28 +57,26 @@ def test_a_message_keeps_its_place_and_its_number_of_frames(
     engine: EngineSocket, endpoint: str
 ) -> None:
     async def scenario() -> None:
-        client = ClientSocket(endpoint)
-        await _say(client, b"first")
-        client.post([b"second"] * 3)
-        client.post([b""])
-        assert [_receive(engine)[1] for _ in range(3)] == [[b"first"], [b"second"] * 3, [b""]]
-        client.close()
+        with closing(ClientSocket(endpoint)) as client:
+            await _say(client, b"first")
+            client.post([b"second"] * 3)
+            client.post([b""])
+            assert [_receive(engine)[1] for _ in range(3)] == [[b"first"], [b"second"] * 3, [b""]]
 
     asyncio.run(scenario())
 
 
 def test_each_client_gets_its_own_answers(engine: EngineSocket, endpoint: str) -> None:
     async def scenario() -> None:
-        clients = [ClientSocket(endpoint) for _ in range(3)]
-        for i, client in enumerate(clients):
-            await _say(client, b"%d" % i)
-        names = {frames[0]: routing_id for routing_id, frames in (_receive(engine) for _ in "abc")}
-        assert len(set(names.values())) == 3
-        for name, routing_id in names.items():
-            assert engine.send(routing_id, [name]) is SendResult.SENT
-        assert [await _hear(client) for client in clients] == [[b"0"], [b"1"], [b"2"]]
-        for client in clients:
-            client.close()
+        with closing(ClientSocket(endpoint)) as one, closing(ClientSocket(endpoint)) as other:
+            await _say(one, b"one")
+            await _say(other, b"other")
+            names = {frames[0]: peer for peer, frames in (_receive(engine), _receive(engine))}
+            assert names[b"one"] != names[b"other"]
+            for name, peer in names.items():
+                assert engine.send(peer, [name]) is SendResult.SENT
+            assert await _hear(one) == [b"one"]
+            assert await _hear(other) == [b"other"]
 
     asyncio.run(scenario())
 
@@ -105,10 +103,9 @@ def test_a_message_to_nobody_is_gone(engine: EngineSocket) -> None:
 
 def test_a_message_to_a_client_that_left_is_gone(engine: EngineSocket, endpoint: str) -> None:
     async def meet() -> bytes:
-        client = ClientSocket(endpoint)
-        await _say(client, b"x")
-        routing_id, _ = _receive(engine)
-        client.close()
+        with closing(ClientSocket(endpoint)) as client:
+            await _say(client, b"x")
+            routing_id, _ = _receive(engine)
         return routing_id
 
     _await_gone(engine, asyncio.run(meet()))
@@ -126,18 +123,16 @@ def test_a_client_that_does_not_read_is_full_and_blocks_nobody(
     engine: EngineSocket, endpoint: str
 ) -> None:
     async def scenario() -> None:
-        sleeper, reader = ClientSocket(endpoint), ClientSocket(endpoint)
-        await _say(sleeper, b"x")
-        sleeper_id, _ = _receive(engine)
-        await _say(reader, b"x")
-        reader_id, _ = _receive(engine)
-        frame = bytes(4096)
-        results = {engine.send(sleeper_id, [frame]) for _ in range(10_000)}
-        assert results == {SendResult.SENT, SendResult.FULL}
-        assert engine.send(reader_id, [b"hello"]) is SendResult.SENT
-        assert await _hear(reader) == [b"hello"]
-        sleeper.close()
-        reader.close()
+        with closing(ClientSocket(endpoint)) as sleeper, closing(ClientSocket(endpoint)) as reader:
+            await _say(sleeper, b"x")
+            sleeper_id, _ = _receive(engine)
+            await _say(reader, b"x")
+            reader_id, _ = _receive(engine)
+            frame = bytes(4096)
+            results = {engine.send(sleeper_id, [frame]) for _ in range(10_000)}
+            assert results == {SendResult.SENT, SendResult.FULL}
+            assert engine.send(reader_id, [b"hello"]) is SendResult.SENT
+            assert await _hear(reader) == [b"hello"]
 
     asyncio.run(scenario())
 
@@ -146,15 +141,13 @@ def test_a_full_client_gets_everything_that_was_sent_once_it_reads(
     engine: EngineSocket, endpoint: str
 ) -> None:
     async def scenario() -> None:
-        client = ClientSocket(endpoint)
-        await _say(client, b"x")
-        routing_id, _ = _receive(engine)
-        results = [engine.send(routing_id, [b"%d" % i, bytes(4096)]) for i in range(10_000)]
-        num_sent = results.index(SendResult.FULL)
-        assert set(results[num_sent:]) == {SendResult.FULL}, "nobody has read anything"
-        for i in range(num_sent):
-            assert (await _hear(client))[0] == b"%d" % i
-        client.close()
+        with closing(ClientSocket(endpoint)) as client:
+            await _say(client, b"x")
+            routing_id, _ = _receive(engine)
+            results = [engine.send(routing_id, [b"%d" % i, bytes(4096)]) for i in range(10_000)]
+            assert SendResult.FULL in results
+            sent = [b"%d" % i for i, result in enumerate(results) if result is SendResult.SENT]
+            assert [(await _hear(client))[0] for _ in sent] == sent
 
     asyncio.run(scenario())
 
@@ -163,29 +156,29 @@ def test_a_frame_over_the_limit_disconnects_only_its_sender(
     engine: EngineSocket, endpoint: str
 ) -> None:
     async def scenario() -> None:
-        sender, bystander = ClientSocket(endpoint), ClientSocket(endpoint)
-        await _say(sender, b"sender")
-        sender_id, _ = _receive(engine)
-        await _say(bystander, b"bystander")
-        bystander_id, _ = _receive(engine)
-        await _say(sender, bytes(MAX_FRAME_BYTES + 1))
-        _await_gone(engine, sender_id)
-        assert engine.send(bystander_id, [b"still"]) is SendResult.SENT
-        assert await _hear(bystander) == [b"still"]
-        await _say(bystander, b"here")
-        assert _receive(engine) == (bystander_id, [b"here"])
-        sender.close()
-        bystander.close()
+        with (
+            closing(ClientSocket(endpoint)) as sender,
+            closing(ClientSocket(endpoint)) as bystander,
+        ):
+            await _say(sender, b"sender")
+            sender_id, _ = _receive(engine)
+            await _say(bystander, b"bystander")
+            bystander_id, _ = _receive(engine)
+            await _say(sender, bytes(MAX_FRAME_BYTES + 1))
+            _await_gone(engine, sender_id)
+            assert engine.send(bystander_id, [b"still"]) is SendResult.SENT
+            assert await _hear(bystander) == [b"still"]
+            await _say(bystander, b"here")
+            assert _receive(engine) == (bystander_id, [b"here"])
 
     asyncio.run(scenario())
 
 
 def test_a_frame_at_the_limit_arrives(engine: EngineSocket, endpoint: str) -> None:
     async def scenario() -> None:
-        client = ClientSocket(endpoint)
-        await _say(client, bytes(MAX_FRAME_BYTES))
-        assert [len(frame) for frame in _receive(engine)[1]] == [MAX_FRAME_BYTES]
-        client.close()
+        with closing(ClientSocket(endpoint)) as client:
+            await _say(client, bytes(MAX_FRAME_BYTES))
+            assert [len(frame) for frame in _receive(engine)[1]] == [MAX_FRAME_BYTES]
 
     asyncio.run(scenario())
 
@@ -201,28 +194,21 @@ def test_a_watched_descriptor_wakes_the_wait(engine: EngineSocket) -> None:
     os.close(event)
 
 
-def test_a_client_without_an_engine_queues_nothing_for_the_next_one(endpoint: str) -> None:
+def test_a_closed_client_leaves_nothing_behind_for_the_next_engine(endpoint: str) -> None:
     async def scenario() -> None:
-        client = ClientSocket(endpoint)
-        client.post([b"stale"])
-        sending = asyncio.create_task(client.send([b"stale too"]))
-        await asyncio.sleep(0)
-        assert not sending.done()
-        client.close()
+        with closing(ClientSocket(endpoint)) as client:
+            client.post([b"stale"])
         engine = EngineSocket(endpoint)
         assert engine.wait(0) == set()
         assert engine.receive() is None
         engine.close()
-        await asyncio.wait({sending}, timeout=PATIENCE_MS / 1000)
-        assert sending.cancelled()
 
     asyncio.run(scenario())
 
 
 def test_closing_a_client_twice_is_fine(endpoint: str) -> None:
     async def scenario() -> None:
-        client = ClientSocket(endpoint)
-        client.close()
-        client.close()
+        with closing(ClientSocket(endpoint)) as client:
+            client.close()
 
     asyncio.run(scenario())

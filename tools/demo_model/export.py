@@ -57,6 +57,12 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def write_rows(path: Path, rows: Sequence[dict[str, float]]) -> None:
+    """Rows of the same columns as CSV."""
+    lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def export(model: DemoModel, folder: Path) -> None:
     """Write weights and configuration; the tokenizer's files are written by `tokenizer.py`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -73,9 +79,10 @@ def export(model: DemoModel, folder: Path) -> None:
 def write_history(
     work: Path, losses: Sequence[dict[str, float]], accuracies: Sequence[dict[str, float]]
 ) -> None:
-    """history.json and history.png: the loss by tokens, the accuracy by task over time."""
+    """Two tables and history.png: the loss by tokens, the accuracy by task over time."""
     work.mkdir(parents=True, exist_ok=True)
-    write_json(work / "history.json", {"losses": losses, "accuracies": accuracies})
+    write_rows(work / "loss.csv", losses)
+    write_rows(work / "accuracy.csv", accuracies)
     import matplotlib
 
     matplotlib.use("Agg")

@@ -41,7 +41,7 @@ class Mix:
 
     Of the chats, `recall_share` are about facts; of these, `word_share` are about words instead
     of digits. The number of facts is log-uniform: the most that fit, to a power from `least_power`
-    to 1. The tasks in `focus` are drawn twice as often as without.
+    to 1. A task is drawn twice as often for each time that it is named in `focus`.
     """
 
     max_context: int = MAX_CONTEXT
@@ -73,7 +73,7 @@ def _short_turn(
     rng: random.Random, task: str | None = None, held: bool = False, focus: Sequence[str] = ()
 ) -> Turn:
     names = tuple(SHORT_TASKS)
-    weights = [weight * (2 if n in focus else 1) for n, (_, weight) in SHORT_TASKS.items()]
+    weights = [weight * 2 ** focus.count(n) for n, (_, weight) in SHORT_TASKS.items()]
     draw = SHORT_TASKS[task or rng.choices(names, weights)[0]][0]
     while is_held_out((turn := draw(rng)).key) != held:
         pass

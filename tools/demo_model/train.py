@@ -45,15 +45,22 @@ class Phase:
 
 
 # The third and fourth phases step back to short lists of facts: recall had not taken off by then.
-FOCUS = ("sum", "count")
+# The later ones put weight on what was learned last.
+LATE = ("count", "count", "sort_words", "sort_numbers")
+LATER = ("count", "count", "count", "sort_words", "sort_numbers")
+LAST = ("count", "count", "sort_words", "sort_words", "sort_numbers")
 PHASES = (
     Phase(0.00, 4096, Mix(128, 0.40)),
     Phase(0.15, 4096, Mix(256, 0.40)),
     Phase(0.28, 2048, Mix(112, 0.45)),
-    Phase(0.40, 2048, Mix(160, 0.50, word_share=0.4, least_power=0.5, focus=FOCUS)),
-    Phase(0.58, 2048, Mix(256, 0.40, least_power=0.3, focus=FOCUS)),
-    Phase(0.68, 4096, Mix(512, 0.35, least_power=0.3, focus=FOCUS)),
-    Phase(0.80, 4096, Mix(1024, 0.30, least_power=0.3, focus=FOCUS)),
+    Phase(0.39, 2048, Mix(160, 0.50, word_share=0.4, least_power=0.5, focus=("sum", "count"))),
+    Phase(0.48, 2048, Mix(256, 0.40, least_power=0.3, focus=("sum", "count", "count"))),
+    Phase(0.58, 4096, Mix(512, 0.35, least_power=0.3, focus=("sum", "count", "count"))),
+    Phase(0.62, 2048, Mix(512, 0.20, least_power=0.3, focus=LATE)),
+    Phase(0.71, 2048, Mix(512, 0.15, least_power=0.3, focus=LATER)),
+    Phase(0.78, 3072, Mix(1024, 0.15, least_power=0.3, focus=LATER)),
+    Phase(0.85, 3072, Mix(1024, 0.12, least_power=0.3, focus=LAST)),
+    Phase(0.94, 6144, Mix(1024, 0.12, least_power=0.3, focus=LAST)),
 )
 
 
