@@ -24,8 +24,9 @@ NUM_REQUESTS = 64
 NUM_FACTS = 60
 QUESTIONS = (
     "What is 123 + 456?",
-    "Reverse these words: red apple seven cat",
+    "Reverse these words: red apple green bird",
     "Sort these numbers: 512 37 8 240",
+    'Reverse the word "nanocore".',
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 

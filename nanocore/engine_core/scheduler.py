@@ -283,7 +283,6 @@ class Scheduler:
         token_ids = self.table.known_tokens(row).copy()
         request = self.table.remove(row)
         request.token_ids = token_ids
-        request.key_chain.extend(token_ids[request.key_chain.num_tokens :].tobytes())
         self._removed_rows.append(row)
         self.kv_cache.free(request.handle)
         self.waiting.appendleft(request)

@@ -91,6 +91,15 @@ def test_content_survives_freeing_until_its_memory_is_taken() -> None:
     assert run(kv_cache, 4, list(range(9))) == 0
 
 
+def test_memory_pressure_evicts_the_end_of_a_prefix_before_its_beginning() -> None:
+    kv_cache = KVCacheManager(4, BLOCK_SIZE)
+    run(kv_cache, 1, list(range(16)))
+    kv_cache.free(1)
+    kv_cache.allocate(2, 2 * BLOCK_SIZE)
+    kv_cache.free(2)
+    assert run(kv_cache, 3, list(range(16))) == 8
+
+
 def test_reset_is_refused_while_blocks_are_held() -> None:
     kv_cache = KVCacheManager(4, BLOCK_SIZE)
     run(kv_cache, 1, list(range(8)))
