@@ -60,7 +60,7 @@ PHASES = (
     Phase(0.71, 2048, Mix(512, 0.15, least_power=0.3, focus=LATER)),
     Phase(0.78, 3072, Mix(1024, 0.15, least_power=0.3, focus=LATER)),
     Phase(0.85, 3072, Mix(1024, 0.12, least_power=0.3, focus=LAST)),
-    Phase(0.94, 6144, Mix(1024, 0.12, least_power=0.3, focus=LAST)),
+    Phase(0.91, 4096, Mix(1024, 0.10, least_power=0.3, focus=LATER)),
 )
 
 
