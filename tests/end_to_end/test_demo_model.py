@@ -49,5 +49,5 @@ def test_each_condition_is_what_it_says() -> None:
     default, chunked = outcome("default"), outcome("chunked")
     assert default.num_preemptions == chunked.num_preemptions == 0
     assert chunked.tokens_per_step <= 48 < default.tokens_per_step
-    assert outcome("preempted").num_preemptions > 10
+    assert outcome("preempted").num_preemptions > 0
     assert outcome("prefix hits").hit_rate > 0.5 > default.hit_rate

@@ -245,7 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write")
     parser.add_argument("--work", type=Path, required=True, help="folder of checkpoint and logs")
-    parser.add_argument("--minutes", type=float, default=66.0, help="training time")
+    parser.add_argument("--minutes", type=float, default=64.0, help="training time")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     args = parser.parse_args()
