@@ -58,8 +58,9 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, float]]) -> None:
-    """Rows of the same columns as CSV."""
-    lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+    """Rows of the same columns as CSV; a very short run has none."""
+    header = [",".join(rows[0])] if rows else []
+    lines = [*header, *(",".join(map(str, row.values())) for row in rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
