@@ -37,7 +37,9 @@ class ParentLink:
         self._socket.set_inheritable(False)
         self._on_orphaned: Callable[[], None] = lambda: None
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+        # Not SIGTERM, of which a second one would mean "at once": the kernel sends this one each
+        # time a thread of the dying parent hands us on to the next.
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
         threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
 

@@ -137,7 +137,10 @@ def _serve(
 
 
 def _handle_signals(inbox: Inbox) -> list[int]:
-    """Let SIGTERM and SIGINT end the step loop, a second one the process; returns SIGINTs seen."""
+    """Let signals end the step loop, and a second SIGTERM or SIGINT the process.
+
+    Returns the SIGINTs seen. SIGHUP says that the terminal or the launching client is gone.
+    """
     seen: list[int] = []
     interrupts: list[int] = []
 
@@ -151,6 +154,7 @@ def _handle_signals(inbox: Inbox) -> list[int]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
+    signal.signal(signal.SIGHUP, lambda *_: inbox.put(Shutdown("SIGHUP")))
     return interrupts
 
 
