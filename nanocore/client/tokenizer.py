@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -85,21 +86,26 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"the model in {self._folder} has no chat template: use generate() with a prompt"
             )
-        # A model's template is its author's code: sandboxed, and whatever it raises is its error.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _raise_exception
         try:
-            return environment.from_string(self._template).render(
+            return self._compiled_template.render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except Exception as error:
+        except Exception as error:  # it is its author's code: whatever it raises is its error
             raise InvalidRequestError(
                 f"the chat template of {self._folder} failed: {type(error).__name__}: {error}"
             ) from None
+
+    @cached_property
+    def _compiled_template(self) -> jinja2.Template:
+        """Compiled on first use: a template that is wrong harms only those who chat."""
+        assert self._template is not None
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _raise_exception
+        return environment.from_string(self._template)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nanocore.engine_core.outputs import ClientOutput
+from nanocore.engine_core.request import TOKEN_DTYPE
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Message, Output
 
 HANDLE_DTYPE = np.dtype("<u4")
-TOKEN_DTYPE = np.dtype("<i4")
 
 
 @dataclass(slots=True)
