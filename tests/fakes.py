@@ -9,15 +9,19 @@ without any engine (`expected_tokens`).
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
+import xxhash
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.request import Request
 from nanocore.engine_core.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
+from nanocore.kv_cache.prefix_index import DigestFunction
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.sampling import EngineSamplingParams
 
@@ -48,6 +52,8 @@ def expected_tokens(
 
 @dataclass
 class _Row:
+    """One tenancy of a row: a resumed request is another one."""
+
     token_ids: list[int]
     num_computed: int
     block_ids: list[int]
@@ -57,14 +63,18 @@ class _Row:
 class FakeExecutor:
     """Executes plans on a simulated KV memory, one Python object per row.
 
-    block_size, num_blocks: the pool's, to check what the plan refers to.
+    block_size, num_blocks: the pool's, to check what the plan refers to. checks_kv: False leaves
+    out the simulated memory, whose cost grows with the square of the context.
     """
 
     block_size: int
     num_blocks: int
+    checks_kv: bool = True
     rows: dict[int, _Row] = field(default_factory=dict)
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
     num_tokens: int = 0
+    written: dict[int, _Row] = field(default_factory=dict)
+    """Blocks that the last step wrote, and for whom."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Apply the plan's differences, write all KV, then read it and sample."""
@@ -75,6 +85,7 @@ class FakeExecutor:
         assert exceptions.keys() <= self.rows.keys(), "a chunk of a row nobody holds"
         counts |= exceptions
         assert sum(counts.values()) == plan.num_tokens
+        self.written = {}
         for row, count in counts.items():
             self._write(self.rows[row], count)
         sampled = {row: self._sample(self.rows[row]) for row, count in counts.items() if count}
@@ -103,12 +114,14 @@ class FakeExecutor:
 
     def _write(self, row: _Row, count: int) -> None:
         assert row.num_computed + count <= len(row.token_ids), "computes a token nobody knows"
-        for position in range(row.num_computed, row.num_computed + count):
-            self.slots[self._slot(row, position)] = context_hash(row.token_ids[: position + 1])
+        for position in range(row.num_computed, row.num_computed + count * self.checks_kv):
+            slot = self._slot(row, position)
+            self.slots[slot] = context_hash(row.token_ids[: position + 1])
+            assert self.written.setdefault(slot[0], row) is row, "two rows write to one block"
         row.num_computed += count
 
     def _sample(self, row: _Row) -> int | None:
-        for position in range(row.num_computed):
+        for position in range(row.num_computed * self.checks_kv):
             held = self.slots.get(self._slot(row, position))
             assert held == context_hash(row.token_ids[: position + 1]), (
                 f"KV of position {position} is not this context's"
@@ -120,6 +133,40 @@ class FakeExecutor:
         return token
 
 
+class PipelinedExecutor:
+    """A worker with several steps in flight, whose results come late, in order.
+
+    A step in flight may write its blocks at any time until it is collected, so no other request may
+    be given them meanwhile.
+    """
+
+    def __init__(self, executor: FakeExecutor) -> None:
+        self._executor = executor
+        self._in_flight: deque[tuple[ModelRunnerOutput, dict[int, _Row]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed so far."""
+        return self._executor.num_tokens
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Start a step."""
+        result = self._executor.execute(plan)
+        for _, written in self._in_flight:
+            for block_id, row in self._executor.written.items():
+                assert written.get(block_id, row) is row, (
+                    f"block {block_id} is written by two requests in steps that are in flight"
+                )
+        self._in_flight.append((result, self._executor.written))
+
+    def collect(self) -> ModelRunnerOutput:
+        """Wait for the oldest step."""
+        return self._in_flight.popleft()[0]
+
+
 def make_scheduler(
     *,
     num_blocks: int = 64,
@@ -127,15 +174,15 @@ def make_scheduler(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_model_len: int = 128,
-    long_prefill_token_threshold: int = 0,
     enable_prefix_caching: bool = True,
+    **settings: Any,
 ) -> tuple[Scheduler, FakeExecutor]:
-    """A scheduler and the fake worker that checks it."""
+    """A scheduler and the fake worker that checks it. settings: more of SchedulerConfig's."""
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
-        long_prefill_token_threshold=long_prefill_token_threshold,
+        **settings,
     )
     kv_cache = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
     return Scheduler(config, kv_cache), FakeExecutor(block_size, num_blocks)
@@ -152,18 +199,28 @@ def make_request(
     eos: tuple[int, ...] = (),
     stop_token_ids: tuple[int, ...] = (),
     max_model_len: int = 128,
+    priority: int = 0,
+    skip_reading_prefix_cache: bool = False,
+    digest: DigestFunction = xxhash.xxh3_128_digest,
 ) -> Request:
     """A request as admission would build it; its id is "r" and the handle."""
+    key_chain = KeyChain(block_size, {"cache_salt": cache_salt}, digest)
+    key_chain.extend(np.array(prompt, "<i4").tobytes())
     return Request(
         handle=handle,
         request_id=f"r{handle}",
         client=client,
         token_ids=np.array(prompt, "<i4"),
         max_num_tokens=min(len(prompt) + max_tokens, max_model_len),
-        sampling=EngineSamplingParams(max_tokens=max_tokens, stop_token_ids=list(stop_token_ids)),
+        sampling=EngineSamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=list(stop_token_ids),
+            skip_reading_prefix_cache=skip_reading_prefix_cache,
+        ),
         seed=handle,
         eos_token_ids=eos,
-        key_chain=KeyChain(block_size, cache_salt),
+        key_chain=key_chain,
+        priority=priority,
     )
 
 

@@ -9,8 +9,21 @@ import msgspec
 import pytest
 
 from nanocore.engine_core.cli import build_parser
+from nanocore.engine_core.kv_event_publisher import MAX_QUEUED_BATCHES
+from nanocore.engine_core.kv_event_replay import (
+    MAX_RING_BATCHES,
+    MAX_RING_BYTES,
+    REPLAY_TIMEOUT_S,
+)
 from nanocore.protocol.codec import encode
 from nanocore.protocol.errors import ErrorCode
+from nanocore.protocol.kv_events import (
+    END_SEQ,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
 from nanocore.protocol.messages import (
     FROM_CLIENT,
     FROM_ENGINE,
@@ -60,7 +73,8 @@ def defaults(struct: type[msgspec.Struct]) -> dict[str, str]:
 def test_the_versions_agree() -> None:
     major, minor = PROTOCOL_VERSION
     assert f"# The nanocore wire protocol, version {major}.{minor}\n" in PROTOCOL
-    assert f"\n{major}.{minor}: first version" in PROTOCOL
+    changelog = PROTOCOL[PROTOCOL.index("Changelog\n") :]
+    assert changelog.split("\n")[2].startswith(f"{major}.{minor}: ")
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -82,6 +96,21 @@ def test_the_table_of_operations_is_complete() -> None:
 def test_the_sampling_table_holds_the_fields_and_defaults() -> None:
     rows = {row[0]: row[2] for row in table_after("## 7. Sampling parameters")}
     assert rows == defaults(EngineSamplingParams)
+
+
+@pytest.mark.parametrize("struct", [KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared])
+def test_the_kv_event_tables_hold_the_fields_in_order(struct: type[msgspec.Struct]) -> None:
+    rows = [row[0] for row in table_after(f"### {struct.__name__}")]
+    config = struct.__struct_config__
+    tag = [config.tag_field] if config.tag else []
+    assert rows == [*tag, *struct.__struct_fields__]
+
+
+def test_the_kv_event_limits_in_the_text_are_those_in_the_code() -> None:
+    assert f"up to {MAX_QUEUED_BATCHES} unpublished" in PROTOCOL
+    assert f"the last {MAX_RING_BATCHES}, of {MAX_RING_BYTES // 2**20} MiB" in PROTOCOL
+    assert f"takes nothing for {REPLAY_TIMEOUT_S:.0f} s" in PROTOCOL
+    assert f"END_SEQ is `{END_SEQ.hex()}`" in PROTOCOL
 
 
 def test_the_error_codes_are_the_closed_set() -> None:

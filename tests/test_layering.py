@@ -75,6 +75,7 @@ def test_zmq_is_imported_in_one_module() -> None:
         ("nanocore.kv_cache", "torch triton flash_attn transformers numpy zmq"),
         ("nanocore.engine_core.scheduler,nanocore.engine_core.core,nanocore.engine_core.io_thread",
          "torch triton flash_attn transformers"),
+        ("nanocore.engine_core.kv_event_publisher", "torch triton flash_attn transformers numpy"),
         ("nanocore.engine_core.cli", "torch triton flash_attn transformers numpy"),
     ],
 )  # fmt: skip

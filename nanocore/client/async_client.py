@@ -150,7 +150,8 @@ class AsyncEngineClient:
         Args:
             prompt: text, token ids, or {"prompt_token_ids": [...]}.
             request_id: a name for it, unique among this client's running requests.
-            priority: 0; engines that schedule by priority take other values.
+            priority: lower values go first, in engines with --scheduling-policy priority; others
+                refuse all but 0.
             cache_salt: share cached prefixes only with requests of the same salt.
 
         Raises:
@@ -159,8 +160,12 @@ class AsyncEngineClient:
         """
         stream = await self._submit(prompt, sampling_params, request_id, priority, cache_salt)
         try:
-            async for output in stream:
-                yield output
+            while not stream.finished:  # `async for` would cost a coroutine for each token
+                output = stream.read()
+                if output is not None:
+                    yield output
+                else:
+                    await stream.news()
         finally:
             stream.close()
 

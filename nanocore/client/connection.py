@@ -2,6 +2,7 @@
 
 Lives in one asyncio event loop. Every wait ends: an engine that says nothing for
 `ENGINE_TIMEOUT_S`, although it pings every second, is taken for dead, and everyone waiting is told.
+Messages that have piled up are taken in together, so readers find their tokens merged.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, Final, TypeVar
 
 from nanocore import __version__
 from nanocore.client.stream import RequestStream
-from nanocore.protocol.codec import client_decoder, encode, unpack_output
+from nanocore.client.stream_table import StreamTable
+from nanocore.protocol.codec import client_decoder, encode
 from nanocore.protocol.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -44,6 +46,10 @@ from nanocore.protocol.messages import (
 from nanocore.protocol.sockets import ClientSocket
 
 ENGINE_TIMEOUT_S: Final = 10.0
+GRACE_S: Final = 1.0
+"""If the event loop was blocked for long, what arrived meanwhile is read only now."""
+_MAX_BATCH: Final = 64
+"""Messages taken in at once, before their readers get a turn."""
 Answer = TypeVar("Answer", bound=Message)
 
 
@@ -62,12 +68,15 @@ class EngineConnection:
         self.welcome = welcome
         self._socket = socket
         self._decoder = client_decoder()
-        self._streams: dict[str, RequestStream] = {}
-        self._handles: dict[int, RequestStream] = {}
+        self._streams = StreamTable()
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
         self._call_ids = itertools.count(1)
         self._error: NanocoreError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._heard_s = self._loop.time()
+        self._suspected_s: float | None = None  # the last sign of life when silence was noticed
+        self._timer = self._loop.call_later(ENGINE_TIMEOUT_S, self._check_silence)
         self._task = asyncio.create_task(self._receive_loop(), name="nanocore-receive")
 
     @classmethod
@@ -114,11 +123,11 @@ class EngineConnection:
             frames = encode(submit)
         except (ValueError, OverflowError) as error:
             raise InvalidRequestError(f"the request cannot be encoded: {error}") from None
-        self._streams[submit.request_id] = stream
+        self._streams.add(stream)
         try:
             await self._send(frames)
         except BaseException:  # cancelled, perhaps after it was sent
-            self._forget(stream)
+            self._streams.remove(stream)
             self.abort([submit.request_id])
             raise
 
@@ -128,14 +137,9 @@ class EngineConnection:
             self._socket.post(encode(Abort(request_ids=request_ids)))
 
     def leave(self, stream: RequestStream) -> None:
-        """End a request that nobody reads any more; its id can be used again at once.
-
-        An id without a handle stays in use until the engine has answered: until then a second
-        request of that id could be mistaken for the first.
-        """
+        """End a request that nobody reads any more."""
         self.abort([stream.request_id])
-        if stream in self._handles.values():
-            self._forget(stream)
+        self._streams.leave(stream)
 
     async def control(self, operation: ControlOperation) -> Reply:
         """Run a CONTROL operation and wait for its reply."""
@@ -163,14 +167,13 @@ class EngineConnection:
             return
         self._error = error
         self._task.cancel()
-        for stream in self._streams.values():
-            stream.fail(error)
+        self._timer.cancel()
+        self._streams.fail(error)
         waiting: list[asyncio.Future[Any]] = [*self._replies.values(), *self._pongs.values()]
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # looked at: a call that could not be sent awaits it no more
-        self._streams, self._handles = {}, {}
 
     async def close(self) -> None:
         """Say BYE and close. Idempotent."""
@@ -198,6 +201,8 @@ class EngineConnection:
 
     async def _send(self, frames: list[bytes]) -> None:
         """Send, waiting for room, but not for an engine that is gone."""
+        if self._socket.send_nowait(frames):
+            return
         sending = asyncio.ensure_future(self._socket.send(frames))
         try:
             await asyncio.wait({sending, self._task}, return_when=asyncio.FIRST_COMPLETED)
@@ -207,39 +212,43 @@ class EngineConnection:
         if sending.done():
             sending.result()
 
-    def _forget(self, stream: RequestStream) -> None:
-        """Free a request's id, unless another request has it by now."""
-        if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
-
     async def _receive_loop(self) -> None:
         try:
             while True:
-                self._handle(self._decoder.decode(await self._receive()))
-        except TimeoutError:
-            text = f"the engine has not been heard of for {ENGINE_TIMEOUT_S:.0f} s"
-            self.fail(EngineDeadError(text))
+                self._take(await self._socket.receive())
+                for _ in range(_MAX_BATCH):
+                    if (frames := self._socket.receive_nowait()) is None:
+                        break
+                    self._take(frames)
+                else:
+                    await asyncio.sleep(0)  # receiving did not wait, so nobody else had a turn
         except NanocoreError as error:
             self.fail(error)
         except Exception as error:  # whatever it is, nobody may wait for ever
             self.fail(ProtocolError(f"receiving failed: {type(error).__name__}: {error}"))
 
-    async def _receive(self) -> list[bytes]:
-        try:
-            async with asyncio.timeout(ENGINE_TIMEOUT_S):
-                return await self._socket.receive()
-        except TimeoutError:
-            # If this event loop was blocked for long, what arrived meanwhile is read only now.
-            async with asyncio.timeout(1.0):
-                return await self._socket.receive()
+    def _take(self, frames: list[bytes]) -> None:
+        self._heard_s = self._loop.time()
+        self._handle(self._decoder.decode(frames))
+
+    def _check_silence(self) -> None:
+        """The timer's call: take an engine that has not been heard of for dead."""
+        deadline_s = self._heard_s + ENGINE_TIMEOUT_S
+        if self._loop.time() < deadline_s:
+            self._timer = self._loop.call_at(deadline_s, self._check_silence)
+        elif self._suspected_s != self._heard_s:
+            self._suspected_s = self._heard_s
+            self._timer = self._loop.call_later(GRACE_S, self._check_silence)
+        else:
+            text = f"the engine has not been heard of for {ENGINE_TIMEOUT_S:.0f} s"
+            self.fail(EngineDeadError(text))
 
     def _handle(self, message: Message) -> None:
         match message:
             case Output():
-                self._handle_output(message)
-            case Accepted(request_id=request_id, handle=handle):
-                if (stream := self._streams.get(request_id)) is not None:
-                    self._handles[handle] = stream
+                self._streams.deliver(message)
+            case Accepted():
+                self._streams.accept(message)
             case Error():
                 self._handle_error(message)
             case Ping(nonce=nonce):
@@ -251,35 +260,12 @@ class EngineConnection:
             case Bye(reason=reason):
                 raise EngineDeadError(f"the engine has stopped: {reason}")
 
-    def _handle_output(self, output: Output) -> None:
-        handles, counts, token_ids = unpack_output(output)
-        if counts is None:
-            for handle, token_id in zip(handles, token_ids, strict=True):
-                if (stream := self._handles.get(handle)) is not None:
-                    stream.push_tokens([token_id])
-        else:
-            start = 0
-            for handle, count in zip(handles, counts, strict=True):
-                if (stream := self._handles.get(handle)) is not None:
-                    stream.push_tokens(token_ids[start : start + count].tolist())
-                start += count
-        for event in output.events:
-            stream = self._handles.get(event.handle)
-            if stream is None:
-                continue
-            stream.push_event(event)
-            if event.finish_reason is not None:
-                del self._handles[event.handle]
-                self._forget(stream)
-
     def _handle_error(self, error: Error) -> None:
         exception = exception_for(error.code, error.message, error.retry_after_s)
         if error.code in ("engine_dead", "no_session"):
             raise exception
         if error.request_id is not None:
-            stream = self._streams.pop(error.request_id, None)
-            if stream is not None:
-                stream.fail(exception)
+            self._streams.refuse(error.request_id, exception)
             return
         raise exception
 

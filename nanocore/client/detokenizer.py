@@ -10,10 +10,7 @@ from typing import Final
 
 from tokenizers.decoders import DecodeStream
 
-from nanocore.client.tokenizer import Tokenizer
-
-REPLACEMENT: Final = "\ufffd"
-"""What bytes that are no UTF-8 decode to."""
+from nanocore.client.tokenizer import REPLACEMENT, Tokenizer
 
 MAX_CONTEXT_TOKENS: Final = 8
 MAX_HELD_TOKENS: Final = 16
@@ -34,32 +31,50 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # The library takes context that ends in half a character for text still to be shown.
-        context = prompt_token_ids[-MAX_CONTEXT_TOKENS:]
-        while context and tokenizer.decode(context, skip_special_tokens).endswith(REPLACEMENT):
-            context.pop()
-        self._stream = DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
+        self._texts = tokenizer.token_texts(skip_special_tokens)
+        context: list[int] = []
+        if self._texts is None:
+            # The library takes context that ends in half a character for text still to be shown.
+            context = prompt_token_ids[-MAX_CONTEXT_TOKENS:]
+            while context and tokenizer.decode(context, skip_special_tokens).endswith(REPLACEMENT):
+                context.pop()
+        self._stream = self._new_stream(context)
         self._held: list[int] = []
 
     def append(self, token_ids: list[int]) -> str:
         """The text that these tokens complete."""
+        if len(token_ids) == 1:
+            return self._step(token_ids[0])
         return "".join(map(self._step, token_ids))
 
     def _step(self, token_id: int) -> str:
-        self._held.append(token_id)
+        if self._texts is not None and not self._held:
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+            self._stream = self._new_stream([])  # what came before has no influence
+        return self._decode(token_id)
+
+    def _decode(self, token_id: int) -> str:
+        """The long way, for what depends on its neighbours."""
         try:
-            piece = self._stream.step(self._tokenizer.backend, token_id)
+            piece: str | None = self._stream.step(self._tokenizer.backend, token_id)
         except Exception:  # the library's own type; it has lost its place over invalid bytes
+            self._held.append(token_id)
             return self._restart()
         if piece is not None:
-            self._held.clear()
-            return str(piece)
+            if self._held:
+                self._held = []
+            return piece
+        self._held.append(token_id)
         return self._restart() if len(self._held) >= MAX_HELD_TOKENS else ""
 
     def _restart(self) -> str:
         """Give up on what is held: show what it is worth, and begin anew after it."""
         text = self._tokenizer.decode(self._held, self._skip_special_tokens)
-        context = [] if text.endswith(REPLACEMENT) else self._held
-        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
+        self._stream = self._new_stream([] if text.endswith(REPLACEMENT) else self._held)
         self._held = []
         return text.removesuffix(REPLACEMENT)  # the last one may be the half of a character
+
+    def _new_stream(self, context: list[int]) -> DecodeStream:
+        return DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)

@@ -18,7 +18,7 @@ from nanocore.client.async_client import AsyncEngineClient, Prompt
 from nanocore.client.launcher import EngineArgument
 from nanocore.client.outputs import RequestOutput
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard, Stats
 from nanocore.protocol.sampling import SamplingParams
 
@@ -142,7 +142,7 @@ class LLM:
 
             async def complete(prompt: Prompt, params: SamplingParams) -> RequestOutput:
                 async with in_flight:
-                    output = await self._client.complete(prompt, params)
+                    output = await self._complete(prompt, params)
                 progress.update()
                 return output
 
@@ -152,6 +152,14 @@ class LLM:
                     for prompt, params in zip(prompts, all_params, strict=True)
                 ]
         return [task.result() for task in tasks]
+
+    async def _complete(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        """One completion, submitted again as often as the engine is too busy to take it."""
+        while True:
+            try:
+                return await self._client.complete(prompt, params)
+            except EngineOverloadedError as busy:
+                await asyncio.sleep(busy.retry_after_s)
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -18,6 +18,7 @@ class StopStringMatcher:
         self._stops = stops
         self._include = include
         self._held = ""
+        self._min_chars = min(map(len, stops))
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text that may be shown, the stop string found or None).
@@ -25,13 +26,17 @@ class StopStringMatcher:
         Of several matches the one that ends first wins, and of those the first in the list, so that
         the result does not depend on how the text was cut into pieces.
         """
-        text = self._held + text
-        self._held = ""
-        found = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            end, stop = min(found, key=lambda match: match[0])
-            return text[: end if self._include else end - len(stop)], stop
-        num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        if self._held:
+            text = self._held + text
+            self._held = ""
+        if len(text) >= self._min_chars:
+            found = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
+            if found:
+                end, stop = min(found, key=lambda match: match[0])
+                return text[: end if self._include else end - len(stop)], stop
+        num_held = 0
+        for stop in self._stops:
+            num_held = max(num_held, _overlap(text, stop))
         if num_held:
             text, self._held = text[:-num_held], text[-num_held:]
         return text, None
@@ -43,8 +48,11 @@ class StopStringMatcher:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-length:]):
-            return length
-    return 0
+    """Length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    if not text:
+        return 0
+    last = text[-1]
+    length = 1 + stop.rfind(last, 0, min(len(text), len(stop) - 1))
+    while length and not text.endswith(stop[:length]):
+        length = 1 + stop.rfind(last, 0, length - 1)
+    return length

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from nanocore.client.detokenizer import IncrementalDetokenizer
 from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -20,7 +20,7 @@ from nanocore.protocol.sampling import SamplingParams
 
 
 class RequestStream:
-    """An async iterator of RequestOutput, and what feeds it.
+    """An async iterator of RequestOutput with one reader, and what feeds it.
 
     Args:
         request_id, prompt, prompt_token_ids, params: the request.
@@ -38,39 +38,46 @@ class RequestStream:
         leave: Callable[[RequestStream], None],
     ) -> None:
         self.request_id = request_id
+        self.handle: int | None = None  # the engine's name for it, once accepted
         self._prompt, self._prompt_token_ids = prompt, prompt_token_ids
         self._leave = leave
         self._skip_special_tokens, self._tokenizer = params.skip_special_tokens, tokenizer
         self._detokenizer: IncrementalDetokenizer | None = None
         self._keeps_stop = params.include_stop_str_in_output
-        self._stops = (
-            StopStringMatcher(params.stop_strings, self._keeps_stop)
-            if params.stop_strings
-            else None
-        )
-        # What has arrived and was not read yet.
-        self._arrived = asyncio.Event()
-        self._over = asyncio.Event()
-        self._new_token_ids: list[int] = []
+        stops = params.stop_strings
+        self._stops = StopStringMatcher(stops, self._keeps_stop) if stops else None
+        # What has arrived; of the tokens, the first `_num_read` were read.
+        self._token_ids: list[int] = []
         self._end: Event | None = None
         self._error: NanocoreError | None = None
-        # What was read.
-        self._parts: list[str] = []
-        self._token_ids: list[int] = []
         self._num_cached_tokens: int | None = None
-        self._finished = False
         self._start_s = time.monotonic()
         self._first_token_s: float | None = None
         self._end_s: float | None = None
+        # Who waits: a reader for anything, or `final` for the end.
+        self._news: asyncio.Future[None] | None = None
+        self._over: asyncio.Future[None] | None = None
+        # What was read.
+        self.finished = False
+        self._num_read = 0
+        self._parts: list[str] = []
 
     # -- called by the connection -----------------------------------------------------------------
 
-    def push_tokens(self, token_ids: list[int]) -> None:
+    def push_token(self, token_id: int) -> None:
+        """A token has arrived."""
+        if self._first_token_s is None:
+            self._first_token_s = time.monotonic()
+        self._token_ids.append(token_id)
+        if self._news is not None:
+            self._wake()
+
+    def push_tokens(self, token_ids: Iterable[int]) -> None:
         """Tokens have arrived."""
         if self._first_token_s is None:
             self._first_token_s = time.monotonic()
-        self._new_token_ids += token_ids
-        self._arrived.set()
+        self._token_ids += token_ids
+        self._wake()
 
     def push_event(self, event: Event) -> None:
         """The request started or ended."""
@@ -79,14 +86,12 @@ class RequestStream:
         if event.finish_reason is not None:
             self._end = event
             self._end_s = time.monotonic()
-            self._over.set()
-            self._arrived.set()
+            self._wake_all()
 
     def fail(self, error: NanocoreError) -> None:
         """The request was refused, or the engine is gone."""
         self._error = error
-        self._over.set()
-        self._arrived.set()
+        self._wake_all()
 
     # -- called by the consumer -------------------------------------------------------------------
 
@@ -99,13 +104,11 @@ class RequestStream:
         Raises:
             NanocoreError: the request was refused, failed in the engine, or the engine is gone.
         """
-        while not self._finished:
-            await self._arrived.wait()
-            if self._error is None:  # an error is still to be raised after the last tokens
-                self._arrived.clear()
-            output = self._read()
+        while not self.finished:
+            output = self.read()
             if output is not None:
                 return output
+            await self.news()
         raise StopAsyncIteration
 
     async def final(self) -> RequestOutput:
@@ -114,33 +117,35 @@ class RequestStream:
         Raises:
             NanocoreError: as `__anext__`.
         """
-        if self._stops is None:
-            await self._over.wait()
+        if self._stops is None and self._end is None and self._error is None:
+            self._over = asyncio.Future()
+            await self._over
         last = None
         async for output in self:
             last = output
         assert last is not None, "a request ends with an output or an error"
         return last
 
-    def close(self) -> None:
-        """Stop reading: the request is aborted unless it has ended. Idempotent."""
-        if self._finished:
-            return
-        self._finished = True
-        if self._end is None and self._error is None:
-            self._leave(self)
+    def news(self) -> asyncio.Future[None]:
+        """To be awaited after `read` found nothing, and before it is called again."""
+        self._news = asyncio.Future()
+        return self._news
 
-    def _read(self) -> RequestOutput | None:
-        """Take in what has arrived; None if that is nothing a consumer would notice."""
-        token_ids, self._new_token_ids = self._new_token_ids, []
+    def read(self) -> RequestOutput | None:
+        """Take in what has arrived; None if that is nothing a consumer would notice.
+
+        Raises:
+            NanocoreError: as `__anext__`, once everything that came before was read.
+        """
         end = self._end
-        if not token_ids and end is None:
-            if self._error is not None:
-                self._finished = True
-                raise self._error
-            return None
+        if self.finished or (end is None and len(self._token_ids) == self._num_read):
+            if self._error is None or self.finished:
+                return None
+            self.finished = True
+            raise self._error
+        token_ids = self._token_ids[self._num_read :]
         delta, stop, num_used = self._to_text(token_ids, end)
-        self._token_ids += token_ids[:num_used]
+        self._num_read += num_used
         finish_reason: FinishReason | None = None
         stop_reason: int | str | None = None
         if stop is not None:
@@ -148,22 +153,35 @@ class RequestStream:
             self._end_s = time.monotonic()
             finish_reason, stop_reason = "stop", stop
         elif end is not None:
-            self._finished = True
+            self.finished = True
             finish_reason = end.finish_reason
             stop_reason = end.stop_reason if end.message is None else end.message
         if delta:
             self._parts.append(delta)
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
-            outputs=[
-                CompletionOutput(self._parts, self._token_ids, finish_reason, stop_reason, delta)
+            self.request_id,
+            self._prompt,
+            self._prompt_token_ids,
+            [
+                CompletionOutput(
+                    self._parts, len(self._parts), self._token_ids, self._num_read,
+                    delta, finish_reason, stop_reason,
+                )
             ],
-            finished=self._finished,
-            num_cached_tokens=self._num_cached_tokens,
-            metrics=self._metrics(),
-        )
+            self.finished,
+            self._num_cached_tokens,
+            self._metrics(),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Stop reading: the request is aborted unless it has ended. Idempotent."""
+        if self.finished:
+            return
+        self.finished = True
+        if self._end is None and self._error is None:
+            self._leave(self)
+
+    # -- inside -----------------------------------------------------------------------------------
 
     def _to_text(self, token_ids: list[int], end: Event | None) -> tuple[str, str | None, int]:
         """(text to show, stop string found or None, how many of the tokens were used)."""
@@ -176,7 +194,7 @@ class RequestStream:
         shown = token_ids
         if end is not None and end.finish_reason == "stop" and not self._keeps_stop:
             shown = token_ids[:-1]  # the EOS or stop token itself is not text
-        if not self._stops:
+        if self._stops is None:
             return self._detokenizer.append(shown), None, len(token_ids)
         pieces = []
         for i, token_id in enumerate(shown):  # one by one: the result must not depend on merging
@@ -189,9 +207,19 @@ class RequestStream:
         return "".join(pieces), None, len(token_ids)
 
     def _metrics(self) -> RequestMetrics:
-        first_s = self._first_token_s
+        start_s, first_s = self._start_s, self._first_token_s
         return RequestMetrics(
-            time_to_first_token_s=None if first_s is None else first_s - self._start_s,
-            e2e_latency_s=(self._end_s or time.monotonic()) - self._start_s,
-            num_output_tokens=len(self._token_ids),
+            None if first_s is None else first_s - start_s,
+            (self._end_s or time.monotonic()) - start_s,
+            self._num_read,
         )
+
+    def _wake(self) -> None:
+        news, self._news = self._news, None
+        if news is not None and not news.done():
+            news.set_result(None)
+
+    def _wake_all(self) -> None:
+        self._wake()
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)

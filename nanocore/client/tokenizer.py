@@ -10,15 +10,18 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 import jinja2
 import jinja2.sandbox
 import tokenizers
+from tokenizers import decoders
 
 from nanocore.protocol.errors import InvalidRequestError
 
 MAX_TEMPLATE_CHARS = 1 << 16
+REPLACEMENT: Final = "\ufffd"
+"""What bytes that are no UTF-8 decode to."""
 
 
 class ChatMessage(TypedDict):
@@ -26,6 +29,23 @@ class ChatMessage(TypedDict):
 
     role: str
     content: str
+
+
+class TokenTexts(dict[int, str | None]):
+    """The text of each token that has the same text wherever it stands, filled on first use.
+
+    None marks a token that needs its neighbours: its bytes are not whole characters.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._backend = backend
+        self._skip_special_tokens = skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str | None:
+        text: str = self._backend.decode([token_id], skip_special_tokens=self._skip_special_tokens)
+        self[token_id] = whole = None if REPLACEMENT in text else text
+        return whole
 
 
 class Tokenizer:
@@ -51,6 +71,7 @@ class Tokenizer:
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequestError(f"{path}: {error}") from None
         self._folder = folder
+        self._token_texts: dict[bool, TokenTexts] = {}
         config = _read_config(folder / "tokenizer_config.json")
         self._template = _template_source(folder, config)
         self._special_tokens = {
@@ -73,6 +94,21 @@ class Tokenizer:
         """The text of token ids."""
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
+        """Texts of single tokens; None if this model's tokens have none of their own.
+
+        A byte-level decoder (GPT-2's, Llama 3's, Qwen's) joins the bytes of all tokens and decodes
+        them: between whole characters, a token's text depends on nothing else. Other decoders add
+        or strip spaces, according to the neighbours.
+        """
+        if not isinstance(self.backend.decoder, decoders.ByteLevel):
+            return None
+        texts = self._token_texts.get(skip_special_tokens)
+        if texts is None:
+            texts = TokenTexts(self.backend, skip_special_tokens)
+            self._token_texts[skip_special_tokens] = texts
+        return texts
 
     def render_chat(
         self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True

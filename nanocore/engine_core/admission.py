@@ -10,6 +10,8 @@ import random
 
 import numpy as np
 
+from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.request import TOKEN_DTYPE, Request
 from nanocore.kv_cache import KeyChain
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
@@ -21,18 +23,26 @@ from nanocore.protocol.messages import (
 )
 from nanocore.protocol.sampling import MAX_SEED
 
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+
 
 class Admission:
     """Builds requests for one engine.
 
     Args:
         model: limits that requests must fit.
-        seed: of the generator that draws seeds for requests that bring none.
+        config: seed (of the generator that draws seeds for requests that bring none), scheduling
+            policy, and what concerns the prefix cache.
+        queue_limit: how many may wait.
     """
 
-    def __init__(self, model: ModelCard, seed: int) -> None:
+    def __init__(self, model: ModelCard, config: EngineConfig, queue_limit: QueueLimit) -> None:
         self._model = model
-        self._seeds = random.Random(seed)
+        self._seeds = random.Random(config.seed)
+        self._policy = config.scheduling_policy
+        self._cached = config.enable_prefix_caching
+        self._salted = config.salt_prefix_cache_by_session
+        self._queue_limit = queue_limit
 
     def build(self, submit: Submit, handle: int, client: int) -> Request:
         """Validate a SUBMIT and build its request, block keys included.
@@ -40,29 +50,52 @@ class Admission:
         Raises:
             ContextLengthError: prompt, or prompt and max_tokens, exceed the model or the KV cache.
             InvalidRequestError: any other value out of range.
+            EngineOverloadedError: the queue is full.
         """
         _require_length("request_id", submit.request_id, 1, MAX_REQUEST_ID_CHARS)
         if submit.cache_salt is not None:
             _require_length("cache_salt", submit.cache_salt, 1, MAX_CACHE_SALT_CHARS)
-        if submit.priority != 0:
+        if submit.priority != 0 and self._policy != "priority":
             raise InvalidRequestError(
                 f"priority={submit.priority}: this engine schedules first come, first served; "
-                "leave priority at 0"
+                "leave priority at 0, or start the engine with --scheduling-policy priority"
+            )
+        if not MIN_PRIORITY <= submit.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(
+                f"priority={submit.priority} is out of range: it must be in "
+                f"[{MIN_PRIORITY}, {MAX_PRIORITY}]; lower values go first"
             )
         token_ids = self._prompt(submit.prompt_token_ids)
-        self._check_token_ids("stop_token_ids", np.array(submit.sampling.stop_token_ids, np.int64))
+        for i, token_id in enumerate(submit.sampling.stop_token_ids):
+            if not 0 <= token_id < self._model.vocab_size:
+                raise self._no_token_id("stop_token_ids", i, token_id)
         sampling = submit.sampling
+        max_num_tokens = self._max_num_tokens(len(token_ids), sampling.max_tokens)
+        self._queue_limit.enter(len(token_ids))
+        key_chain = KeyChain(self._model.block_size, self._extra_keys(submit, client))
+        if self._cached:
+            key_chain.extend(submit.prompt_token_ids)
         return Request(
             handle=handle,
             request_id=submit.request_id,
             client=client,
             token_ids=token_ids,
-            max_num_tokens=self._max_num_tokens(len(token_ids), sampling.max_tokens),
+            max_num_tokens=max_num_tokens,
             sampling=sampling,
-            seed=self._seeds.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed,
+            seed=self._seeds.getrandbits(MAX_SEED.bit_length())
+            if sampling.seed is None
+            else sampling.seed,
             eos_token_ids=() if sampling.ignore_eos else tuple(self._model.eos_token_ids),
-            key_chain=KeyChain(self._model.block_size, submit.cache_salt),
+            key_chain=key_chain,
+            priority=submit.priority,
         )
+
+    def _extra_keys(self, submit: Submit, client: int) -> dict[str, str]:
+        """What cached blocks depend on beside their tokens."""
+        extra_keys = {} if submit.cache_salt is None else {"cache_salt": submit.cache_salt}
+        if self._salted:
+            extra_keys["session"] = str(client)
+        return extra_keys
 
     def _prompt(self, column: bytes) -> np.ndarray:
         if not column or len(column) % TOKEN_DTYPE.itemsize:
@@ -70,16 +103,16 @@ class Admission:
                 f"prompt_token_ids has {len(column)} bytes: it must hold one or more int32 values"
             )
         token_ids = np.frombuffer(column, TOKEN_DTYPE)
-        self._check_token_ids("prompt_token_ids", token_ids)
+        if token_ids.view(np.uint32).max() >= self._model.vocab_size:  # or is negative
+            bad = int(((token_ids < 0) | (token_ids >= self._model.vocab_size)).argmax())
+            raise self._no_token_id("prompt_token_ids", bad, int(token_ids[bad]))
         return token_ids
 
-    def _check_token_ids(self, name: str, token_ids: np.ndarray) -> None:
-        bad = np.flatnonzero((token_ids < 0) | (token_ids >= self._model.vocab_size))
-        if len(bad):
-            raise InvalidRequestError(
-                f"{name}[{bad[0]}]={token_ids[bad[0]]} is no token id of this model: valid ids are "
-                f"0 to {self._model.vocab_size - 1}"
-            )
+    def _no_token_id(self, name: str, index: int, token_id: int) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{name}[{index}]={token_id} is no token id of this model: valid ids are "
+            f"0 to {self._model.vocab_size - 1}"
+        )
 
     def _max_num_tokens(self, num_prompt: int, max_tokens: int | None) -> int:
         """Prompt and output tokens together, at most."""

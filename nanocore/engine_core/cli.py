@@ -14,7 +14,13 @@ from dataclasses import fields
 from typing import NoReturn, get_args
 
 from nanocore import __version__
-from nanocore.engine_core.config import AttentionBackend, Device, Dtype, EngineConfig
+from nanocore.engine_core.config import (
+    AttentionBackend,
+    Device,
+    Dtype,
+    EngineConfig,
+    SchedulingPolicy,
+)
 from nanocore.engine_core.parent import ParentLink
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.errors import ConfigError, StartError
@@ -58,16 +64,38 @@ def build_parser() -> argparse.ArgumentParser:
     cache.add_argument("--kv-cache-memory-bytes", type=int, help="instead of a share of the free")
     cache.add_argument("--num-gpu-blocks-override", type=int, help="KV blocks, on any device")
     cache.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
+    cache.add_argument(
+        "--salt-prefix-cache-by-session",
+        action="store_true",
+        help="share cached prefixes only within a client's session",
+    )
 
     scheduler = parser.add_argument_group("scheduler")
     scheduler.add_argument("--max-num-seqs", type=int, help="requests running at once (256)")
     scheduler.add_argument("--max-num-batched-tokens", type=int, help="budget of a step (2048)")
+    scheduler.add_argument("--max-num-queued-reqs", type=int, help="more are refused (4096)")
+    scheduler.add_argument("--max-num-queued-tokens", type=int, help="in prompts (4194304)")
+    scheduler.add_argument("--scheduling-policy", choices=get_args(SchedulingPolicy))
     scheduler.add_argument("--long-prefill-token-threshold", type=int, help="per prompt and step")
+    scheduler.add_argument(
+        "--max-num-partial-prefills", type=int, help="prompts in chunks at once (0: no limit)"
+    )
+    scheduler.add_argument(
+        "--watermark", type=float, help="share of KV blocks that admission leaves free (0)"
+    )
+    scheduler.add_argument(
+        "--target-itl-ms", type=float, help="shrink prompt chunks so that decodes keep this (inf)"
+    )
 
     engine = parser.add_argument_group("engine")
     engine.add_argument("--listen", help=f"ipc:// endpoint (default: {default_endpoint()})")
     engine.add_argument("--step-trace", metavar="FILE", help="append each step as a line of JSON")
     engine.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+
+    events = parser.add_argument_group("KV cache events")
+    events.add_argument("--kv-events-endpoint", help="ipc:// endpoint to publish them at")
+    events.add_argument("--kv-events-replay-endpoint", help="ipc:// endpoint for missed ones")
+    events.add_argument("--kv-events-topic", help="first frame of each batch (default: empty)")
     return parser
 
 

@@ -6,15 +6,17 @@ every default resolved. Names are those of `vllm serve`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from nanocore.protocol.endpoint import default_endpoint, socket_path
+from nanocore.protocol.endpoint import default_endpoint, lock_file, socket_path
 from nanocore.protocol.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 AttentionBackend = Literal["auto", "torch"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 DEFAULT_BLOCK_SIZE = 16
 
@@ -30,15 +32,30 @@ class SchedulerConfig:
 
     max_num_seqs: rows, the requests that can run at once. max_num_batched_tokens: a step's token
     budget. max_model_len: prompt and output tokens of one request, at most.
-    long_prefill_token_threshold: tokens one prompt may compute in one step; 0 is no limit.
+    policy: who goes first. long_prefill_token_threshold: tokens one prompt may compute in one step;
+    0 is no limit. max_num_partial_prefills: prompts that may be in chunks at once; 0 is no limit.
+    watermark: share of the blocks that admission leaves free while requests are running.
+    target_itl_ms: milliseconds that a step with decodes should stay under while prompts are
+    computed beside them; infinity is no target.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    policy: SchedulingPolicy = "fcfs"
     long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int = 0
+    watermark: float = 0.0
+    target_itl_ms: float = math.inf
 
     def __post_init__(self) -> None:
+        policies = get_args(SchedulingPolicy)
+        _require(
+            self.policy in policies,
+            "--scheduling-policy",
+            self.policy,
+            f"choose one of {', '.join(policies)}",
+        )
         _require(self.max_num_seqs >= 1, "--max-num-seqs", self.max_num_seqs, "at least 1")
         _require(self.max_model_len >= 2, "--max-model-len", self.max_model_len, "at least 2")
         _require(
@@ -48,11 +65,17 @@ class SchedulerConfig:
             f"must be at least --max-num-seqs ({self.max_num_seqs}), so that every running request "
             "can take a token in every step; raise it or lower --max-num-seqs",
         )
+        for flag, value in (
+            ("--long-prefill-token-threshold", self.long_prefill_token_threshold),
+            ("--max-num-partial-prefills", self.max_num_partial_prefills),
+        ):
+            _require(value >= 0, flag, value, "at least 0; 0 is no limit")
+        _require(0.0 <= self.watermark < 1.0, "--watermark", self.watermark, "in [0, 1); 0 is off")
         _require(
-            self.long_prefill_token_threshold >= 0,
-            "--long-prefill-token-threshold",
-            self.long_prefill_token_threshold,
-            "at least 0; 0 is no limit",
+            self.target_itl_ms > 0,
+            "--target-itl-ms",
+            self.target_itl_ms,
+            "milliseconds above 0; inf is no target",
         )
 
 
@@ -63,7 +86,12 @@ class EngineConfig:
     model: folder in Hugging Face format; None is the bundled demo model.
     max_model_len: None takes the model's own. num_gpu_blocks_override: KV blocks, instead of
     sizing by memory. kv_cache_memory_bytes: memory for KV, instead of a share of what is free.
+    scheduling_policy, long_prefill_token_threshold, max_num_partial_prefills, watermark,
+    target_itl_ms: see `SchedulerConfig`. max_num_queued_reqs, max_num_queued_tokens: see
+    `QueueLimit`. salt_prefix_cache_by_session: share cached prefixes only within a session.
     step_trace: file to which each step is appended as a line of JSON.
+    kv_events_endpoint: ipc endpoint for subscribers to KV cache events; None publishes none.
+    kv_events_replay_endpoint: where they ask for those they missed. kv_events_topic: first frame.
     """
 
     model: str | None = None
@@ -73,14 +101,24 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_num_queued_reqs: int = 4096
+    max_num_queued_tokens: int = 4 * 2**20
+    scheduling_policy: SchedulingPolicy = "fcfs"
     long_prefill_token_threshold: int = 0
+    max_num_partial_prefills: int = 0
+    watermark: float = 0.0
+    target_itl_ms: float = math.inf
     block_size: int = DEFAULT_BLOCK_SIZE
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    salt_prefix_cache_by_session: bool = False
     seed: int = 0
     listen: str = ""
     step_trace: str | None = None
+    kv_events_endpoint: str | None = None
+    kv_events_replay_endpoint: str | None = None
+    kv_events_topic: str = ""
 
     def __post_init__(self) -> None:
         for flag, value, choices in (
@@ -100,8 +138,14 @@ class EngineConfig:
             ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes),
         ):
             _require(optional is None or optional >= 1, flag, optional, "at least 1")
+        for flag, limit in (
+            ("--max-num-queued-reqs", self.max_num_queued_reqs),
+            ("--max-num-queued-tokens", self.max_num_queued_tokens),
+        ):
+            _require(limit >= 1, flag, limit, "at least 1")
         _require(0 <= self.seed < 2**53, "--seed", self.seed, "in [0, 2**53)")
         socket_path(self.endpoint)
+        self._check_kv_events()
         self.scheduler_config(self.max_model_len or 2)
 
     @property
@@ -109,11 +153,48 @@ class EngineConfig:
         """Where the engine listens."""
         return self.listen or default_endpoint()
 
+    def _check_kv_events(self) -> None:
+        events, replay = self.kv_events_endpoint, self.kv_events_replay_endpoint
+        for flag, value in (
+            ("--kv-events-replay-endpoint", replay),
+            ("--kv-events-topic", self.kv_events_topic or None),
+        ):
+            _require(
+                value is None or events is not None,
+                flag,
+                value,
+                "there are no events without --kv-events-endpoint; give both, or neither",
+            )
+        _require(
+            events is None or self.enable_prefix_caching,
+            "--kv-events-endpoint",
+            events,
+            "events tell which prefixes are cached; leave --no-enable-prefix-caching out",
+        )
+        used = {lock_file(self.endpoint): "--listen"}
+        for flag, value in (
+            ("--kv-events-endpoint", events),
+            ("--kv-events-replay-endpoint", replay),
+        ):
+            if value is not None:
+                other = used.setdefault(lock_file(value), flag)
+                _require(
+                    other == flag,
+                    flag,
+                    value,
+                    f"is {other}'s endpoint, or differs from it in the suffix only; each needs a "
+                    "name of its own, as in ipc:///path/kv-events.sock",
+                )
+
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part, once the model's length is known."""
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=max_model_len,
+            policy=self.scheduling_policy,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            watermark=self.watermark,
+            target_itl_ms=self.target_itl_ms,
         )

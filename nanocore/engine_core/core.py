@@ -9,6 +9,7 @@ same step's result. Sleeps on the inbox when there is nothing to run.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from queue import Empty
 
 from nanocore.engine_core.mailbox import (
@@ -53,6 +54,7 @@ class EngineCore:
         self._inbox = inbox
         self._outbox = outbox
         self._trace = trace
+        self._deferred: list[ControlCall] = []
         self._paused = False
         self._shutdown: Shutdown | None = None
 
@@ -72,12 +74,16 @@ class EngineCore:
         plan = scheduler.schedule()
         if self._trace:
             self._trace.begin(scheduler)
-        if plan.num_tokens == 0 and not scheduler.record.preempted:
+        if scheduler.is_stuck:
             self._fail_stuck_request()
         result = self._executor.execute(plan)
-        self._drain_inbox(wait=False)
+        self._drain_inbox(wait=False, in_step=True)
         for output in scheduler.update(result):
             self._outbox.put(output)
+        deferred, self._deferred = self._deferred, []
+        for call in deferred:
+            self._handle(call)
+        scheduler.kv_cache.publish_events()
         if self._trace:
             self._trace.end(scheduler)
 
@@ -87,12 +93,13 @@ class EngineCore:
         counters, kv_cache = scheduler.counters, scheduler.kv_cache
         return Stats(
             num_requests_running=scheduler.num_running,
-            num_requests_waiting=len(scheduler.waiting),
+            num_requests_waiting=scheduler.num_waiting,
             kv_cache_usage_perc=kv_cache.usage,
             num_blocks=kv_cache.num_blocks,
             num_free_blocks=kv_cache.num_free_blocks,
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
+            prefix_cache_queries=kv_cache.stats.queries,
+            prefix_cache_hits=kv_cache.stats.hits,
+            prefix_cache_hit_rate=kv_cache.stats.hit_rate,
             num_preemptions=counters.num_preemptions,
             num_aborts=counters.num_aborts,
             prompt_tokens=counters.prompt_tokens,
@@ -101,13 +108,18 @@ class EngineCore:
             paused=self._paused,
         )
 
-    def _drain_inbox(self, wait: bool) -> None:
-        try:
-            self._handle(self._inbox.get(block=wait))
+    def _drain_inbox(self, wait: bool, in_step: bool = False) -> None:
+        """Handle what has arrived. Control operations run between steps: in one they wait."""
+        with suppress(Empty):
+            event = self._inbox.get(block=wait)
             while True:
-                self._handle(self._inbox.get_nowait())
-        except Empty:
-            return
+                if in_step and isinstance(event, ControlCall):
+                    self._deferred.append(event)
+                else:
+                    self._handle(event)
+                event = self._inbox.get_nowait()
+        if not in_step:  # no step may follow for long
+            self.scheduler.kv_cache.publish_events()
 
     def _handle(self, event: InboxEvent) -> None:
         match event:
@@ -147,14 +159,16 @@ class EngineCore:
             self._outbox.put(output)
 
     def _fail_stuck_request(self) -> None:
-        """A step of no tokens: what waits can never run. A bug, reported and survived."""
+        """What waits can never run. A bug, reported with the state, and survived."""
         scheduler = self.scheduler
-        request = scheduler.waiting[0]
+        kv_cache = scheduler.kv_cache
+        request = scheduler.head()
+        assert request is not None
         message = (
             f"internal error: request {request.request_id!r} of {request.num_tokens} tokens cannot "
             f"be scheduled although {scheduler.num_running} requests run and "
-            f"{scheduler.kv_cache.num_free_blocks} of {scheduler.kv_cache.num_blocks} KV blocks "
-            "are free"
+            f"{kv_cache.num_free_blocks} of {kv_cache.num_blocks} KV blocks are free "
+            f"({scheduler.num_waiting} requests wait, step {scheduler.counters.num_steps})"
         )
         logger.error(message)
         scheduler.abort(request.handle)

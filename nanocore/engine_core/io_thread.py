@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -30,10 +29,12 @@ from nanocore.engine_core.mailbox import (
     Shutdown,
 )
 from nanocore.engine_core.outputs import ClientOutput
+from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.session import Backlog, Session, output_frames
 from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder
 from nanocore.protocol.errors import (
     ContextLengthError,
+    EngineOverloadedError,
     ErrorCode,
     InvalidRequestError,
     ProtocolError,
@@ -71,7 +72,8 @@ class IoThread(threading.Thread):
 
     Args:
         socket: bound; the thread takes it over and closes it.
-        model, max_num_seqs: announced in WELCOME. instance: names this run of the engine.
+        model, max_num_seqs, queue_limit: announced in WELCOME. instance: names this run of the
+            engine.
         admission: builds requests. num_steps: reads the step counter, for PONG.
     """
 
@@ -82,6 +84,7 @@ class IoThread(threading.Thread):
         outbox: Outbox,
         model: ModelCard,
         max_num_seqs: int,
+        queue_limit: QueueLimit,
         instance: str,
         admission: Admission,
         num_steps: Callable[[], int],
@@ -96,12 +99,15 @@ class IoThread(threading.Thread):
         self._limits = Limits(
             max_frame_bytes=MAX_FRAME_BYTES,
             max_num_seqs=max_num_seqs,
+            max_num_queued_reqs=queue_limit.max_num_queued_reqs,
+            max_num_queued_tokens=queue_limit.max_num_queued_tokens,
             ping_interval_ms=int(PING_INTERVAL_S * 1e3),
             session_timeout_ms=int(SESSION_TIMEOUT_S * 1e3),
         )
         self._decoder = engine_decoder()
         self._sessions: dict[bytes, Session] = {}
         self._clients: dict[int, Session] = {}
+        self._slow: dict[int, Session] = {}  # those with a backlog, by client
         self._request_ids: dict[int, str] = {}  # by handle, of requests that have not ended
         self._num_sessions = 0
         self._num_handles = 0
@@ -120,8 +126,7 @@ class IoThread(threading.Thread):
         next_ping_s = time.monotonic() + PING_INTERVAL_S
         farewell = None
         while farewell is None:
-            slow = any(session.backlog for session in self._sessions.values())
-            wait_s = BACKLOG_RETRY_S if slow else max(0.0, next_ping_s - time.monotonic())
+            wait_s = BACKLOG_RETRY_S if self._slow else max(0.0, next_ping_s - time.monotonic())
             self._socket.wait(int(wait_s * 1e3) + 1)
             for event in self._outbox.drain():
                 farewell = self._deliver(event) or farewell
@@ -131,7 +136,7 @@ class IoThread(threading.Thread):
                     break
                 self._receive(*received)
             now_s = time.monotonic()
-            for session in list(self._sessions.values()):
+            for session in list(self._slow.values()):
                 self._flush(session, now_s)
             if now_s >= next_ping_s:
                 next_ping_s = now_s + PING_INTERVAL_S
@@ -209,6 +214,17 @@ class IoThread(threading.Thread):
         self._num_handles += 1
         try:
             request = self._admission.build(submit, self._num_handles, session.client)
+        except EngineOverloadedError as error:
+            self._send(
+                session,
+                Error(
+                    code="overloaded",
+                    message=str(error),
+                    request_id=submit.request_id,
+                    retry_after_s=error.retry_after_s,
+                ),
+            )
+            return
         except InvalidRequestError as error:
             if isinstance(error, ContextLengthError):
                 code = "context_length_exceeded"
@@ -250,14 +266,19 @@ class IoThread(threading.Thread):
         if session.backlog is not None:
             session.backlog.add(output)
         elif self._try_send(session, output_frames(output)) is SendResult.FULL:
-            session.backlog = Backlog(time.monotonic())
-            session.backlog.add(output)
+            self._hold_back(session).add(output)
 
     def _send(self, session: Session, message: Message) -> None:
         if session.backlog is not None:
             session.backlog.messages.append(message)
         elif self._try_send(session, encode(message)) is SendResult.FULL:
-            session.backlog = Backlog(time.monotonic(), deque([message]))
+            self._hold_back(session).messages.append(message)
+
+    def _hold_back(self, session: Session) -> Backlog:
+        """The client is slow from here on: what is for it waits, and is merged, in the backlog."""
+        session.backlog = Backlog(time.monotonic())
+        self._slow[session.client] = session
+        return session.backlog
 
     def _try_send(self, session: Session, frames: list[bytes]) -> SendResult:
         result = self._socket.send(session.routing_id, frames)
@@ -282,6 +303,7 @@ class IoThread(threading.Thread):
                     backlog.drop_next()
                     backlog.since_s = now_s
         session.backlog = None
+        del self._slow[session.client]
 
     def _check_sessions(self, now_s: float) -> None:
         for session in list(self._sessions.values()):
@@ -304,6 +326,7 @@ class IoThread(threading.Thread):
         logger.info("session %s closed: %s", session.session_id, reason)
         self._sessions.pop(session.routing_id, None)
         self._clients.pop(session.client, None)
+        self._slow.pop(session.client, None)
         for handle in session.requests.values():
             self._request_ids.pop(handle, None)
         self._inbox.put(AbortRequests(list(session.requests.values())))

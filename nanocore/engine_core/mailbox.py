@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -73,24 +74,30 @@ Inbox = SimpleQueue[InboxEvent]
 
 
 class Outbox:
-    """A queue whose reader sleeps in a poller: `fd` is readable while it holds something."""
+    """A queue whose reader sleeps in a poller: `fd` is readable while it holds something.
+
+    One thread puts and one drains. The writer wakes the reader once per burst, not once per event.
+    """
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._events: deque[OutboxEvent] = deque()
+        self._woken = False  # the reader will drain what is in the queue now
 
     def put(self, event: OutboxEvent) -> None:
         """Append an event and wake the reader."""
         self._events.append(event)
-        os.eventfd_write(self.fd, 1)
+        if not self._woken:
+            self._woken = True
+            os.eventfd_write(self.fd, 1)
 
     def drain(self) -> list[OutboxEvent]:
         """All events now in the queue."""
-        try:
+        with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
-        except BlockingIOError:
-            return []
-        # Events appended from here on have their own wake-up.
+        # In this order: what is appended before this line is taken now, and what is appended after
+        # it has a wake-up of its own. A wake-up for nothing may come of it; none is lost.
+        self._woken = False
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self) -> None:

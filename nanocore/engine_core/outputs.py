@@ -6,6 +6,7 @@ Built on the step loop from the rows that sampled; the io thread only encodes an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,16 +26,26 @@ class ClientOutput:
 
 
 def split_by_client(
-    clients: IntArray,
+    clients: IntArray | int,
     handles: NDArray[np.uint32],
     token_ids: NDArray[np.int32],
     events: list[tuple[int, Event]],
 ) -> list[ClientOutput]:
-    """Group a step's columns, and its (client, event) pairs, by client."""
+    """Group a step's columns, and its (client, event) pairs, by client.
+
+    clients: of each entry of the columns, or the one client that all belong to.
+    """
     outputs: dict[int, ClientOutput] = {}
-    for client in np.unique(clients).tolist():
-        mine = clients == client
-        outputs[client] = ClientOutput(client, handles[mine], token_ids[mine])
+    if isinstance(clients, int):
+        if len(handles):
+            outputs[clients] = ClientOutput(clients, handles, token_ids)
+    else:
+        order = np.argsort(clients, kind="stable")
+        clients = clients[order]
+        starts = np.flatnonzero(np.diff(clients, prepend=-1))
+        for start, end in pairwise([*starts.tolist(), len(order)]):
+            client, mine = int(clients[start]), order[start:end]
+            outputs[client] = ClientOutput(client, handles[mine], token_ids[mine])
     for client, event in events:
         outputs.setdefault(client, _empty(client)).events.append(event)
     return list(outputs.values())
@@ -42,9 +53,7 @@ def split_by_client(
 
 def split_events(events: list[tuple[int, Event]]) -> list[ClientOutput]:
     """Group (client, event) pairs by client: outputs without tokens."""
-    return split_by_client(
-        np.zeros(0, np.int32), np.zeros(0, np.uint32), np.zeros(0, np.int32), events
-    )
+    return split_by_client(0, np.zeros(0, np.uint32), np.zeros(0, np.int32), events)
 
 
 def _empty(client: int) -> ClientOutput:

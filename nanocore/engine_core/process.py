@@ -1,7 +1,7 @@
 """The engine process from start to end: load, size the cache, serve, say goodbye.
 
-Threads: main runs the step loop; `io` owns the socket; `parent-watch` exists if a client launched
-us. Each start-up phase logs one line with its seconds.
+Threads: main runs the step loop; `io` owns the socket; `kv-events` exists if events are published,
+`parent-watch` if a client launched us. Each start-up phase logs one line with its seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib import resources
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,8 +26,10 @@ from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io_thread import IoThread
+from nanocore.engine_core.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.parent import ParentLink
+from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.scheduler import Scheduler
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.kv_cache import KVCacheManager
@@ -35,7 +37,8 @@ from nanocore.protocol.endpoint import EndpointLock
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineSocket
-from nanocore.worker.local_executor import LocalExecutor
+from nanocore.worker.executor import Executor
+from nanocore.worker.local_executor import LocalExecutor, select_device
 from nanocore.worker.model_config import ModelConfig, load_model_config
 
 logger = logging.getLogger(__name__)
@@ -48,8 +51,12 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         StartError: what kept the engine from serving.
     """
     started_s = time.monotonic()
-    lock = EndpointLock(config.endpoint)
-    try:
+    with ExitStack() as stack:
+        # All addresses first: one in use is told before the model takes time and memory.
+        stack.callback(EndpointLock(config.endpoint).release)
+        publisher = _kv_event_publisher(config)
+        if publisher is not None:
+            stack.enter_context(closing(publisher))
         folder, model_config = _resolve_model(config)
         max_model_len = _max_model_len(config, model_config)
         executor = LocalExecutor(
@@ -80,35 +87,45 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             block_size=config.block_size,
             num_blocks=num_blocks,
         )
-        return _serve(config, card, executor, parent, started_s)
-    finally:
-        lock.release()
+        return serve(config, card, executor, started_s, publisher, parent)
 
 
-def _serve(
+def serve(
     config: EngineConfig,
     card: ModelCard,
-    executor: LocalExecutor,
-    parent: ParentLink | None,
+    executor: Executor,
     started_s: float,
+    publisher: KVEventPublisher | None = None,
+    parent: ParentLink | None = None,
 ) -> int:
-    """Run the step loop and the io thread; returns the exit code."""
+    """Run the step loop and the io thread until told to stop; returns the exit code.
+
+    Args:
+        config: the endpoint must be locked. card: what clients are told. executor: ready to run.
+        started_s: monotonic time of the process's start, for the log. publisher: of KV events.
+        parent: the launching client.
+    """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
-    scheduler = Scheduler(
-        config.scheduler_config(card.max_model_len),
-        KVCacheManager(card.num_blocks, card.block_size, config.enable_prefix_caching),
-    )
+    kv_cache = KVCacheManager(card.num_blocks, card.block_size, config.enable_prefix_caching)
+    if publisher is not None:
+        kv_cache.subscribe(publisher.publish)
+        publisher.start()
+    scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache)
     trace = StepTrace(Path(config.step_trace)) if config.step_trace else None
     core = EngineCore(scheduler, executor, inbox, outbox, trace)
+    queue_limit = QueueLimit(
+        config.max_num_queued_reqs, config.max_num_queued_tokens, scheduler.counters
+    )
     io_thread = IoThread(
         EngineSocket(config.endpoint),
         inbox,
         outbox,
         model=card,
-        max_num_seqs=config.max_num_seqs,
         instance=secrets.token_hex(16),
-        admission=Admission(card, config.seed),
+        max_num_seqs=config.max_num_seqs,
+        queue_limit=queue_limit,
+        admission=Admission(card, config, queue_limit),
         num_steps=lambda: scheduler.counters.num_steps,
     )
     interrupted = _handle_signals(inbox)
@@ -120,12 +137,7 @@ def _serve(
     logger.info("ready in %.1f s", time.monotonic() - started_s)
     if parent is not None:
         parent.report_ready()
-    try:
-        shutdown = core.run()
-        farewell = Farewell(shutdown.reason, shutdown.failure)
-    except Exception as error:
-        logger.exception("the step loop failed")
-        farewell = Farewell(f"internal error: {type(error).__name__}: {error}", failure=True)
+    farewell = _run(core)
     outbox.put(farewell)
     io_thread.join()
     if trace:
@@ -134,6 +146,28 @@ def _serve(
     if farewell.failure:
         return StartError.exit_code
     return 130 if interrupted else 0
+
+
+def _run(core: EngineCore) -> Farewell:
+    """Run the step loop to its end; what clients are told of it."""
+    try:
+        shutdown = core.run()
+    except Exception as error:
+        logger.exception("the step loop failed")
+        return Farewell(f"internal error: {type(error).__name__}: {error}", failure=True)
+    return Farewell(shutdown.reason, shutdown.failure)
+
+
+def _kv_event_publisher(config: EngineConfig) -> KVEventPublisher | None:
+    """Bound and not started; None if nobody asked for events."""
+    if config.kv_events_endpoint is None:
+        return None
+    return KVEventPublisher(
+        config.kv_events_endpoint,
+        config.kv_events_replay_endpoint,
+        config.kv_events_topic,
+        medium="GPU" if select_device(config.device).type == "cuda" else "CPU",
+    )
 
 
 def _handle_signals(inbox: Inbox) -> list[int]:

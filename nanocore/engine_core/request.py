@@ -1,6 +1,6 @@
 """A request as the engine sees it: tokens, limits and block keys; no text.
 
-Built and validated on the io thread (hashing a long prompt takes milliseconds), then owned by the
+Built and validated on the io thread (hashing a long prompt takes a while), then owned by the
 scheduler. While a request runs, its tokens and counts live in the scheduler's `RowTable`; they
 come back here when it is preempted.
 """
@@ -23,12 +23,14 @@ TOKEN_DTYPE = np.dtype("<i4")
 class Request:
     """One accepted request.
 
-    handle: its name inside the engine, unique in an engine's life. request_id: the client's name
-    for it, used in the step trace. client: number of the session that gets its output.
-    token_ids: int32 [num_tokens], prompt and outputs, as of its last admission or preemption.
-    max_num_tokens: prompt and output together, at most. eos_token_ids: empty if EOS is ignored.
-    key_chain: block keys of the tokens in `token_ids`, and of full blocks computed since.
-    num_cached_tokens: prompt tokens found in the prefix cache when first admitted, else None.
+    handle: its name inside the engine, unique in an engine's life and growing. request_id: the
+    client's name for it, used in the step trace. client: number of the session that gets its
+    output. token_ids: int32 [num_tokens], prompt and outputs, as of its last admission or
+    preemption. max_num_tokens: prompt and output together, at most. eos_token_ids: empty if EOS is
+    ignored. key_chain: block keys of the tokens in `token_ids`, and of full blocks computed since.
+    priority: lower values go first, where the policy heeds them. arrival: the step before which it
+    came, so requests that came together are equals. num_cached_tokens: prompt tokens found in the
+    prefix cache when first admitted, else None. row: where it runs, or -1.
     """
 
     handle: int
@@ -40,13 +42,14 @@ class Request:
     seed: int
     eos_token_ids: tuple[int, ...]
     key_chain: KeyChain
+    priority: int = 0
+    arrival: int = 0
     num_prompt_tokens: int = field(init=False)
     num_cached_tokens: int | None = None
     row: int = -1
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
-        self.key_chain.extend(self.token_ids.tobytes())
 
     @property
     def num_tokens(self) -> int:

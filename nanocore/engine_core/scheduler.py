@@ -2,89 +2,83 @@
 
 Each request has tokens known and tokens computed; a step lets the second catch up with the first
 within a budget (vLLM V1's scheduler; chunked prefill as in Sarathi-Serve, Agrawal et al. 2024).
-Running requests come first, in admission order, then waiting ones, first come first served. When
-blocks run out the last running request is preempted and recomputed later.
+Decoding rows take their token first, then running prompts their chunks, then waiting requests are
+admitted. When blocks run out a running request is preempted and recomputed later.
 
-Runs on the step loop's thread. Steady decoding costs a few vector operations on `RowTable` columns;
-Python per request runs only for rows that are admitted, chunked, cross a block, end or are
-preempted.
+Runs on the step loop's thread. A plan needs counts only, never the tokens of the step before, so
+several steps may be in flight. Python per request runs only for rows to which something happens.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.outputs import ClientOutput, split_by_client
 from nanocore.engine_core.request import TOKEN_DTYPE, Request
-from nanocore.engine_core.row_table import IntArray, RowTable
-from nanocore.kv_cache import KVCacheManager
+from nanocore.engine_core.row_table import IntArray
+from nanocore.engine_core.running_set import RunningSet
+from nanocore.engine_core.step import Chunk, Step
+from nanocore.engine_core.step_budget import StepBudget
+from nanocore.engine_core.waiting_queue import WaitingQueue
+from nanocore.kv_cache import Block, KVCacheManager
+from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import Event, FinishReason
 from nanocore.protocol.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the start."""
+    """Totals since the start. dequeued: requests, and their prompt tokens, that wait no more."""
 
     num_steps: int = 0
     num_preemptions: int = 0
     num_aborts: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step being planned; becomes a SchedulerOutput. rows and counts are in scheduling order."""
-
-    rows: IntArray
-    counts: IntArray
-    added: list[NewRow] = field(default_factory=list)
-    block_rows: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-
-
-def _no_rows() -> IntArray:
-    return np.zeros(0, np.int64)
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """What happened in the last step, for the step trace and for tests."""
-
-    rows: IntArray = field(default_factory=_no_rows)
-    counts: IntArray = field(default_factory=_no_rows)
-    computed_before: IntArray = field(default_factory=_no_rows)
-    new: list[Request] = field(default_factory=list)
-    resumed: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    cached: dict[str, int] = field(default_factory=dict)
-    finished: list[Request] = field(default_factory=list)
+    dequeued_reqs: int = 0
+    dequeued_tokens: int = 0
 
 
 class Scheduler:
     """Decides which tokens of which requests a step computes, and takes its result in.
 
-    `add` and `abort` at any time between steps; then `schedule`, execute, `update`. An abort
-    between `schedule` and `update` wins over the step's own result.
+    `add` and `abort` at any time; `schedule` plans a step, `update` takes in the result of the
+    oldest step in flight. An abort between the two wins over the step's own result.
+
+    Args:
+        config: the limits. kv_cache: owned by the scheduler from here on.
+        clock: seconds; measures steps if there is a latency target.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.kv_cache = kv_cache
-        self.table = RowTable(config.max_num_seqs, config.max_model_len)
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(config.policy)
+        self.long_waiting = WaitingQueue(config.policy)
+        """Prompts of several chunks that others pass by, see `max_num_partial_prefills`."""
+        self.running = RunningSet(config, kv_cache, self.waiting.precedence)
+        self.table = self.running.table
         self.counters = SchedulerCounters()
-        self.record = StepRecord()
+        self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
+        self.completed = Step(0, 0)
+        """The step whose result came in last."""
+        self._clock = clock
+        self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
-        self._removed_rows: list[int] = []  # since the last plan; workers learn of them with it
         self._aborted: list[Request] = []  # since the last update
+        self._blocked = (-1, -1)  # handle of a head that did not fit, and the blocks then free
+        self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
 
     @property
     def num_requests(self) -> int:
@@ -96,11 +90,33 @@ class Scheduler:
         """Requests that own a row."""
         return len(self.table)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not."""
+        return len(self.waiting) + len(self.long_waiting)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether requests wait although nothing runs, was preempted, or is in flight: a bug."""
+        step = self.planned
+        busy = self.num_running or step.preempted or len(self.running.in_flight) > 1
+        return self.num_waiting > 0 and not busy
+
+    def head(self) -> Request | None:
+        """The request to be admitted next."""
+        return self._next_queue(may_be_partial=True).head()
+
+    @property
+    def planned(self) -> Step:
+        """The step that was planned last, and is in flight."""
+        return self.running.in_flight[-1]
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         assert request.handle not in self._requests
         self._requests[request.handle] = request
-        self.waiting.append(request)
+        request.arrival = self.counters.num_steps
+        self.waiting.push(request)
         self.counters.prompt_tokens += request.num_prompt_tokens
 
     def abort(self, handle: int) -> Request | None:
@@ -109,7 +125,8 @@ class Scheduler:
         if request is None:
             return None
         if request.row < 0:
-            self.waiting.remove(request)
+            (self.waiting if request in self.waiting else self.long_waiting).remove(request)
+            self._count_dequeued(request)
         self.counters.num_aborts += 1
         self._aborted.append(request)
         self._end(request)
@@ -122,193 +139,200 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. Computed counts advance now, not when the result is in."""
-        self.record = record = StepRecord()
-        plan = self._schedule_running(record)
-        if not record.preempted:
-            self._schedule_waiting(plan, record)
-        table = self.table
-        takes_part = plan.counts > 0  # the others wait for budget
-        record.rows, record.counts = plan.rows[takes_part], plan.counts[takes_part]
-        record.computed_before = table.num_computed[record.rows]
-        table.num_computed[record.rows] += record.counts
-        self.counters.num_steps += 1
-        exceptional = plan.counts != 1
-        removed, self._removed_rows = self._removed_rows, []
+        table, counters = self.table, self.counters
+        counters.num_steps += 1
+        step = Step(counters.num_steps, self._token_budget())
+        added: list[NewRow] = []
+        budget = self.running.schedule(step)
+        for request in step.preempted:
+            self.waiting.push(request)
+        counters.num_preemptions += len(step.preempted)
+        if self.num_waiting and not step.preempted and not step.stalled:
+            self._schedule_waiting(step, budget, added)
+        if self.budget.has_target:
+            step.start_s = self._clock()
+            step.context = int(step.decode_ends.sum()) + sum(map(_context, step.chunks))
+        if step.started:
+            table.start_decoding(step.started)
+        self.running.in_flight.append(step)
+        chunk_rows, chunk_counts = self.running.exceptions(step)
+        removed, self.running.removed_rows = self.running.removed_rows, []
         return SchedulerOutput(
-            step=self.counters.num_steps,
-            removed_rows=_column(removed),
-            added=plan.added,
-            block_rows=_column(plan.block_rows),
-            block_ids=_column(plan.block_ids),
-            chunk_rows=_column(plan.rows[exceptional]),
-            chunk_counts=_column(plan.counts[exceptional]),
-            num_tokens=int(plan.counts.sum()),
+            step=step.number,
+            removed_rows=pack_int32(removed),
+            added=added,
+            block_rows=pack_int32([row for row, ids in step.blocks.items() for _ in ids]),
+            block_ids=pack_int32([block_id for ids in step.blocks.values() for block_id in ids]),
+            chunk_rows=pack_int32(chunk_rows),
+            chunk_counts=pack_int32(chunk_counts),
+            num_tokens=step.num_tokens,
         )
 
     def update(self, result: ModelRunnerOutput) -> list[ClientOutput]:
-        """Take a step's sampled tokens in: append, check for the end, say what clients get."""
+        """Take in the tokens of the oldest step in flight; returns what clients get."""
         table = self.table
+        self.completed = step = self.running.in_flight.popleft()
+        self.kv_cache.complete(step.number)
+        if self.budget.has_target:
+            self._measure(step)
         rows = np.frombuffer(result.rows, TOKEN_DTYPE)
         token_ids = np.frombuffer(result.token_ids, TOKEN_DTYPE)
-        alive = table.is_active[rows]  # not aborted meanwhile; rows are not reused before a plan
-        if not alive.all():
+        if step.dead_rows:
+            alive = ~np.isin(rows, list(step.dead_rows))
             rows, token_ids = rows[alive], token_ids[alive]
         table.append(rows, token_ids)
         self.counters.generation_tokens += len(rows)
 
         # Everything the output needs is read before rows are freed.
-        clients, handles = table.client[rows], table.handle[rows]
-        events = []
-        for request in map(table.request, rows[table.is_fresh[rows]].tolist()):
-            first = Event(handle=request.handle, num_cached_tokens=request.num_cached_tokens)
-            events.append((request.client, first))
-        table.is_fresh[rows] = False
-        ended = (
-            (token_ids == table.eos[rows])
-            | (table.num_tokens[rows] >= table.max_num_tokens[rows])
-            | table.has_stop_ids[rows]
-        )
-        for i in np.flatnonzero(ended).tolist():
-            request = table.request(int(rows[i]))
-            finish = self._finish_reason(request, int(token_ids[i]))
-            if finish is not None:
-                reason, stop_reason = finish
-                event = Event(handle=request.handle, finish_reason=reason, stop_reason=stop_reason)
-                events.append((request.client, event))
-                self.record.finished.append(request)
-                self._end(request)
-        self.record.finished += self._aborted
+        one_client = len(table.clients) == 1
+        clients = next(iter(table.clients)) if one_client else table.client[rows]
+        handles = table.handle[rows]
+        events: list[tuple[int, Event]] = []
+        for row in step.first:
+            if row not in step.dead_rows:
+                request = table.request(row)
+                started = Event(handle=request.handle, num_cached_tokens=request.num_cached_tokens)
+                events.append((request.client, started))
+        for row, (reason, stop_reason) in self._ends(step, rows, token_ids).items():
+            request = table.request(row)
+            ended = Event(handle=request.handle, finish_reason=reason, stop_reason=stop_reason)
+            events.append((request.client, ended))
+            step.finished.append(request)
+        for request in step.finished:
+            self._end(request)
+        step.finished += self._aborted
         self._aborted = []
         return split_by_client(clients, handles, token_ids, events)
 
-    def _schedule_running(self, record: StepRecord) -> _Plan:
-        """Share the budget among running rows, and find blocks for what they get."""
+    def _ends(
+        self, step: Step, rows: IntArray, token_ids: NDArray[np.int32]
+    ) -> dict[int, tuple[FinishReason, int | None]]:
+        """(finish_reason, stop_reason) of rows that end: EOS, then stop ids, then length."""
+        ends: dict[int, tuple[FinishReason, int | None]] = {}
+        for i in self.table.may_stop(token_ids):
+            row, token_id = int(rows[i]), int(token_ids[i])
+            request = self.table.request(row)
+            if token_id in request.eos_token_ids:
+                ends[row] = "stop", None
+            elif token_id in request.sampling.stop_token_ids:
+                ends[row] = "stop", token_id
+        for row in step.last:
+            if row not in step.dead_rows and row not in ends:
+                ends[row] = "length", None
+        return ends
+
+    def _token_budget(self) -> int:
         table = self.table
-        rows = table.order
-        want = table.num_tokens[rows] - table.num_computed[rows]
-        if self.config.long_prefill_token_threshold:
-            want = np.minimum(want, self.config.long_prefill_token_threshold)
-        budget_before = self.config.max_num_batched_tokens - (np.cumsum(want) - want)
-        counts = np.clip(budget_before, 0, want)
+        if not self.budget.has_target or not (self.num_waiting or table.prefilling):
+            return self.config.max_num_batched_tokens
+        ends = table.num_computed[table.decoding] + 1
+        prompts = [int(table.num_computed[row]) for row in table.prefilling]
+        return self.budget.num_tokens(len(ends), int(ends.sum()), max(prompts, default=0))
 
-        plan = _Plan(rows, counts)
-        end = table.num_computed[rows] + counts
-        num_kept = len(rows)
-        for i in np.flatnonzero(end > table.held_tokens[rows]).tolist():
-            while i < num_kept and not self._grow(plan, int(rows[i]), int(end[i])):
-                # The last running request gives way; it may be the one that needs the block.
-                num_kept -= 1
-                record.preempted.append(self._preempt(int(rows[num_kept])))
-        plan.rows, plan.counts = rows[:num_kept], counts[:num_kept]
-        full_before = table.num_computed[plan.rows] // self.kv_cache.block_size
-        full_after = end[:num_kept] // self.kv_cache.block_size
-        for i in np.flatnonzero(full_after > full_before).tolist():
-            self._register_full_blocks(int(rows[i]), int(full_before[i]), int(full_after[i]))
-        return plan
+    def _schedule_waiting(self, step: Step, budget: int, added: list[NewRow]) -> None:
+        """Admit waiting requests while budget, rows and blocks last; none passes the head by.
 
-    def _schedule_waiting(self, plan: _Plan, record: StepRecord) -> None:
-        """Admit waiting requests while budget, rows and blocks last; none passes the head by."""
-        budget = self.config.max_num_batched_tokens - int(plan.counts.sum())
-        new_rows, new_counts = [], []
-        while self.waiting and budget > 0 and self.table.num_free:
-            count = self._admit(self.waiting[0], budget, plan, record)
-            if count == 0:
-                break
-            request = self.waiting.popleft()
-            new_rows.append(request.row)
-            new_counts.append(count)
-            budget -= count
-        plan.rows = np.concatenate([plan.rows, np.array(new_rows, np.int64)])
-        plan.counts = np.concatenate([plan.counts, np.array(new_counts, np.int64)])
+        Except that prompts of several chunks, when no more of them may be running, step aside.
+        """
+        limit = self.config.max_num_partial_prefills
+        while budget > 0 and self.table.num_free:
+            may_be_partial = not limit or len(self.table.prefilling) < limit
+            queue = self._next_queue(may_be_partial)
+            request = queue.head()
+            if request is None or self._is_still_blocked(request):
+                return
+            hits = self._find_prefix(request)
+            num_uncached = request.num_tokens - len(hits) * self.kv_cache.block_size
+            count = min(num_uncached, budget, self.running.max_chunk)
+            if count < num_uncached and not may_be_partial:
+                if num_uncached <= self.running.max_chunk:
+                    return  # a later step has room for it whole
+                queue.remove(request)
+                self.long_waiting.push(request)
+            elif self._fits(request, hits):
+                queue.remove(request)
+                added.append(self._admit(step, request, hits, count))
+                budget -= count
+            else:
+                self._blocked = request.handle, self.kv_cache.num_free_blocks
+                return
 
-    def _admit(self, request: Request, budget: int, plan: _Plan, record: StepRecord) -> int:
-        """Give a waiting request a row and its first tokens; 0 if it does not fit now."""
-        num_tokens = request.num_tokens
-        hits = self.kv_cache.find_prefix(request.key_chain.keys, num_tokens)
-        if not self.kv_cache.can_admit(num_tokens, hits):
-            return 0
-        num_cached = len(hits) * self.kv_cache.block_size
-        count = min(num_tokens - num_cached, budget)
-        if self.config.long_prefill_token_threshold:
-            count = min(count, self.config.long_prefill_token_threshold)
-        block_ids = self.kv_cache.allocate(request.handle, num_cached + count, hits)
-        assert block_ids is not None, "the whole request fits, so its first chunk does"
-        self.counters.prefix_cache_queries += num_tokens
-        self.counters.prefix_cache_hits += num_cached
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = num_cached
-            record.new.append(request)
-        else:
-            record.resumed.append(request)
-        if num_cached:
-            record.cached[request.request_id] = num_cached
-        row = self.table.add(request, num_cached, len(block_ids) * self.kv_cache.block_size)
-        # At once, so that the next request admitted in this very step can share them.
-        num_full = (num_cached + count) // self.kv_cache.block_size
-        self._register_full_blocks(row, len(hits), num_full)
-        plan.added.append(
-            NewRow(
-                row=row,
-                token_ids=request.token_ids.tobytes(),
-                num_computed_tokens=num_cached,
-                block_ids=_column(block_ids),
-                sampling=request.sampling,
-                seed=request.seed,
-            )
+    def _next_queue(self, may_be_partial: bool) -> WaitingQueue:
+        """The queue whose head goes first."""
+        long_head = self.long_waiting.head() if may_be_partial else None
+        if long_head is None:
+            return self.waiting
+        head = self.waiting.head()
+        precedence = self.waiting.precedence
+        if head is not None and precedence(head) < precedence(long_head):
+            return self.waiting
+        return self.long_waiting
+
+    def _is_still_blocked(self, request: Request) -> bool:
+        """Whether the head did not fit before, and nothing was freed: spares looking it up again.
+
+        With nothing running it is always tried.
+        """
+        handle, num_free_blocks = self._blocked
+        return (
+            request.handle == handle
+            and self.kv_cache.num_free_blocks <= num_free_blocks
+            and self.num_running > 0
         )
-        return count
 
-    def _grow(self, plan: _Plan, row: int, num_tokens: int) -> bool:
-        """Let a running row hold blocks for num_tokens; False if too few are free."""
-        block_ids = self.kv_cache.allocate(self.table.request(row).handle, num_tokens)
-        if block_ids is None:
-            return False
-        self.table.held_tokens[row] += len(block_ids) * self.kv_cache.block_size
-        plan.block_rows += [row] * len(block_ids)
-        plan.block_ids += block_ids
-        return True
+    def _find_prefix(self, request: Request) -> list[Block]:
+        if request.sampling.skip_reading_prefix_cache:
+            return []
+        return self.kv_cache.find_prefix(request.key_chain.keys, request.num_tokens)
 
-    def _register_full_blocks(self, row: int, start: int, end: int) -> None:
-        """Make a row's blocks number start to end - 1, which this step fills, findable."""
-        request = self.table.request(row)
-        chain = request.key_chain
-        if len(chain.keys) < end:  # output tokens have filled a block
-            block_size = self.kv_cache.block_size
-            unkeyed = self.table.token_ids[row, chain.num_tokens : end * block_size]
-            chain.extend(unkeyed.tobytes())
-        self.kv_cache.register(request.handle, chain.keys, start, end)
+    def _fits(self, request: Request, hits: list[Block]) -> bool:
+        """Whether the whole prompt fits now; while others run, they keep the watermark to grow."""
+        num_reserved = self._watermark_blocks if self.num_running else 0
+        return self.kv_cache.can_allocate(request.handle, request.num_tokens, hits, num_reserved)
 
-    def _preempt(self, row: int) -> Request:
-        """Take a running request's row and blocks; it waits at the head, to be recomputed."""
-        token_ids = self.table.known_tokens(row).copy()
-        request = self.table.remove(row)
-        request.token_ids = token_ids
-        self._removed_rows.append(row)
-        self.kv_cache.free(request.handle)
-        self.waiting.appendleft(request)
-        self.counters.num_preemptions += 1
-        return request
+    def _admit(self, step: Step, request: Request, hits: list[Block], count: int) -> NewRow:
+        """Give a waiting request a row and its first tokens."""
+        kv_cache = self.kv_cache
+        num_cached = len(hits) * kv_cache.block_size
+        resumed = request.num_cached_tokens is not None
+        kv_cache.stats.record(request.num_tokens, num_cached, resumed)
+        if resumed:
+            step.resumed.append(request)
+        else:
+            self._count_dequeued(request)
+            request.num_cached_tokens = num_cached
+            step.new.append(request)
+        if num_cached:
+            step.cached[request.request_id] = num_cached
+        block_ids = self.running.admit(step, request, hits, num_cached + count)
+        return NewRow(
+            row=request.row,
+            token_ids=request.token_ids.tobytes(),
+            num_computed_tokens=num_cached,
+            block_ids=pack_int32(block_ids),
+            sampling=request.sampling,
+            seed=request.seed,
+        )
+
+    def _count_dequeued(self, request: Request) -> None:
+        if request.num_cached_tokens is None:  # else it was when first admitted
+            self.counters.dequeued_reqs += 1
+            self.counters.dequeued_tokens += request.num_prompt_tokens
 
     def _end(self, request: Request) -> None:
         """Forget a request; its blocks stay findable by their content."""
         if request.row >= 0:
-            self._removed_rows.append(request.row)
-            self.table.remove(request.row)
-        self.kv_cache.free(request.handle)
+            self.running.leave(request)
         del self._requests[request.handle]
 
-    def _finish_reason(
-        self, request: Request, token_id: int
-    ) -> tuple[FinishReason, int | None] | None:
-        """(finish_reason, stop_reason) if this token ends the request. EOS, stop ids, length."""
-        if token_id in request.eos_token_ids:
-            return "stop", None
-        if token_id in request.sampling.stop_token_ids:
-            return "stop", token_id
-        if self.table.num_tokens[request.row] >= request.max_num_tokens:
-            return "length", None
-        return None
+    def _measure(self, step: Step) -> None:
+        """Teach the cost model how long a step took, since the one before it ended."""
+        now_s = self._clock()
+        seconds = now_s - max(step.start_s, self._last_update_s)
+        self._last_update_s = now_s
+        self.budget.observe(step.num_tokens, step.context, seconds)
 
 
-def _column(values: list[int] | IntArray) -> bytes:
-    return np.asarray(values, TOKEN_DTYPE).tobytes()
+def _context(chunk: Chunk) -> int:
+    """Tokens that the tokens of a chunk attend to, in sum."""
+    return chunk.num_tokens * chunk.num_computed + chunk.num_tokens * (chunk.num_tokens + 1) // 2

@@ -26,19 +26,19 @@ class StepTrace:
 
     def begin(self, scheduler: Scheduler) -> None:
         """After `schedule`: what is planned."""
-        record, table = scheduler.record, scheduler.table
-        ids = [table.request(row).request_id for row in record.rows.tolist()]
+        step, table = scheduler.planned, scheduler.table
+        chunks = [(table.request(chunk.row).request_id, chunk) for chunk in step.scheduled()]
         self._line = {
-            "step": scheduler.counters.num_steps,
+            "step": step.number,
             "t_s": round(time.monotonic() - self._zero_s, 6),
             "duration_ms": 0.0,
-            "scheduled": dict(zip(ids, record.counts.tolist(), strict=True)),
-            "computed": dict(zip(ids, record.computed_before.tolist(), strict=True)),
-            "new": [request.request_id for request in record.new],
-            "resumed": [request.request_id for request in record.resumed],
-            "preempted": [request.request_id for request in record.preempted],
-            "cached": record.cached,
-            "token_budget": scheduler.config.max_num_batched_tokens,
+            "scheduled": {request_id: chunk.num_tokens for request_id, chunk in chunks},
+            "computed": {request_id: chunk.num_computed for request_id, chunk in chunks},
+            "new": [request.request_id for request in step.new],
+            "resumed": [request.request_id for request in step.resumed],
+            "preempted": [request.request_id for request in step.preempted],
+            "cached": step.cached,
+            "token_budget": step.token_budget,
         }
 
     def end(self, scheduler: Scheduler) -> None:
@@ -46,9 +46,9 @@ class StepTrace:
         elapsed_s = time.monotonic() - self._zero_s - self._line["t_s"]
         self._line |= {
             "duration_ms": round(elapsed_s * 1e3, 3),
-            "finished": [request.request_id for request in scheduler.record.finished],
+            "finished": [request.request_id for request in scheduler.completed.finished],
             "num_running": scheduler.num_running,
-            "num_waiting": len(scheduler.waiting),
+            "num_waiting": scheduler.num_waiting,
             "free_blocks": scheduler.kv_cache.num_free_blocks,
             "total_blocks": scheduler.kv_cache.num_blocks,
         }

@@ -7,5 +7,14 @@ size and addressed by id (PagedAttention: Kwon et al., SOSP 2023).
 from nanocore.kv_cache.block_pool import Block, BlockPool
 from nanocore.kv_cache.manager import KVCacheManager
 from nanocore.kv_cache.prefix_index import BlockKey, KeyChain, PrefixIndex
+from nanocore.kv_cache.stats import PrefixCacheStats
 
-__all__ = ["Block", "BlockKey", "BlockPool", "KVCacheManager", "KeyChain", "PrefixIndex"]
+__all__ = [
+    "Block",
+    "BlockKey",
+    "BlockPool",
+    "KVCacheManager",
+    "KeyChain",
+    "PrefixCacheStats",
+    "PrefixIndex",
+]

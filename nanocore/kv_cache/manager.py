@@ -1,15 +1,35 @@
 """The KVCacheManager: which blocks a request holds, and which it can share.
 
 Owned by the scheduler, on the step loop's thread. A failed allocation touches nothing. A request is
-known here by its handle, from its first `allocate` to its `free`.
+known here by its handle, from its first `allocate` to its `free`. Blocks that a step in flight may
+still write are held back until that step is complete.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from nanocore.kv_cache.block_pool import Block, BlockPool
-from nanocore.kv_cache.prefix_index import ROOT_ID, BlockKey, PrefixIndex
+from nanocore.kv_cache.event_log import EventLog
+from nanocore.kv_cache.events import KVEventSubscriber
+from nanocore.kv_cache.prefix_index import BlockKey, PrefixIndex
+from nanocore.kv_cache.stats import PrefixCacheStats
+
+
+class _Holding:
+    """A request's blocks in the order of its tokens.
+
+    num_registered: how many of them, from the first, were made findable. last_key: under which key
+    the last of those is known, here or as another block's equal content.
+    """
+
+    __slots__ = ("blocks", "last_key", "num_registered")
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.num_registered = 0
+        self.last_key: BlockKey | None = None
 
 
 class KVCacheManager:
@@ -27,14 +47,23 @@ class KVCacheManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.stats = PrefixCacheStats()
         self._index = PrefixIndex()
-        self._pool = BlockPool(num_blocks, on_evict=self._index.remove)
-        self._held: dict[int, list[Block]] = {}
+        self._pool = BlockPool(num_blocks, on_evict=self._forget)
+        self._holdings: dict[int, _Holding] = {}
+        self._fenced: deque[tuple[int, list[Block]]] = deque()
+        self._completed_step = 0
+        self._events: EventLog | None = None  # while nobody listens
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks nobody holds; some of them may still be found by their content."""
         return self._pool.num_free
+
+    @property
+    def num_fenced_blocks(self) -> int:
+        """References that steps in flight keep; they go when those steps are complete."""
+        return sum(len(blocks) for _, blocks in self._fenced)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -48,30 +77,37 @@ class KVCacheManager:
 
     def block_ids(self, handle: int) -> list[int]:
         """Ids of the blocks a request holds, in the order of its tokens."""
-        return [block.block_id for block in self._held.get(handle, ())]
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that this many tokens fill, the last one perhaps in part."""
-        return -(-num_tokens // self.block_size)
+        holding = self._holdings.get(handle)
+        return [block.block_id for block in holding.blocks] if holding else []
 
     def find_prefix(self, keys: Sequence[BlockKey], num_tokens: int) -> list[Block]:
         """The longest cached prefix of a request, as blocks.
 
         At most num_tokens - 1 tokens: the last one must be computed to have logits.
         """
-        hits: list[Block] = []
-        parent_id = ROOT_ID
-        for key in keys[: (num_tokens - 1) // self.block_size]:
-            block = self._index.find(parent_id, key)
-            if block is None:
-                break
-            hits.append(block)
-            parent_id = block.content_id
-        return hits
+        if not self.enable_prefix_caching:
+            return []
+        return self._index.find_prefix(keys[: (num_tokens - 1) // self.block_size])
 
-    def can_admit(self, num_tokens: int, hits: Sequence[Block]) -> bool:
-        """Whether a request of num_tokens that shares `hits` fits the free blocks as a whole."""
-        return self._shortage(self.num_blocks_for(num_tokens), hits) <= 0
+    def num_free_needed(self, handle: int, num_tokens: int, hits: Sequence[Block] = ()) -> int:
+        """Free blocks that `allocate` with these arguments takes, exactly.
+
+        A hit that nobody holds lies in the free list, so sharing it uses up free capacity, too.
+        """
+        holding = self._holdings.get(handle)
+        num_held = len(holding.blocks) if holding else 0
+        num_new = -(-num_tokens // self.block_size) - num_held
+        return num_new - sum([block.ref_count > 0 for block in hits]) if hits else num_new
+
+    def can_allocate(
+        self, handle: int, num_tokens: int, hits: Sequence[Block] = (), num_reserved: int = 0
+    ) -> bool:
+        """Whether `allocate` would succeed, and leave num_reserved blocks free."""
+        num_available = self._pool.num_free - num_reserved
+        # A long prefix is looked through only if it matters how much of it is shared.
+        if -(-num_tokens // self.block_size) <= num_available:
+            return True
+        return self.num_free_needed(handle, num_tokens, hits) <= num_available
 
     def allocate(
         self, handle: int, num_tokens: int, hits: Sequence[Block] = ()
@@ -81,48 +117,107 @@ class KVCacheManager:
         hits: for a request that holds nothing yet, the blocks of its cached prefix.
         Returns the ids of the blocks added (hits included), or None if too few are free.
         """
-        held = self._held.get(handle, [])
-        assert not (held and hits), "a prefix is shared at admission only"
-        num_new = self.num_blocks_for(num_tokens) - len(held) - len(hits)
-        if self._shortage(num_new + len(hits), hits) > 0:
+        if not self.can_allocate(handle, num_tokens, hits):
             return None
-        for block in hits:
-            self._pool.touch(block)
-        added = [*hits, *self._pool.take(max(num_new, 0))]
-        self._held.setdefault(handle, held).extend(added)
-        return [block.block_id for block in added]
+        holding = self._holdings.get(handle)
+        if holding is None:
+            holding = self._holdings[handle] = _Holding()
+        blocks = holding.blocks
+        assert not (blocks and hits), "a prefix is shared at admission only"
+        num_before = len(blocks)
+        if hits:
+            self._pool.hold(hits)
+            blocks += hits
+            holding.num_registered = len(hits)
+            holding.last_key = hits[-1].key
+        num_new = -(-num_tokens // self.block_size) - len(blocks)
+        if num_new > 0:
+            blocks += self._pool.take(num_new)
+        return [block.block_id for block in blocks[num_before:]]
 
-    def register(self, handle: int, keys: Sequence[BlockKey], start: int, end: int) -> None:
-        """Make a request's blocks number start to end - 1 findable under their keys.
+    def register(self, handle: int, keys: Sequence[BlockKey], num_full: int) -> None:
+        """Make a request's first `num_full` blocks findable under their keys.
 
         Called when a step that fills them is planned: all KV writes of a layer precede its reads,
         so even a request admitted in the same step may share them.
         """
-        if not self.enable_prefix_caching:
+        holding = self._holdings[handle]
+        start = holding.num_registered
+        if not self.enable_prefix_caching or start >= num_full:
             return
-        held = self._held[handle]
-        for i in range(start, end):
-            if held[i].key is None:
-                parent_id = held[i - 1].content_id if i else ROOT_ID
-                self._index.insert(held[i], parent_id, keys[i])
+        blocks, parent = holding.blocks, holding.last_key
+        while start < num_full:
+            num_put = self._index.put(blocks[start:num_full], parent, keys[start:num_full])
+            if num_put:
+                if self._events is not None:
+                    self._events.stored(parent, keys[start : start + num_put])
+                start += num_put
+                parent = keys[start - 1]
+            if start < num_full:
+                parent = self._register_known(blocks[start], parent, keys[start])
+                start += 1
+        holding.num_registered, holding.last_key = num_full, parent
 
-    def free(self, handle: int) -> None:
-        """Take back all blocks of a request; their content stays findable until it is evicted."""
-        self._pool.release(reversed(self._held.pop(handle, [])))
+    def free(self, handle: int, after_step: int = 0) -> None:
+        """Take back all blocks of a request; their content stays findable until it is evicted.
+
+        after_step: the last step that may still use them. Others get them only when it is complete.
+        """
+        holding = self._holdings.pop(handle, None)
+        if holding is None:
+            return
+        if after_step > self._completed_step:
+            self._fenced.append((after_step, holding.blocks))
+        else:
+            self._pool.release(reversed(holding.blocks))
+
+    def complete(self, step: int) -> None:
+        """Steps up to this one are over: what only they held is free."""
+        self._completed_step = step
+        while self._fenced and self._fenced[0][0] <= step:
+            self._pool.release(reversed(self._fenced.popleft()[1]))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content. False, and nothing forgotten, while any block is held."""
         if self._pool.num_free < self.num_blocks:
             return False
-        for block in self._pool.blocks:
-            if block.key is not None:
-                self._index.remove(block)
+        self._index.clear()
+        if self._events is not None:
+            self._events.cleared()
         return True
 
-    def _shortage(self, num_needed: int, hits: Sequence[Block]) -> int:
-        """Blocks missing to hold num_needed more, of which `hits` are found.
+    def subscribe(self, subscriber: KVEventSubscriber) -> None:
+        """Call this with what becomes findable or ceases to be, at every `publish_events`."""
+        if self._events is None:
+            self._events = EventLog(self.block_size)
+        self._events.subscribers.append(subscriber)
 
-        A hit that nobody holds is in the free list, so sharing it uses up free capacity, too.
-        """
-        num_shared = sum(block.ref_count > 0 for block in hits)
-        return num_needed - num_shared - self._pool.num_free
+    def publish_events(self) -> None:
+        """Hand the events since the last call to the subscribers, as one batch."""
+        if self._events is not None:
+            self._events.publish()
+
+    def _register_known(self, block: Block, parent: BlockKey | None, key: BlockKey) -> BlockKey:
+        """Make a block findable whose digest is in the index; returns the key of its content."""
+        other = self._index.get(key)
+        assert other is not None
+        other_key = other.key
+        assert other_key is not None
+        is_copy = other.parent is parent and other_key[1] == key[1]
+        if is_copy and other.ref_count:
+            return other_key
+        self._index.remove([other])
+        if is_copy:
+            key = other_key  # equal prefixes share one key object
+        elif self._events is not None:  # a collision, or a block whose parent was evicted
+            self._events.removed([other_key])
+            self._events.stored(parent, [key])
+        self._index.put([block], parent, [key])
+        if other.ref_count == 0:
+            self._pool.take_next(other)
+        return key
+
+    def _forget(self, blocks: list[Block]) -> None:
+        if self._events is not None:
+            self._events.removed([block.key for block in blocks if block.key])
+        self._index.remove(blocks)

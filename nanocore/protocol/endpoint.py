@@ -47,18 +47,25 @@ def socket_path(endpoint: str) -> Path:
     return Path(path)
 
 
+def lock_file(endpoint: str) -> Path:
+    """The file whose flock says who serves an ipc endpoint; names that share it conflict."""
+    return socket_path(endpoint).with_suffix(".lock")
+
+
 class EndpointLock:
-    """Ownership of an endpoint's directory, from construction to `release`.
+    """Ownership of an endpoint, from construction to `release`.
+
+    flag: names the endpoint in error messages.
 
     Raises:
         ConfigError: the directory is a symlink, another user's, or open to others.
         AddressInUseError: another process holds the lock; the message names its pid.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, flag: str = "--listen") -> None:
         self.path = socket_path(endpoint)
         _make_private(self.path.parent)
-        lock_path = self.path.with_suffix(".lock")
+        lock_path = lock_file(endpoint)
         self._fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,7 +74,7 @@ class EndpointLock:
             os.close(self._fd)
             raise AddressInUseError(
                 f"endpoint {endpoint} is served by process {holder}: stop it, or choose another "
-                "endpoint with --listen ipc:///path/engine.sock"
+                f"endpoint with {flag} ipc:///path/{self.path.name}"
             ) from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)

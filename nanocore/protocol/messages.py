@@ -16,7 +16,7 @@ import msgspec
 from nanocore.protocol.errors import ErrorCode
 from nanocore.protocol.sampling import EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 0)
+PROTOCOL_VERSION = (1, 1)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -69,7 +69,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What this engine refuses to exceed."""
+    """What this engine refuses to exceed. The queue's limits are None in engines that have none."""
 
     max_frame_bytes: int
     max_num_seqs: int
@@ -77,6 +77,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_cache_salt_chars: int = MAX_CACHE_SALT_CHARS
     ping_interval_ms: int
     session_timeout_ms: int
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=True):
@@ -211,6 +213,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens: int
     num_steps: int
     paused: bool
+    prefix_cache_hit_rate: float = 0.0
     num_clients: int = 0
     num_protocol_errors: int = 0
 

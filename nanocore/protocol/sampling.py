@@ -43,6 +43,8 @@ class EngineSamplingParams(
     max_tokens: output tokens at most; None means until EOS or the model's length.
     stop_token_ids: end, with finish_reason "stop", after any of these.
     ignore_eos: do not end at the model's EOS tokens.
+    skip_reading_prefix_cache: compute the whole prompt, although a prefix of it may be cached; the
+    request's own blocks are cached for others all the same.
     """
 
     temperature: float = 1.0
@@ -53,6 +55,7 @@ class EngineSamplingParams(
     max_tokens: int | None = None
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
         _require(

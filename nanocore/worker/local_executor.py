@@ -38,7 +38,7 @@ class LocalExecutor:
         kernels: str = "auto",
     ) -> None:
         self._folder = folder
-        self.device = _device(device)
+        self.device = select_device(device)
         self.kernels = select_kernels(kernels, self.device)
         self.dtype = _dtype(config.dtype if dtype == "auto" else dtype)
         self._runner = ModelRunner(config, max_model_len, self.dtype, self.device, self.kernels)
@@ -71,7 +71,12 @@ class LocalExecutor:
         return self._runner.execute(plan)
 
 
-def _device(name: str) -> torch.device:
+def select_device(name: str) -> torch.device:
+    """The device that `name` stands for; "auto" is CUDA if there is one.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 
 from nanocore.protocol.codec import encode, engine_decoder
@@ -11,7 +12,7 @@ from tests.client.fake_engine import welcome_message
 
 
 class FakeSocket:
-    """The engine says WELCOME, and nothing after it.
+    """The engine says WELCOME, and after it what it was told to `say` before.
 
     messages: what has been sent, in order. stuck: whether nothing can be sent any more, as while no
     engine is connected.
@@ -20,14 +21,22 @@ class FakeSocket:
     def __init__(self, endpoint: str = "") -> None:
         self.messages: list[Message] = []
         self.stuck = False
-        self._answers = [encode(welcome_message())]
+        self._answers = deque([encode(welcome_message())])
         self._decoder = engine_decoder()
+
+    def say(self, message: Message) -> None:
+        """Let the engine say this before the next wait."""
+        self._answers.append(encode(message))
 
     async def send(self, frames: Sequence[bytes]) -> None:
         """Take a message, or wait for ever."""
-        if self.stuck:
+        if not self.send_nowait(frames):
             await asyncio.get_running_loop().create_future()
+
+    def send_nowait(self, frames: Sequence[bytes]) -> bool:
+        """Take a message if one can be sent."""
         self.post(frames)
+        return not self.stuck
 
     def post(self, frames: Sequence[bytes]) -> None:
         """Take a message, which is lost if nothing can be sent."""
@@ -36,9 +45,13 @@ class FakeSocket:
 
     async def receive(self) -> list[bytes]:
         """The engine's next message, or wait for ever."""
-        if not self._answers:
+        while (frames := self.receive_nowait()) is None:
             await asyncio.get_running_loop().create_future()
-        return self._answers.pop()
+        return frames
+
+    def receive_nowait(self) -> list[bytes] | None:
+        """The engine's next message, if there is one."""
+        return self._answers.popleft() if self._answers else None
 
     def close(self) -> None:
         """Do nothing."""

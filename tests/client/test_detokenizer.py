@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import resources
+from pathlib import Path
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from nanocore.client.detokenizer import IncrementalDetokenizer
+from nanocore.client.detokenizer import MAX_HELD_TOKENS, IncrementalDetokenizer
 from nanocore.client.tokenizer import Tokenizer
 from tests.client.byte_tokens import END, ids_of
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 REPLACEMENT = "\ufffd"
+DEMO_FOLDER = Path(str(resources.files("nanocore") / "demo_model"))
 FAMILY = "👨‍👩‍👧"  # three emoji and two zero-width joiners
 
 # Whether a U+FFFD at the end is text or half a character cannot be told, so it is left out here.
@@ -125,6 +129,56 @@ def test_a_prompt_whose_context_begins_inside_a_character_does_no_harm(
 
 def test_ids_outside_the_vocabulary_have_no_text(tokenizer: Tokenizer) -> None:
     assert _pieces(tokenizer, [10**6, *ids_of(tokenizer, "a")], prompt=[10**6]) == ["", "a"]
+
+
+class _WithoutTexts(Tokenizer):
+    """A tokenizer that takes the long way for every token."""
+
+    def token_texts(self, skip_special_tokens: bool) -> None:
+        """None of its tokens has a text of its own."""
+
+
+@pytest.fixture(scope="module", params=["bytes", "merges"])
+def both_ways(request: pytest.FixtureRequest, tokenizer_folder: Path) -> tuple[Tokenizer, ...]:
+    """The same byte-level tokenizer with and without texts of single tokens."""
+    folder = tokenizer_folder if request.param == "bytes" else DEMO_FOLDER
+    return Tokenizer(folder), _WithoutTexts(folder)
+
+
+def _same_pieces(ways: tuple[Tokenizer, ...], prompt: list[int], ids: list[int]) -> None:
+    for skip in (True, False):
+        short, long = (_pieces(tokenizer, ids, prompt, skip) for tokenizer in ways)
+        assert short == long
+        at_once = IncrementalDetokenizer(ways[0], prompt, skip)
+        assert at_once.append(ids) == "".join(short)
+
+
+# Bytes that begin, continue, end and break characters; and any token, whole or not.
+BYTES = st.lists(st.sampled_from([*b"aA \x80\xc3\xa9\xe4\xb8\xad\xf0\x9f\x91\x8d\xff"]))
+FEW_IDS = st.lists(st.integers(0, 2000), max_size=MAX_HELD_TOKENS - 1)
+
+
+@PROPERTY
+@given(prompt=BYTES, output=BYTES)
+def test_texts_of_single_tokens_give_the_same_pieces_for_any_bytes(
+    both_ways: tuple[Tokenizer, ...], prompt: list[int], output: list[int]
+) -> None:
+    prompt, output = (ids_of(both_ways[0], bytes(data)) for data in (prompt, output))
+    _same_pieces(both_ways, prompt, output)
+
+
+@PROPERTY
+@given(prompt=FEW_IDS, output=FEW_IDS)
+def test_texts_of_single_tokens_give_the_same_pieces_for_any_tokens(
+    both_ways: tuple[Tokenizer, ...], prompt: list[int], output: list[int]
+) -> None:
+    _same_pieces(both_ways, prompt, output)
+
+
+def test_special_tokens_inside_a_character_do_not_break_it(tokenizer: Tokenizer) -> None:
+    first, *rest = ids_of(tokenizer, "中")
+    assert _pieces(tokenizer, [first, END, *rest]) == ["", "", "", "中"]
+    assert _pieces(tokenizer, [END] * MAX_HELD_TOKENS + [first, *rest])[-1] == "中"
 
 
 @pytest.fixture(scope="module")

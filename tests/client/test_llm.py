@@ -166,6 +166,32 @@ def test_the_first_error_is_raised_as_itself_and_the_others_are_aborted(joining:
     run(scenario())
 
 
+def test_a_request_that_an_overloaded_engine_refuses_is_submitted_again(joining: str) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (engine, llm):
+            generating = _generate(llm, [[1], [2]], NO_TEXT)
+            await engine.accept(1)
+            prompts = []
+            for _ in range(3):
+                refused = await engine.receive(Submit)
+                prompts.append(unpack_int32(refused.prompt_token_ids).tolist())
+                engine.send(
+                    Error(
+                        code="overloaded",
+                        message="the queue is full",
+                        request_id=refused.request_id,
+                        retry_after_s=0.001,
+                    )
+                )
+            engine.output({1: [10]}, Event(handle=1, finish_reason="length"))
+            await engine.accept(2)
+            engine.output({2: [20]}, Event(handle=2, finish_reason="length"))
+            assert prompts == [[2]] * 3
+            assert [output.outputs[0].token_ids for output in await generating] == [[10], [20]]
+
+    run(scenario())
+
+
 def test_closing_says_bye_and_may_be_repeated(joining: str) -> None:
     async def scenario() -> None:
         async with _served(joining) as (engine, llm):

@@ -7,7 +7,7 @@ from nanocore.client.outputs import CompletionOutput
 
 def test_a_printed_completion_shows_its_own_moment() -> None:
     parts, token_ids = ["a"], [1]
-    completion = CompletionOutput(parts, token_ids, "stop", "END", "a")
+    completion = CompletionOutput(parts, 1, token_ids, 1, "a", "stop", "END")
     parts.append("b")
     token_ids.append(2)
     assert repr(completion) == (

@@ -13,7 +13,16 @@ from nanocore import __version__
 from nanocore.client import AsyncEngineClient, EngineDeadError, NanocoreError, ProtocolError
 from nanocore.client.connection import EngineConnection
 from nanocore.protocol.codec import encode
-from nanocore.protocol.messages import Bye, Error, Message, Ping, Pong, Refused, Submit
+from nanocore.protocol.messages import (
+    PROTOCOL_VERSION,
+    Bye,
+    Error,
+    Message,
+    Ping,
+    Pong,
+    Refused,
+    Submit,
+)
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, welcome_message
 from tests.client.fake_socket import FakeSocket
 from tests.client.running import PATIENCE_S, run
@@ -37,7 +46,7 @@ def test_a_session_begins_with_the_version_and_gives_the_model_card(endpoint: st
         welcoming = asyncio.create_task(engine.welcome(welcome_message("/models/x")))
         async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S) as client:
             hello = await welcoming
-            assert hello.protocol == (1, 0)
+            assert hello.protocol == PROTOCOL_VERSION
             assert hello.client == f"nanocore-python/{__version__}"
             assert client.model_card == welcome_message("/models/x").model
             assert client.max_num_seqs == 2
@@ -227,5 +236,46 @@ def test_a_submit_that_never_left_frees_its_id(socket: FakeSocket) -> None:
                 request.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await request
+
+    run(scenario())
+
+
+def test_an_engine_that_speaks_again_in_time_is_not_dead(
+    socket: FakeSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanocore.client.connection.ENGINE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("nanocore.client.connection.GRACE_S", 1000.0)  # the test is the timer
+
+    async def scenario() -> None:
+        connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
+        for _ in range(3):
+            connection._check_silence()
+            connection._take(encode(Pong()))
+        connection._check_silence()
+        connection._check_silence()
+        with pytest.raises(EngineDeadError, match="not been heard of"):
+            await connection.control("stats")
+        await connection.close()
+
+    run(scenario())
+
+
+def test_a_burst_of_messages_leaves_turns_to_others_and_loses_none(
+    socket: FakeSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanocore.client.connection._MAX_BATCH", 2)
+    nonces = list(range(1, 12))
+
+    async def scenario() -> None:
+        for nonce in nonces:
+            socket.say(Ping(nonce=nonce))
+        connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
+        answered = []
+        while not answered or answered[-1] < len(nonces):
+            await asyncio.sleep(0)
+            answered.append(sum(isinstance(message, Pong) for message in socket.messages))
+        assert answered == [3, 6, 9, 11]
+        assert [m.nonce for m in socket.messages if isinstance(m, Pong)] == nonces
+        await connection.close()
 
     run(scenario())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
 
 from nanocore.client.tokenizer import Tokenizer
@@ -28,6 +29,24 @@ def test_special_tokens_are_left_out_of_the_text_unless_wanted(tokenizer: Tokeni
     ids = [*tokenizer.encode("hi"), END]
     assert tokenizer.decode(ids) == "hi"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "hi<|end|>"
+
+
+def test_a_whole_token_has_a_text_and_a_part_of_a_character_has_none(tokenizer: Tokenizer) -> None:
+    texts = tokenizer.token_texts(skip_special_tokens=True)
+    assert texts is not None
+    ids = ids_of(tokenizer, "aé")
+    assert [texts[token_id] for token_id in [*ids, END, 10**6]] == ["a", None, None, "", ""]
+    assert tokenizer.token_texts(skip_special_tokens=True) is texts
+    kept = tokenizer.token_texts(skip_special_tokens=False)
+    assert kept is not None
+    assert kept[END] == "<|end|>"
+
+
+def test_tokens_whose_text_depends_on_their_neighbours_have_none(folder: Path) -> None:
+    backend = Tokenizer(folder).backend
+    backend.decoder = decoders.Metaspace()
+    backend.save(str(folder / "tokenizer.json"))
+    assert Tokenizer(folder).token_texts(skip_special_tokens=True) is None
 
 
 def test_a_conversation_gets_no_second_set_of_special_tokens(folder: Path) -> None:

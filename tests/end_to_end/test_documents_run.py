@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import subprocess
 import sys
+import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from nanocore.engine_core.kv_event_publisher import KVEventPublisher
 from tests.end_to_end.engine_process import engine
+from tests.kv_event_peers import numbered
 
 ROOT = Path(__file__).parents[2]
 # PROTOCOL.md's client needs only zmq and msgpack; this stands in for the latter.
@@ -38,13 +43,43 @@ def run_python(source: str, folder: Path) -> str:
 
 def test_the_protocols_raw_client_gets_eight_tokens(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "msgpack.py").write_text(MSGPACK)
-    (source,) = python_blocks("PROTOCOL.md")
+    source, _subscriber = python_blocks("PROTOCOL.md")
     with engine(tiny_model) as running:
         endpoint = re.search(r'"(ipc://[^"]+)"', source)
         assert endpoint is not None
         printed = run_python(source.replace(endpoint.group(1), running.endpoint), tmp_path)
     tokens = [int(number) for number in re.findall(r"\d+", printed)]
     assert len(tokens) == 8
+
+
+def test_the_protocols_subscriber_prints_every_batch(tmp_path: Path) -> None:
+    (tmp_path / "msgpack.py").write_text(MSGPACK)
+    _client, source = python_blocks("PROTOCOL.md")
+    found = re.findall(r'"(ipc://[^"]+)"', source)
+    with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as folder:
+        endpoints = [f"ipc://{folder}/events.sock", f"ipc://{folder}/replay.sock"]
+        for written, endpoint in zip(found, endpoints, strict=True):
+            source = source.replace(written, endpoint)
+        with closing(KVEventPublisher(*endpoints)) as publisher:
+            publisher.start()
+            router = subprocess.Popen(
+                [sys.executable, "-c", source],
+                stdout=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            )
+            with router:
+                assert router.stdout is not None
+                heard = select.poll()
+                heard.register(router.stdout, select.POLLIN)
+                num_published = 0
+                while not heard.poll(50):  # it is too late for the first ones: it must replay them
+                    publisher.publish(numbered(num_published))
+                    num_published += 1
+                printed = [router.stdout.readline() for _ in range(num_published)]
+                router.kill()
+    assert [line.split()[0] for line in printed] == [str(i) for i in range(num_published)]
+    assert "BlockRemoved" in printed[0]
 
 
 def test_the_readmes_first_example_prints_a_sum(tmp_path: Path) -> None:

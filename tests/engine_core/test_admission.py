@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from nanocore.engine_core.admission import Admission
-from nanocore.protocol.errors import ContextLengthError
+from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.queue_limit import QueueLimit
+from nanocore.engine_core.scheduler import SchedulerCounters
+from nanocore.protocol.errors import (
+    ContextLengthError,
+    EngineOverloadedError,
+    InvalidRequestError,
+)
 from nanocore.protocol.messages import ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
 
 MAX_MODEL_LEN = 64
 
 
-def admission(num_blocks: int = 16) -> Admission:
+def admission(
+    num_blocks: int = 16,
+    config: EngineConfig = EngineConfig(),  # noqa: B008 - immutable
+    queue_limit: QueueLimit | None = None,
+) -> Admission:
     card = ModelCard(
         model="fake",
         architecture="Fake",
@@ -24,7 +36,7 @@ def admission(num_blocks: int = 16) -> Admission:
         block_size=4,
         num_blocks=num_blocks,
     )
-    return Admission(card, seed=0)
+    return Admission(card, config, queue_limit or QueueLimit(100, 10_000, SchedulerCounters()))
 
 
 def submit(num_prompt: int, max_tokens: int | None, **sampling: object) -> Submit:
@@ -59,3 +71,91 @@ def test_eos_ids_are_the_models_unless_ignored() -> None:
     build = admission().build
     assert build(submit(1, 1), 1, 1).eos_token_ids == (3, 4)
     assert build(submit(1, 1, ignore_eos=True), 1, 1).eos_token_ids == ()
+
+
+def test_priorities_need_the_priority_policy() -> None:
+    urgent = msgspec.structs.replace(submit(4, 4), priority=-5)
+    with pytest.raises(InvalidRequestError, match="--scheduling-policy priority"):
+        admission().build(urgent, handle=1, client=1)
+    by_priority = admission(config=EngineConfig(scheduling_policy="priority"))
+    assert by_priority.build(urgent, handle=1, client=1).priority == -5
+    absurd = msgspec.structs.replace(urgent, priority=2**31)
+    with pytest.raises(InvalidRequestError, match="out of range"):
+        by_priority.build(absurd, handle=2, client=1)
+
+
+def test_a_full_queue_refuses_with_the_numbers_and_when_to_try_again() -> None:
+    counters = SchedulerCounters()
+    limited = admission(queue_limit=QueueLimit(2, 1000, counters))
+    for handle in (1, 2):
+        limited.build(submit(4, 4), handle=handle, client=1)
+    with pytest.raises(EngineOverloadedError, match="2 requests wait") as caught:
+        limited.build(submit(4, 4), handle=3, client=1)
+    assert caught.value.retry_after_s > 0
+    counters.dequeued_reqs += 1
+    limited.build(submit(4, 4), handle=4, client=1)
+
+
+def test_queued_tokens_are_limited_but_one_request_may_always_wait() -> None:
+    counters = SchedulerCounters()
+    limited = admission(queue_limit=QueueLimit(100, 10, counters))
+    limited.build(submit(30, 4), handle=1, client=1)
+    with pytest.raises(EngineOverloadedError, match="30 prompt tokens wait"):
+        limited.build(submit(1, 4), handle=2, client=1)
+    counters.dequeued_reqs, counters.dequeued_tokens = 1, 30
+    limited.build(submit(6, 4), handle=3, client=1)
+    limited.build(submit(4, 4), handle=4, client=1)
+    with pytest.raises(EngineOverloadedError):
+        limited.build(submit(1, 4), handle=5, client=1)
+
+
+def test_a_refused_request_is_not_counted_into_the_queue() -> None:
+    limited = admission(queue_limit=QueueLimit(1, 1000, SchedulerCounters()))
+    with pytest.raises(ContextLengthError):
+        limited.build(submit(64, 64), handle=1, client=1)
+    limited.build(submit(4, 4), handle=2, client=1)
+
+
+def test_sessions_share_prefixes_unless_the_engine_salts_by_session() -> None:
+    def keys(config: EngineConfig, client: int, salt: str | None = None) -> object:
+        request = (
+            submit(8, 4) if salt is None else msgspec.structs.replace(submit(8, 4), cache_salt=salt)
+        )
+        return admission(config=config).build(request, handle=1, client=client).key_chain.keys
+
+    shared, salted = EngineConfig(), EngineConfig(salt_prefix_cache_by_session=True)
+    assert keys(shared, 1) == keys(shared, 2)
+    assert keys(salted, 1) == keys(salted, 1)
+    assert len({str(keys(salted, 1)), str(keys(salted, 2)), str(keys(shared, 1))}) == 3
+    assert keys(salted, 1) != keys(shared, 1, salt="1")
+
+
+def test_without_prefix_caching_no_keys_are_computed() -> None:
+    config = EngineConfig(enable_prefix_caching=False)
+    assert admission(config=config).build(submit(8, 4), handle=1, client=1).key_chain.keys == []
+
+
+@pytest.mark.parametrize("token_id", [-1, 50, -(2**31), 2**31 - 1])
+def test_token_ids_outside_the_vocabulary_are_refused_wherever_they_are(token_id: int) -> None:
+    prompt = msgspec.structs.replace(
+        submit(4, 4), prompt_token_ids=np.array([0, 49, token_id], "<i4").tobytes()
+    )
+    with pytest.raises(InvalidRequestError, match=rf"prompt_token_ids\[2\]={token_id}.*0 to 49"):
+        admission().build(prompt, handle=1, client=1)
+    stops = submit(4, 4, stop_token_ids=[0, 49, token_id])
+    with pytest.raises(InvalidRequestError, match=rf"stop_token_ids\[2\]={token_id}.*0 to 49"):
+        admission().build(stops, handle=1, client=1)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 5])
+def test_a_prompt_column_holds_whole_tokens_and_at_least_one(num_bytes: int) -> None:
+    broken = msgspec.structs.replace(submit(4, 4), prompt_token_ids=bytes(num_bytes))
+    with pytest.raises(InvalidRequestError, match=f"has {num_bytes} bytes"):
+        admission().build(broken, handle=1, client=1)
+
+
+@pytest.mark.parametrize("priority", [-(2**31), 2**31 - 1])
+def test_the_extreme_priorities_are_allowed(priority: int) -> None:
+    by_priority = admission(config=EngineConfig(scheduling_policy="priority"))
+    extreme = msgspec.structs.replace(submit(4, 4), priority=priority)
+    assert by_priority.build(extreme, handle=1, client=1).priority == priority

@@ -10,6 +10,8 @@ from nanocore.engine_core.cli import build_parser, parse_config
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.errors import ConfigError
 
+EVENTS = ["--kv-events-endpoint", "ipc:///x/events.sock"]
+
 
 def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
     settings = {field.name for field in fields(EngineConfig)}
@@ -43,6 +45,16 @@ def test_flags_reach_their_settings() -> None:
         (["--max-model-len", "1"], "--max-model-len 1"),
         (["--long-prefill-token-threshold", "-1"], "--long-prefill-token-threshold -1"),
         (["--listen", "ipc://relative/engine.sock"], "absolute"),
+        (["--kv-events-endpoint", "tcp://*:5557"], "only ipc"),
+        (["--kv-events-replay-endpoint", "ipc:///x/r.sock"], "without --kv-events-endpoint"),
+        (["--kv-events-topic", "kv"], "--kv-events-topic kv: .*without --kv-events-endpoint"),
+        ([*EVENTS, "--no-enable-prefix-caching"], "which prefixes are cached"),
+        ([*EVENTS, "--listen", "ipc:///x/events.sock"], "is --listen's endpoint"),
+        ([*EVENTS, "--listen", "ipc:///x/events.ipc"], "differs from it in the suffix only"),
+        (
+            [*EVENTS, "--kv-events-replay-endpoint", "ipc:///x/events.sock"],
+            "--kv-events-replay-endpoint .*is --kv-events-endpoint's",
+        ),
     ],
 )
 def test_bad_values_are_named(flags: list[str], words: str) -> None:

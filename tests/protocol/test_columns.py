@@ -29,6 +29,11 @@ def test_handles_are_unsigned(values: list[int]) -> None:
     assert unpack_uint32(column).tolist() == values
 
 
+@pytest.mark.parametrize("value", [0, 1, 2**31 - 1, -1, -(2**31), True])
+def test_the_ends_of_the_range_are_in_it(value: int) -> None:
+    assert unpack_int32(pack_int32([5, value, 7])).tolist() == [5, value, 7]
+
+
 def test_any_iterable_of_integers_is_packed() -> None:
     assert pack_int32(iter(range(3))) == pack_int32([0, 1, 2]) == pack_int32((0, 1, 2))
 

@@ -194,6 +194,62 @@ def test_a_watched_descriptor_wakes_the_wait(engine: EngineSocket) -> None:
     os.close(event)
 
 
+def test_a_message_that_arrives_while_others_are_sent_wakes_the_receiver(
+    engine: EngineSocket, endpoint: str
+) -> None:
+    """Sending uses up libzmq's only hint that something has arrived."""
+
+    async def scenario() -> None:
+        with closing(ClientSocket(endpoint)) as client:
+            await _say(client, b"x")
+            routing_id, _ = _receive(engine)
+            for i in range(200):
+                hearing = asyncio.ensure_future(_hear(client))
+                await asyncio.sleep(0)  # it waits
+                assert engine.send(routing_id, [b"%d" % i]) is SendResult.SENT
+                client.post([b"y"])
+                assert await hearing == [b"%d" % i]
+                assert _receive(engine)[1] == [b"y"]
+
+    asyncio.run(scenario())
+
+
+def test_nothing_to_receive_on_a_client_is_none(engine: EngineSocket, endpoint: str) -> None:
+    async def scenario() -> None:
+        with closing(ClientSocket(endpoint)) as client:
+            assert client.receive_nowait() is None
+            await _say(client, b"x")
+            assert engine.send(_receive(engine)[0], [b"a", b"b"]) is SendResult.SENT
+            assert await _hear(client) == [b"a", b"b"]
+            assert client.receive_nowait() is None
+
+    asyncio.run(scenario())
+
+
+def test_what_finds_no_room_is_sent_in_order_once_there_is_some(endpoint: str) -> None:
+    async def scenario() -> None:
+        with closing(ClientSocket(endpoint)) as client:  # nobody listens yet
+            num_sent = 0
+            while client.send_nowait([b"%d" % num_sent]):
+                num_sent += 1
+            client.post([b"posted"])
+            taken_back = asyncio.ensure_future(client.send([b"taken back"]))
+            waiting = asyncio.ensure_future(client.send([b"sent"]))
+            await asyncio.sleep(0)
+            assert not client.send_nowait([b"out of turn"])
+            taken_back.cancel()
+            engine = EngineSocket(endpoint)
+            received = []
+            while not received or received[-1] != b"sent":
+                received.append((await asyncio.to_thread(_receive, engine))[1][0])
+            expected = [b"%d" % i for i in range(num_sent)]
+            assert received == [*expected, b"posted", b"sent"]
+            await asyncio.wait_for(waiting, PATIENCE_MS / 1000)
+            engine.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_closed_client_leaves_nothing_behind_for_the_next_engine(endpoint: str) -> None:
     async def scenario() -> None:
         with closing(ClientSocket(endpoint)) as client:

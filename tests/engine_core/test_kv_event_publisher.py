@@ -1,0 +1,290 @@
+"""The publisher of KV cache events over real ipc sockets, as a router meets it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from nanocore.engine_core.kv_event_publisher import KVEventPublisher
+from nanocore.engine_core.kv_event_replay import ReplayRing
+from nanocore.kv_cache.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+    KVEventBatch,
+)
+from nanocore.protocol.codec import pack_int32
+from nanocore.protocol.errors import AddressInUseError, ConfigError
+from tests.kv_event_peers import Peers, numbered, peers, untyped
+
+MakePublisher = Callable[..., KVEventPublisher]
+A, B, C = b"a" * 15 + b"\1", b"b" * 8 + bytes(8), b"c" * 8 + b"\xff" * 8
+WIRE_A, WIRE_B, WIRE_C = 0x6161616161616101, 0, 2**64 - 1
+SECRET = b"tenant-7-secret"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A directory whose path is short enough for a Unix socket."""
+    with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def endpoint(folder: Path) -> str:
+    return f"ipc://{folder}/events.sock"
+
+
+@pytest.fixture
+def replay_endpoint(folder: Path) -> str:
+    return f"ipc://{folder}/replay.sock"
+
+
+@pytest.fixture
+def routers() -> Iterator[Peers]:
+    with peers() as made:
+        yield made
+
+
+@pytest.fixture
+def make(endpoint: str, replay_endpoint: str) -> Iterator[MakePublisher]:
+    """Makes publishers at the two endpoints, not started; all are closed at the end."""
+    with ExitStack() as stack:
+
+        def made(**arguments: object) -> KVEventPublisher:
+            publisher = KVEventPublisher(endpoint, replay_endpoint, **arguments)  # type: ignore[arg-type]
+            return stack.enter_context(closing(publisher))
+
+        yield made
+
+
+@pytest.fixture
+def publisher(make: MakePublisher) -> KVEventPublisher:
+    publisher = make()
+    publisher.start()
+    return publisher
+
+
+def replayed(routers: Peers, endpoint: str, start: int = 0) -> list[int]:
+    return routers.replay_client(endpoint).replay(start)
+
+
+def test_batches_arrive_in_order(
+    publisher: KVEventPublisher, routers: Peers, endpoint: str
+) -> None:
+    router = routers.subscriber(endpoint)
+    first = router.join(publisher)
+    for sequence in range(first, first + 500):
+        publisher.publish(numbered(sequence))
+    assert router.sequences_to(first + 499) == [*range(first, first + 500)]
+
+
+def test_a_batch_is_topic_number_and_the_documented_maps(
+    make: MakePublisher, routers: Peers, endpoint: str
+) -> None:
+    publisher = make(topic="kv@1", medium="CPU", clock=lambda: 12.5)
+    publisher.start()
+    router = routers.subscriber(endpoint)
+    number = router.join(publisher)
+    events: list[KVEvent] = [
+        BlockStored([A, B], None, pack_int32([1, 2, 3, 2**31 - 1]), 2, SECRET),
+        BlockStored([C], B, pack_int32([5, 6]), 2),
+        BlockRemoved([A]),
+        AllBlocksCleared(),
+    ]
+    publisher.publish(KVEventBatch(number, events))
+    topic, sequence, payload = router.receive()
+    assert topic == b"kv@1"
+    assert sequence == number.to_bytes(8, "big")
+    always = {"block_size": 2, "lora_id": None, "lora_name": None, "medium": "CPU"}
+    first = {
+        "type": "BlockStored",
+        "block_hashes": [WIRE_A, WIRE_B],
+        "parent_block_hash": None,
+        "token_ids": [1, 2, 3, 2**31 - 1],
+        "extra_keys": [[xxhash.xxh3_128_hexdigest(SECRET)], None],
+    }
+    second = {
+        "type": "BlockStored",
+        "block_hashes": [WIRE_C],
+        "parent_block_hash": WIRE_B,
+        "token_ids": [5, 6],
+        "extra_keys": None,
+    }
+    removed = {"type": "BlockRemoved", "block_hashes": [WIRE_A], "medium": "CPU"}
+    cleared = {"type": "AllBlocksCleared"}
+    assert untyped(payload) == [12.5, [first | always, second | always, removed, cleared], None]
+
+
+def test_a_late_subscriber_replays_what_it_missed(
+    publisher: KVEventPublisher, routers: Peers, endpoint: str, replay_endpoint: str
+) -> None:
+    early = routers.subscriber(endpoint)
+    missed = early.join(publisher) + 20
+    for sequence in range(missed - 20, missed):
+        publisher.publish(numbered(sequence))
+    early.sequences_to(missed - 1)  # these have left before the late one comes
+    late = routers.subscriber(endpoint)
+    joined = late.join(publisher, missed)
+    assert early.sequences_to(joined - 1)[0] == missed
+    publisher.publish(numbered(joined))
+    assert late.sequences_to(joined) == [joined]
+    assert replayed(routers, replay_endpoint) == [*range(joined + 1)]
+    assert replayed(routers, replay_endpoint, missed) == [*range(missed, joined + 1)]
+    assert replayed(routers, replay_endpoint, joined + 1) == []
+
+
+def test_a_replay_repeats_the_payloads_byte_for_byte(
+    publisher: KVEventPublisher, routers: Peers, endpoint: str, replay_endpoint: str
+) -> None:
+    router = routers.subscriber(endpoint)
+    number = router.join(publisher)
+    publisher.publish(numbered(number))
+    _topic, _sequence, payload = router.receive()
+    client = routers.replay_client(replay_endpoint)
+    client.ask(b"", number.to_bytes(8, "big"))
+    assert client.answers() == [(number, payload)]
+
+
+def test_what_the_ring_no_longer_holds_is_not_replayed(
+    make: MakePublisher, routers: Peers, replay_endpoint: str
+) -> None:
+    publisher = make(ring=ReplayRing(max_batches=3))
+    for sequence in range(5):
+        publisher.publish(numbered(sequence))
+    publisher.start()
+    assert replayed(routers, replay_endpoint) == [2, 3, 4]
+
+
+def test_malformed_replay_requests_are_counted_and_harm_nobody(
+    publisher: KVEventPublisher, routers: Peers, replay_endpoint: str
+) -> None:
+    publisher.publish(numbered(0))
+    client = routers.replay_client(replay_endpoint)
+    for frames in ([b"\xc1"], [b"", b""], [b"", bytes(9)], [b"x", bytes(8)], [b""] * 50):
+        client.ask(*frames)
+    assert client.replay(0) == [0], "the first answer is to the first request that is one"
+    assert publisher.num_malformed_requests == 5
+
+
+def test_a_full_queue_drops_and_the_numbers_show_it(
+    make: MakePublisher,
+    routers: Peers,
+    replay_endpoint: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    publisher = make(max_queued=3)
+    with caplog.at_level(logging.WARNING):
+        for sequence in range(6):
+            publisher.publish(numbered(sequence))
+    assert publisher.num_dropped == 3
+    assert len(caplog.records) == 1, "an episode is logged once"
+    publisher.start()
+    client = routers.replay_client(replay_endpoint)
+    assert client.replay(0) == [0, 1, 2]
+    publisher.publish(numbered(6))
+    assert client.replay(0) == [0, 1, 2, 6]
+    assert [record.args for record in caplog.records] == [(3,), (3,)]
+    assert publisher.num_dropped == 3
+
+
+def test_a_replay_client_that_does_not_read_holds_up_nobody(
+    publisher: KVEventPublisher, routers: Peers, endpoint: str, replay_endpoint: str
+) -> None:
+    router = routers.subscriber(endpoint)
+    first = router.join(publisher)
+    number = first + 3000
+    for start in range(first, number, 500):  # less than any high-water mark at a time
+        for sequence in range(start, start + 500):
+            publisher.publish(numbered(sequence, num_copies=1500))
+        router.sequences_to(start + 499)
+    sleeper = routers.replay_client(replay_endpoint, max_unread=1)
+    sleeper.ask(b"", first.to_bytes(8, "big"))
+    assert replayed(routers, replay_endpoint, first) == [*range(first, number)]
+    publisher.publish(numbered(number))
+    assert router.sequences_to(number) == [number]
+    assert [sequence for sequence, _ in sleeper.answers()] == [*range(first, number)]
+
+
+def test_close_delivers_what_is_queued(
+    publisher: KVEventPublisher, routers: Peers, endpoint: str
+) -> None:
+    router = routers.subscriber(endpoint)
+    first = router.join(publisher)
+    for sequence in range(first, first + 500):
+        publisher.publish(numbered(sequence))
+    publisher.close()
+    assert router.sequences_to(first + 499) == [*range(first, first + 500)]
+
+
+def test_close_ends_the_thread_and_frees_the_endpoints(
+    publisher: KVEventPublisher, make: MakePublisher, folder: Path
+) -> None:
+    publisher.close()
+    assert not publisher.is_alive()
+    assert [path.suffix for path in folder.iterdir()] == [".lock", ".lock"]
+    publisher.publish(numbered(0))
+    publisher.close()
+    make()
+
+
+def test_a_publisher_without_replays_publishes(endpoint: str, routers: Peers, folder: Path) -> None:
+    with closing(KVEventPublisher(endpoint)) as publisher:
+        publisher.start()
+        routers.subscriber(endpoint).join(publisher)
+        assert {path.name for path in folder.iterdir()} == {"events.sock", "events.lock"}
+
+
+def test_an_endpoint_has_one_publisher(publisher: KVEventPublisher, endpoint: str) -> None:
+    with pytest.raises(AddressInUseError, match=rf"process {os.getpid()}.*--kv-events-endpoint"):
+        KVEventPublisher(endpoint)
+
+
+def test_a_failed_construction_gives_the_first_endpoint_back(
+    publisher: KVEventPublisher, folder: Path, replay_endpoint: str
+) -> None:
+    other = f"ipc://{folder}/other.sock"
+    with pytest.raises(AddressInUseError, match="--kv-events-replay-endpoint"):
+        KVEventPublisher(other, replay_endpoint)
+    KVEventPublisher(other).close()
+
+
+def test_only_ipc_is_served() -> None:
+    with pytest.raises(ConfigError, match="only ipc"):
+        KVEventPublisher("tcp://*:5557")
+
+
+def test_a_salt_is_in_no_frame(
+    publisher: KVEventPublisher, routers: Peers, endpoint: str, replay_endpoint: str
+) -> None:
+    router = routers.subscriber(endpoint)
+    number = router.join(publisher)
+    event = BlockStored([A], None, pack_int32([1, 2]), 2, b"cache_salt\0" + SECRET)
+    publisher.publish(KVEventBatch(number, [event]))
+    client = routers.replay_client(replay_endpoint)
+    frames = router.receive()
+    client.ask(b"", number.to_bytes(8, "big"))
+    frames += [payload for _sequence, payload in client.answers()]
+    assert len(frames) == 4
+    for frame in frames:
+        assert SECRET not in frame
+
+
+def test_a_failure_is_logged_and_ends_only_the_events(
+    publisher: KVEventPublisher, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher.publish(KVEventBatch(0, [BlockStored([A], None, b"odd", 2)]))
+    publisher.join(10)
+    assert not publisher.is_alive()
+    assert "the KV event thread failed" in caplog.text
+    assert not list(folder.glob("*.sock")), "nobody is left to connect to a dead endpoint"
+    publisher.publish(numbered(1))
+    publisher.close()

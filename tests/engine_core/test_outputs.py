@@ -1,0 +1,43 @@
+"""A step's columns and events, split by client."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nanocore.engine_core.outputs import ClientOutput, split_by_client, split_events
+from nanocore.protocol.messages import Event
+
+
+def columns(outputs: list[ClientOutput]) -> dict[int, tuple[list[int], list[int], list[int]]]:
+    """(handles, token ids, handles of events) by client."""
+    return {
+        output.client: (
+            output.handles.tolist(),
+            output.token_ids.tolist(),
+            [event.handle for event in output.events],
+        )
+        for output in outputs
+    }
+
+
+def test_each_client_gets_its_own_rows_in_their_order_and_its_own_events() -> None:
+    clients = np.array([2, 0, 2, 5, 0], np.int32)
+    handles = np.array([10, 11, 12, 13, 14], np.uint32)
+    token_ids = np.array([100, 101, 102, 103, 104], np.int32)
+    events = [(5, Event(handle=13)), (0, Event(handle=14)), (9, Event(handle=15))]
+    assert columns(split_by_client(clients, handles, token_ids, events)) == {
+        0: ([11, 14], [101, 104], [14]),
+        2: ([10, 12], [100, 102], []),
+        5: ([13], [103], [13]),
+        9: ([], [], [15]),
+    }
+
+
+def test_a_step_of_many_clients_that_sampled_nothing_has_no_outputs() -> None:
+    empty = np.zeros(0, np.int32)
+    assert split_by_client(empty, np.zeros(0, np.uint32), empty, []) == []
+
+
+def test_events_without_tokens_are_grouped_by_client() -> None:
+    events = [(1, Event(handle=3)), (2, Event(handle=4)), (1, Event(handle=5))]
+    assert columns(split_events(events)) == {1: ([], [], [3, 5]), 2: ([], [], [4])}

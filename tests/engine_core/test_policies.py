@@ -1,0 +1,346 @@
+"""Who is admitted first, who is preempted, and who may not be starved; with worked numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.waiting_queue import WaitingQueue
+from tests.fakes import Deliveries, expected_tokens, make_request, make_scheduler
+
+
+def handles(requests: object) -> list[int]:
+    return [request.handle for request in requests]  # type: ignore[attr-defined]
+
+
+def record_lookups(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each prompt that is looked up in the prefix cache from here on."""
+    lookups: list[int] = []
+    find_prefix = scheduler.kv_cache.find_prefix
+
+    def recording(keys: object, num_tokens: int) -> object:
+        lookups.append(num_tokens)
+        return find_prefix(keys, num_tokens)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(scheduler.kv_cache, "find_prefix", recording)
+    return lookups
+
+
+def test_fcfs_orders_by_arrival_and_ignores_priorities() -> None:
+    queue = WaitingQueue("fcfs")
+    for handle, priority in ((1, 9), (2, -9), (3, 0)):
+        queue.push(make_request(handle, [1], 1, priority=priority))
+    assert handles(queue) == [1, 2, 3]
+
+
+def test_priority_orders_by_priority_then_arrival_then_handle() -> None:
+    queue = WaitingQueue("priority")
+    for handle, priority, arrival in ((1, 5, 0), (2, 0, 7), (3, 0, 2), (4, 0, 2), (5, -1, 9)):
+        request = make_request(handle, [1], 1, priority=priority)
+        request.arrival = arrival
+        queue.push(request)
+    assert handles(queue) == [5, 3, 4, 2, 1]
+
+
+def test_removed_requests_are_passed_over_and_do_not_pile_up() -> None:
+    queue = WaitingQueue("fcfs")
+    head = make_request(0, [1], 1)
+    queue.push(head)
+    for handle in range(1, 2000):  # a client that submits and aborts, behind a blocked head
+        request = make_request(handle, [1], 1)
+        queue.push(request)
+        queue.remove(request)
+    assert len(queue) == 1
+    assert queue.head() is head
+    assert len(queue._heap) < 100
+    queue.remove(head)
+    assert queue.head() is None
+
+
+def test_the_most_urgent_waiting_request_is_admitted_first() -> None:
+    scheduler, executor = make_scheduler(policy="priority", max_num_seqs=1)
+    deliveries = Deliveries()
+    for handle, priority in ((1, 1), (2, 0), (3, -1)):
+        scheduler.add(make_request(handle, [handle], 2, priority=priority))
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert list(deliveries.finish_reasons) == [3, 2, 1]
+
+
+def test_the_least_urgent_row_gives_way_even_if_it_was_served_in_this_step() -> None:
+    # 8 blocks of 4. Step 1: A and B prefill 8 tokens, 2 blocks each. Step 2: A and B decode into a
+    # third block each, C prefills 8 tokens: all 8 blocks are held. Step 3: C needs one.
+    scheduler, executor = make_scheduler(policy="priority", num_blocks=8, block_size=4)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 8, 12, priority=0))
+    scheduler.add(make_request(2, [2] * 8, 12, priority=5))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(3, [3] * 8, 12, priority=0))
+    deliveries.step(scheduler, executor)
+    assert scheduler.kv_cache.num_free_blocks == 0
+    plan = deliveries.step(scheduler, executor)
+    assert handles(scheduler.completed.preempted) == [2]  # neither the last nor the one in need
+    assert plan.num_tokens == 2  # A and C: nobody was skipped
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert list(deliveries.finish_reasons) == [1, 3, 2]
+    assert deliveries.tokens[2] == expected_tokens([2] * 8, 12)
+
+
+def test_the_tokens_of_a_preempted_row_return_to_the_budget_of_the_same_step() -> None:
+    # 9 blocks of 4, budget 10. Step 4: A and B (2 blocks each) cross into a third, D computes its
+    # second chunk and lacks a block: B goes, and D gets B's token of this very step, too.
+    scheduler, executor = make_scheduler(
+        policy="priority", num_blocks=9, block_size=4, max_num_batched_tokens=10
+    )
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 6, 20, priority=0))
+    scheduler.add(make_request(2, [2] * 7, 20, priority=5))
+    assert [deliveries.step(scheduler, executor).num_tokens for _ in range(2)] == [10, 4]
+    scheduler.add(make_request(4, [4] * 20, 2, priority=0))
+    deliveries.step(scheduler, executor)
+    assert [chunk.num_tokens for chunk in scheduler.completed.scheduled()] == [1, 1, 8]
+    plan = deliveries.step(scheduler, executor)
+    assert handles(scheduler.completed.preempted) == [2]
+    assert [chunk.num_tokens for chunk in scheduler.completed.scheduled()] == [1, 9]
+    assert plan.num_tokens == 10
+
+
+def test_of_equals_the_one_that_costs_least_to_recompute_is_preempted() -> None:
+    # 1 (4 tokens) and 2 (12 tokens) came together; 2 is the later one, and the dearer.
+    scheduler, executor = make_scheduler(num_blocks=6, block_size=4)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 4, 12))
+    scheduler.add(make_request(2, [2] * 12, 12))
+    preempted: list[int] = []
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+        preempted += handles(scheduler.completed.preempted)
+    assert preempted[0] == 1
+    assert deliveries.tokens[1] == expected_tokens([1] * 4, 12)
+
+
+def test_what_was_found_in_the_cache_does_not_count_as_a_cost() -> None:
+    # 2 and 3 came together. 2 has 14 tokens of which 12 were cached; 3 computed all its 8.
+    scheduler, executor = make_scheduler(num_blocks=9, block_size=4)
+    deliveries = Deliveries()
+    prefix = [5] * 12
+    scheduler.add(make_request(1, [*prefix, 1], 1))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(2, [*prefix, 2, 2], 20))
+    scheduler.add(make_request(3, [3] * 8, 20))
+    deliveries.step(scheduler, executor)
+    assert deliveries.num_cached == {1: 0, 2: 12, 3: 0}
+    preempted: list[int] = []
+    while not preempted:
+        deliveries.step(scheduler, executor)
+        preempted += handles(scheduler.completed.preempted)
+    assert preempted == [2]
+
+
+def test_later_arrivals_go_before_cheaper_ones() -> None:
+    scheduler, executor = make_scheduler(num_blocks=6, block_size=4)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 4, 12))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(2, [2] * 12, 8))  # dearer, and one step later
+    preempted: list[int] = []
+    while not preempted:
+        deliveries.step(scheduler, executor)
+        preempted += handles(scheduler.completed.preempted)
+    assert preempted == [2]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_preempted_request_goes_before_equals_that_never_ran(policy: str) -> None:
+    scheduler, executor = make_scheduler(policy=policy, num_blocks=8, block_size=4, max_num_seqs=2)
+    deliveries = Deliveries()
+    for handle in (1, 2, 3):
+        scheduler.add(make_request(handle, [handle] * 8, 12))
+    order: list[int] = []
+    while scheduler.num_requests:
+        plan = deliveries.step(scheduler, executor)
+        # The prompts consist of their handles.
+        order += [int(np.frombuffer(new.token_ids, "<i4")[0]) for new in plan.added]
+    assert order == [1, 2, 2, 3]
+
+
+def test_one_long_prompt_at_a_time_lets_short_ones_pass() -> None:
+    # Budget 16, chunks of 8, one prompt in chunks at once.
+    scheduler, executor = make_scheduler(
+        max_num_batched_tokens=16, long_prefill_token_threshold=8, max_num_partial_prefills=1
+    )
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 30, 2))
+    scheduler.add(make_request(2, [2] * 30, 2))
+    scheduler.add(make_request(3, [3] * 5, 2))
+    plan = scheduler.schedule()
+    assert handles(scheduler.planned.new) == [1, 3]
+    assert plan.num_tokens == 8 + 5
+    assert handles(scheduler.long_waiting) == [2]
+    deliveries.take(scheduler, executor.execute(plan))
+    scheduler.add(make_request(4, [4] * 30, 2))
+    while scheduler.num_requests:
+        plan = deliveries.step(scheduler, executor)
+    assert list(deliveries.finish_reasons) == [3, 1, 2, 4]  # long ones keep their order
+    for handle, length in ((1, 30), (2, 30), (3, 5), (4, 30)):
+        assert deliveries.tokens[handle] == expected_tokens([handle] * length, 2)
+
+
+def test_without_a_limit_all_long_prompts_are_in_chunks_at_once() -> None:
+    scheduler, executor = make_scheduler(max_num_batched_tokens=16, long_prefill_token_threshold=8)
+    for handle in (1, 2, 3):
+        scheduler.add(make_request(handle, [handle] * 30, 2))
+    Deliveries().step(scheduler, executor)
+    assert scheduler.num_running == 2  # 8 + 8 tokens fill the budget
+
+
+def test_a_long_prompt_that_stepped_aside_can_be_aborted() -> None:
+    scheduler, executor = make_scheduler(
+        max_num_batched_tokens=16, long_prefill_token_threshold=8, max_num_partial_prefills=1
+    )
+    for handle in (1, 2):
+        scheduler.add(make_request(handle, [handle] * 30, 2))
+    Deliveries().step(scheduler, executor)
+    assert scheduler.abort(2) is not None
+    assert scheduler.num_waiting == 0
+    assert scheduler.counters.dequeued_reqs == 2
+
+
+def test_admission_leaves_the_watermark_free_while_requests_run() -> None:
+    # 10 blocks, 2 of them watermark: 6 for the first leave 4, of which the second may take 2.
+    scheduler, executor = make_scheduler(num_blocks=10, block_size=4, watermark=0.2)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 24, 2))
+    scheduler.add(make_request(2, [2] * 12, 2))
+    deliveries.step(scheduler, executor)
+    assert handles(scheduler.completed.new) == [1]
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert list(deliveries.finish_reasons) == [1, 2]
+    scheduler.add(make_request(3, [3] * 40, 1))  # alone, it may have all
+    deliveries.step(scheduler, executor)
+    assert deliveries.finish_reasons[3] == "length"
+
+
+def test_skipping_the_cache_computes_the_whole_prompt_and_still_feeds_the_cache() -> None:
+    scheduler, executor = make_scheduler(block_size=4)
+    deliveries = Deliveries()
+    prompt = list(range(10))
+    for handle, skip in ((1, True), (2, True), (3, False)):
+        request = make_request(handle, prompt, 2, skip_reading_prefix_cache=skip)
+        scheduler.add(request)
+        while scheduler.num_requests:
+            deliveries.step(scheduler, executor)
+    assert deliveries.num_cached == {1: 0, 2: 0, 3: 8}
+
+
+def test_a_head_that_does_not_fit_is_looked_up_again_only_when_blocks_were_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler, executor = make_scheduler(num_blocks=8, block_size=4)
+    deliveries = Deliveries()
+    lookups = record_lookups(scheduler, monkeypatch)
+    scheduler.add(make_request(1, [1] * 16, 12))
+    scheduler.add(make_request(2, [2] * 24, 2))
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert lookups == [16, 24, 24]
+
+
+def test_a_blocked_head_is_tried_again_when_one_of_several_rows_frees_its_blocks() -> None:
+    # 8 blocks of 4: 1 holds 2 and stays, 2 holds 3 and ends; 3 wants 4 and finds 3.
+    scheduler, executor = make_scheduler(num_blocks=8, block_size=4)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 6, 3))
+    scheduler.add(make_request(2, [2] * 11, 2))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(3, [3] * 16, 2))
+    deliveries.step(scheduler, executor)
+    assert handles(scheduler.waiting) == [3]
+    assert list(deliveries.finish_reasons) == [2]
+    deliveries.step(scheduler, executor)
+    assert handles(scheduler.completed.new) == [3]
+    assert deliveries.tokens.keys() == {1, 2, 3}
+    assert list(deliveries.finish_reasons) == [2, 1]
+
+
+def test_a_blocked_head_is_not_looked_up_while_the_free_blocks_stay_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 1 decodes within its fourth block for 3 steps: 4 of 8 blocks stay free, 2 wants 5.
+    scheduler, executor = make_scheduler(num_blocks=8, block_size=4)
+    deliveries = Deliveries()
+    lookups = record_lookups(scheduler, monkeypatch)
+    scheduler.add(make_request(1, [1] * 13, 9))
+    scheduler.add(make_request(2, [2] * 20, 2))
+    for _ in range(4):
+        deliveries.step(scheduler, executor)
+        assert scheduler.kv_cache.num_free_blocks == 4
+    assert lookups == [13, 20]
+
+
+def test_a_more_urgent_request_is_tried_although_the_head_before_it_is_blocked() -> None:
+    scheduler, executor = make_scheduler(policy="priority", num_blocks=8, block_size=4)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 13, 9))
+    scheduler.add(make_request(2, [2] * 20, 2))  # 5 blocks, and 4 are free
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(3, [3] * 2, 2, priority=-1))
+    deliveries.step(scheduler, executor)
+    assert handles(scheduler.completed.new) == [3]
+
+
+def test_a_prompt_that_fits_one_chunk_waits_for_a_step_with_room_and_is_not_set_aside() -> None:
+    # Budget 17, chunks of 8, one prompt in chunks at once. Step 1: 8 + 4 leave 5 for 3's 8 tokens.
+    # Step 2: 2 decodes, 8 + 1 leave 8.
+    scheduler, executor = make_scheduler(
+        max_num_batched_tokens=17, long_prefill_token_threshold=8, max_num_partial_prefills=1
+    )
+    deliveries = Deliveries()
+    for handle, length in ((1, 30), (2, 4), (3, 8), (4, 2)):
+        scheduler.add(make_request(handle, [handle] * length, 2))
+    assert deliveries.step(scheduler, executor).num_tokens == 8 + 4
+    assert handles(scheduler.completed.new) == [1, 2]
+    assert handles(scheduler.waiting) == [3, 4]
+    assert deliveries.step(scheduler, executor).num_tokens == 1 + 8 + 8
+    assert handles(scheduler.completed.new) == [3]
+    assert not len(scheduler.long_waiting)
+
+
+@pytest.mark.parametrize(("urgency", "order"), [(0, [2, 3]), (-1, [3, 2])])
+def test_a_prompt_that_stepped_aside_keeps_its_precedence(urgency: int, order: list[int]) -> None:
+    # Chunks of 8: 1 is in chunks for steps 1 to 4 (8, 8, 8, 6). In step 4 it is so no more, and 2,
+    # which stepped aside, competes with 3.
+    scheduler, executor = make_scheduler(
+        policy="priority",
+        max_num_batched_tokens=16,
+        long_prefill_token_threshold=8,
+        max_num_partial_prefills=1,
+    )
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 30, 2))
+    scheduler.add(make_request(2, [2] * 30, 2))
+    for _ in range(3):
+        deliveries.step(scheduler, executor)
+    assert handles(scheduler.long_waiting) == [2]
+    scheduler.add(make_request(3, [3] * 2, 2, priority=urgency))
+    deliveries.step(scheduler, executor)
+    assert handles(scheduler.completed.new) == order
+
+
+def test_the_order_stays_right_when_most_of_the_queue_was_removed() -> None:
+    queue = WaitingQueue("priority")
+    requests = [make_request(i, [1], 1, priority=i * 37 % 211) for i in range(210)]
+    for request in requests:
+        queue.push(request)
+    for request in requests:
+        if request.priority % 5:
+            queue.remove(request)
+    assert len(queue._heap) < 210  # what was removed behind the head is swept out
+    order = []
+    while (head := queue.head()) is not None:
+        order.append(head.priority)
+        queue.remove(head)
+    assert order == list(range(0, 211, 5))

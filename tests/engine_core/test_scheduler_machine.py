@@ -1,0 +1,168 @@
+"""The scheduler under anything a client and a worker may do, with up to three steps in flight.
+
+A failure is shrunk to the shortest trace of add, plan, collect, abort and reset that shows it. The
+fake worker recomputes every context from its simulated KV memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
+from tests.fakes import (
+    Deliveries,
+    PipelinedExecutor,
+    expected_tokens,
+    make_request,
+    make_scheduler,
+)
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 32
+STEMS = ([0, 1, 2, 3, 0, 1, 2, 3, 1], [1] * 12, [2, 3])
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> dict[str, Any]:
+    max_num_seqs = draw(st.integers(1, 5))
+    return {
+        "num_blocks": draw(st.integers(8, 16)),
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": draw(st.integers(max_num_seqs, 40)),
+        "max_model_len": MAX_MODEL_LEN,
+        "policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5])),
+        "max_num_partial_prefills": draw(st.sampled_from([0, 0, 1, 2])),
+        "watermark": draw(st.sampled_from([0.0, 0.0, 0.2])),
+        "enable_prefix_caching": draw(st.integers(0, 3).map(bool)),
+    }
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One engine's life."""
+
+    @initialize(limits=limits(), depth=st.sampled_from([1, 1, 2, 2, 3]), collide=st.booleans())
+    def start(self, limits: dict[str, Any], depth: int, collide: bool) -> None:
+        self.scheduler, executor = make_scheduler(**limits)
+        self.worker = PipelinedExecutor(executor)
+        self.depth = depth
+        self.digest = {"digest": lambda _: b"x" * 16} if collide else {}
+        self.deliveries = Deliveries()
+        self.expected: dict[int, list[int]] = {}
+        self.aborted: set[int] = set()
+        self.findable: set[bytes] = set()
+        self.scheduler.kv_cache.subscribe(self.replay)
+
+    def replay(self, batch: KVEventBatch) -> None:
+        for event in batch.events:
+            match event:
+                case BlockStored():
+                    self.findable.update(event.block_hashes)
+                case BlockRemoved(block_hashes):
+                    self.findable.difference_update(block_hashes)
+                case AllBlocksCleared():
+                    self.findable.clear()
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        tail=st.lists(st.integers(0, 3), max_size=6),
+        max_tokens=st.integers(1, 14),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from([None, None, "a"]),
+        skip_reading=st.integers(0, 5).map(lambda n: n == 0),
+        stop_at=st.none() | st.integers(0, 13),
+    )
+    def add(
+        self, stem: list[int], tail: list[int], max_tokens: int, priority: int, salt: str | None,
+        skip_reading: bool, stop_at: int | None,
+    ) -> None:  # fmt: skip
+        handle = len(self.expected) + 1
+        prompt = stem + tail
+        tokens = expected_tokens(prompt, max_tokens)
+        stops: tuple[int, ...] = ()
+        if stop_at is not None and stop_at < max_tokens:
+            stops = (tokens[stop_at],)
+        self.expected[handle] = expected_tokens(prompt, max_tokens, stops)
+        self.scheduler.add(
+            make_request(
+                handle, prompt, max_tokens, block_size=BLOCK_SIZE, cache_salt=salt,
+                priority=priority, skip_reading_prefix_cache=skip_reading, client=handle % 3,
+                eos=stops if handle % 2 else (), stop_token_ids=() if handle % 2 else stops,
+                max_model_len=MAX_MODEL_LEN, **self.digest,
+            )
+        )  # fmt: skip
+
+    @precondition(lambda self: len(self.worker) < self.depth)
+    @rule()
+    def plan(self) -> None:
+        scheduler = self.scheduler
+        plan = scheduler.schedule()
+        check_plan(scheduler, plan)
+        assert not scheduler.is_stuck
+        if len(self.worker) == 0:  # with nothing to wait for, every step gets on
+            assert plan.num_tokens or scheduler.planned.preempted or not scheduler.num_requests
+        self.worker.submit(plan)
+
+    @precondition(lambda self: len(self.worker) > 0)
+    @rule()
+    def collect(self) -> None:
+        self.deliveries.take(self.scheduler, self.worker.collect())
+        check_rows(self.scheduler)
+        check_blocks(self.scheduler)
+        kv_cache = self.scheduler.kv_cache
+        kv_cache.publish_events()
+        assert self.findable == {block.key[0] for block in kv_cache._pool.blocks if block.key}
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        handle = data.draw(st.integers(1, len(self.expected) + 1))
+        request = self.scheduler.abort(handle)
+        ended = handle in self.aborted or handle in self.deliveries.finish_reasons
+        assert (request is None) == (ended or handle > len(self.expected))
+        if request is not None:
+            self.aborted.add(handle)
+        check_rows(self.scheduler)
+        check_blocks(self.scheduler)
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        kv_cache = self.scheduler.kv_cache
+        in_use = kv_cache.num_free_blocks < kv_cache.num_blocks
+        assert kv_cache.reset_prefix_cache() is not in_use
+
+    def teardown(self) -> None:
+        """Run to the end: everything is delivered, once and in order, and nothing is left."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(3000):
+            while len(self.worker) < self.depth:
+                self.plan()
+            self.collect()
+            if not self.scheduler.num_requests:
+                break
+        else:
+            raise AssertionError("the requests do not end")
+        while len(self.worker):
+            self.collect()
+        for handle, expected in self.expected.items():
+            got = self.deliveries.tokens.get(handle, [])
+            if handle in self.aborted:
+                assert got == expected[: len(got)]
+                assert handle not in self.deliveries.finish_reasons
+            else:
+                assert got == expected
+                assert handle in self.deliveries.finish_reasons
+        check_idle(self.scheduler)
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
