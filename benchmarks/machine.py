@@ -7,15 +7,19 @@ each measurement. Linux only.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -53,6 +57,27 @@ def describe_commit() -> dict[str, Any]:
     }
 
 
+def describe_command() -> str:
+    """The command line, absolute paths cut to their last component."""
+    return "python " + " ".join(re.sub(r"(^|=)/(?:[^/]*/)*(?=[^/])", r"\1", w) for w in sys.argv)
+
+
+def spread(values: list[float]) -> dict[str, Any]:
+    """Median and range of one figure, and its repetitions."""
+    return {
+        "median": round(median(values), 4),
+        "min": min(values),
+        "max": max(values),
+        "values": values,
+    }
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Write what was measured as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 @contextmanager
 def nice_sessions() -> Iterator[None]:
     """Give our session, and those of our child processes, the nice value of this process.
@@ -61,14 +86,24 @@ def nice_sessions() -> Iterator[None]:
     each at nice 0 until told otherwise. Without this `nice` would reach neither the engine nor the
     client, as seen from other sessions. Our own session gets its value back in the end.
     """
-    own = Path("/proc/self/autogroup")  # e.g. "/autogroup-6 nice 0"
-    before = own.read_text().split()[-1] if own.exists() else "0"
+    own = Path("/proc/self/autogroup")
+    before = _session_nice(own)
     for pid in _family(os.getpid()):
         _set_session_nice(Path(f"/proc/{pid}/autogroup"), str(os.nice(0)))
     try:
         yield
     finally:
-        _set_session_nice(own, before)
+        if before is not None:
+            _set_session_nice(own, before)
+
+
+def _session_nice(path: Path) -> str | None:
+    """Of "/autogroup-6 nice 0" the "0"; None in the first session, whose file is empty."""
+    try:
+        words = path.read_text().split()
+    except OSError:
+        return None  # no autogroups
+    return words[-1] if words else None
 
 
 def _set_session_nice(path: Path, nice: str) -> None:

@@ -10,8 +10,6 @@ them one repetition and leaves the medians alone. Flags of `nanocore-engine` are
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import signal
 import sys
 import time
@@ -24,10 +22,13 @@ from typing import Any
 from machine import (
     BandwidthCanary,
     CpuTimes,
+    describe_command,
     describe_commit,
     describe_host,
     describe_versions,
     nice_sessions,
+    spread,
+    write_report,
 )
 from models import SHAPES, cached_model
 from workloads import WORKLOAD_NAMES, Workload, make_workload
@@ -98,8 +99,7 @@ def main() -> None:
     }
     print(_table(report["workloads"]))
     out = arguments.out or _RESULTS / f"offline-{model_name}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(out, report)
     print(f"written to {out}")
 
 
@@ -153,18 +153,13 @@ def _describe_run(model_name: str, config: EngineConfig) -> dict[str, Any]:
         del settings[name]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python " + " ".join(_without_folders(word) for word in sys.argv),
+        "command": describe_command(),
         **describe_commit(),
         "host": describe_host(),
         "versions": describe_versions(),
         "model": model_name,
         "engine": settings,
     }
-
-
-def _without_folders(word: str) -> str:
-    """Absolute paths cut to their last component."""
-    return re.sub(r"(^|=)/(?:[^/]*/)*(?=[^/])", r"\1", word)
 
 
 def _run_rounds(
@@ -261,12 +256,7 @@ def _summarize(workload: Workload, repetitions: list[Repetition]) -> dict[str, A
     }
     for metric in (*_SPREAD_METRICS, "num_preemptions"):
         values = [round(getattr(repetition, metric), 4) for repetition in repetitions]
-        summary[metric] = {
-            "median": round(median(values), 4),
-            "min": min(values),
-            "max": max(values),
-            "values": values,
-        }
+        summary[metric] = spread(values)
     for metric in ("request_ttft_ms", "request_tpot_ms"):
         summary[metric] = [getattr(repetition, metric) for repetition in repetitions]
     return summary

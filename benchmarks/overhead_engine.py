@@ -1,0 +1,247 @@
+"""What nanocore's scheduler and KV cache cost beside the model, in microseconds.
+
+    python benchmarks/overhead_engine.py [--repeats 7]
+
+Each function measures one thing and returns one figure per repeat; objects of a step are dropped
+outside the timed part, and the heap is frozen after set-up, as in an engine.
+
+step_us      schedule() and update() of one steady decode step, mean over many steps, so that block
+             crossings are in it
+admit_us     one request: from the SUBMIT to a Request with all its block keys, add(), and the first
+             schedule() of at most 8192 tokens; cold, or all but the last block cached
+blocks_us    per block: a request's blocks allocated, registered under their keys, and freed; in an
+             empty cache, or with every allocation evicting older contents
+core_us      EngineCore.step() with an executor that answers at once, without the executor's time
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Final
+
+import numpy as np
+from no_model_engine import NoModelExecutor
+
+from nanocore.engine_core.admission import Admission
+from nanocore.engine_core.config import EngineConfig, SchedulerConfig
+from nanocore.engine_core.core import EngineCore
+from nanocore.engine_core.mailbox import Outbox
+from nanocore.engine_core.queue_limit import QueueLimit
+from nanocore.engine_core.scheduler import Scheduler
+from nanocore.kv_cache import KeyChain, KVCacheManager
+from nanocore.protocol.messages import ModelCard, Submit
+from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.protocol.sampling import EngineSamplingParams
+
+BLOCK_SIZE: Final = 16
+NUM_BLOCKS: Final = 65536
+MAX_MODEL_LEN: Final = 65536
+NUM_PROMPT_TOKENS: Final = 128
+VOCAB_SIZE: Final = 151_936
+EOS: Final = 151_645
+NUM_CACHED_BLOCKS: Final = 12288  # blocks that a repeat of blocks_us runs through the manager
+_CARD = ModelCard(
+    model="none", architecture="none", dtype="none", vocab_size=VOCAB_SIZE,
+    max_model_len=MAX_MODEL_LEN, eos_token_ids=[EOS], block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS,
+)  # fmt: skip
+_now_ns = time.perf_counter_ns
+
+
+class _Engine:
+    """A scheduler, admission before it, and an executor without a model behind it."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=1024, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN
+        )
+        self.scheduler = Scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE))
+        limit = QueueLimit(10**9, 10**12, self.scheduler.counters)
+        self.admission = Admission(_CARD, EngineConfig(), limit)
+        self.executor = NoModelExecutor(1024, list(range(1000, 2000)))
+        self._rng = random.Random(1)
+        self._num_handles = 0
+
+    def submit(self, num_tokens: int) -> Submit:
+        """A request of random tokens, as it is when it has been decoded."""
+        token_ids = [self._rng.randrange(VOCAB_SIZE - 1000) for _ in range(num_tokens)]
+        sampling = EngineSamplingParams(temperature=0.7, top_p=0.95, max_tokens=30_000)
+        prompt = np.array(token_ids, "<i4").tobytes()
+        return Submit(request_id=f"{num_tokens}", prompt_token_ids=prompt, sampling=sampling)
+
+    def add(self, submit: Submit) -> None:
+        """Everything from the SUBMIT to the waiting queue."""
+        self._num_handles += 1
+        self.scheduler.add(self.admission.build(submit, self._num_handles, client=1))
+
+    def start(self, num_requests: int) -> None:
+        """Bring so many requests to decoding."""
+        for _ in range(num_requests):
+            self.add(self.submit(NUM_PROMPT_TOKENS))
+        while self.scheduler.num_waiting or self.scheduler.table.prefilling:
+            self.step()
+
+    def step(self) -> None:
+        """One step, untimed."""
+        self.scheduler.update(self.executor.execute(self.scheduler.schedule()))
+
+    def clear(self) -> None:
+        """End every request."""
+        self.scheduler.abort_all()
+        self.step()
+
+
+def _num_steps(num_requests: int) -> int:
+    """Steps per repeat: fewer where they would fill the cache."""
+    return 128 if num_requests <= 64 else 64
+
+
+@contextmanager
+def _frozen_heap() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def step_us(num_requests: int, repeats: int) -> list[float]:
+    """One steady decode step of so many requests."""
+    engine = _Engine()
+    scheduler, executor = engine.scheduler, engine.executor
+    engine.start(num_requests)
+    num_steps = _num_steps(num_requests)
+    figures = []
+    with _frozen_heap():
+        for _ in range(repeats + 1):
+            spent_ns = 0
+            for _ in range(num_steps):
+                t0 = _now_ns()
+                plan = scheduler.schedule()
+                t1 = _now_ns()
+                result = executor.execute(plan)
+                t2 = _now_ns()
+                outputs = scheduler.update(result)
+                t3 = _now_ns()
+                spent_ns += t3 - t2 + t1 - t0
+                assert len(outputs[0].token_ids) == num_requests
+                del plan, result, outputs
+            figures.append(spent_ns / 1e3 / num_steps)
+    return figures[1:]  # the first one warms up
+
+
+def admit_us(num_tokens: int, repeats: int, cached: bool = False) -> list[float]:
+    """One request, from its SUBMIT to its first plan, while nothing else runs."""
+    engine = _Engine(num_blocks=16384)
+    scheduler = engine.scheduler
+    count = 64 if num_tokens <= 1024 else 4
+    submits = [engine.submit(num_tokens) for _ in range(count)]
+    figures = []
+    with _frozen_heap():
+        for _ in range(repeats + 1):
+            spent_ns = 0
+            if not cached:
+                assert scheduler.kv_cache.reset_prefix_cache()
+            for submit in submits:
+                t0 = _now_ns()
+                engine.add(submit)
+                plan = scheduler.schedule()
+                spent_ns += _now_ns() - t0
+                (new,) = plan.added
+                num_cached = new.num_computed_tokens
+                scheduler.update(engine.executor.execute(plan))
+                while scheduler.table.prefilling:  # the rest of a long prompt
+                    engine.step()
+                engine.clear()
+            figures.append(spent_ns / 1e3 / count)
+        assert num_cached == (num_tokens - BLOCK_SIZE if cached else 0)
+    return figures[1:]
+
+
+def blocks_us(num_blocks: int, repeats: int, evict: bool = False) -> list[float]:
+    """Allocate, register and free, per block, for requests of so many blocks."""
+    kv_cache = KVCacheManager(4096 if evict else 16384, BLOCK_SIZE)
+    rng = random.Random(2)
+    chains = []
+    for _ in range(NUM_CACHED_BLOCKS // num_blocks):
+        chains.append(KeyChain(BLOCK_SIZE))
+        chains[-1].extend(rng.randbytes(4 * BLOCK_SIZE * num_blocks))
+    figures = []
+    with _frozen_heap():
+        for _ in range(repeats + 1):
+            if not evict:
+                assert kv_cache.reset_prefix_cache()
+            t0 = _now_ns()
+            for handle, chain in enumerate(chains):
+                block_ids = kv_cache.allocate(handle, num_blocks * BLOCK_SIZE)
+                kv_cache.register(handle, chain.keys, num_blocks)
+                kv_cache.free(handle)
+            figures.append((_now_ns() - t0) / 1e3 / NUM_CACHED_BLOCKS)
+            assert block_ids is not None
+            assert kv_cache.num_cached_blocks == (4096 if evict else NUM_CACHED_BLOCKS)
+    return figures[1:]
+
+
+class _TimedExecutor:
+    """The executor without a model, and how long it took."""
+
+    def __init__(self, executor: NoModelExecutor) -> None:
+        self._executor = executor
+        self.spent_ns = 0
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Answer."""
+        t0 = _now_ns()
+        result = self._executor.execute(plan)
+        self.spent_ns += _now_ns() - t0
+        return result
+
+
+def core_us(num_requests: int, repeats: int) -> list[float]:
+    """One step of the EngineCore, inbox and outbox included."""
+    engine = _Engine()
+    engine.start(num_requests)
+    num_steps = _num_steps(num_requests)
+    executor = _TimedExecutor(engine.executor)
+    outbox = Outbox()
+    core = EngineCore(engine.scheduler, executor, SimpleQueue(), outbox)
+    figures = []
+    with _frozen_heap():
+        for _ in range(repeats + 1):
+            executor.spent_ns = 0
+            t0 = _now_ns()
+            for _ in range(num_steps):
+                core.step()
+                outbox.drain()
+            figures.append((_now_ns() - t0 - executor.spent_ns) / 1e3 / num_steps)
+    outbox.close()
+    return figures[1:]
+
+
+def main() -> None:
+    """Print the median of everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats = parser.parse_args().repeats
+    for num_requests in (1, 16, 64, 256, 1024):
+        print(f"step, {num_requests}: {statistics.median(step_us(num_requests, repeats)):.1f} us")
+    print(f"admission, 128: {statistics.median(admit_us(128, repeats)):.1f} us")
+    for cached in (False, True):
+        figure = statistics.median(admit_us(32768, repeats, cached))
+        print(f"admission, 32768, {'cached' if cached else 'cold'}: {figure:.0f} us")
+    for num_blocks in (8, 128):
+        for evict in (False, True):
+            figure = statistics.median(blocks_us(num_blocks, repeats, evict))
+            print(f"blocks, {num_blocks}, {'evicting' if evict else 'cold'}: {figure:.3f} us")
+    print(f"core, 256: {statistics.median(core_us(256, repeats)):.1f} us")
+
+
+if __name__ == "__main__":
+    main()
