@@ -18,15 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from machine import (
-    describe_command,
-    describe_commit,
-    describe_host,
-    describe_versions,
-    nice_sessions,
-    spread,
-    write_report,
-)
+from machine import describe_run, nice_sessions, spread, write_report
 from models import SHAPES, cached_model
 
 from nanocore.client import AsyncEngineClient, SamplingParams
@@ -116,11 +108,8 @@ def main() -> None:
         )
         print(f"target {target} ms: {line}")
     record = {
-        **describe_commit(),
-        "command": describe_command(),
+        **describe_run(),
         "model": arguments.model,
-        "host": describe_host(),
-        "versions": describe_versions(),
         "targets": summary,
     }
     write_report(arguments.out, record)

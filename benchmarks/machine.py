@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,17 @@ import torch
 _REPOSITORY = Path(__file__).resolve().parent.parent
 _CANARY_BYTES = 256 * 2**20
 _CANARY_READS = 6
+
+
+def describe_run() -> dict[str, Any]:
+    """Which code ran where, when, and how: the head of every report."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": describe_command(),
+        **describe_commit(),
+        "host": describe_host(),
+        "versions": describe_versions(),
+    }
 
 
 def describe_host() -> dict[str, Any]:

@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,10 +21,7 @@ from typing import Any
 from machine import (
     BandwidthCanary,
     CpuTimes,
-    describe_command,
-    describe_commit,
-    describe_host,
-    describe_versions,
+    describe_run,
     nice_sessions,
     spread,
     write_report,
@@ -152,11 +148,7 @@ def _describe_run(model_name: str, config: EngineConfig) -> dict[str, Any]:
     for name in ("model", "listen", "step_trace"):
         del settings[name]
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": describe_command(),
-        **describe_commit(),
-        "host": describe_host(),
-        "versions": describe_versions(),
+        **describe_run(),
         "model": model_name,
         "engine": settings,
     }

@@ -19,15 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from machine import (
-    describe_command,
-    describe_commit,
-    describe_host,
-    describe_versions,
-    nice_sessions,
-    spread,
-    write_report,
-)
+from machine import describe_run, nice_sessions, spread, write_report
 from overhead_client import both_processes, client_us_per_token, outputs_us, submit_us
 from overhead_engine import admit_us, blocks_us, core_us, step_us
 from sample_text import demo_folder
@@ -158,10 +150,7 @@ def main() -> None:
                 peer_versions = answer["versions"]
     print_table(ours, peer)
     record = {
-        **describe_commit(),
-        "command": describe_command(),
-        "host": describe_host(),
-        "versions": describe_versions(),
+        **describe_run(),
         "vllm_versions": peer_versions,
         "unit": "microseconds; tokens_per_chunk is a count",
         "nanocore": summary(ours),

@@ -1,7 +1,9 @@
-"""Fixtures that tests of several rooms use: tiny models, made once per session."""
+"""Fixtures that tests of several rooms use: tiny models, made once per session, and a folder."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,10 @@ def untied_sharded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bf16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 in bfloat16."""
     return make_tiny_qwen3(tmp_path_factory.mktemp("bf16"), dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A private directory whose path is short enough for a Unix socket, unlike tmp_path's."""
+    with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as directory:
+        yield Path(directory)

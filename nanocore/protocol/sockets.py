@@ -116,7 +116,7 @@ class PublisherSocket(_BoundSocket):
 
     def publish(self, frames: Sequence[bytes]) -> None:
         """Queue a message for every subscriber; those at the high-water mark miss it."""
-        self._socket.send_multipart(list(frames), zmq.NOBLOCK)
+        _send(self._socket, frames)
 
 
 class ClientSocket:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +32,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def endpoint() -> Iterator[str]:
-    """An ipc endpoint that nobody serves; its path is short, unlike tmp_path's."""
-    with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as directory:
-        yield f"ipc://{directory}/engine.sock"
+def endpoint(short_path: Path) -> str:
+    """An ipc endpoint that nobody serves."""
+    return f"ipc://{short_path}/engine.sock"

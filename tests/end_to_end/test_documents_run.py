@@ -7,7 +7,6 @@ import re
 import select
 import subprocess
 import sys
-import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -52,32 +51,31 @@ def test_the_protocols_raw_client_gets_eight_tokens(tiny_model: Path, tmp_path: 
     assert len(tokens) == 8
 
 
-def test_the_protocols_subscriber_prints_every_batch(tmp_path: Path) -> None:
+def test_the_protocols_subscriber_prints_every_batch(tmp_path: Path, short_path: Path) -> None:
     (tmp_path / "msgpack.py").write_text(MSGPACK)
     _client, source = python_blocks("PROTOCOL.md")
     found = re.findall(r'"(ipc://[^"]+)"', source)
-    with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as folder:
-        endpoints = [f"ipc://{folder}/events.sock", f"ipc://{folder}/replay.sock"]
-        for written, endpoint in zip(found, endpoints, strict=True):
-            source = source.replace(written, endpoint)
-        with closing(KVEventPublisher(*endpoints)) as publisher:
-            publisher.start()
-            router = subprocess.Popen(
-                [sys.executable, "-c", source],
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"PYTHONPATH": str(tmp_path)},
-            )
-            with router:
-                assert router.stdout is not None
-                heard = select.poll()
-                heard.register(router.stdout, select.POLLIN)
-                num_published = 0
-                while not heard.poll(50):  # it is too late for the first ones: it must replay them
-                    publisher.publish(numbered(num_published))
-                    num_published += 1
-                printed = [router.stdout.readline() for _ in range(num_published)]
-                router.kill()
+    endpoints = [f"ipc://{short_path}/events.sock", f"ipc://{short_path}/replay.sock"]
+    for written, endpoint in zip(found, endpoints, strict=True):
+        source = source.replace(written, endpoint)
+    with closing(KVEventPublisher(*endpoints)) as publisher:
+        publisher.start()
+        router = subprocess.Popen(
+            [sys.executable, "-c", source],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        )
+        with router:
+            assert router.stdout is not None
+            heard = select.poll()
+            heard.register(router.stdout, select.POLLIN)
+            num_published = 0
+            while not heard.poll(50):  # it is too late for the first ones: it must replay them
+                publisher.publish(numbered(num_published))
+                num_published += 1
+            printed = [router.stdout.readline() for _ in range(num_published)]
+            router.kill()
     assert [line.split()[0] for line in printed] == [str(i) for i in range(num_published)]
     assert "BlockRemoved" in printed[0]
 

@@ -10,7 +10,6 @@ import asyncio
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,15 +111,8 @@ def story() -> Story:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """A directory whose path is short enough for a Unix socket."""
-    with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as directory:
-        yield Path(directory)
-
-
-@pytest.fixture
 def no_model(tiny_model: Path, tmp_path: Path) -> Path:
-    """A model folder that cannot be loaded: the weights are missing."""
+    """A model short_path that cannot be loaded: the weights are missing."""
     copy = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     (copy / "model.safetensors").unlink()
     return copy
@@ -200,32 +192,34 @@ def test_a_subscriber_hears_under_the_topic_what_a_replay_repeats(story: Story) 
 # -- the endpoints --------------------------------------------------------------------------------
 
 
-def test_an_engine_serves_its_event_endpoints_until_it_ends(tiny_model: Path, folder: Path) -> None:
-    events = ["--kv-events-endpoint", f"ipc://{folder}/events.sock"]
-    replay = f"ipc://{folder}/replay.sock"
+def test_an_engine_serves_its_event_endpoints_until_it_ends(
+    tiny_model: Path, short_path: Path
+) -> None:
+    events = ["--kv-events-endpoint", f"ipc://{short_path}/events.sock"]
+    replay = f"ipc://{short_path}/replay.sock"
     flags = [*events, "--kv-events-replay-endpoint", replay, "--kv-events-topic", "kv"]
     with peers() as routers, engine(tiny_model, *flags) as running:
         assert routers.replay_client(replay).replay(0) == []
-        listen = ["--listen", f"ipc://{folder}/other/engine.sock"]
+        listen = ["--listen", f"ipc://{short_path}/other/engine.sock"]
         second = run_to_exit("--model", str(tiny_model), *listen, *events)
         assert second.returncode == 5
         assert f"process {running.process.pid}" in second.stderr
         assert "--kv-events-endpoint" in second.stderr
     assert running.process.returncode == 0
-    assert not list(folder.glob("**/*.sock"))
+    assert not list(short_path.glob("**/*.sock"))
 
 
 @pytest.mark.parametrize("taken", ["events", "replay"])
 def test_a_taken_event_endpoint_exits_with_5_before_the_model_is_looked_at(
-    no_model: Path, folder: Path, taken: str
+    no_model: Path, short_path: Path, taken: str
 ) -> None:
-    events, replay = f"ipc://{folder}/events.sock", f"ipc://{folder}/replay.sock"
-    flags = ["--model", str(no_model), "--listen", f"ipc://{folder}/e/engine.sock"]
+    events, replay = f"ipc://{short_path}/events.sock", f"ipc://{short_path}/replay.sock"
+    flags = ["--model", str(no_model), "--listen", f"ipc://{short_path}/e/engine.sock"]
     flags += ["--kv-events-endpoint", events, "--kv-events-replay-endpoint", replay]
     with closing(KVEventPublisher(events if taken == "events" else replay)):
         result = run_to_exit(*flags)
     assert result.returncode == 5
-    assert f"{folder}/{taken}.sock is served by process" in result.stderr
+    assert f"{short_path}/{taken}.sock is served by process" in result.stderr
     result = run_to_exit(*flags)
     assert result.returncode == 3, "without the other process, the model is what is wrong"
-    assert not list(folder.glob("**/*.sock"))
+    assert not list(short_path.glob("**/*.sock"))

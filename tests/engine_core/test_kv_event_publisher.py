@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -32,20 +31,13 @@ SECRET = b"tenant-7-secret"
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """A directory whose path is short enough for a Unix socket."""
-    with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as directory:
-        yield Path(directory)
+def endpoint(short_path: Path) -> str:
+    return f"ipc://{short_path}/events.sock"
 
 
 @pytest.fixture
-def endpoint(folder: Path) -> str:
-    return f"ipc://{folder}/events.sock"
-
-
-@pytest.fixture
-def replay_endpoint(folder: Path) -> str:
-    return f"ipc://{folder}/replay.sock"
+def replay_endpoint(short_path: Path) -> str:
+    return f"ipc://{short_path}/replay.sock"
 
 
 @pytest.fixture
@@ -226,21 +218,23 @@ def test_close_delivers_what_is_queued(
 
 
 def test_close_ends_the_thread_and_frees_the_endpoints(
-    publisher: KVEventPublisher, make: MakePublisher, folder: Path
+    publisher: KVEventPublisher, make: MakePublisher, short_path: Path
 ) -> None:
     publisher.close()
     assert not publisher.is_alive()
-    assert [path.suffix for path in folder.iterdir()] == [".lock", ".lock"]
+    assert [path.suffix for path in short_path.iterdir()] == [".lock", ".lock"]
     publisher.publish(numbered(0))
     publisher.close()
     make()
 
 
-def test_a_publisher_without_replays_publishes(endpoint: str, routers: Peers, folder: Path) -> None:
+def test_a_publisher_without_replays_publishes(
+    endpoint: str, routers: Peers, short_path: Path
+) -> None:
     with closing(KVEventPublisher(endpoint)) as publisher:
         publisher.start()
         routers.subscriber(endpoint).join(publisher)
-        assert {path.name for path in folder.iterdir()} == {"events.sock", "events.lock"}
+        assert {path.name for path in short_path.iterdir()} == {"events.sock", "events.lock"}
 
 
 def test_an_endpoint_has_one_publisher(publisher: KVEventPublisher, endpoint: str) -> None:
@@ -249,9 +243,9 @@ def test_an_endpoint_has_one_publisher(publisher: KVEventPublisher, endpoint: st
 
 
 def test_a_failed_construction_gives_the_first_endpoint_back(
-    publisher: KVEventPublisher, folder: Path, replay_endpoint: str
+    publisher: KVEventPublisher, short_path: Path, replay_endpoint: str
 ) -> None:
-    other = f"ipc://{folder}/other.sock"
+    other = f"ipc://{short_path}/other.sock"
     with pytest.raises(AddressInUseError, match="--kv-events-replay-endpoint"):
         KVEventPublisher(other, replay_endpoint)
     KVEventPublisher(other).close()
@@ -279,12 +273,12 @@ def test_a_salt_is_in_no_frame(
 
 
 def test_a_failure_is_logged_and_ends_only_the_events(
-    publisher: KVEventPublisher, folder: Path, caplog: pytest.LogCaptureFixture
+    publisher: KVEventPublisher, short_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher.publish(KVEventBatch(0, [BlockStored([A], None, b"odd", 2)]))
     publisher.join(10)
     assert not publisher.is_alive()
     assert "the KV event thread failed" in caplog.text
-    assert not list(folder.glob("*.sock")), "nobody is left to connect to a dead endpoint"
+    assert not list(short_path.glob("*.sock")), "nobody is left to connect to a dead endpoint"
     publisher.publish(numbered(1))
     publisher.close()
