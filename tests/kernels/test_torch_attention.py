@@ -2,97 +2,18 @@
 
 from __future__ import annotations
 
-import random
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nanocore.kernels import torch_backend
-from nanocore.kernels.backend import AttentionMetadata, select_kernels
+from nanocore.kernels import torch_attention
+from nanocore.kernels.backend import AttentionSpec, select_kernels
+from tests.kernels.paged_case import HEAD_DIM, PLAIN, PagedCase
 
-HEAD_DIM = 16
-
-
-class PagedCase:
-    """A mixed batch with its KV scattered over shuffled blocks; everything else is garbage."""
-
-    def __init__(
-        self, seqs: list[tuple[int, int]], block_size: int, heads: int, kv_heads: int, seed: int
-    ) -> None:
-        """seqs: (context length including this step, query tokens), decodes first."""
-        rng = random.Random(seed)
-        generator = torch.Generator().manual_seed(seed)
-
-        def draw(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator)
-
-        widths = [-(-length // block_size) for length, _ in seqs]
-        num_blocks = sum(widths) + 3
-        free = list(range(num_blocks))
-        rng.shuffle(free)
-        self.k_cache = 100 * draw(num_blocks, block_size, kv_heads, HEAD_DIM)
-        self.v_cache = 100 * draw(num_blocks, block_size, kv_heads, HEAD_DIM)
-        self.block_table = torch.tensor(
-            [
-                [free.pop() for _ in range(width)]
-                + [rng.randrange(num_blocks)] * (max(widths) - width)
-                for width in widths
-            ],
-            dtype=torch.int32,
-        )
-        self.k = [draw(length, kv_heads, HEAD_DIM) for length, _ in seqs]
-        self.v = [draw(length, kv_heads, HEAD_DIM) for length, _ in seqs]
-        self.q = [draw(count, heads, HEAD_DIM) for _, count in seqs]
-        self.seqs, self.block_size = seqs, block_size
-
-    def slots(self, i: int, start: int, end: int) -> Tensor:
-        positions = torch.arange(start, end)
-        blocks = self.block_table[i].long()[positions // self.block_size]
-        return blocks * self.block_size + positions % self.block_size
-
-    def run(self) -> Tensor:
-        kernels = select_kernels("torch", torch.device("cpu"))
-        for i, (length, count) in enumerate(self.seqs):  # what earlier steps have written
-            past = length - count
-            kernels.store_kv(
-                self.k[i][:past], self.v[i][:past], self.k_cache, self.v_cache,
-                self.slots(i, 0, past),
-            )  # fmt: skip
-        starts = [0]
-        for _, count in self.seqs:
-            starts.append(starts[-1] + count)
-        lengths = [length for length, _ in self.seqs]
-        metadata = AttentionMetadata(
-            num_decodes=sum(count == 1 for _, count in self.seqs),
-            query_start=starts,
-            seq_lens=lengths,
-            seq_lens_B=torch.tensor(lengths, dtype=torch.int32),
-            block_table_BM=self.block_table,
-            slot_mapping_T=torch.cat(
-                [self.slots(i, n - c, n) for i, (n, c) in enumerate(self.seqs)]
-            ),
-        )
-        new = [(self.k[i][n - c :], self.v[i][n - c :]) for i, (n, c) in enumerate(self.seqs)]
-        kernels.store_kv(
-            torch.cat([k for k, _ in new]), torch.cat([v for _, v in new]), self.k_cache,
-            self.v_cache, metadata.slot_mapping_T,
-        )  # fmt: skip
-        return kernels.paged_attention(
-            torch.cat(self.q), self.k_cache, self.v_cache, metadata, HEAD_DIM**-0.5
-        )
-
-    def expected(self) -> Tensor:
-        outputs = []
-        for q, k, v, (length, count) in zip(self.q, self.k, self.v, self.seqs, strict=True):
-            group = q.shape[1] // k.shape[1]
-            k64 = k.double().repeat_interleave(group, dim=1)
-            v64 = v.double().repeat_interleave(group, dim=1)
-            scores = torch.einsum("qhd,khd->hqk", q.double(), k64) * HEAD_DIM**-0.5
-            future = torch.arange(length) > torch.arange(length - count, length)[:, None]
-            weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-            outputs.append(torch.einsum("hqk,khd->qhd", weights, v64))
-        return torch.cat(outputs)
+MIXED = [(5, 1), (31, 1), (1, 1), (2, 2), (40, 7), (64, 64), (48, 33)]
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
@@ -104,7 +25,7 @@ class PagedCase:
         [(17, 17)],
         [(16, 16), (32, 16), (33, 16)],
         [(1, 1), (16, 1), (17, 1), (40, 1)],
-        [(5, 1), (31, 1), (2, 2), (40, 7), (64, 64), (48, 33)],
+        MIXED,
     ],
 )
 def test_mixed_batches_equal_dense_attention(
@@ -114,13 +35,90 @@ def test_mixed_batches_equal_dense_attention(
     torch.testing.assert_close(case.run().double(), case.expected(), atol=2e-5, rtol=2e-5)
 
 
-def test_decodes_gathered_in_parts_equal_those_gathered_at_once(
+@st.composite
+def paged_cases(draw: st.DrawFn) -> PagedCase:
+    lengths = st.integers(1, 50)
+    decodes = [(length, 1) for length in draw(st.lists(lengths, max_size=4))]
+    chunks = [
+        (past + count, count)
+        for past, count in draw(
+            st.lists(st.tuples(st.integers(0, 50), st.integers(2, 30)), max_size=3)
+        )
+    ]
+    kv_heads, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
+    spec = AttentionSpec(
+        scale=draw(st.sampled_from([HEAD_DIM**-0.5, 0.5])),
+        window=draw(st.sampled_from([0, 1, 2, 3, 4, 5, 8, 9, 16, 33, 100])),
+        softcap=draw(st.sampled_from([0.0, 0.0, 1.5, 30.0])),
+    )
+    return PagedCase(
+        seqs=decodes + chunks or [(3, 3)],
+        block_size=draw(st.sampled_from([1, 2, 4, 8])),
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        seed=draw(st.integers(0, 1000)),
+        spec=spec,
+        kv_cache=draw(st.sampled_from(["auto", "auto", "int8", "fp8"])),
+        num_padding=draw(st.sampled_from([0, 3])),
+    )
+
+
+@given(case=paged_cases(), small_pieces=st.booleans())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_windows_softcaps_quantized_caches_and_padding_equal_dense_attention(
+    case: PagedCase, small_pieces: bool
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if small_pieces:
+            patch.setattr(torch_attention, "MAX_GATHERED_BYTES", 1 << 12)
+            patch.setattr(torch_attention, "MAX_PIECE_QUERIES", 5)
+        out = case.run().double()
+    num_tokens = len(out) - case.num_padding
+    torch.testing.assert_close(out[:num_tokens], case.expected(), atol=2e-5, rtol=2e-5)
+    assert (out[num_tokens:] == 0).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_pieces_of_any_size_give_what_one_piece_gives(
+    monkeypatch: pytest.MonkeyPatch, softcap: float
+) -> None:
+    case = PagedCase(MIXED, spec=replace(PLAIN, softcap=softcap), seed=3)
+    whole = case.run()
+    monkeypatch.setattr(torch_attention, "MAX_GATHERED_BYTES", 1 << 13)
+    monkeypatch.setattr(torch_attention, "MAX_SCORES", 300)
+    torch.testing.assert_close(case.run(), whole)
+
+
+def test_a_window_reads_only_the_blocks_it_reaches() -> None:
+    window, block_size = 6, 4
+    case = PagedCase([(31, 1), (30, 5)], block_size, spec=replace(PLAIN, window=window))
+    case.run()
+    for i, (length, count) in enumerate(case.seqs):
+        oldest = length - count - window + 1
+        unseen = case.block_table[i, : oldest // block_size].long()
+        assert len(unseen)
+        case.cache.k_NSKD[unseen] = case.cache.v_NSKD[unseen] = torch.nan  # would spread if read
+    metadata = replace(case.metadata(), slot_mapping_T=torch.empty(0, dtype=torch.int64))
+    q_THD = torch.cat(case.q)
+    out = case.kernels.paged_attention(q_THD, case.cache, metadata, case.spec)
+    torch.testing.assert_close(out.double(), case.expected(), atol=2e-5, rtol=2e-5)
+
+
+def test_the_scores_of_a_softcapped_chunk_are_written_out_in_bounded_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seqs = [(n, 1) for n in (3, 40, 17, 16, 1)]
-    whole = PagedCase(seqs, 4, 4, 2, seed=3).run()
-    monkeypatch.setattr(torch_backend, "MAX_GATHERED_TOKENS", 80)
-    torch.testing.assert_close(PagedCase(seqs, 4, 4, 2, seed=3).run(), whole)
+    largest = 0
+    attend = torch_attention._softcapped_attention
+
+    def watch(q: torch.Tensor, k: torch.Tensor, *args: object) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, q.shape[:-1].numel() * k.shape[-2])
+        return attend(q, k, *args)
+
+    monkeypatch.setattr(torch_attention, "_softcapped_attention", watch)
+    monkeypatch.setattr(torch_attention, "MAX_SCORES", 2000)
+    PagedCase([(200, 150)], spec=replace(PLAIN, softcap=2.0)).run()
+    assert 1000 < largest <= 2000
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from nanocore.kernels import torch_kv_cache
+from nanocore.kernels.backend import KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 
 KERNELS = TorchKernels()
@@ -45,9 +48,53 @@ def test_silu_and_mul_gates_the_second_half_by_the_first() -> None:
 
 
 def test_store_kv_writes_only_the_slots_named() -> None:
-    k_cache, v_cache = torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8)
+    cache = KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
     k, v = draw(2, 2, 8), draw(2, 2, 8) + 1
-    KERNELS.store_kv(k, v, k_cache, v_cache, torch.tensor([9, 2]))
-    assert torch.equal(k_cache[2, 1], k[0])
-    assert torch.equal(v_cache[0, 2], v[1])
-    assert (k_cache != 0).any(-1).any(-1).sum() == 2
+    KERNELS.store_kv(k, v, cache, torch.tensor([9, 2]))
+    assert torch.equal(cache.k_NSKD[2, 1], k[0])
+    assert torch.equal(cache.v_NSKD[0, 2], v[1])
+    assert (cache.k_NSKD != 0).any(-1).any(-1).sum() == 2
+
+
+@pytest.mark.parametrize("slots", [[-1, 9, -1, 0], [5, -1], [-1, -1, -1], [3, 11]])
+def test_a_slot_of_minus_one_writes_nothing(slots: list[int]) -> None:
+    k, v = draw(len(slots), 2, 8), draw(len(slots), 2, 8) + 1
+    expected_k, expected_v = torch.full((12, 2, 8), 7.0), torch.full((12, 2, 8), 7.0)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            expected_k[slot], expected_v[slot] = k[token], v[token]
+    cache = KVCache(torch.full((3, 4, 2, 8), 7.0), torch.full((3, 4, 2, 8), 7.0))
+    KERNELS.store_kv(k, v, cache, torch.tensor(slots))
+    assert torch.equal(cache.k_NSKD.flatten(0, 1), expected_k)
+    assert torch.equal(cache.v_NSKD.flatten(0, 1), expected_v)
+
+    written = torch.full((12, 2, 8), 7.0)  # as on devices whose memory the host does not see
+    torch_kv_cache._write_by_repetition(written, torch.tensor(slots), k)
+    assert torch.equal(written, expected_k)
+
+
+def test_the_weights_dtype_decides_where_rms_norm_rounds() -> None:
+    x, weight = (5 * draw(7, 32)).bfloat16(), draw(32).bfloat16().float()
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
+    once = (normed * weight).bfloat16()
+    twice = (normed.bfloat16().float() * weight).bfloat16()
+    assert not torch.equal(once, twice)
+    assert torch.equal(KERNELS.rms_norm(x, weight, 1e-6), once)
+    assert torch.equal(KERNELS.rms_norm(x, weight.bfloat16(), 1e-6), twice)
+
+
+def test_rope_narrower_than_the_head_leaves_the_rest_alone() -> None:
+    x, angles = draw(5, 2, 12), draw(5, 3)
+    turned = KERNELS.rope(x, angles.cos(), angles.sin())
+    torch.testing.assert_close(
+        turned[..., :6], KERNELS.rope(x[..., :6], angles.cos(), angles.sin())
+    )
+    assert torch.equal(turned[..., 6:], x[..., 6:])
+
+
+def test_gelu_and_mul_gates_by_the_tanh_approximation() -> None:
+    x = draw(3, 10)
+    gate, up = x[:, :5].double(), x[:, 5:].double()
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    expected = 0.5 * gate * (1 + inner.tanh()) * up
+    torch.testing.assert_close(KERNELS.gelu_and_mul(x).double(), expected)

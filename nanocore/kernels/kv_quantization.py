@@ -1,0 +1,64 @@
+"""Quantized KV caches: what is stored for a token's K or V, and what it costs.
+
+Each token and KV head has a scale of its own, so that a token is written once, alone and for good,
+whatever comes after it (KIVI: Liu et al. 2024 has scales per channel for K, which needs groups of
+tokens). int8 is symmetric. Scales are bfloat16: values are quantized with the rounded scale, so its
+eight bits cost no accuracy, its range needs no care, and int8 * scale is rounded once in bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheFormat:
+    """How K and V are stored. scale_dtype: None for values that are stored as they are."""
+
+    dtype: torch.dtype
+    scale_dtype: torch.dtype | None = None
+
+    def bytes_per_head(self, head_dim: int) -> int:
+        """Bytes of one token's K, or of its V, in one KV head of one layer."""
+        scale = self.scale_dtype.itemsize if self.scale_dtype else 0
+        return head_dim * self.dtype.itemsize + scale
+
+
+QUANTIZED_KV_CACHES = {
+    "int8": KVCacheFormat(torch.int8, torch.bfloat16),
+    "fp8": KVCacheFormat(torch.float8_e4m3fn, torch.bfloat16),
+}
+"""By the name that users give. fp8 is e4m3: 3 bits of mantissa (Micikevicius et al. 2022)."""
+
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def kv_cache_format(name: str, model_dtype: torch.dtype) -> KVCacheFormat:
+    """The format of this name; "auto" keeps values in the model's dtype.
+
+    Raises:
+        ValueError: no such format.
+    """
+    formats = {"auto": KVCacheFormat(model_dtype), **QUANTIZED_KV_CACHES}
+    if name not in formats:
+        raise ValueError(f"no KV cache dtype {name!r}; there is: {', '.join(formats)}")
+    return formats[name]
+
+
+def quantize(x: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values of `dtype`, [..., D], and their scales of `scale_dtype`, [...]: x ~ value * scale.
+
+    The largest magnitude of the last dimension becomes the largest of `dtype`.
+    """
+    largest = _LARGEST[dtype]
+    amax = x.abs().amax(-1).float()
+    # Zeros need a scale too; the smallest one will do.
+    scale = (amax / largest).to(scale_dtype).clamp(min=torch.finfo(scale_dtype).tiny)
+    scaled = x.float() / scale.float()[..., None]
+    if dtype == torch.int8:
+        scaled.round_()  # the conversion would truncate
+    # A scale that was rounded down takes the largest to 127.25 or 449 at most, which rounds back.
+    return scaled.to(dtype), scale

@@ -1,0 +1,129 @@
+"""A mixed batch over a paged cache, and what dense float64 attention makes of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache, select_kernels
+from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, quantize
+
+HEAD_DIM = 16
+PLAIN = AttentionSpec(scale=HEAD_DIM**-0.5)
+
+
+@dataclass
+class PagedCase:
+    """KV scattered over shuffled blocks of a cache that is otherwise garbage.
+
+    seqs: (context length including this step, query tokens), decodes first. kv_cache: "auto" for
+    the values as they are, or the name of a quantized format. num_padding: tokens at the end of the
+    step that belong to nobody.
+    """
+
+    seqs: list[tuple[int, int]]
+    block_size: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    seed: int = 0
+    spec: AttentionSpec = PLAIN
+    kv_cache: str = "auto"
+    num_padding: int = 0
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.kernels = select_kernels("torch", torch.device("cpu"))
+        rng = random.Random(self.seed)
+        widths = [-(-length // self.block_size) for length, _ in self.seqs]
+        num_blocks = sum(widths) + 3
+        free = list(range(num_blocks))
+        rng.shuffle(free)
+        self.cache = self.garbage(num_blocks, self.block_size, self.kv_heads, HEAD_DIM)
+        rows = [
+            [free.pop() for _ in range(width)] + [rng.randrange(num_blocks)] * (max(widths) - width)
+            for width in widths
+        ]
+        self.block_table = torch.tensor(rows, dtype=torch.int32)
+        self.k = [self.draw(length, self.kv_heads, HEAD_DIM) for length, _ in self.seqs]
+        self.v = [self.draw(length, self.kv_heads, HEAD_DIM) for length, _ in self.seqs]
+        self.q = [self.draw(count, self.heads, HEAD_DIM) for _, count in self.seqs]
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def garbage(self, *shape: int) -> KVCache:
+        k, v = 100 * self.draw(*shape), 100 * self.draw(*shape)
+        if self.kv_cache == "auto":
+            return KVCache(k, v)
+        stored = QUANTIZED_KV_CACHES[self.kv_cache]
+        assert stored.scale_dtype is not None
+        k, k_scale = quantize(k, stored.dtype, stored.scale_dtype)
+        v, v_scale = quantize(v, stored.dtype, stored.scale_dtype)
+        return KVCache(k, v, k_scale, v_scale)
+
+    def slots(self, i: int, start: int, end: int) -> Tensor:
+        positions = torch.arange(start, end)
+        blocks = self.block_table[i].long()[positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
+
+    def metadata(self) -> AttentionMetadata:
+        starts = [0]
+        for _, count in self.seqs:
+            starts.append(starts[-1] + count)
+        lengths = [length for length, _ in self.seqs]
+        slots = [self.slots(i, n - c, n) for i, (n, c) in enumerate(self.seqs)]
+        return AttentionMetadata(
+            num_decodes=sum(count == 1 for _, count in self.seqs),
+            query_start=starts,
+            seq_lens=lengths,
+            seq_lens_B=torch.tensor(lengths, dtype=torch.int32),
+            block_table_BM=self.block_table,
+            slot_mapping_T=torch.cat([*slots, torch.full((self.num_padding,), -1)]),
+        )
+
+    def run(self) -> Tensor:
+        """Attention of the step, [T, H, D], after storing what earlier steps and this one wrote."""
+        for i, (length, count) in enumerate(self.seqs):
+            past = length - count
+            self.kernels.store_kv(
+                self.k[i][:past], self.v[i][:past], self.cache, self.slots(i, 0, past)
+            )
+        metadata = self.metadata()
+        padding = self.draw(self.num_padding, self.kv_heads, HEAD_DIM)
+        new_k = [k[n - c :] for k, (n, c) in zip(self.k, self.seqs, strict=True)]
+        new_v = [v[n - c :] for v, (n, c) in zip(self.v, self.seqs, strict=True)]
+        self.kernels.store_kv(
+            torch.cat([*new_k, padding]), torch.cat([*new_v, padding]), self.cache,
+            metadata.slot_mapping_T,
+        )  # fmt: skip
+        q_THD = torch.cat([*self.q, self.draw(self.num_padding, self.heads, HEAD_DIM)])
+        return self.kernels.paged_attention(q_THD, self.cache, metadata, self.spec)
+
+    def as_stored(self, x: Tensor) -> Tensor:
+        """What a quantized cache makes of K or V."""
+        if self.kv_cache == "auto":
+            return x
+        stored = QUANTIZED_KV_CACHES[self.kv_cache]
+        assert stored.scale_dtype is not None
+        values, scale = quantize(x, stored.dtype, stored.scale_dtype)
+        return values.float() * scale.float()[..., None]
+
+    def expected(self) -> Tensor:
+        outputs = []
+        for q, k, v, (length, count) in zip(self.q, self.k, self.v, self.seqs, strict=True):
+            group = self.heads // self.kv_heads
+            k64 = self.as_stored(k).double().repeat_interleave(group, dim=1)
+            v64 = self.as_stored(v).double().repeat_interleave(group, dim=1)
+            scores = torch.einsum("qhd,khd->hqk", q.double(), k64) * self.spec.scale
+            if self.spec.softcap:
+                scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
+            ago = torch.arange(length - count, length)[:, None] - torch.arange(length)
+            unseen = ago < 0
+            if self.spec.window:
+                unseen |= ago >= self.spec.window
+            weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("hqk,khd->qhd", weights, v64))
+        return torch.cat(outputs)
