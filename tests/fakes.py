@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,8 @@ class _Row:
     token_ids: list[int]
     num_computed: int
     block_ids: list[int]
+    num_known: int
+    """Tokens that a pipeline stage which does not sample has been told of."""
 
 
 @dataclass
@@ -64,14 +67,17 @@ class FakeExecutor:
     """Executes plans on a simulated KV memory, one Python object per row.
 
     block_size, num_blocks: the pool's, to check what the plan refers to. checks_kv: False leaves
-    out the simulated memory, whose cost grows with the square of the context.
+    out the simulated memory, whose cost grows with the square of the context. sample: the model's
+    choice after a context.
     """
 
     block_size: int
     num_blocks: int
     checks_kv: bool = True
+    sample: Callable[[list[int]], int] = next_token
     rows: dict[int, _Row] = field(default_factory=dict)
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    num_groups: int = 1
     num_tokens: int = 0
     written: dict[int, _Row] = field(default_factory=dict)
     """Blocks that the last step wrote, and for whom."""
@@ -80,7 +86,7 @@ class FakeExecutor:
         """Apply the plan's differences, write all KV, then read it and sample."""
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput)
         self._apply(plan)
-        counts = dict.fromkeys(self.rows, 1)
+        counts = {row: int(row % self.num_groups == plan.group) for row in self.rows}
         exceptions = dict(zip(_ints(plan.chunk_rows), _ints(plan.chunk_counts), strict=True))
         assert exceptions.keys() <= self.rows.keys(), "a chunk of a row nobody holds"
         counts |= exceptions
@@ -97,15 +103,21 @@ class FakeExecutor:
         )
 
     def _apply(self, plan: SchedulerOutput) -> None:
-        for row in _ints(plan.removed_rows):
-            del self.rows[row]
+        sampled = zip(_ints(plan.sampled_rows), _ints(plan.sampled_token_ids), strict=True)
+        for index, token_id in sampled:
+            row = self.rows[index]
+            assert row.token_ids[row.num_known] == token_id
+            row.num_known += 1
+        for index in _ints(plan.removed_rows):
+            del self.rows[index]
         for new in plan.added:
             assert new.row not in self.rows, f"row {new.row} is taken"
             self.rows[new.row] = _Row(
-                _ints(new.token_ids), new.num_computed_tokens, _ints(new.block_ids)
-            )
-        for row, block_id in zip(_ints(plan.block_rows), _ints(plan.block_ids), strict=True):
-            self.rows[row].block_ids.append(block_id)
+                _ints(new.token_ids), new.num_computed_tokens, _ints(new.block_ids),
+                num_known=len(_ints(new.token_ids)),
+            )  # fmt: skip
+        for index, block_id in zip(_ints(plan.block_rows), _ints(plan.block_ids), strict=True):
+            self.rows[index].block_ids.append(block_id)
 
     def _slot(self, row: _Row, position: int) -> tuple[int, int]:
         block_id = row.block_ids[position // self.block_size]
@@ -114,6 +126,8 @@ class FakeExecutor:
 
     def _write(self, row: _Row, count: int) -> None:
         assert row.num_computed + count <= len(row.token_ids), "computes a token nobody knows"
+        if self.num_groups > 1:
+            assert row.num_computed + count <= row.num_known, "the first stage does not know it"
         for position in range(row.num_computed, row.num_computed + count * self.checks_kv):
             slot = self._slot(row, position)
             self.slots[slot] = context_hash(row.token_ids[: position + 1])
@@ -128,7 +142,7 @@ class FakeExecutor:
             )
         if row.num_computed < len(row.token_ids):
             return None
-        token = next_token(row.token_ids)
+        token = self.sample(row.token_ids)
         row.token_ids.append(token)
         return token
 
@@ -185,7 +199,8 @@ def make_scheduler(
         **settings,
     )
     kv_cache = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
-    return Scheduler(config, kv_cache), FakeExecutor(block_size, num_blocks)
+    executor = FakeExecutor(block_size, num_blocks, num_groups=config.num_groups)
+    return Scheduler(config, kv_cache), executor
 
 
 def make_request(

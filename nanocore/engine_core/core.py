@@ -1,9 +1,10 @@
 """The EngineCore: the step loop, synchronous and single-threaded.
 
-    drain the inbox → schedule → execute → drain again → update → outbox
+    drain the inbox → schedule → submit → collect → drain again → update → outbox
 
 It touches no socket. The second drain lets an abort that arrived while the model ran win over the
-same step's result. Sleeps on the inbox when there is nothing to run.
+same step's result. As many steps are in flight as the executor takes (pipeline stages). Sleeps on
+the inbox when there is nothing to run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nanocore.engine_core.request import Request
 from nanocore.engine_core.scheduler import Scheduler
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import Event, FinishReason, Reply, Stats
-from nanocore.worker.executor import Executor
+from nanocore.worker.executors.executor import StepExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        executor: Executor,
+        executor: StepExecutor,
         inbox: Inbox,
         outbox: Outbox,
         trace: StepTrace | None = None,
@@ -54,6 +55,7 @@ class EngineCore:
         self._inbox = inbox
         self._outbox = outbox
         self._trace = trace
+        self._num_in_flight = 0
         self._deferred: list[ControlCall] = []
         self._paused = False
         self._shutdown: Shutdown | None = None
@@ -61,22 +63,28 @@ class EngineCore:
     def run(self) -> Shutdown:
         """Step until a Shutdown arrives; then end every request. Returns the Shutdown."""
         while self._shutdown is None:
-            idle = self._paused or self.scheduler.num_requests == 0
-            self._drain_inbox(wait=idle)
-            if self._shutdown is None and not self._paused and self.scheduler.num_requests:
+            self._drain_inbox(wait=self._is_idle)
+            if self._shutdown is None and not self._is_idle:
                 self.step()
-        self._send_ends(self.scheduler.abort_all(), "abort", self._shutdown.reason)
+        if not self._shutdown.failure:  # else clients are told that the engine is dead
+            self._send_ends(self.scheduler.abort_all(), "abort", self._shutdown.reason)
         return self._shutdown
 
+    @property
+    def _is_idle(self) -> bool:
+        return not self._num_in_flight and (self._paused or self.scheduler.num_requests == 0)
+
     def step(self) -> None:
-        """One step, from plan to outputs."""
-        scheduler = self.scheduler
-        plan = scheduler.schedule()
-        if self._trace:
-            self._trace.begin(scheduler)
-        if scheduler.is_stuck:
-            self._fail_stuck_request()
-        result = self._executor.execute(plan)
+        """Submit what the executor takes, then see the oldest step through to its outputs."""
+        scheduler, executor = self.scheduler, self._executor
+        while (
+            self._num_in_flight < executor.max_concurrent_steps
+            and not self._paused
+            and scheduler.next_group() is not None
+        ):
+            self._submit()
+        result = executor.collect()
+        self._num_in_flight -= 1
         self._drain_inbox(wait=False, in_step=True)
         for output in scheduler.update(result):
             self._outbox.put(output)
@@ -86,6 +94,16 @@ class EngineCore:
         scheduler.kv_cache.publish_events()
         if self._trace:
             self._trace.end(scheduler)
+
+    def _submit(self) -> None:
+        """Plan a step and begin it."""
+        plan = self.scheduler.schedule()
+        if self._trace:
+            self._trace.begin(self.scheduler)
+        if self.scheduler.is_stuck:
+            self._fail_stuck_request()
+        self._executor.submit(plan)
+        self._num_in_flight += 1
 
     def stats(self) -> Stats:
         """Counters and gauges; the io thread adds what it knows."""

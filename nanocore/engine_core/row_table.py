@@ -31,9 +31,11 @@ class RowTable:
     is replaced, never changed, because steps in flight refer to it. prefilling: rows with tokens to
     compute before they can, in admission order. finishing: rows that wait for their last token.
     clients: rows per client.
+
+    Rows are dealt out to num_groups groups (row modulo their number), of which a step serves one.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int = 1) -> None:
         def column(dtype: type) -> IntArray:
             return np.zeros(max_num_seqs, dtype)
 
@@ -50,17 +52,23 @@ class RowTable:
         self.prefilling: list[int] = []
         self.finishing: list[int] = []
         self.clients: dict[int, int] = {}
-        self._free_rows = list(range(max_num_seqs))
+        self.num_groups = num_groups
+        self._free_rows = [list(range(i, max_num_seqs, num_groups)) for i in range(num_groups)]
+        self._group_sizes = [len(rows) for rows in self._free_rows]
+        self._num_rows = 0
         # How many rows end at a token id, by id; the last element stands for all larger ids.
         self._stop_counts = np.zeros(1, np.int32)
 
     def __len__(self) -> int:
-        return len(self.requests) - len(self._free_rows)
+        return self._num_rows
 
-    @property
-    def num_free(self) -> int:
-        """Rows that no request owns."""
-        return len(self._free_rows)
+    def num_free(self, group: int = 0) -> int:
+        """Rows of the group that no request owns."""
+        return len(self._free_rows[group])
+
+    def num_taken(self, group: int = 0) -> int:
+        """Rows of the group that requests own."""
+        return self._group_sizes[group] - len(self._free_rows[group])
 
     def running(self) -> list[Request]:
         """The requests that own rows, by row."""
@@ -72,9 +80,10 @@ class RowTable:
         assert request is not None, f"row {row} is free"
         return request
 
-    def add(self, request: Request, num_computed: int, held_tokens: int) -> int:
-        """Give a request the lowest free row, as prefilling."""
-        row = heapq.heappop(self._free_rows)
+    def add(self, request: Request, num_computed: int, held_tokens: int, group: int = 0) -> int:
+        """Give a request the lowest free row of the group, as prefilling."""
+        row = heapq.heappop(self._free_rows[group])
+        self._num_rows += 1
         request.row = row
         self.requests[row] = request
         num_tokens = request.num_tokens
@@ -104,7 +113,8 @@ class RowTable:
         if not self.clients[request.client]:
             del self.clients[request.client]
         self._count_stop_ids(request, -1)
-        heapq.heappush(self._free_rows, row)
+        heapq.heappush(self._free_rows[row % self.num_groups], row)
+        self._num_rows -= 1
         return request
 
     def hold(self, request: Request, held_tokens: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.request import Request
-from nanocore.engine_core.row_table import RowTable
+from nanocore.engine_core.row_table import IntArray, RowTable
 from nanocore.engine_core.step import Chunk, Step
 from nanocore.engine_core.waiting_queue import Precedence
 from nanocore.kv_cache import Block, KVCacheManager
@@ -34,10 +34,12 @@ class RunningSet:
         kv_cache: KVCacheManager,
         precedence: Callable[[Request], Precedence],
     ) -> None:
-        self.table = RowTable(config.max_num_seqs, config.max_model_len)
+        self.table = RowTable(config.max_num_seqs, config.max_model_len, config.num_groups)
         self.in_flight: deque[Step] = deque()
         self.removed_rows: list[int] = []
         """Since the last plan; workers learn of them with it."""
+        self.stalled: set[int] = set()
+        """Rows that wait for blocks; nobody is admitted meanwhile, who could take them."""
         self.max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         """Tokens that a prompt may compute in one step."""
         self._kv_cache = kv_cache
@@ -53,7 +55,7 @@ class RunningSet:
         if not len(table):
             return step.token_budget
         while True:
-            decoding = table.decoding
+            decoding = self.decoding_rows(step.group)
             if step.stalled:
                 decoding = decoding[~np.isin(decoding, list(step.stalled))]
             ends = table.num_computed[decoding] + 1
@@ -62,6 +64,8 @@ class RunningSet:
             chunks, budget = self._share_budget(step, step.token_budget - len(decoding))
             if all(self._provide(step, row, end) for row, end in decodes + chunks):
                 break
+        self.stalled = {r for r in self.stalled if r % table.num_groups != step.group}
+        self.stalled |= step.stalled
         step.decoding, step.decode_ends = decoding, ends
         table.num_computed[decoding] = ends
         for row, end in decodes:
@@ -82,7 +86,7 @@ class RunningSet:
         block_ids = self._kv_cache.allocate(request.handle, num_tokens, hits)
         assert block_ids is not None, "the whole prompt fits, so its first chunk does"
         num_cached = len(hits) * block_size
-        row = self.table.add(request, num_cached, len(block_ids) * block_size)
+        row = self.table.add(request, num_cached, len(block_ids) * block_size, step.group)
         self._compute_chunk(step, row, num_cached, num_tokens)
         return block_ids
 
@@ -91,24 +95,41 @@ class RunningSet:
         row = request.row
         self._register(request, int(self.table.num_computed[row]))
         self.table.remove(row)
+        self.stalled.discard(row)
         self.removed_rows.append(row)
         for step in self.in_flight:
             step.dead_rows.add(row)
         last_step = self.in_flight[-1].number if self.in_flight else 0
         self._kv_cache.free(request.handle, after_step=last_step)
 
-    def exceptions(self, step: Step) -> tuple[list[int], list[int]]:
-        """Rows whose token count is not one, and that count."""
+    def decoding_rows(self, group: int) -> IntArray:
+        """The group's rows that take one token in every step of the group."""
+        decoding, num_groups = self.table.decoding, self.table.num_groups
+        return decoding if num_groups == 1 else decoding[decoding % num_groups == group]
+
+    def next_chunk(self, row: int, group: int) -> int:
+        """Tokens of a prefilling row that a step of the group may compute, if it has the budget.
+
+        The last token, which samples, is for the row's own group: other steps may be in flight
+        beside this one, and the next one of the group is planned when this one's tokens are known.
+        """
         table = self.table
+        num_left = int(table.num_tokens[row] - table.num_computed[row])
+        return min(num_left - (row % table.num_groups != group), self.max_chunk)
+
+    def exceptions(self, step: Step) -> tuple[list[int], list[int]]:
+        """Rows whose token count is not what the plan's group says, and that count."""
+        table = self.table
+        num_groups, group = table.num_groups, step.group
         rows, counts = [], []
         for row, num_tokens, _ in step.chunks:
-            if num_tokens != 1:
+            if num_tokens != 1 or row % num_groups != group:
                 rows.append(row)
                 counts.append(num_tokens)
         if len(step.decoding) + len(step.chunks) < len(table):
             served = {chunk.row for chunk in step.chunks}.union(step.last)
             idle = dict.fromkeys((*table.prefilling, *table.finishing, *step.stalled))
-            idle_rows = [row for row in idle if row not in served]
+            idle_rows = [r for r in idle if r not in served and r % num_groups == group]
             rows += idle_rows
             counts += [0] * len(idle_rows)
         return rows, counts
@@ -118,10 +139,9 @@ class RunningSet:
         table = self.table
         chunks = []
         for row in table.prefilling:
-            computed = int(table.num_computed[row])
-            count = min(int(table.num_tokens[row]) - computed, budget, self.max_chunk)
+            count = min(self.next_chunk(row, step.group), budget)
             if count and row not in step.stalled:
-                chunks.append((row, computed + count))
+                chunks.append((row, int(table.num_computed[row]) + count))
                 budget -= count
         return chunks, budget
 

@@ -77,6 +77,8 @@ class Scheduler:
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
         self._aborted: list[Request] = []  # since the last update
+        self._sampled: list[tuple[IntArray, IntArray]] = []  # since the last plan
+        self._last_group = 0
         self._blocked = (-1, -1)  # handle of a head that did not fit, and the blocks then free
         self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
 
@@ -111,6 +113,22 @@ class Scheduler:
         """The step that was planned last, and is in flight."""
         return self.running.in_flight[-1]
 
+    def next_group(self) -> int | None:
+        """The group of rows that the next step is for; None if none has anything to do.
+
+        With one group steps may be planned while others are in flight. With several, each is in one
+        step at most, so that no step needs a token that is not known yet.
+        """
+        num_groups = self.table.num_groups
+        if num_groups == 1:
+            return 0 if self._requests else None
+        busy = {step.group for step in self.running.in_flight}
+        last = self._last_group
+        for group in [(last + i) % num_groups for i in range(1, num_groups + 1)]:
+            if group not in busy and self._has_work(group):
+                return group
+        return None
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         assert request.handle not in self._requests
@@ -141,13 +159,14 @@ class Scheduler:
         """Plan the next step. Computed counts advance now, not when the result is in."""
         table, counters = self.table, self.counters
         counters.num_steps += 1
-        step = Step(counters.num_steps, self._token_budget())
+        self._last_group = self.next_group() or 0
+        step = Step(counters.num_steps, self._token_budget(self._last_group), self._last_group)
         added: list[NewRow] = []
         budget = self.running.schedule(step)
         for request in step.preempted:
             self.waiting.push(request)
         counters.num_preemptions += len(step.preempted)
-        if self.num_waiting and not step.preempted and not step.stalled:
+        if self.num_waiting and not step.preempted and not self.running.stalled:
             self._schedule_waiting(step, budget, added)
         if self.budget.has_target:
             step.start_s = self._clock()
@@ -157,8 +176,12 @@ class Scheduler:
         self.running.in_flight.append(step)
         chunk_rows, chunk_counts = self.running.exceptions(step)
         removed, self.running.removed_rows = self.running.removed_rows, []
+        sampled, self._sampled = self._sampled, []
         return SchedulerOutput(
             step=step.number,
+            group=step.group,
+            sampled_rows=b"".join([rows.tobytes() for rows, _ in sampled]),
+            sampled_token_ids=b"".join([token_ids.tobytes() for _, token_ids in sampled]),
             removed_rows=pack_int32(removed),
             added=added,
             block_rows=pack_int32([row for row, ids in step.blocks.items() for _ in ids]),
@@ -181,6 +204,8 @@ class Scheduler:
             alive = ~np.isin(rows, list(step.dead_rows))
             rows, token_ids = rows[alive], token_ids[alive]
         table.append(rows, token_ids)
+        if table.num_groups > 1:
+            self._sampled.append((rows, token_ids))
         self.counters.generation_tokens += len(rows)
 
         # Everything the output needs is read before rows are freed.
@@ -221,11 +246,27 @@ class Scheduler:
                 ends[row] = "length", None
         return ends
 
-    def _token_budget(self) -> int:
+    def _has_work(self, group: int) -> bool:
+        """Whether a step of this group that no step in flight is of would compute anything."""
+        if self.table.num_taken(group):
+            return True
+        if any(self.running.next_chunk(row, group) for row in self.table.prefilling):
+            return True
+        head = self.head()
+        may_fit = head is not None and not self._is_still_blocked(head)
+        return may_fit and not self.running.stalled and self._num_admissible(group) > 0
+
+    def _num_admissible(self, group: int) -> int:
+        """Rows that a step of this group may give away: groups are kept equally large."""
+        table = self.table
+        fair_share = -(-(self.num_running + self.num_waiting) // table.num_groups)
+        return min(table.num_free(group), fair_share - table.num_taken(group))
+
+    def _token_budget(self, group: int) -> int:
         table = self.table
         if not self.budget.has_target or not (self.num_waiting or table.prefilling):
             return self.config.max_num_batched_tokens
-        ends = table.num_computed[table.decoding] + 1
+        ends = table.num_computed[self.running.decoding_rows(group)] + 1
         prompts = [int(table.num_computed[row]) for row in table.prefilling]
         return self.budget.num_tokens(len(ends), int(ends.sum()), max(prompts, default=0))
 
@@ -235,7 +276,8 @@ class Scheduler:
         Except that prompts of several chunks, when no more of them may be running, step aside.
         """
         limit = self.config.max_num_partial_prefills
-        while budget > 0 and self.table.num_free:
+        num_rows = self._num_admissible(step.group)
+        while budget > 0 and num_rows > 0:
             may_be_partial = not limit or len(self.table.prefilling) < limit
             queue = self._next_queue(may_be_partial)
             request = queue.head()
@@ -253,6 +295,7 @@ class Scheduler:
                 queue.remove(request)
                 added.append(self._admit(step, request, hits, count))
                 budget -= count
+                num_rows -= 1
             else:
                 self._blocked = request.handle, self.kv_cache.num_free_blocks
                 return

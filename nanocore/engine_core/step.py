@@ -28,6 +28,7 @@ class Chunk(NamedTuple):
 class Step:
     """What one step computes, and what happened when it was planned and when it ended.
 
+    group: of rows, see `RowTable`; its rows alone take their next token or finish their prompt.
     decoding: rows that take one token; decode_ends: their computed tokens after the step. chunks:
     the other rows that take part. started: rows whose prompt it completes; they decode from the
     next step on. first, last: rows whose first or last token it samples (EOS and stop ids aside).
@@ -40,12 +41,13 @@ class Step:
 
     __slots__ = (
         "blocks", "cached", "chunks", "context", "dead_rows", "decode_ends", "decoding", "finished",
-        "first", "last", "new", "number", "preempted", "resumed", "stalled", "start_s",
+        "first", "group", "last", "new", "number", "preempted", "resumed", "stalled", "start_s",
         "started", "token_budget",
     )  # fmt: skip
 
-    def __init__(self, number: int, token_budget: int) -> None:
+    def __init__(self, number: int, token_budget: int, group: int = 0) -> None:
         self.number = number
+        self.group = group
         self.token_budget = token_budget
         self.decoding = self.decode_ends = _NO_ROWS
         self.chunks: list[Chunk] = []

@@ -7,6 +7,7 @@ sessions that use one id at the same time share an entry.
 from __future__ import annotations
 
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ class StepTrace:
         self._file = path.open("ab")
         self._encoder = msgspec.json.Encoder()
         self._zero_s = time.monotonic()
-        self._line: dict[str, Any] = {}
+        self._lines: deque[dict[str, Any]] = deque()
+        """Of steps in flight."""
 
     def begin(self, scheduler: Scheduler) -> None:
         """After `schedule`: what is planned."""
         step, table = scheduler.planned, scheduler.table
         chunks = [(table.request(chunk.row).request_id, chunk) for chunk in step.scheduled()]
-        self._line = {
+        line = {
             "step": step.number,
             "t_s": round(time.monotonic() - self._zero_s, 6),
             "duration_ms": 0.0,
@@ -40,11 +42,13 @@ class StepTrace:
             "cached": step.cached,
             "token_budget": step.token_budget,
         }
+        self._lines.append(line)
 
     def end(self, scheduler: Scheduler) -> None:
         """After `update`: what came of it. The file is complete up to this step."""
-        elapsed_s = time.monotonic() - self._zero_s - self._line["t_s"]
-        self._line |= {
+        line = self._lines.popleft()
+        elapsed_s = time.monotonic() - self._zero_s - line["t_s"]
+        line |= {
             "duration_ms": round(elapsed_s * 1e3, 3),
             "finished": [request.request_id for request in scheduler.completed.finished],
             "num_running": scheduler.num_running,
@@ -52,7 +56,7 @@ class StepTrace:
             "free_blocks": scheduler.kv_cache.num_free_blocks,
             "total_blocks": scheduler.kv_cache.num_blocks,
         }
-        self._file.write(self._encoder.encode(self._line) + b"\n")
+        self._file.write(self._encoder.encode(line) + b"\n")
         self._file.flush()
 
     def close(self) -> None:

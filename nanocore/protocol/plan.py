@@ -1,9 +1,10 @@
 """What the engine tells its workers each step, and what they answer.
 
 A step is described by its differences: every row that is held takes one token unless the plan says
-otherwise. A preempted request's row is removed; when it resumes it is added as new. Columns are
-`bin` of little-endian integers, so the same structs serve in-process and over a pipe, and neither
-holds text.
+otherwise. With pipeline stages, rows are dealt out to as many groups (row modulo their number), and
+"every row" is every row of the plan's group, so that several steps can be in flight. A preempted
+request's row is removed; when it resumes it is added as new. Columns are `bin` of little-endian
+integers, so the same structs serve in-process and over a pipe, and neither holds text.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step's plan, to be applied in this order.
 
-    step: counts from 1. removed_rows: int32 column. added: rows taken (again) by requests.
+    step: counts from 1. group: whose rows take one token each.
+    sampled_rows, sampled_token_ids: int32 columns; what was sampled since the last plan, for
+    pipeline stages that do not sample; empty where there is one stage.
+    removed_rows: int32 column. added: rows taken (again) by requests.
     block_rows, block_ids: int32 columns; the block is appended to the row's table.
     chunk_rows, chunk_counts: int32 columns; the rows whose token count is not one, with that count
     (0: the row is held but takes no part in this step).
@@ -40,6 +44,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     step: int
+    group: int = 0
+    sampled_rows: bytes = b""
+    sampled_token_ids: bytes = b""
     removed_rows: bytes
     added: list[NewRow]
     block_rows: bytes

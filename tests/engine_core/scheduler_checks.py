@@ -22,18 +22,25 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     assert len(running) == scheduler.num_running <= config.max_num_seqs
     exceptions = dict(zip(_ints(plan.chunk_rows), _ints(plan.chunk_counts), strict=True))
     assert exceptions.keys() <= running
-    assert 1 not in exceptions.values()
-    expected = dict.fromkeys(running, 1) | exceptions
+    default = {row: int(row % config.num_groups == plan.group) for row in running}
+    assert all(count != default[row] for row, count in exceptions.items())
+    expected = default | exceptions
     assert {row: count for row, count in expected.items() if count} == {
         chunk.row: chunk.num_tokens for chunk in scheduled
     }
     if plan.num_tokens < step.token_budget:  # nobody is passed by while budget is left
         served = {chunk.row for chunk in scheduled}
-        assert set(table.prefilling) <= served | step.stalled
-        assert set(table.decoding.tolist()) <= served | step.stalled
+        left = table.num_tokens - table.num_computed
+        prompts = {r for r in table.prefilling if default[r] or left[r] > 1}
+        assert prompts <= served | step.stalled
+        decodes = {row for row in table.decoding.tolist() if default[row]}
+        assert decodes <= served | step.stalled
         for chunk in step.chunks:
-            left = table.num_tokens[chunk.row] - table.num_computed[chunk.row]
-            assert left == 0 or chunk.num_tokens == scheduler.running.max_chunk
+            is_whole = left[chunk.row] == 1 - default[chunk.row]
+            assert is_whole or chunk.num_tokens == scheduler.running.max_chunk
+    if config.num_groups > 1:  # a group is in one step at most, and no group is crowded
+        groups = [in_flight.group for in_flight in scheduler.running.in_flight]
+        assert len(set(groups)) == len(groups)
     if config.long_prefill_token_threshold:
         assert all(chunk.num_tokens <= config.long_prefill_token_threshold for chunk in scheduled)
     if config.max_num_partial_prefills:
@@ -57,7 +64,8 @@ def check_rows(scheduler: Scheduler) -> None:
         assert num_computed <= table.held_tokens[row]
         assert num_computed < request.max_num_tokens, "the last token is never computed"
         # A decoding row may be ahead of its known tokens by the steps in flight.
-        assert num_computed <= num_tokens + max(depth - 1, 0)
+        num_ahead = max(depth - 1, 0) if scheduler.config.num_groups == 1 else 0
+        assert num_computed <= num_tokens + num_ahead
         if row in table.prefilling:
             assert num_computed < num_tokens
     waiting = [request.handle for queue in (scheduler.waiting, scheduler.long_waiting)
@@ -104,7 +112,9 @@ def check_idle(scheduler: Scheduler) -> None:
     kv_cache, table = scheduler.kv_cache, scheduler.table
     assert scheduler.num_requests == scheduler.num_waiting == scheduler.num_running == 0
     assert kv_cache.num_free_blocks == kv_cache.num_blocks
-    assert table.num_free == scheduler.config.max_num_seqs
+    num_groups = scheduler.config.num_groups
+    num_free = sum(table.num_free(group) for group in range(num_groups))
+    assert num_free == scheduler.config.max_num_seqs
     assert not table.clients
     assert not table._stop_counts.any()
     assert not kv_cache._holdings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -35,12 +36,19 @@ class CoreUnderTest:
         self.outbox = Outbox()
         self.core = EngineCore(self.scheduler, self, self.inbox, self.outbox, trace)
         self.during_step: list = []
+        self.max_concurrent_steps = limits.get("num_groups", 1)
+        self.results: deque[ModelRunnerOutput] = deque()
+        self.most_in_flight = 0
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def submit(self, plan: SchedulerOutput) -> None:
         """The fake worker; what is in during_step arrives while it runs."""
         while self.during_step:
             self.inbox.put(self.during_step.pop(0))
-        return self.executor.execute(plan)
+        self.results.append(self.executor.execute(plan))
+        self.most_in_flight = max(self.most_in_flight, len(self.results))
+
+    def collect(self) -> ModelRunnerOutput:
+        return self.results.popleft()
 
     def run(self, *events: object) -> list:
         """Put events and a Shutdown, run to the end, and return the outbox."""
@@ -243,3 +251,46 @@ def test_what_an_abort_makes_findable_is_published_before_the_core_sleeps(
     stored = [event for batch in batches for event in batch.events]
     assert all(isinstance(event, BlockStored) for event in stored)
     assert sum(len(event.block_hashes) for event in stored) == kv_cache.num_cached_blocks == 2
+
+
+def test_as_many_steps_are_in_flight_as_the_executor_takes(tmp_path: Path) -> None:
+    trace_path = tmp_path / "trace.jsonl"
+    trace = StepTrace(trace_path)
+    core = CoreUnderTest(trace, num_groups=3, max_num_seqs=6)
+    prompts = {handle: [handle] * 9 for handle in range(1, 7)}
+    outputs = core.finish(*(AddRequest(make_request(h, p, 5)) for h, p in prompts.items()))
+    trace.close()
+    assert core.most_in_flight == 3
+    assert len(ends(outputs)) == 6
+    for handle, prompt in prompts.items():
+        assert tokens_of(outputs, handle) == expected_tokens(prompt, 5)
+    steps = [json.loads(line) for line in trace_path.read_text().splitlines()]
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert {len(step["scheduled"]) for step in steps} == {2}, "groups are not equally large"
+    assert all(step["duration_ms"] >= 0 for step in steps)
+
+
+def test_a_pause_lets_the_steps_in_flight_end_and_begins_no_more() -> None:
+    core = CoreUnderTest(num_groups=2)
+    core.during_step = [ControlCall(1, 1, "pause")]
+    for handle in (1, 2):
+        core.inbox.put(AddRequest(make_request(handle, [handle] * 5, 5)))
+    core.core._drain_inbox(wait=False)
+    core.core.step()
+    assert len(core.results) == 1
+    core.core.step()
+    assert len(core.results) == 0
+    assert core.core._is_idle
+    core.inbox.put(ControlCall(1, 2, "resume"))
+    outputs = core.finish()
+    assert len(ends(outputs)) == 2
+
+
+def tokens_of(outputs: list, handle: int) -> list[int]:
+    return [
+        token
+        for output in outputs
+        if isinstance(output, ClientOutput)
+        for h, token in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True)
+        if h == handle
+    ]

@@ -1,4 +1,5 @@
-"""The scheduler under anything a client and a worker may do, with up to three steps in flight.
+"""The scheduler under anything a client and a worker may do, with up to three steps in flight,
+of any rows or, as with pipeline stages, each of another group of rows.
 
 A failure is shrunk to the shortest trace of add, plan, collect, abort and reset that shows it. The
 fake worker recomputes every context from its simulated KV memory.
@@ -47,9 +48,15 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
 class SchedulerMachine(RuleBasedStateMachine):
     """One engine's life."""
 
-    @initialize(limits=limits(), depth=st.sampled_from([1, 1, 2, 2, 3]), collide=st.booleans())
-    def start(self, limits: dict[str, Any], depth: int, collide: bool) -> None:
-        self.scheduler, executor = make_scheduler(**limits)
+    @initialize(
+        limits=limits(),
+        depth=st.sampled_from([1, 1, 2, 2, 3]),
+        has_stages=st.booleans(),
+        collide=st.booleans(),
+    )
+    def start(self, limits: dict[str, Any], depth: int, has_stages: bool, collide: bool) -> None:
+        self.num_groups = depth if has_stages else 1
+        self.scheduler, executor = make_scheduler(**limits, num_groups=self.num_groups)
         self.worker = PipelinedExecutor(executor)
         self.depth = depth
         self.digest = {"digest": lambda _: b"x" * 16} if collide else {}
@@ -98,14 +105,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         )  # fmt: skip
 
-    @precondition(lambda self: len(self.worker) < self.depth)
+    @property
+    def can_plan(self) -> bool:
+        has_group = self.num_groups == 1 or self.scheduler.next_group() is not None
+        return len(self.worker) < self.depth and has_group
+
+    @precondition(lambda self: self.can_plan)
     @rule()
     def plan(self) -> None:
         scheduler = self.scheduler
         plan = scheduler.schedule()
         check_plan(scheduler, plan)
         assert not scheduler.is_stuck
-        if len(self.worker) == 0:  # with nothing to wait for, every step gets on
+        if (
+            len(self.worker) == 0 and self.num_groups == 1
+        ):  # with nothing to wait for, every step gets on
             assert plan.num_tokens or scheduler.planned.preempted or not scheduler.num_requests
         self.worker.submit(plan)
 
@@ -142,9 +156,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(3000):
-            while len(self.worker) < self.depth:
+            while self.can_plan:
                 self.plan()
-            self.collect()
+            if len(self.worker):
+                self.collect()
             if not self.scheduler.num_requests:
                 break
         else:

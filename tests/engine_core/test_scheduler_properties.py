@@ -80,14 +80,15 @@ def run(workload: dict, depth: int, **limits: Any) -> tuple[Scheduler, Pipelined
                 )  # fmt: skip
         if not pending and scheduler.num_requests == 0:
             break
-        plan = scheduler.schedule()
-        check_plan(scheduler, plan)
-        worker.submit(plan)
+        if limits.get("num_groups", 1) == 1 or scheduler.next_group() is not None:
+            plan = scheduler.schedule()
+            check_plan(scheduler, plan)
+            worker.submit(plan)
         for handle, (*_, abort, _salt) in enumerate(workload["requests"], 1):
             # Between execution and update: the abort must win over the step's own result.
             if abort == step and handle not in pending and scheduler.abort(handle):
                 aborted.add(handle)
-        if len(worker) == depth:
+        if len(worker) == depth or (len(worker) and scheduler.next_group() is None):
             deliveries.take(scheduler, worker.collect())
             check_rows(scheduler)
             check_blocks(scheduler)
@@ -113,6 +114,12 @@ def run(workload: dict, depth: int, **limits: Any) -> tuple[Scheduler, Pipelined
 @given(workloads(), st.sampled_from([1, 2, 3]))
 def test_every_request_gets_its_tokens_once_and_in_order(workload: dict, depth: int) -> None:
     run(workload, depth)
+
+
+@settings(max_examples=200, deadline=None)
+@given(workloads(), st.sampled_from([2, 3]))
+def test_pipeline_stages_get_every_token_in_time(workload: dict, num_stages: int) -> None:
+    run(workload, depth=num_stages, num_groups=num_stages)
 
 
 @settings(max_examples=60, deadline=None)
