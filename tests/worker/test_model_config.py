@@ -1,4 +1,4 @@
-"""config.json in the spellings that exist, and what is refused."""
+"""config.json in the spellings and families that exist, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.model_config import load_model_config
+from nanocore.worker.config.families import FAMILIES
+from nanocore.worker.config.generation_config import GenerationDefaults, read_generation_defaults
+from nanocore.worker.config.model_config import ModelConfig, load_model_config, parse_model_config
+from nanocore.worker.config.settings import Settings
+from nanocore.worker.rope import RopeConfig
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -21,6 +25,13 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def write(folder: Path, generation: dict | None = None, **changes: Any) -> Path:
@@ -30,13 +41,152 @@ def write(folder: Path, generation: dict | None = None, **changes: Any) -> Path:
     return folder
 
 
-def test_defaults_are_those_of_the_architecture(tmp_path: Path) -> None:
+def parse(family: str, without: str = "", **changes: Any) -> ModelConfig:
+    """The config of a family; changes with the value None are null in the file."""
+    name = f"{family}ForCausalLM"
+    values = BASE | {"num_hidden_layers": 8, "architectures": [name]} | changes
+    if FAMILIES[name].sparse:
+        values = EXPERTS | values
+    values.pop(without, None)
+    return parse_model_config(
+        Settings(Path("config.json"), values), Settings(Path("generation_config.json"), {})
+    )
+
+
+def sliding(config: ModelConfig) -> list[int]:
+    return [i for i, kind in enumerate(config.layer_types) if kind == SLIDING]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
+    import transformers
+
+    values = BASE | {"num_hidden_layers": 30, "num_attention_heads": 32, "hidden_size": 256}
+    values |= {"architectures": [name]} | (EXPERTS if FAMILIES[name].sparse else {})
+    del values["num_key_value_heads"]
+    config = parse_model_config(
+        Settings(Path("config.json"), values), Settings(Path("generation_config.json"), {})
+    )
+    config_class = getattr(transformers, name).config_class
+    reference = config_class(**{k: v for k, v in values.items() if k != "architectures"})
+    assert config.num_kv_heads == reference.num_key_value_heads
+    assert config.head_dim == (getattr(reference, "head_dim", None) or 256 // 32)
+    assert config.rms_norm_eps == reference.rms_norm_eps
+    assert config.tie_word_embeddings == reference.tie_word_embeddings
+    assert config.hidden_act == getattr(reference, FAMILIES[name].activation_setting)
+    eos = reference.eos_token_id
+    assert config.eos_token_ids == (() if eos is None else (eos,))
+    ropes = reference.rope_parameters
+    for layer_type, rope in config.rope.items():
+        assert rope.theta == ropes.get(layer_type, ropes)["rope_theta"]
+    window = getattr(reference, "sliding_window", None)
+    is_listed = bool(getattr(reference, "layer_types", None))
+    types = reference.layer_types if is_listed else [SLIDING if window else FULL] * 30
+    assert list(config.layer_types) == types
+    assert config.sliding_window == (window if SLIDING in types else 0)
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        assert getattr(config, cap) == (getattr(reference, cap, None) or 0.0)
+    scalar = getattr(reference, "query_pre_attn_scalar", config.head_dim)
+    assert config.query_scale == scalar**-0.5
+
+
+def test_the_defaults_of_qwen3(tmp_path: Path) -> None:
     config = load_model_config(write(tmp_path))
-    assert config.head_dim == 16
-    assert config.rms_norm_eps == 1e-6
+    assert config.head_dim == 128
     assert config.dtype == "float32"
-    assert config.eos_token_ids == ()
-    assert not config.tie_word_embeddings
+    assert config.generation == GenerationDefaults()
+    assert config.moe is None
+    assert config.embedding_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "qkv", "o_proj", "mlp"),
+    [
+        ("Qwen2", {}, True, False, False),
+        ("Qwen2Moe", {}, True, False, False),
+        ("Qwen2Moe", {"qkv_bias": False}, False, False, False),
+        ("Llama", {}, False, False, False),
+        ("Llama", {"attention_bias": True}, True, True, False),
+        ("Llama", {"mlp_bias": True}, False, False, True),
+        ("Qwen3", {"attention_bias": True}, True, True, False),
+        ("Gemma3", {"attention_bias": True}, True, True, False),
+        ("Mistral", {"attention_bias": False}, False, False, False),
+    ],
+)
+def test_biases(family: str, changes: dict, qkv: bool, o_proj: bool, mlp: bool) -> None:
+    config = parse(family, **changes)
+    assert (config.attention_bias, config.o_proj_bias, config.mlp_bias) == (qkv, o_proj, mlp)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layers", "window"),
+    [
+        ("Mistral", {"sliding_window": 40}, range(8), 40),
+        ("Mistral", {}, range(8), 4096),
+        ("Mistral", {"sliding_window": None}, (), 0),
+        ("Phi3", {"sliding_window": 40}, range(8), 40),
+        ("Phi3", {}, (), 0),
+        ("Qwen2", {"sliding_window": 40}, (), 0),
+        ("Qwen2", {"use_sliding_window": True, "max_window_layers": 6}, (6, 7), 4096),
+        ("Qwen3", {"use_sliding_window": True, "max_window_layers": 0}, range(8), 4096),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": None}, (), 0),
+        ("Qwen2Moe", {"use_sliding_window": True, "max_window_layers": 5}, (0, 2, 4), 4096),
+        ("Qwen3Moe", {"use_sliding_window": True, "sliding_window": 7}, range(8), 7),
+        ("Gemma2", {"sliding_window": 40}, (0, 2, 4, 6), 40),
+        ("Gemma2", {"layer_types": [FULL] * 7 + [SLIDING]}, (7,), 4096),
+        ("Gemma3", {"sliding_window": 40}, (0, 1, 2, 3, 4, 6, 7), 40),
+        ("Gemma3", {"sliding_window_pattern": 4}, (0, 1, 2, 4, 5, 6), 4096),
+        ("Gemma3", {"layer_types": [SLIDING] + [FULL] * 7}, (0,), 4096),
+        ("Llama", {"layer_types": [FULL] * 8}, (), 0),
+    ],
+)
+def test_which_layers_have_a_window(
+    family: str, changes: dict, layers: tuple[int, ...], window: int
+) -> None:
+    config = parse(family, **changes)
+    assert sliding(config) == list(layers)
+    assert config.sliding_window == window
+
+
+def test_gemma2_caps_scales_and_ties() -> None:
+    config = parse("Gemma2", query_pre_attn_scalar=144, head_dim=16)
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
+    assert config.query_scale == 144**-0.5
+    assert config.embedding_scale == 8.0
+    assert config.tie_word_embeddings
+    assert parse("Gemma2", attn_logit_softcapping=None).attn_logit_softcapping == 0.0
+    assert parse("Gemma3", final_logit_softcapping=5).final_logit_softcapping == 5.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, {0, 1, 2, 3, 4, 5, 6, 7}),
+        ({"mlp_only_layers": [0, 5]}, {1, 2, 3, 4, 6, 7}),
+        ({"decoder_sparse_step": 2}, {1, 3, 5, 7}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, {1, 5, 7}),
+    ],
+)
+def test_which_layers_have_experts(changes: dict, layers: set[int]) -> None:
+    moe = parse("Qwen3Moe", **changes).moe
+    assert moe is not None
+    assert moe.sparse_layers == layers
+    assert (moe.num_experts, moe.num_experts_per_tok, moe.intermediate_size) == (8, 2, 32)
+    assert not moe.norm_topk_prob
+    assert moe.shared_intermediate_size == 0
+
+
+def test_both_spellings_of_the_number_of_experts_are_read() -> None:
+    moe = parse("Qwen3Moe", without="num_experts", num_local_experts=16, norm_topk_prob=True).moe
+    assert moe is not None
+    assert moe.num_experts == 16
+    assert moe.norm_topk_prob
+
+
+def test_qwen2_moe_has_a_shared_expert() -> None:
+    moe = parse("Qwen2Moe").moe
+    assert moe is not None
+    assert moe.shared_intermediate_size == 48
 
 
 @pytest.mark.parametrize(
@@ -44,30 +194,125 @@ def test_defaults_are_those_of_the_architecture(tmp_path: Path) -> None:
     [
         {"rope_theta": 1e6},
         {"rope_theta": 1e6, "rope_scaling": None},
+        {"rope_theta": 1e6, "rope_scaling": {"type": "default"}},
         {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e6},
     ],
 )
 def test_both_spellings_of_rope_are_read(tmp_path: Path, rope: dict) -> None:
-    assert load_model_config(write(tmp_path, **rope)).rope_theta == 1e6
+    config = load_model_config(write(tmp_path, **rope))
+    expected = RopeConfig(rotary_dim=128, theta=1e6, original_max_position_embeddings=512)
+    assert config.rope == {FULL: expected, SLIDING: expected}
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | YARN
+
+
+@pytest.mark.parametrize(
+    ("scaling", "top", "max_model_len"),
+    [
+        ({"rope_type": "linear", "factor": 2.0}, {}, 1024),
+        ({"type": "dynamic", "factor": 3.0}, {}, 1536),
+        ({"rope_type": "yarn"} | YARN, {}, 1024),
+        ({"type": "yarn", "factor": 4.0}, {}, 2048),
+        ({"type": "yarn", "factor": 4.0}, {"original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "llama3"} | LLAMA3, {}, 512),
+        ({"rope_type": "default"}, {}, 512),
+    ],
+)
+def test_the_served_length_follows_the_stretching(
+    scaling: dict, top: dict, max_model_len: int
+) -> None:
+    old = parse("Llama", rope_scaling=scaling, rope_theta=5e5, **top)
+    new = parse("Llama", rope_parameters=scaling | {"rope_theta": 5e5}, **top)
+    assert old == new
+    assert old.max_model_len == max_model_len
+
+
+def test_gemma3_has_a_rotation_per_layer_type_in_both_schemas() -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = parse("Gemma3", rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling=linear)
+    nested = {FULL: linear | {"rope_theta": 5e5}, SLIDING: {"rope_theta": 2e4}}
+    assert parse("Gemma3", rope_parameters=nested) == old
+    assert (old.rope[FULL].kind, old.rope[FULL].theta, old.rope[FULL].factor) == ("linear", 5e5, 8)
+    assert (old.rope[SLIDING].kind, old.rope[SLIDING].theta) == ("default", 2e4)
+    assert old.max_model_len == 512  # it stands stretched in the file
+    plain = parse("Gemma3")
+    assert (plain.rope[FULL].theta, plain.rope[SLIDING].theta) == (1e6, 1e4)
+
+
+def test_phi3_rotates_a_part_of_the_head() -> None:
+    config = parse("Phi3", partial_rotary_factor=0.75)
+    assert (config.head_dim, config.rope[FULL].rotary_dim) == (16, 12)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("Llama", {"hidden_act": "relu"}, 'hidden_act = "relu"'),
+        ("Gemma2", {"hidden_activation": "gelu"}, 'hidden_activation = "gelu"'),
+        ("Llama", {"quantization_config": {"bits": 4}}, r'quantization_config = \{"bits":4\}'),
+        ("Gemma3", {"vision_config": {"depth": 3}}, "vision_config"),
+        ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
+        ("Gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30"),
+        ("Llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30"),
+        ("Gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping = 0.0 must exceed"),
+        ("Mistral", {"attention_bias": True}, "attention_bias = true"),
+        ("Phi3", {"attention_bias": True}, "attention_bias = true"),
+        ("Qwen2", {"attention_bias": False}, "attention_bias = false"),
+        ("Qwen3", {"mlp_bias": True}, "mlp_bias = true"),
+        ("Llama", {"sliding_window": 32}, "sliding_window = 32"),
+        ("Llama", {"layer_types": [SLIDING] * 8}, "layer_types"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window = 0 must be at least 1"),
+        ("Gemma2", {"sliding_window": None}, "need a sliding_window"),
+        ("Qwen2", {"layer_types": [SLIDING] * 8}, "need a sliding_window"),
+        ("Gemma3", {"layer_types": [FULL] * 7}, "must have 8 entries"),
+        ("Gemma3", {"layer_types": ["chunked_attention"] * 8}, "known: full_attention, sliding"),
+        ("Llama", {"rope_scaling": {"rope_type": "longrope"}}, r"rope_scaling.rope_type = .longro"),
+        ("Phi3", {"rope_scaling": {"type": "longrope"}}, r"rope_scaling.type = .longrope"),
+        ("Phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = linear"),
+        ("Llama", {"rope_scaling": {"type": "linear"}}, "factor = null is needed by rope_type lin"),
+        ("Llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor = 0.5 must be at"),
+        ("Llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "high_freq_factor"),
+        ("Llama", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section = .1. is an unknown"),
+        ("Llama", {"rope_theta": 1}, "rope_theta = 1 must exceed 1"),
+        ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("Phi3", {"partial_rotary_factor": 0.7}, "makes 11 of head_dim = 16 rotate"),
+        ("Gemma3", {"rope_parameters": {"rope_type": "default"}}, "Gemma 3's layer types"),
+        ("Qwen3Moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 exceeds num_experts = 8"),
+        ("Llama", {"num_key_value_heads": 3}, "4 heads cannot share 3 KV heads"),
+        ("Llama", {"num_key_value_heads": 0}, "4 heads cannot share 0 KV heads"),
+        ("Llama", {"hidden_size": 66}, "hidden_size = 66 is not divisible by 4 heads"),
+        ("Llama", {"num_hidden_layers": 0}, "num_hidden_layers = 0 must be at least 1"),
+        ("Llama", {"vocab_size": "many"}, 'vocab_size = "many" cannot be read'),
+        ("Llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1 cannot be read"),
+        ("Llama", {"rope_scaling": 4}, "rope_scaling = 4 cannot be read"),
+        ("Llama", {"eos_token_id": "</s>"}, "eos_token_id"),
+        ("Llama", {"without": "hidden_size"}, "hidden_size is missing"),
+        ("Qwen3Moe", {"without": "num_experts"}, "num_experts is missing"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(family: str, changes: dict, words: str) -> None:
+    with pytest.raises(ModelFileError, match=words) as error:
+        parse(family, **changes)
+    assert str(error.value).startswith("config.json: ")
 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "yarn"),
-        ({"hidden_act": "gelu"}, "gelu"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"num_key_value_heads": 3}, "3 KV heads"),
         ({"architectures": []}, "none"),
-        ({"architectures": ["LlamaForCausalLM"]}, "Qwen3ForCausalLM"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
     ],
 )
-def test_what_is_not_implemented_is_refused(tmp_path: Path, changes: dict, word: str) -> None:
-    with pytest.raises(ModelFileError, match=word):
+def test_an_unknown_architecture_lists_the_known_ones(
+    tmp_path: Path, changes: dict, word: str
+) -> None:
+    with pytest.raises(ModelFileError, match=f"architecture '{word}' is unknown") as error:
         load_model_config(write(tmp_path, **changes))
+    assert str(error.value).endswith(f"known: {', '.join(FAMILIES)}")
 
 
 def test_the_generation_configs_eos_ids_win(tmp_path: Path) -> None:
@@ -77,13 +322,69 @@ def test_the_generation_configs_eos_ids_win(tmp_path: Path) -> None:
     assert load_model_config(folder).eos_token_ids == (3,)
 
 
+def test_null_eos_in_the_file_is_none_at_all() -> None:
+    assert parse("Llama").eos_token_ids == (2,)
+    assert parse("Llama", eos_token_id=None).eos_token_ids == ()
+
+
+def test_generation_defaults_are_read_whether_or_not_the_model_samples(tmp_path: Path) -> None:
+    values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    for do_sample in ({}, {"do_sample": True}, {"do_sample": False}):
+        config = load_model_config(write(tmp_path, generation=values | do_sample))
+        generation = config.generation
+        assert (generation.temperature, generation.top_k, generation.top_p) == (0.6, 20, 0.95)
+        assert generation.min_p == 0.1
+
+
+def test_generation_settings_that_cannot_be_honoured_are_listed() -> None:
+    values = {
+        "temperature": 1, "do_sample": False, "repetition_penalty": 1.05, "num_beams": 4,
+        "typical_p": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": [], "bad_words_ids": [[3]],
+        "eos_token_id": 3, "pad_token_id": 0, "bos_token_id": 1, "use_cache": True,
+        "output_attentions": True, "transformers_version": "5.0.0", "_from_model_config": True,
+        "guidance_scale": None, "of_the_future": "x",
+    }  # fmt: skip
+    defaults = read_generation_defaults(Settings(Path("g.json"), values))
+    assert defaults.ignored == (
+        "bad_words_ids = [[3]]",
+        "do_sample = False",
+        "num_beams = 4",
+        "of_the_future = x",
+        "repetition_penalty = 1.05",
+    )
+    assert defaults.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0 is out of range"),
+        ({"top_p": 1.5}, "top_p=1.5 is out of range"),
+        ({"top_k": "all"}, 'top_k = "all" cannot be read'),
+        ({"eos_token_id": [1.5]}, "eos_token_id"),
+    ],
+)
+def test_generation_values_out_of_range_name_the_file(
+    tmp_path: Path, values: dict, words: str
+) -> None:
+    with pytest.raises(ModelFileError, match=words) as error:
+        load_model_config(write(tmp_path, generation=values))
+    assert "generation_config.json" in str(error.value)
+
+
 def test_code_that_a_config_points_to_is_not_looked_at(tmp_path: Path) -> None:
     foreign = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}
     (tmp_path / "evil.py").write_text("raise SystemExit('this ran')")
     assert load_model_config(write(tmp_path, **foreign)).architecture == "Qwen3ForCausalLM"
 
 
-def test_a_config_that_is_no_json_names_the_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]", '"x"', "", "\udcff"])
+def test_a_config_that_is_no_json_object_names_the_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ModelFileError, match=r"config\.json"):
+        load_model_config(tmp_path)
+
+
+def test_a_folder_without_config_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"config\.json is missing"):
         load_model_config(tmp_path)

@@ -1,0 +1,89 @@
+"""generation_config.json: the sampling its makers recommend, as defaults for requests.
+
+As with vLLM's `--generation-config auto`, the values count whether or not `do_sample` is set. What
+the file asks for and nanocore cannot do is listed, so that it can be logged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanocore.protocol.errors import InvalidRequestError, ModelFileError
+from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.config.settings import Settings
+
+_HARMLESS = {
+    "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length",
+    "max_time", "transformers_version", "use_cache", "cache_implementation", "cache_config",
+    "disable_compile", "return_dict_in_generate", "return_legacy_cache", "prompt_lookup_num_tokens",
+}  # fmt: skip
+"""Ids, bookkeeping and speed: none of these changes which tokens are likely."""
+
+_USED = ("temperature", "top_p", "top_k", "min_p")
+
+_NEUTRAL: dict[str, Any] = {
+    "do_sample": True, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0, "num_beams": 1, "num_beam_groups": 1, "num_return_sequences": 1,
+    "typical_p": 1.0, "guidance_scale": 1.0,
+}  # fmt: skip
+"""Values that ask for nothing; those of other settings are 0, false, null and empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """Sampling parameters for requests that do not set them; None where the file has none.
+
+    ignored: "name = value" of what cannot be honoured.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the file sets."""
+        values = {name: getattr(self, name) for name in _USED}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def sampling(self) -> EngineSamplingParams:
+        """The sampling parameters of requests that bring none.
+
+        Raises:
+            InvalidRequestError: a value out of its range.
+        """
+        return EngineSamplingParams(**self.given)
+
+
+def read_generation_defaults(settings: Settings) -> GenerationDefaults:
+    """The sampling defaults of a generation_config.json.
+
+    Raises:
+        ModelFileError: a value of the wrong type or out of its range.
+    """
+    defaults = GenerationDefaults(
+        temperature=settings.nullable("temperature", float, None),
+        top_p=settings.nullable("top_p", float, None),
+        top_k=settings.nullable("top_k", int, None),
+        min_p=settings.nullable("min_p", float, None),
+        ignored=_ignored(settings),
+    )
+    try:
+        defaults.sampling()
+    except InvalidRequestError as error:
+        raise ModelFileError(f"{settings.path}: {error}") from None
+    return defaults
+
+
+def _ignored(settings: Settings) -> tuple[str, ...]:
+    used = _HARMLESS | set(_USED)
+    return tuple(
+        f"{name} = {value}"
+        for name, value in sorted(settings.values.items())
+        if name not in used and not name.startswith(("_", "output_"))
+        if (value != _NEUTRAL[name] if name in _NEUTRAL else value not in (None, 0, [], {}, ""))
+        if value is not None
+    )

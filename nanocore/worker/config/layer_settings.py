@@ -1,0 +1,149 @@
+"""The settings that describe a model's layers, each read as its family reads it.
+
+A family that does not have a setting refuses values of it that would ask for something.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.config.families import Family, Softcap
+from nanocore.worker.config.rope_settings import (
+    LayerType,
+    read_rope_by_layer_type,
+    read_shared_rope,
+)
+from nanocore.worker.config.settings import Settings
+from nanocore.worker.rope import RopeConfig
+
+Activation = Literal["silu", "gelu_pytorch_tanh"]
+_ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeConfig:
+    """A mixture of experts in place of some layers' MLPs.
+
+    intermediate_size: of one expert. norm_topk_prob: the chosen experts' weights are scaled to sum
+    to 1. sparse_layers: indices of the layers that have experts. shared_intermediate_size: of the
+    gated expert that every token passes, 0 if there is none.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    norm_topk_prob: bool
+    sparse_layers: frozenset[int]
+    shared_intermediate_size: int = 0
+
+
+def read_heads(settings: Settings, family: Family) -> tuple[int, int, int]:
+    """The numbers of query heads and of KV heads, and their size."""
+    num_heads, hidden_size = settings.size("num_attention_heads"), settings.size("hidden_size")
+    num_kv_heads = settings.nullable("num_key_value_heads", int, family.num_kv_heads)
+    if num_kv_heads is None:
+        num_kv_heads = num_heads
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ModelFileError(
+            f"{settings.path}: {num_heads} heads cannot share {num_kv_heads} KV heads evenly"
+        )
+    if not settings.has("head_dim") and family.head_dim is None and hidden_size % num_heads:
+        raise settings.error("hidden_size", f"is not divisible by {num_heads} heads")
+    head_dim = settings.size("head_dim", family.head_dim or hidden_size // num_heads)
+    return num_heads, num_kv_heads, head_dim
+
+
+def read_attention_bias(settings: Settings, family: Family) -> bool:
+    """Whether Q, K and V have biases."""
+    bias = family.attention_bias
+    if family.bias_setting is not None:
+        bias = settings.get(family.bias_setting, bool, bias)
+    for name in ("attention_bias", "qkv_bias"):
+        if settings.get(name, bool, bias) != bias:
+            raise settings.error(name, "is not implemented for this architecture")
+    return bias
+
+
+def read_mlp_bias(settings: Settings, family: Family) -> bool:
+    """Whether the MLP's projections have biases."""
+    bias = settings.get("mlp_bias", bool, False)
+    if bias and not family.mlp_bias_setting:
+        raise settings.error("mlp_bias", "is not implemented for this architecture")
+    return bias
+
+
+def read_activation(settings: Settings, family: Family) -> Activation:
+    """What the MLP's gate passes through."""
+    value = settings.get(family.activation_setting, str, family.activation)
+    for known in _ACTIVATIONS:
+        if value == known:
+            return known
+    raise settings.error(
+        family.activation_setting, f"is not implemented; known: {', '.join(_ACTIVATIONS)}"
+    )
+
+
+def read_query_divisor(settings: Settings, family: Family, head_dim: int) -> int:
+    """The number whose root divides the products of queries and keys."""
+    if family.query_pre_attn_scalar is None:
+        return head_dim
+    return settings.size("query_pre_attn_scalar", family.query_pre_attn_scalar)
+
+
+def read_softcap(settings: Settings, name: str, support: Softcap | None) -> float:
+    """A cap, 0 for none."""
+    cap = settings.nullable(name, float, support.default if support else None)
+    if cap is None:
+        return 0.0
+    if support is None:
+        raise settings.error(name, "is not implemented for this architecture")
+    if cap <= 0.0:
+        raise settings.error(name, "must exceed 0; null is none")
+    return cap
+
+
+def read_rope(settings: Settings, family: Family, head_dim: int) -> dict[LayerType, RopeConfig]:
+    """The rotations of both layer types."""
+    if family.rope_by_layer_type:
+        ropes = read_rope_by_layer_type(settings, head_dim)
+    else:
+        rope = read_shared_rope(settings, head_dim)
+        ropes = {"full_attention": rope, "sliding_attention": rope}
+    for rope in ropes.values():
+        if family.rope_kinds is not None and rope.kind not in family.rope_kinds:
+            raise ModelFileError(
+                f"{settings.path}: rope_type = {rope.kind} is not implemented for this architecture"
+            )
+        if rope.rotary_dim != head_dim and not family.partial_rotary:
+            raise ModelFileError(
+                f"{settings.path}: a partial_rotary_factor other than 1 is not implemented for "
+                "this architecture"
+            )
+    return ropes
+
+
+def read_moe(settings: Settings, family: Family, num_layers: int) -> MoeConfig | None:
+    """The experts, and which layers have them; None for a family without."""
+    if not family.sparse:
+        return None
+    # transformers 5 writes num_local_experts for Qwen3-MoE where everybody else has num_experts.
+    name = "num_local_experts" if settings.has("num_local_experts") else "num_experts"
+    num_experts = settings.size(name)
+    per_tok = settings.size("num_experts_per_tok")
+    if per_tok > num_experts:
+        raise settings.error("num_experts_per_tok", f"exceeds {name} = {num_experts}")
+    step = settings.size("decoder_sparse_step", 1)
+    dense = settings.get("mlp_only_layers", list[int], [])
+    shared = settings.size("shared_expert_intermediate_size") if family.shared_expert else 0
+    return MoeConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=per_tok,
+        intermediate_size=settings.size("moe_intermediate_size"),
+        norm_topk_prob=settings.get("norm_topk_prob", bool, False),
+        sparse_layers=frozenset(
+            i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense
+        ),
+        shared_intermediate_size=shared,
+    )

@@ -1,0 +1,68 @@
+"""Grouped-query attention over the paged KV cache, with the variations that families ask for.
+
+Query heads are split over ranks, and KV heads with them. QK-norm, biases, windows, soft-capping and
+partial rotary embeddings are settings of the model's configuration.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nanocore.kernels.backend import AttentionSpec, KVCache
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.layers.context import StepContext
+from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.loading.weights import Slots
+from nanocore.worker.placement import Placement
+
+
+class Attention:
+    """One layer's attention. num_heads, num_kv_heads: on this rank."""
+
+    def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
+        head_dim = self.head_dim = config.head_dim
+        self.num_heads = placement.share(
+            config.num_heads, "the number of heads (num_attention_heads)"
+        )
+        q_rows = Rows.share(placement, config.num_heads * head_dim, "the size of all heads")
+        kv_rows = Rows.kv_heads(placement, config.num_kv_heads, head_dim)
+        self.num_kv_heads = kv_rows.size // head_dim
+        self.qkv_proj = ColumnParallelLinear(
+            placement, config.hidden_size, [q_rows, kv_rows, kv_rows], bias=config.attention_bias
+        )
+        self.o_proj = RowParallelLinear(
+            placement, config.num_heads * head_dim, config.hidden_size, "the size of all heads",
+            bias=config.o_proj_bias,
+        )  # fmt: skip
+        self.q_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
+        self.k_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
+        self.layer_type = config.layer_types[layer]
+        is_sliding = self.layer_type == "sliding_attention"
+        self.spec = AttentionSpec(
+            scale=config.query_scale,
+            window=config.sliding_window if is_sliding else 0,
+            softcap=config.attn_logit_softcapping,
+        )
+
+    def slots(self, prefix: str) -> Slots:
+        """Where the checkpoint's tensors with this prefix go."""
+        slots = self.qkv_proj.slots(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj")
+        slots |= self.o_proj.slots(f"{prefix}o_proj")
+        if self.q_norm and self.k_norm:
+            slots |= self.q_norm.slots(f"{prefix}q_norm") | self.k_norm.slots(f"{prefix}k_norm")
+        return slots
+
+    def __call__(self, x_TE: Tensor, cache: KVCache, context: StepContext) -> Tensor:
+        kernels, metadata = context.kernels, context.metadata
+        q, k, v = self.qkv_proj(x_TE).split(self.qkv_proj.sizes, dim=-1)
+        q_THD = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k_TKD = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v_TKD = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.q_norm and self.k_norm:
+            q_THD, k_TKD = self.q_norm(q_THD, kernels), self.k_norm(k_TKD, kernels)
+        cos_TR, sin_TR = context.rotary[self.layer_type]
+        q_THD, k_TKD = kernels.rope(q_THD, cos_TR, sin_TR), kernels.rope(k_TKD, cos_TR, sin_TR)
+        kernels.store_kv(k_TKD, v_TKD, cache, metadata.slot_mapping_T)
+        out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
+        return self.o_proj(out_THD.flatten(1))

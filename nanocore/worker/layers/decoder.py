@@ -1,0 +1,180 @@
+"""A decoder-only transformer: embedding, layers, norm and head, in the parts that one rank holds.
+
+Families differ in their layers (`DecoderModel.layer_class`) and in what their checkpoints call
+things. A pipeline stage holds a range of layers; hidden states pass between stages with the
+residual added.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+from nanocore.kernels.backend import KVCache
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.layers.attention import Attention
+from nanocore.worker.layers.context import StepContext
+from nanocore.worker.layers.embedding import VocabParallelEmbedding
+from nanocore.worker.layers.mlp import GatedMLP
+from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.loading.weights import Slot, Slots, without_parts
+from nanocore.worker.placement import Placement
+from nanocore.worker.rope import RotaryTable
+
+
+class Layer(Protocol):
+    """One decoder layer. The residual stream is carried apart, so that norms can add it."""
+
+    attention: Attention
+
+    def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None: ...
+
+    def slots(self, prefix: str) -> Slots:
+        """Where the checkpoint's tensors with this prefix go."""
+        ...
+
+    def __call__(
+        self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """(what is to be added to the residual, the residual)."""
+        ...
+
+
+class MLP(Protocol):
+    """What stands in an MLP's place."""
+
+    def slots(self, prefix: str) -> Slots:
+        """Where the checkpoint's tensors with this prefix go."""
+        ...
+
+    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor: ...
+
+
+class DecoderLayer:
+    """The common kind: attention and MLP, each after a norm."""
+
+    mlp: MLP
+
+    def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
+        self.attention = Attention(placement, config, layer)
+        self.mlp = self.make_mlp(placement, config, layer)
+        self.input_norm = RMSNorm(placement, config, config.hidden_size)
+        self.post_attention_norm = RMSNorm(placement, config, config.hidden_size)
+
+    def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
+        """The layer's MLP."""
+        return GatedMLP(placement, config, config.intermediate_size)
+
+    def slots(self, prefix: str) -> Slots:
+        return {
+            **self.attention.slots(f"{prefix}self_attn."),
+            **self.mlp.slots(f"{prefix}mlp."),
+            **self.norm_slots(prefix),
+        }
+
+    def norm_slots(self, prefix: str) -> Slots:
+        """The norms' part of `slots`."""
+        return {
+            **self.input_norm.slots(f"{prefix}input_layernorm"),
+            **self.post_attention_norm.slots(f"{prefix}post_attention_layernorm"),
+        }
+
+    def __call__(
+        self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        x_TE, residual_TE = self.input_norm.add(x_TE, residual_TE, context.kernels)
+        x_TE = self.attention(x_TE, cache, context)
+        x_TE, residual_TE = self.post_attention_norm.add(x_TE, residual_TE, context.kernels)
+        return self.mlp(x_TE, context), residual_TE
+
+
+class DecoderModel:
+    """One rank's part of the model, its parameters allocated and not yet filled.
+
+    Raises:
+        ConfigError: the model cannot be split as the placement asks.
+    """
+
+    layer_class: ClassVar[type[Layer]] = DecoderLayer
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        self.config, self.placement = config, placement
+        self.layer_range = placement.stage_layers(config.num_layers)
+        self.layers = [self.layer_class(placement, config, i) for i in self.layer_range]
+        self.embedding = self._vocabulary() if placement.is_first_stage else None
+        self.head: VocabParallelEmbedding | None = None
+        self.norm: RMSNorm | None = None
+        if placement.is_last_stage:
+            tied = config.tie_word_embeddings
+            self.head = (self.embedding if tied else None) or self._vocabulary()
+            self.norm = RMSNorm(placement, config, config.hidden_size)
+
+    def slots(self) -> Slots:
+        """Every tensor the checkpoint must hold; those of other stages have no parts here."""
+        config, meta = self.config, self.placement.on_meta()
+        slots = self._vocabulary_slots()
+        for i in range(config.num_layers):
+            prefix = f"model.layers.{i}."
+            if i in self.layer_range:
+                slots |= self.layers[i - self.layer_range.start].slots(prefix)
+            else:
+                slots |= without_parts(self.layer_class(meta, config, i).slots(prefix))
+        norm = RMSNorm(meta, config, config.hidden_size)
+        slots |= without_parts(norm.slots("model.norm"))
+        if self.norm:
+            slots |= self.norm.slots("model.norm")
+        return slots
+
+    @property
+    def ignored_tensors(self) -> frozenset[str]:
+        """Checkpoint tensors that may be present and are not read.
+
+        Those are a tied head, and in old files the frequencies of the rotation.
+        """
+        names = {
+            f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(self.config.num_layers)
+        }
+        if self.config.tie_word_embeddings:
+            names.add("lm_head.weight")
+        return frozenset(names)
+
+    def rotary_tables(self, max_len: int) -> dict[str, RotaryTable]:
+        """cos and sin for positions below max_len, by layer type."""
+        dtype, device = self.placement.dtype, self.placement.device
+        rope, kinds = self.config.rope, dict.fromkeys(self.config.layer_types)
+        return {kind: RotaryTable(rope[kind], max_len, dtype, device) for kind in kinds}
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """What the first layer gets, [T, E]; first stage only."""
+        assert self.embedding is not None, "token ids enter at the first stage"
+        return self.embedding.embed(token_ids_T)
+
+    def forward(self, x_TE: Tensor, caches: list[KVCache], context: StepContext) -> Tensor:
+        """Hidden states [T, E] after this stage's layers, normed after the last; writes K and V."""
+        residual_TE: Tensor | None = None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x_TE, residual_TE = layer(x_TE, residual_TE, cache, context)
+        if self.norm is None:
+            assert residual_TE is not None, "a stage has at least one layer"
+            return x_TE + residual_TE
+        return self.norm.add(x_TE, residual_TE, context.kernels)[0]
+
+    def compute_logits(self, hidden_RE: Tensor) -> Tensor:
+        """Logits of this rank's tokens, float32 [R, V / tp], for rows that sample; last stage."""
+        assert self.head is not None, "logits leave at the last stage"
+        return self.head.logits(hidden_RE)
+
+    def _vocabulary(self) -> VocabParallelEmbedding:
+        config = self.config
+        return VocabParallelEmbedding(self.placement, config.vocab_size, config.hidden_size)
+
+    def _vocabulary_slots(self) -> Slots:
+        """A tied matrix is one tensor that the first and the last stage both keep."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        embedding = Slot(shape, self.embedding.parts() if self.embedding else [])
+        head = Slot(shape, self.head.parts() if self.head else [])
+        if not self.config.tie_word_embeddings:
+            return {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+        parts = embedding.parts if self.head is self.embedding else embedding.parts + head.parts
+        return {"model.embed_tokens.weight": Slot(shape, parts)}

@@ -1,0 +1,122 @@
+"""Linear layers split over tensor parallel ranks, by rows of the weight or by its columns.
+
+A column-parallel layer followed by a row-parallel one needs one all-reduce (Megatron-LM: Shoeybi et
+al. 2019). Projections of the same input are stacked into one weight, whatever the checkpoint does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanocore.worker.loading.weights import Part, Slot, Slots, whole
+from nanocore.worker.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Of a projection's `total` output features, this rank keeps `size` from `start` on."""
+
+    total: int
+    start: int
+    size: int
+
+    @classmethod
+    def share(cls, placement: Placement, total: int, what: str) -> Rows:
+        """An even share. Raises ConfigError, naming `what`, if there is none."""
+        size = placement.share(total, what)
+        return cls(total, placement.tp.rank * size, size)
+
+    @classmethod
+    def kv_heads(cls, placement: Placement, num_heads: int, head_dim: int) -> Rows:
+        """Whole KV heads; each is kept by several ranks if there are fewer heads than ranks."""
+        rank, size = placement.tp.rank, placement.tp.size
+        if size > num_heads and size % num_heads == 0:
+            return cls(num_heads * head_dim, rank * num_heads // size * head_dim, head_dim)
+        num_kept = placement.share(num_heads, "the number of KV heads (num_key_value_heads)")
+        return cls(num_heads * head_dim, rank * num_kept * head_dim, num_kept * head_dim)
+
+
+class ColumnParallelLinear:
+    """y = x W^T + b, where W stacks this rank's rows of several projections.
+
+    sizes: output features of each projection on this rank.
+    """
+
+    def __init__(
+        self, placement: Placement, in_features: int, parts: list[Rows], *, bias: bool = False
+    ) -> None:
+        self.in_features = in_features
+        self.parts = parts
+        self.sizes = [rows.size for rows in parts]
+        self.weight = placement.empty(sum(self.sizes), in_features)
+        self.bias = placement.empty(sum(self.sizes)) if bias else None
+
+    def slots(self, *names: str) -> Slots:
+        """One checkpoint tensor per projection, in the order of `parts`."""
+        slots = self._slots(self.weight, (self.in_features,), [f"{name}.weight" for name in names])
+        if self.bias is not None:
+            slots |= self._slots(self.bias, (), [f"{name}.bias" for name in names])
+        return slots
+
+    def fused_slots(self, name: str) -> Slots:
+        """One checkpoint tensor that stacks the projections whole, one after the other."""
+        assert self.bias is None, "no family fuses biases"
+        parts, offset = [], 0
+        for rows, target in zip(self.parts, self.weight.split(self.sizes), strict=True):
+            start = offset + rows.start
+            parts.append(Part(target, (slice(start, start + rows.size),)))
+            offset += rows.total
+        return {f"{name}.weight": Slot((offset, self.in_features), parts)}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def _slots(self, stacked: Tensor, rest: tuple[int, ...], names: list[str]) -> Slots:
+        return {
+            name: Slot(
+                (rows.total, *rest), [Part(target, (slice(rows.start, rows.start + rows.size),))]
+            )
+            for name, rows, target in zip(names, self.parts, stacked.split(self.sizes), strict=True)
+        }
+
+
+class RowParallelLinear:
+    """y = sum over ranks of x W^T, plus b: each rank has the columns for its share of x.
+
+    what: names the input features in the error that they cannot be shared evenly.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        in_features: int,
+        out_features: int,
+        what: str,
+        *,
+        bias: bool = False,
+    ) -> None:
+        self.tp = placement.tp
+        self.in_features = in_features
+        self.columns = Rows.share(placement, in_features, what)
+        self.weight = placement.empty(out_features, self.columns.size)
+        self.bias = placement.empty(out_features) if bias else None
+
+    def slots(self, name: str) -> Slots:
+        """The checkpoint's weight, and bias if there is one."""
+        num_rows, start = len(self.weight), self.columns.start
+        index = (slice(0, num_rows), slice(start, start + self.columns.size))
+        slots = {f"{name}.weight": Slot((num_rows, self.in_features), [Part(self.weight, index)])}
+        if self.bias is not None:
+            slots[f"{name}.bias"] = whole(self.bias)
+        return slots
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.tp.all_reduce(self.partial_sum(x))
+        return y if self.bias is None else y + self.bias
+
+    def partial_sum(self, x: Tensor) -> Tensor:
+        """What this rank adds to the sum, for callers that have more to add before reducing it."""
+        return F.linear(x, self.weight)

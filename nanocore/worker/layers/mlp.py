@@ -1,0 +1,50 @@
+"""The gated MLP: down(act(gate(x)) * up(x)), gate and up in one projection (Shazeer 2020)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.layers.context import StepContext
+from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from nanocore.worker.loading.weights import Slots
+from nanocore.worker.placement import Placement
+
+
+class GatedMLP:
+    """One layer's MLP, split over ranks. what: the inner size's name in config.json."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        config: ModelConfig,
+        inner_size: int,
+        what: str = "intermediate_size",
+    ) -> None:
+        self.uses_gelu = config.hidden_act == "gelu_pytorch_tanh"
+        rows = Rows.share(placement, inner_size, what)
+        self.gate_up_proj = ColumnParallelLinear(
+            placement, config.hidden_size, [rows, rows], bias=config.mlp_bias
+        )
+        self.down_proj = RowParallelLinear(
+            placement, inner_size, config.hidden_size, what, bias=config.mlp_bias
+        )
+
+    def slots(self, prefix: str) -> Slots:
+        """Where the checkpoint's tensors with this prefix go."""
+        return {
+            **self.gate_up_proj.slots(f"{prefix}gate_proj", f"{prefix}up_proj"),
+            **self.down_proj.slots(f"{prefix}down_proj"),
+        }
+
+    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        return self.down_proj(self._inner(x_TE, context))
+
+    def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        """What this rank adds to the result, before biases."""
+        return self.down_proj.partial_sum(self._inner(x_TE, context))
+
+    def _inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        kernels = context.kernels
+        activate = kernels.gelu_and_mul if self.uses_gelu else kernels.silu_and_mul
+        return activate(self.gate_up_proj(x_TE))

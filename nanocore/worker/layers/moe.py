@@ -1,0 +1,70 @@
+"""A mixture of experts: of many gated MLPs, a router chooses a few for each token.
+
+(Shazeer et al. 2017; without capacity limits, so a token's result never depends on the others of
+its step.) Tensor parallel ranks hold a share of every expert, not whole experts: they have equal
+work however tokens are routed, and one all-reduce adds up their results. The router is on every
+rank, and since ranks agree on hidden states to the bit, they agree on the experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.layers.context import StepContext
+from nanocore.worker.layers.linear import Rows
+from nanocore.worker.loading.weights import Part, Slot, Slots, whole
+from nanocore.worker.placement import Placement
+
+
+class SparseMLP:
+    """One layer's experts and its router.
+
+    Raises:
+        ConfigError: moe_intermediate_size cannot be shared evenly.
+    """
+
+    def __init__(self, placement: Placement, config: ModelConfig) -> None:
+        moe, hidden_size = config.moe, config.hidden_size
+        assert moe is not None, "only families with experts have sparse layers"
+        self.tp = placement.tp
+        self.num_experts_per_tok = moe.num_experts_per_tok
+        self.norm_topk_prob = moe.norm_topk_prob
+        self.rows = Rows.share(placement, moe.intermediate_size, "moe_intermediate_size")
+        self.router_XE = placement.empty(moe.num_experts, hidden_size)
+        self.gate_up_XIE = placement.empty(moe.num_experts, 2 * self.rows.size, hidden_size)
+        self.down_XEI = placement.empty(moe.num_experts, hidden_size, self.rows.size)
+
+    def slots(self, prefix: str) -> Slots:
+        """Checkpoints keep every expert's projections apart."""
+        slots = {f"{prefix}gate.weight": whole(self.router_XE)}
+        hidden_size = self.down_XEI.shape[1]
+        inner = slice(self.rows.start, self.rows.start + self.rows.size)
+        in_shape, out_shape = (self.rows.total, hidden_size), (hidden_size, self.rows.total)
+        gates_XIE, ups_XIE = self.gate_up_XIE.chunk(2, dim=1)
+        experts = zip(gates_XIE.unbind(), ups_XIE.unbind(), self.down_XEI.unbind(), strict=True)
+        for i, (gate_IE, up_IE, down_EI) in enumerate(experts):
+            expert = f"{prefix}experts.{i}."
+            slots[f"{expert}gate_proj.weight"] = Slot(in_shape, [Part(gate_IE, (inner,))])
+            slots[f"{expert}up_proj.weight"] = Slot(in_shape, [Part(up_IE, (inner,))])
+            down = Part(down_EI, (slice(0, hidden_size), inner))
+            slots[f"{expert}down_proj.weight"] = Slot(out_shape, [down])
+        return slots
+
+    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        return self.tp.all_reduce(self.partial_sum(x_TE, context))
+
+    def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        """What this rank adds to the result."""
+        expert_ids_TC, weights_TC = self._route(x_TE)
+        return context.kernels.moe(x_TE, self.gate_up_XIE, self.down_XEI, expert_ids_TC, weights_TC)
+
+    def _route(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """(expert ids, int64 [T, C]; their weights, float32 [T, C])."""
+        probs_TX = F.linear(x_TE, self.router_XE).softmax(-1, dtype=torch.float32)
+        weights_TC, expert_ids_TC = probs_TX.topk(self.num_experts_per_tok)
+        if self.norm_topk_prob:
+            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+        return expert_ids_TC, weights_TC

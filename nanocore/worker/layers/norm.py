@@ -1,0 +1,37 @@
+"""Root mean square layer normalisation (Zhang and Sennrich 2019)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanocore.kernels.backend import Kernels
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.loading.weights import Slots, whole
+from nanocore.worker.placement import Placement
+
+
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension; not split over ranks.
+
+    Where the checkpoint stores weights less an offset (Gemma), they are kept in float32 with it
+    added, which also makes kernels round the product once, as that family does.
+    """
+
+    def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None:
+        self.eps = config.rms_norm_eps
+        self.offset = config.norm_offset
+        self.weight = placement.empty(size, dtype=torch.float32 if self.offset else None)
+
+    def slots(self, name: str) -> Slots:
+        """The checkpoint's weight."""
+        return {f"{name}.weight": whole(self.weight, self.offset)}
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); without a residual x is it."""
+        if residual is None:
+            return kernels.rms_norm(x, self.weight, self.eps), x
+        return kernels.add_rms_norm(x, residual, self.weight, self.eps)

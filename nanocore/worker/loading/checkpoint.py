@@ -1,0 +1,208 @@
+"""The safetensors files of a model folder: which there are, and what their headers say.
+
+No weights are read here. safetensors validates every header (no gaps, no overlaps, every byte
+covered) but names no file and exposes no offsets: so every error here names the file, what is wrong
+with it and the remedy, and offsets are taken from the header that safetensors has accepted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+
+from nanocore.protocol.errors import ModelFileError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_LFS_MAGIC = b"version https://git-lfs"
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
+_MODEL_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+"""What transformers calls the files that it reads; others in the folder may be anything."""
+_HEADER_START = 8  # bytes: the header's length, little-endian
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One entry of a file's header. dtype: as safetensors spells it; offset: bytes in the file."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def stored_tensors(folder: Path, ignored: frozenset[str]) -> Iterator[StoredTensor]:
+    """Every tensor of a model folder except `ignored` ones, file by file, each in file order.
+
+    Raises:
+        ModelFileError: no safetensors files, or ambiguous ones; a file is missing or damaged; the
+            index and the files contradict each other; a tensor is stored twice.
+    """
+    weight_map = _read_index(folder / INDEX_FILE)
+    seen: dict[str, Path] = {}
+    for path in _weight_files(folder, weight_map):
+        for tensor in read_header(path):
+            name = tensor.name
+            if name in ignored:
+                continue
+            if name in seen:
+                raise ModelFileError(
+                    f"{path}: tensor {name!r} is also in {seen[name].name}: download the model "
+                    "again, or remove the file that does not belong to it"
+                )
+            if weight_map is not None and name not in weight_map:
+                raise ModelFileError(f"{path}: tensor {name!r} is not in {INDEX_FILE}")
+            seen[name] = path
+            yield tensor
+    for name, file in (weight_map or {}).items():
+        if name not in ignored and (name not in seen or seen[name].name != file):
+            where = f"it is in {seen[name].name}" if name in seen else "it is in no file"
+            raise ModelFileError(
+                f"{folder / INDEX_FILE}: tensor {name!r} should be in {file}, but {where}: index "
+                "and files are not of the same model; download both again"
+            )
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """What a safetensors file holds, in the order of its bytes.
+
+    Raises:
+        ModelFileError: the file is missing, damaged, incomplete or something else.
+    """
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # opening validates
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_HEADER_START), "little")
+            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
+    except FileNotFoundError:
+        raise ModelFileError(f"{path} is missing{_why_missing(path)}") from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: {error.strerror or error}") from None
+    except (SafetensorError, msgspec.DecodeError) as error:
+        raise ModelFileError(f"{path}: {_describe(path)} ({error})") from None
+    start = _HEADER_START + length
+    tensors = [
+        StoredTensor(path, name, entry.dtype, entry.shape, start + begin, end - begin)
+        for name, entry in entries.items()
+        for begin, end in [entry.data_offsets]
+    ]
+    return sorted(tensors, key=lambda tensor: tensor.offset)
+
+
+def _read_index(index: Path) -> dict[str, str] | None:
+    """Of each tensor the file that holds it; None if there is no index."""
+    try:
+        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ModelFileError(f"{index}: {error}; download it again") from None
+    for name, file in weight_map.items():
+        # A name, and nothing that could lead elsewhere. The file may be a link: the hub's cache
+        # is made of them.
+        if not re.fullmatch(r"[\w.-]+\.safetensors", file):
+            raise ModelFileError(
+                f"{index}: tensor {name!r} is said to be in {file!r}, which is not the name of a "
+                "safetensors file in this folder"
+            )
+    return weight_map
+
+
+def _weight_files(folder: Path, weight_map: dict[str, str] | None) -> list[Path]:
+    """The files to read, in a fixed order."""
+    present = sorted(path.name for path in folder.glob("*.safetensors"))
+    ours = [name for name in present if _MODEL_FILE.fullmatch(name)]
+    if weight_map is not None:
+        listed = sorted(set(weight_map.values()))
+        if strays := sorted(set(ours).difference(listed)):
+            raise ModelFileError(
+                f"{folder / strays[0]} is not in {INDEX_FILE}: remove whichever is not of this "
+                "model, or download both again"
+            )
+        return [folder / name for name in listed]
+    if ours == [SINGLE_FILE]:
+        return [folder / SINGLE_FILE]
+    if len(present) == 1 and not ours:
+        return [folder / present[0]]
+    if present:
+        raise ModelFileError(
+            f"{folder} has {present[0]}{' and others' * (len(present) > 1)}, but no {INDEX_FILE} "
+            "to say what belongs together: download the index too"
+        )
+    raise ModelFileError(f"{folder} has no *.safetensors files{_why_no_files(folder)}")
+
+
+def _why_no_files(folder: Path) -> str:
+    others = sorted(p.name for p in folder.glob("*") if p.suffix in _OTHER_FORMATS)
+    if others:
+        return (
+            f", only {others[0]}: no other format is read. Convert it: load the model with "
+            "transformers and call model.save_pretrained(folder, safe_serialization=True)"
+        )
+    return _why_missing(folder / SINGLE_FILE)
+
+
+def _why_missing(path: Path) -> str:
+    """What is there in its place, and the remedy."""
+    if path.is_symlink():
+        return f": it is a link to {path.readlink()}, which is not there; download it again"
+    folder = path.parent
+    for place in (folder, folder / ".cache" / "huggingface" / "download", folder / "../../blobs"):
+        if next(place.glob("*.incomplete"), None):
+            return ": its download was not completed; run it again to resume"
+    return ": download it again"
+
+
+def _describe(path: Path) -> str:
+    """What is wrong with a file that safetensors refused, and the remedy."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(len(_LFS_MAGIC))
+        if size == 0:
+            return "an empty file; download it again"
+        if head == _LFS_MAGIC:
+            return (
+                "a git-lfs pointer, not the weights; run `git lfs pull` in the model's repository"
+            )
+        header_bytes = int.from_bytes(head[:_HEADER_START], "little")
+        if header_bytes > _MAX_HEADER_BYTES:
+            return "no safetensors file, whatever its name says; download it again"
+        expected = _HEADER_START + header_bytes
+        if expected <= size:
+            file.seek(_HEADER_START)
+            expected = _size_by_header(file.read(header_bytes), expected)
+    if size < expected:
+        return f"{size} bytes of {expected}; its download was not completed, run it again to resume"
+    return f"{size} bytes; damaged, download it again"
+
+
+def _size_by_header(header: bytes, data_start: int) -> int:
+    """The size of a file with this header; 0 if it is none."""
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        ends = [msgspec.json.decode(e, type=_Entry).data_offsets[1] for e in entries.values()]
+    except msgspec.DecodeError:
+        return 0
+    return data_start + max(ends, default=0)

@@ -1,0 +1,72 @@
+"""Random weights for `--load-format dummy`: speed and memory of a model without its checkpoint.
+
+A value depends on seed, tensor name and its place in the whole tensor, never on what a rank keeps:
+at any tensor parallel size it is the same model. Scaled so that activations neither vanish nor
+overflow.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanocore.worker.loading.weights import Part, Slots
+
+_BLOCK_NUMEL = 2**18
+_INT16_STD = 2**16 / math.sqrt(12)
+_NORM_STD = 0.1
+_BIAS_STD = 0.02
+
+
+def fill_dummy_weights(slots: Slots, seed: int = 0) -> int:
+    """Fill every part of all slots; returns their bytes.
+
+    Matrices have mean 0 and standard deviation 1 / sqrt(last dimension), biases 0 and 0.02, other
+    vectors (norms) 1 and 0.1; all are uniform. A slot's offset changes nothing: a norm is near 1
+    whatever a checkpoint would store. Memory beside the parameters: 1.5 MiB, or six bytes per
+    element of a tensor's row, if that is more.
+    """
+    num_bytes = 0
+    for name, slot in slots.items():
+        std, mean = _std_and_mean(name, slot.shape)
+        for part in slot.parts:
+            _fill(part, slot.shape, (seed, zlib.crc32(name.encode())), std, mean)
+            num_bytes += part.target.nbytes
+    return num_bytes
+
+
+def _std_and_mean(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    if name.endswith("bias"):
+        return _BIAS_STD, 0.0
+    if len(shape) < 2:
+        return _NORM_STD, 1.0
+    return 1 / math.sqrt(shape[-1]), 0.0
+
+
+def _fill(
+    part: Part, shape: tuple[int, ...], seeds: tuple[int, int], std: float, mean: float
+) -> None:
+    """Generate the blocks of rows that the part touches, and keep its slice of each."""
+    num_rows, *row_shape = shape or (1,)
+    start, stop, _ = part.index[0].indices(num_rows) if part.index else (0, num_rows, 1)
+    target = part.target.view(1) if not shape else part.target
+    block_rows = max(1, _BLOCK_NUMEL // max(1, math.prod(row_shape)))
+    for block in range(start // block_rows, -(-stop // block_rows)):
+        first = block * block_rows
+        count = min(block_rows, num_rows - first)
+        values = _uniform((count, *row_shape), (*seeds, block), std, mean)
+        low, high = max(start, first), min(stop, first + count)
+        rows = values[low - first : high - first]
+        target[low - start : high - start].copy_(rows[(slice(None), *part.index[1:])])
+
+
+def _uniform(shape: tuple[int, ...], seeds: tuple[int, ...], std: float, mean: float) -> Tensor:
+    """float32. Sixteen random bits per value: more than a bfloat16 can hold, and cheap."""
+    numel = math.prod(shape)
+    words = np.random.SFC64(seeds).random_raw(-(-numel // 4))
+    values = torch.from_numpy(words.view(np.int16)[:numel]).to(torch.float32)
+    return values.mul_(std / _INT16_STD).add_(mean).view(shape)

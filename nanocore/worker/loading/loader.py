@@ -1,0 +1,229 @@
+"""Weights from safetensors files into a model's parameters: strict, and straight to their place.
+
+A model says which slices of which checkpoint tensor it keeps and where (see `weights`);
+the loader fills every slot exactly once and accepts nothing else. What lies in the file as it lies
+in the parameter is read into it without a copy; the rest passes through a small buffer. Files are
+read, not mapped: mapped pages would count as this process's memory until the end. A few threads
+read at once, since the first touch of new memory costs more than reading does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.loading.checkpoint import StoredTensor, stored_tensors
+from nanocore.worker.loading.model_folder import display_name
+from nanocore.worker.loading.weights import Index, Slots
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PIECE_BYTES = 4 * 2**20
+_MAX_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Consecutive rows of a stored tensor, and where what `index` keeps of them goes.
+
+    shape: of the rows. file_offset: of their first byte. add: see `Slot.offset`.
+    """
+
+    stored: StoredTensor
+    file_offset: int
+    shape: tuple[int, ...]
+    index: Index
+    target: Tensor
+    add: float
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.stored.dtype]
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.target.numel() * self.dtype.itemsize
+
+
+def load_weights(
+    folder: Path, slots: Slots, ignored: frozenset[str], progress: bool = False
+) -> int:
+    """Fill every part of all slots from the folder's safetensors files.
+
+    Args:
+        folder: single `model.safetensors`, or an index with its shards.
+        slots: every tensor that the checkpoint must hold. Parts may be of any float dtype, on any
+            device.
+        ignored: names that may be present and are not needed (a tied lm_head); slots come first.
+        progress: show a bar on stderr, if that is a terminal.
+
+    Returns:
+        Bytes of this rank's slices, as they are stored. Where a slice cuts rows apart, the whole
+        rows are read.
+
+    Raises:
+        ModelFileError: a file is missing, damaged, incomplete or no safetensors; a tensor is
+            missing, unexpected, repeated, or of another shape or kind.
+    """
+    expected = _expected_tensors(folder, slots, ignored)
+    pieces = [piece for stored in expected for piece in _pieces_of(stored, slots)]
+    num_bytes = sum(piece.kept_bytes for piece in pieces)
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    with (
+        _Reader(sorted({piece.stored.path for piece in pieces})) as reader,
+        ThreadPoolExecutor(num_threads, "loader") as threads,
+        tqdm(
+            total=num_bytes,
+            unit="B",
+            unit_scale=True,
+            desc=f"Loading {display_name(folder)}",
+            file=sys.stderr,
+            disable=None if progress else True,
+        ) as bar,
+    ):
+        for filled_bytes in threads.map(reader.fill, pieces):
+            bar.update(filled_bytes)
+    return num_bytes
+
+
+def check_weights(folder: Path, slots: Slots, ignored: frozenset[str]) -> int:
+    """Check all that can be known of a checkpoint without reading its weights; fills nothing.
+
+    Returns:
+        Bytes of all tensors in `slots` as they are stored, whatever this rank keeps of them.
+
+    Raises:
+        ModelFileError: see `load_weights`.
+    """
+    return sum(stored.num_bytes for stored in _expected_tensors(folder, slots, ignored))
+
+
+def _expected_tensors(folder: Path, slots: Slots, ignored: frozenset[str]) -> list[StoredTensor]:
+    """All tensors of `slots`, each with the shape it should have, in the order of the files."""
+    found = list(stored_tensors(folder, ignored.difference(slots)))
+    for stored in found:
+        where = f"{stored.path}: tensor {stored.name!r}"
+        slot = slots.get(stored.name)
+        if slot is None:
+            raise ModelFileError(f"{where} is not part of this model: is it what config.json says?")
+        if stored.shape != slot.shape:
+            raise ModelFileError(
+                f"{where} has shape {list(stored.shape)}, config.json implies {list(slot.shape)}"
+            )
+        if stored.dtype not in _DTYPES:
+            raise ModelFileError(
+                f"{where} is {stored.dtype}, which is not implemented: one of "
+                f"{', '.join(_DTYPES)} is needed (quantized models are not read)"
+            )
+    missing = sorted(slots.keys() - {stored.name for stored in found})
+    if missing:
+        raise ModelFileError(
+            f"{folder}: {len(missing)} of {len(slots)} tensors are missing, e.g. {missing[0]!r}: "
+            "is it what config.json says?"
+        )
+    return found
+
+
+def _pieces_of(stored: StoredTensor, slots: Slots) -> Iterator[_Piece]:
+    """All that this rank keeps of a tensor."""
+    slot = slots[stored.name]
+    for part in slot.parts:
+        assert part.target.shape == torch.empty(slot.shape, device="meta")[part.index].shape
+        if part.target.numel():
+            yield from _cut(
+                _Piece(stored, stored.offset, slot.shape, part.index, part.target, slot.offset)
+            )
+
+
+def _cut(whole: _Piece) -> Iterator[_Piece]:
+    """The rows that `whole.index` keeps, as pieces that fit the buffer."""
+    if not whole.shape:
+        yield whole
+        return
+    num_rows, *row_shape = whole.shape
+    start, stop, _ = whole.index[0].indices(num_rows) if whole.index else (0, num_rows, 1)
+    shape, inner = tuple(row_shape), whole.index[1:]
+    row_bytes = math.prod(shape) * whole.dtype.itemsize
+    if row_bytes > _PIECE_BYTES:
+        for row in range(start, stop):
+            offset = whole.file_offset + row * row_bytes
+            target = whole.target[row - start]
+            yield from _cut(
+                replace(whole, file_offset=offset, shape=shape, index=inner, target=target)
+            )
+        return
+    step = _PIECE_BYTES // row_bytes
+    for row in range(start, stop, step):
+        count = min(step, stop - row)
+        yield replace(
+            whole,
+            file_offset=whole.file_offset + row * row_bytes,
+            shape=(count, *shape),
+            index=(slice(None), *inner),
+            target=whole.target[row - start : row - start + count],
+        )
+
+
+class _Reader:
+    """Open files, and a buffer per thread."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._paths = paths
+        self._files: dict[Path, int] = {}
+        self._local = threading.local()
+        self._closing = ExitStack()
+
+    def __enter__(self) -> _Reader:
+        for path in self._paths:
+            self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._closing.callback(os.close, self._files[path])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def fill(self, piece: _Piece) -> int:
+        """Read a piece into its target; returns the bytes kept."""
+        target = piece.target
+        is_whole = math.prod(piece.shape) == target.numel()
+        is_same = target.dtype == piece.dtype and target.device.type == "cpu" and not piece.add
+        if is_whole and is_same and target.is_contiguous():
+            self._read(piece, target.view(-1).view(torch.uint8))
+            return piece.kept_bytes
+        num_bytes = math.prod(piece.shape) * piece.dtype.itemsize
+        buffer = self._buffer(pinned=target.is_cuda)[:num_bytes]
+        self._read(piece, buffer)
+        values = buffer.view(piece.dtype).view(piece.shape)[piece.index]
+        target.copy_(values.float() + piece.add if piece.add else values)
+        return piece.kept_bytes
+
+    def _buffer(self, *, pinned: bool) -> Tensor:
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        buffer: Tensor = self._local.buffer
+        return buffer
+
+    def _read(self, piece: _Piece, memory: Tensor) -> None:
+        """Fill `memory`, contiguous bytes on the CPU, from the file."""
+        path = piece.stored.path
+        view = memory.numpy().data
+        offset = piece.file_offset
+        while view:
+            try:
+                count = os.preadv(self._files[path], [view], offset)
+            except OSError as error:
+                raise ModelFileError(f"{path}: {error.strerror}, at byte {offset}") from None
+            if count == 0:
+                raise ModelFileError(f"{path} became shorter while it was read, at byte {offset}")
+            view, offset = view[count:], offset + count

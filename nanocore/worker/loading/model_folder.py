@@ -1,0 +1,108 @@
+"""From what --model says to a folder: a path, or a Hugging Face id that is downloaded.
+
+Downloads go through huggingface_hub and its cache: resumable, shared with other programs, and
+controlled by the hub's own variables (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN). Only
+configuration, tokenizer and safetensors files are fetched: nothing that could run.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from nanocore.protocol.errors import ConfigError, ModelFileError
+
+_ALLOWED = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
+_IGNORED = ["*/*", "consolidated*"]
+"""Subfolders, and Mistral's second copy of the weights."""
+_WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
+_HUB_ID = re.compile(f"{_WORD}/{_WORD}")
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """The folder of a model, downloaded first if it is a Hugging Face id that is not cached.
+
+    Args:
+        name: an existing folder, or an id `org/name`. A folder of that name is preferred.
+        revision: branch, tag or commit of an id; None is its main branch.
+
+    Raises:
+        ConfigError: a revision of a folder.
+        ModelFileError: neither folder nor id; not found, not accessible, not reachable.
+    """
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        if revision is not None:
+            raise ConfigError(f"--revision {revision}: {path} is a folder, which has no revisions")
+        return path
+    if name and path.exists():
+        raise ModelFileError(f"--model {name} is a file: give the folder that it is in")
+    if name.startswith(("/", "./", "../", "~")):
+        raise ModelFileError(f"--model {name}: there is no such folder")
+    if not _HUB_ID.fullmatch(name) or "--" in name or ".." in name:
+        raise ModelFileError(
+            f"--model {name!r}: there is no such folder, and it is not a Hugging Face id (org/name)"
+        )
+    return _download(name, revision)
+
+
+def display_name(folder: Path) -> str:
+    """What to call a model folder: its id, if it lies in the hub's cache, else its name."""
+    cached = re.fullmatch(r"models--(.+)", folder.parent.parent.name)
+    if folder.parent.name == "snapshots" and cached:
+        return cached[1].replace("--", "/")
+    return folder.resolve().name
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    """The snapshot in the hub's cache, brought up to date if the hub can be reached."""
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import errors
+    except ModuleNotFoundError:
+        raise ModelFileError(
+            f"--model {hub_id}: there is no such folder, and downloading it needs huggingface_hub: "
+            "pip install 'nanocore[engine]'"
+        ) from None
+    what = f"{hub_id} at revision {revision}" if revision else hub_id
+    try:
+        return Path(
+            hub.snapshot_download(
+                hub_id, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED
+            )
+        )
+    except errors.GatedRepoError:
+        remedy = (f"is gated: accept its terms at {hub.constants.ENDPOINT}/{hub_id}, then "
+                  "run `hf auth login` or set HF_TOKEN")  # fmt: skip
+    except errors.RepositoryNotFoundError:
+        remedy = ("does not exist on the hub, or is private: check the spelling; for a private one "
+                  "run `hf auth login` or set HF_TOKEN")  # fmt: skip
+    except errors.RevisionNotFoundError:
+        remedy = "does not exist: see the branches and tags of the model's page"
+    except errors.LocalEntryNotFoundError as error:
+        remedy = f"is not, or not completely, in the cache at {hub.constants.HF_HUB_CACHE}, and "
+        if hub.constants.HF_HUB_OFFLINE:
+            remedy += "HF_HUB_OFFLINE forbids downloading: unset it"
+        else:
+            remedy += (f"{hub.constants.ENDPOINT} cannot be reached ({_root(error)}): check the "
+                       "network")  # fmt: skip
+    except Exception as error:  # the hub's HTTP library, and so its errors, change by version
+        remedy = (f"could not be downloaded ({type(error).__name__}: {error}); start again to "
+                  "resume")  # fmt: skip
+    raise ModelFileError(f"--model {what} {remedy}")
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first of a chain of causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error

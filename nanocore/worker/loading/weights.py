@@ -1,0 +1,49 @@
+"""Where a checkpoint's tensors go: the contract between models and the loader.
+
+A model names every tensor its checkpoint must hold, with its whole shape, and says which slices of
+it this rank keeps and where. The loader reads those slices and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+Index = tuple[slice, ...]
+"""Along the leading dimensions, with explicit bounds; the rest is taken whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A slice of a checkpoint's tensor, and the view of a parameter that it fills."""
+
+    target: Tensor
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor of a checkpoint.
+
+    shape: of the whole tensor. parts: what this rank keeps of it; empty if nothing.
+    offset: added to what the file holds (Gemma stores norm weights less one).
+    """
+
+    shape: tuple[int, ...]
+    parts: list[Part] = field(default_factory=list)
+    offset: float = 0.0
+
+
+Slots = dict[str, Slot]
+"""By checkpoint tensor name, in the order of the model."""
+
+
+def without_parts(slots: Slots) -> Slots:
+    """The same tensors, of which this rank keeps nothing."""
+    return {name: replace(slot, parts=[]) for name, slot in slots.items()}
+
+
+def whole(target: Tensor, offset: float = 0.0) -> Slot:
+    """A tensor that every rank keeps whole."""
+    return Slot(tuple(target.shape), [Part(target, ())], offset)

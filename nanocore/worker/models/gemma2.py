@@ -1,0 +1,68 @@
+"""Gemma 2 (technical report, 2024): norms on both sides of attention and MLP, capped logits.
+
+Every other layer has a window. Norm weights are stored less one, and embeddings are scaled.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanocore.kernels.backend import KVCache
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.layers.attention import Attention
+from nanocore.worker.layers.context import StepContext
+from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.layers.mlp import GatedMLP
+from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.loading.weights import Slots
+from nanocore.worker.placement import Placement
+
+
+class Gemma2Layer:
+    """What attention and MLP add to the residual is normed, as is what they get."""
+
+    def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
+        self.attention = Attention(placement, config, layer)
+        self.mlp = GatedMLP(placement, config, config.intermediate_size)
+        self.input_norm = RMSNorm(placement, config, config.hidden_size)
+        self.post_attention_norm = RMSNorm(placement, config, config.hidden_size)
+        self.pre_feedforward_norm = RMSNorm(placement, config, config.hidden_size)
+        self.post_feedforward_norm = RMSNorm(placement, config, config.hidden_size)
+
+    def slots(self, prefix: str) -> Slots:
+        return {
+            **self.attention.slots(f"{prefix}self_attn."),
+            **self.mlp.slots(f"{prefix}mlp."),
+            **self.input_norm.slots(f"{prefix}input_layernorm"),
+            **self.post_attention_norm.slots(f"{prefix}post_attention_layernorm"),
+            **self.pre_feedforward_norm.slots(f"{prefix}pre_feedforward_layernorm"),
+            **self.post_feedforward_norm.slots(f"{prefix}post_feedforward_layernorm"),
+        }
+
+    def __call__(
+        self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        kernels = context.kernels
+        x_TE, residual_TE = self.input_norm.add(x_TE, residual_TE, kernels)
+        x_TE = self.post_attention_norm(self.attention(x_TE, cache, context), kernels)
+        x_TE, residual_TE = self.pre_feedforward_norm.add(x_TE, residual_TE, kernels)
+        return self.post_feedforward_norm(self.mlp(x_TE, context), kernels), residual_TE
+
+
+class Gemma2Model(DecoderModel):
+    """Scaled embeddings and capped logits."""
+
+    layer_class = Gemma2Layer
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        # Rounded as in training, where the factor had the model's dtype.
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=placement.dtype).item()
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        return super().embed(token_ids_T) * self.embedding_scale
+
+    def compute_logits(self, hidden_RE: Tensor) -> Tensor:
+        logits_RV, cap = super().compute_logits(hidden_RE), self.config.final_logit_softcapping
+        return logits_RV.div_(cap).tanh_().mul_(cap) if cap else logits_RV

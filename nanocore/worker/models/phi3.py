@@ -1,0 +1,32 @@
+"""Phi-3 and Phi-4 (Abdin et al. 2024): the common layer; part of a head may rotate.
+
+Checkpoints hold Q, K and V stacked, and gate and up, each as one tensor.
+"""
+
+from __future__ import annotations
+
+from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
+from nanocore.worker.layers.mlp import GatedMLP
+from nanocore.worker.loading.weights import Slots
+
+
+class Phi3Layer(DecoderLayer):
+    """The common layer under other names."""
+
+    mlp: GatedMLP
+
+    def slots(self, prefix: str) -> Slots:
+        attention, mlp = self.attention, self.mlp
+        return {
+            **attention.qkv_proj.fused_slots(f"{prefix}self_attn.qkv_proj"),
+            **attention.o_proj.slots(f"{prefix}self_attn.o_proj"),
+            **mlp.gate_up_proj.fused_slots(f"{prefix}mlp.gate_up_proj"),
+            **mlp.down_proj.slots(f"{prefix}mlp.down_proj"),
+            **self.norm_slots(prefix),
+        }
+
+
+class Phi3Model(DecoderModel):
+    """Stacked projections."""
+
+    layer_class = Phi3Layer

@@ -1,0 +1,58 @@
+"""Qwen1.5-MoE and Qwen2-MoE (technical report, 2024): Qwen2 with experts.
+
+Beside the experts that the router chooses there is one that every token passes, behind a gate of
+its own (shared experts: DeepSeekMoE, Dai et al. 2024).
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.layers.context import StepContext
+from nanocore.worker.layers.decoder import MLP, DecoderLayer, DecoderModel
+from nanocore.worker.layers.mlp import GatedMLP
+from nanocore.worker.layers.moe import SparseMLP
+from nanocore.worker.loading.weights import Slots, whole
+from nanocore.worker.placement import Placement
+
+
+class SharedExpertMLP(SparseMLP):
+    """Experts, and sigmoid(gate(x)) times the shared one, in one sum over ranks."""
+
+    def __init__(self, placement: Placement, config: ModelConfig) -> None:
+        super().__init__(placement, config)
+        assert config.moe is not None, "only families with experts have sparse layers"
+        self.shared_expert = GatedMLP(
+            placement, config, config.moe.shared_intermediate_size,
+            "shared_expert_intermediate_size",
+        )  # fmt: skip
+        self.shared_gate_1E = placement.empty(1, config.hidden_size)
+
+    def slots(self, prefix: str) -> Slots:
+        return {
+            **super().slots(prefix),
+            **self.shared_expert.slots(f"{prefix}shared_expert."),
+            f"{prefix}shared_expert_gate.weight": whole(self.shared_gate_1E),
+        }
+
+    def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        gate_T1 = F.linear(x_TE, self.shared_gate_1E).sigmoid()
+        shared_TE = gate_T1 * self.shared_expert.partial_sum(x_TE, context)
+        return super().partial_sum(x_TE, context) + shared_TE
+
+
+class Qwen2MoeLayer(DecoderLayer):
+    """Dense or sparse, as the configuration says."""
+
+    def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
+        if config.moe and layer in config.moe.sparse_layers:
+            return SharedExpertMLP(placement, config)
+        return super().make_mlp(placement, config, layer)
+
+
+class Qwen2MoeModel(DecoderModel):
+    """Checkpoints use the common names."""
+
+    layer_class = Qwen2MoeLayer

@@ -1,0 +1,76 @@
+"""Where one rank's part of a model lives, and which part that is.
+
+Tensor parallel ranks split every layer (Megatron-LM: Shoeybi et al. 2019): heads, MLP columns and
+vocabulary rows are dealt out in order of rank. Pipeline stages split the sequence of layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from nanocore.protocol.errors import ConfigError
+from nanocore.worker.communication.communicator import Communicator, SingleRank
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One rank's place.
+
+    dtype: of weights and activations. tp: the ranks that share this rank's layers.
+    pp_rank, pp_size: this rank's pipeline stage, and how many there are.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    tp: Communicator = SingleRank()
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether token ids enter here."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether logits leave here."""
+        return self.pp_rank == self.pp_size - 1
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter of this rank, not yet filled."""
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def on_meta(self) -> Placement:
+        """The same part without memory behind it: shapes alone."""
+        return replace(self, device=torch.device("meta"))
+
+    def share(self, size: int, what: str) -> int:
+        """How much of `size` each tensor parallel rank has.
+
+        Raises:
+            ConfigError: it cannot be divided evenly.
+        """
+        if size % self.tp.size:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tp.size}: {what} is {size}, which is not divisible "
+                "by it; choose a divisor"
+            )
+        return size // self.tp.size
+
+    def stage_layers(self, num_layers: int) -> range:
+        """The layers of this pipeline stage; earlier stages have one more where it is uneven.
+
+        Raises:
+            ConfigError: there are more stages than layers.
+        """
+        if num_layers < self.pp_size:
+            raise ConfigError(
+                f"--pipeline-parallel-size {self.pp_size}: the model has {num_layers} layers, "
+                "and each stage needs one; lower it"
+            )
+        base, extra = divmod(num_layers, self.pp_size)
+        start = self.pp_rank * base + min(self.pp_rank, extra)
+        return range(start, start + base + (self.pp_rank < extra))

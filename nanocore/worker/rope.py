@@ -1,0 +1,141 @@
+"""Rotary position embeddings (RoPE: Su et al. 2021) and the ways of stretching them.
+
+Frequencies are computed in float32 in transformers' order of operations, so that both agree to the
+bit. Keys are cached rotated, so a position's rotation never changes while an engine runs. Dynamic
+NTK, which transformers recomputes as a sequence grows, is therefore fixed by the served length:
+up to the model's own length it is the plain rotation; beyond, every sequence gets the base that
+transformers uses for a sequence of exactly the served length (as vLLM does).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """How positions turn into angles.
+
+    rotary_dim: how many of a head's leading values rotate; even.
+    theta: the base of the frequencies.
+    factor: how far the context is stretched.
+    original_max_position_embeddings: the length before stretching.
+    low_freq_factor, high_freq_factor: llama3's band, in rotations over the original length.
+    beta_fast, beta_slow: YaRN's band, likewise; truncate: widen it to whole dimensions.
+    attention_factor, mscale, mscale_all_dim: YaRN's scale of cos and sin, or what it follows from;
+    None and 0 are absent.
+    """
+
+    kind: RopeKind = "default"
+    rotary_dim: int
+    theta: float
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+
+class RotaryTable:
+    """cos and sin of every position below max_len, each [max_len, rotary_dim / 2].
+
+    max_len: the served length (dynamic NTK depends on it). dtype: of the table; it is computed in
+    float32.
+    """
+
+    def __init__(self, config: RopeConfig, max_len: int, dtype: torch.dtype,
+                 device: torch.device) -> None:  # fmt: skip
+        positions = torch.arange(max_len, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(config, max_len))
+        scale = attention_scaling(config)
+        self.cos = (angles.cos() * scale).to(device, dtype)
+        self.sin = (angles.sin() * scale).to(device, dtype)
+
+    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[positions_T], self.sin[positions_T]
+
+
+def inverse_frequencies(config: RopeConfig, max_len: int) -> Tensor:
+    """Radians per position, float32 [rotary_dim / 2], when max_len positions are served."""
+    if config.kind == "dynamic":
+        return 1.0 / _periods(config, _dynamic_theta(config, max_len))
+    periods = _periods(config, config.theta)
+    if config.kind == "linear":
+        return 1.0 / periods / config.factor
+    if config.kind == "yarn":
+        return _yarn(config, periods)
+    if config.kind == "llama3":
+        return _llama3(config, 1.0 / periods)
+    return 1.0 / periods
+
+
+def attention_scaling(config: RopeConfig) -> float:
+    """What cos and sin are multiplied by: YaRN's temperature of the attention, otherwise 1."""
+    if config.kind != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return _yarn_mscale(config, config.mscale) / _yarn_mscale(config, config.mscale_all_dim)
+    return _yarn_mscale(config, 1.0)
+
+
+def _yarn_mscale(config: RopeConfig, weight: float) -> float:
+    return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
+
+
+def _periods(config: RopeConfig, theta: float) -> Tensor:
+    """Positions per radian, float32 [rotary_dim / 2]."""
+    dims = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32)
+    return theta ** (dims / config.rotary_dim)
+
+
+def _dynamic_theta(config: RopeConfig, max_len: int) -> float:
+    """The base for max_len positions (NTK-aware scaling; bloc97 and emozilla, 2023)."""
+    original = config.original_max_position_embeddings
+    stretch = config.factor * max(max_len, original) / original - (config.factor - 1)
+    dim = config.rotary_dim
+    return config.theta * stretch ** (dim / (dim - 2))
+
+
+def _yarn(config: RopeConfig, periods: Tensor) -> Tensor:
+    """Fast dimensions as trained, slow ones stretched, a ramp between (Peng et al. 2023)."""
+
+    def dimension(rotations: float) -> float:
+        """The dimension, as a fraction, that rotates this often over the original length."""
+        length = config.original_max_position_embeddings
+        log_period = math.log(length / (rotations * 2 * math.pi))
+        return config.rotary_dim * log_period / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.rotary_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp, without dividing by zero
+    dims = torch.arange(config.rotary_dim // 2, dtype=torch.float32)
+    keep = 1 - ((dims - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (config.factor * periods) * (1 - keep) + 1.0 / periods * keep
+
+
+def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Slow dimensions stretched, fast ones as trained, blended between (Llama 3.1, 2024)."""
+    length = config.original_max_position_embeddings
+    low, high = config.low_freq_factor, config.high_freq_factor
+    wavelengths = 2 * math.pi / frequencies
+    blend = (length / wavelengths - low) / (high - low)
+    blended = (1 - blend) * frequencies / config.factor + blend * frequencies
+    slow, fast = wavelengths > length / low, wavelengths < length / high
+    return torch.where(slow, frequencies / config.factor, torch.where(fast, frequencies, blended))

@@ -1,0 +1,233 @@
+"""Tiny random models of every family, as ordinary Hugging Face folders, and what they should say.
+
+Each exercises its family's oddities at sizes where they change the text: windows shorter than the
+prompts, caps that bend, rotations stretched within the first hundred positions. Two ranks can
+share every one of them. Weights are scaled as in `tests.tiny_models`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.tiny_models import EOS, MAX_MODEL_LEN, VOCAB_SIZE, write_byte_tokenizer
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+GEMMA: dict[str, Any] = {
+    "head_dim": 24,
+    "query_pre_attn_scalar": 16,  # not head_dim, on purpose
+    "tie_word_embeddings": True,
+}
+
+
+def rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **settings}}
+
+
+SPECS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen2_window": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1},
+    ),
+    "qwen2_yarn": (
+        "Qwen2ForCausalLM",
+        rope("yarn", factor=8.0, original_max_position_embeddings=128),
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 24, "attention_bias": True}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        EXPERTS | {"head_dim": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe_unnormalized": (
+        "Qwen3MoeForCausalLM",
+        EXPERTS | {"head_dim": 24, "tie_word_embeddings": True},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        EXPERTS | {"shared_expert_intermediate_size": 96, "decoder_sparse_step": 2},
+    ),
+    "llama": ("LlamaForCausalLM", {"head_dim": 24, "num_attention_heads": 8}),
+    "llama_biased": (
+        "LlamaForCausalLM",
+        {"attention_bias": True, "mlp_bias": True},
+    ),
+    "llama_llama3": (
+        "LlamaForCausalLM",
+        rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
+    ),
+    "llama_linear": (
+        "LlamaForCausalLM",
+        {"max_position_embeddings": MAX_MODEL_LEN // 4} | rope("linear", factor=4.0),
+    ),
+    "llama_dynamic": (
+        "LlamaForCausalLM",
+        {"max_position_embeddings": MAX_MODEL_LEN // 8} | rope("dynamic", factor=8.0),
+    ),
+    "mistral": ("MistralForCausalLM", {"head_dim": 24, "sliding_window": 32}),
+    "mistral_full": ("MistralForCausalLM", {"sliding_window": None}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        GEMMA
+        | {"sliding_window": 40, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        GEMMA
+        | {
+            "sliding_window": 32,
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        {"sliding_window": 40} | rope("default", partial_rotary_factor=0.5),
+    ),
+    "phi3_full": ("Phi3ForCausalLM", {"tie_word_embeddings": True}),
+}
+"""Architecture and settings by name; what is not said is in SIZES."""
+
+
+def make_tiny(name: str, folder: Path) -> Path:
+    """Write the model of this name and return its folder. fp32, one file."""
+    import transformers
+
+    architecture, settings = SPECS[name]
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(**(SIZES | settings))
+    config.dtype = torch.float32
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter.copy_(_weight(parameter_name, parameter, architecture, config))
+    model.save_pretrained(folder)
+    write_byte_tokenizer(folder)
+    return folder
+
+
+BUILDERS: dict[str, Callable[[Path], Path]] = {name: partial(make_tiny, name) for name in SPECS}
+"""By name: writes the model into a folder and returns it."""
+
+
+def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(parameter.shape, generator=generator)
+    is_gemma = architecture.startswith("Gemma")
+    if "norm" in name:
+        scale = 1.0
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            scale = 2.0  # attention that looks at something
+        elif is_gemma and "post_" in name:
+            scale = 10.0  # the context outweighs the echo of the last token
+        stored_less = 1.0 if is_gemma else 0.0
+        return scale - stored_less + 0.1 * noise
+    if name.endswith(".bias"):
+        return 0.5 * noise
+    if "embed_tokens" in name or "lm_head" in name:
+        return 3.0 * noise / math.sqrt(config.hidden_size)
+    weight = noise / math.sqrt(parameter.shape[-1])
+    if "o_proj" in name or "down_proj" in name:
+        weight *= 3.0  # as above
+    elif name.endswith(("q_proj.weight", "k_proj.weight", "mlp.gate.weight")):
+        weight *= 2.0  # attention and routing that are decided
+    elif "qkv_proj" in name:
+        head_dim = config.hidden_size // config.num_attention_heads
+        weight[: (config.num_attention_heads + config.num_key_value_heads) * head_dim] *= 2.0
+    return weight
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model says after a prompt. logits_TV: float32, those that token_ids maximize."""
+
+    token_ids: list[int]
+    logits_TV: Tensor
+
+
+def greedy_continuations(
+    folder: Path, prompts: list[list[int]], num_tokens: int, max_model_len: int = MAX_MODEL_LEN,
+    dtype: torch.dtype = torch.float32, **changes: Any,
+) -> list[Continuation]:  # fmt: skip
+    """transformers' greedy text after each prompt, alone.
+
+    Every token comes from a forward pass over the whole text, with eager attention and without a
+    cache: slow, and with nothing to go wrong. EOS ends nothing.
+
+    Args:
+        folder: the model. max_model_len: what an engine would serve; it fixes dynamic RoPE.
+        dtype: of weights and activations.
+        changes: settings of config.json to override.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, **changes)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation="eager",
+        experts_implementation="eager",
+    ).eval()  # fmt: skip
+    rotary = model.model.rotary_emb
+    if rotary.rope_type == "dynamic":
+        _fix_dynamic_rope(rotary, max_model_len)
+    return [_greedy(model, prompt, num_tokens) for prompt in prompts]
+
+
+@torch.inference_mode()
+def _greedy(model: Any, prompt: list[int], num_tokens: int) -> Continuation:
+    ids, rows = torch.tensor([prompt]), []
+    for _ in range(num_tokens):
+        rows.append(model(ids, use_cache=False).logits[0, -1].float())
+        ids = torch.cat([ids, rows[-1].argmax().view(1, 1)], dim=1)
+    return Continuation(ids[0, len(prompt) :].tolist(), torch.stack(rows))
+
+
+def _fix_dynamic_rope(rotary: Any, max_model_len: int) -> None:
+    """Give every text the frequencies that transformers gives one of max_model_len tokens."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](rotary.config, "cpu", seq_len=max_model_len)
+    rotary.inv_freq.copy_(inv_freq)
+    rotary.max_seq_len_cached = max_model_len  # no growth below this
+    rotary.original_max_seq_len = 0  # and no return
+
+
+def rewrite_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:
+    """Change a folder's config.json in place, e.g. to an older schema; returns the folder."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    edit(config)
+    path.write_text(json.dumps(config))
+    return folder

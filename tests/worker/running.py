@@ -1,0 +1,204 @@
+"""Model runners on every rank of a small engine, given the real scheduler's plans.
+
+What the scheduler plans depends on how many tokens there are and, through the prefix cache, on
+which. Both are known beforehand where a test knows what the model should say: so a `Script` of
+plans is written first, with chunks, mixed batches, shared prefixes and preemptions, and then every
+rank runs it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.communication.communicator import Communicator, SingleRank
+from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
+from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
+from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.model_runner import ModelRunner, StageLinks
+from nanocore.worker.models import build_model
+from nanocore.worker.placement import Placement
+from tests.fakes import Deliveries, make_request, make_scheduler
+from tests.tiny_models import MAX_MODEL_LEN
+from tests.worker.ranks import run_ranks
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 33
+MAX_NUM_SEQS = 8
+MAX_NUM_BATCHED_TOKENS = 96
+BUFFER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Script:
+    """Plans, and of each the rows that sample: of which request which token, counted from 0."""
+
+    plans: list[SchedulerOutput]
+    samples: list[dict[int, tuple[int, int]]]
+    num_groups: int
+    num_preemptions: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a model said: token number `index` of a request. logits_V: float32."""
+
+    request: int
+    index: int
+    token_id: int
+    logits_V: Tensor
+
+
+def write_script(
+    prompts: Sequence[list[int]], outputs: Sequence[list[int]], num_groups: int = 1
+) -> Script:
+    """The plans by which each prompt gets its output. num_groups: pipeline stages."""
+    scheduler, executor = make_scheduler(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+        num_groups=num_groups,
+    )
+    known = {
+        (*prompt, *output[:index]): (request, index)
+        for request, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        for index in range(len(output))
+    }
+    sampled: list[tuple[int, int]] = []
+
+    def sample(context: list[int]) -> int:
+        request, index = known[tuple(context)]
+        sampled.append((request, index))
+        return outputs[request][index]
+
+    executor.sample = sample
+    for request, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN}
+        added = make_request(request, prompt, len(output), **sizes)
+        added.sampling = msgspec.structs.replace(added.sampling, temperature=0.0)
+        scheduler.add(added)
+    deliveries, in_flight = Deliveries(), deque[ModelRunnerOutput]()
+    plans, samples = [], []
+    while scheduler.num_requests or in_flight:
+        while len(in_flight) < num_groups and scheduler.next_group() is not None:
+            plans.append(scheduler.schedule())
+            sampled.clear()
+            in_flight.append(executor.execute(plans[-1]))
+            rows = np.frombuffer(in_flight[-1].rows, "<i4").tolist()
+            samples.append(dict(zip(rows, sampled, strict=True)))
+        deliveries.take(scheduler, in_flight.popleft())
+    assert [deliveries.tokens[i] for i in range(len(outputs))] == list(outputs)
+    return Script(
+        plans,
+        samples,
+        num_groups,
+        scheduler.counters.num_preemptions,
+        sum(deliveries.num_cached.values()),
+    )
+
+
+def make_runner(
+    folder: Path,
+    placement: Placement,
+    links: StageLinks | None = None,
+    kv_cache_dtype: str = "auto",
+) -> ModelRunner:
+    """One rank, its weights loaded, ready for plans."""
+    model = build_model(load_model_config(folder), placement)
+    load_weights(folder, model.slots(), model.ignored_tensors)
+    runner = ModelRunner(model, TorchKernels(), links)
+    kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
+    runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    return runner
+
+
+def run_script(
+    folder: Path,
+    script: Script,
+    tp_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    kv_cache_dtype: str = "auto",
+) -> list[Sample]:
+    """What the model says on tp_size ranks of each of the script's stages; all ranks must agree."""
+    world = _World(tp_size, script.num_groups)
+
+    def run(rank: Communicator) -> list[Sample]:
+        placement, links = world.join(rank.rank, dtype)
+        return run_runner(make_runner(folder, placement, links, kv_cache_dtype), script)
+
+    results = run_ranks(tp_size * script.num_groups, run)[-tp_size:]
+    whole = []
+    for samples in zip(*results, strict=True):
+        first = samples[0]
+        assert {sample.token_id for sample in samples} == {first.token_id}
+        logits_V = torch.cat([sample.logits_V for sample in samples])
+        whole.append(Sample(first.request, first.index, first.token_id, logits_V))
+    return whole
+
+
+class _World:
+    """The shared memory of all ranks."""
+
+    def __init__(self, tp_size: int, pp_size: int) -> None:
+        self.tp_size, self.pp_size = tp_size, pp_size
+        self.regions = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
+        # Slots shorter than a step's hidden states, which then travel in pieces.
+        self.channels = [create_channel(BUFFER_BYTES, 2) for _ in range(tp_size * (pp_size - 1))]
+
+    def __del__(self) -> None:
+        for fd in self.regions + self.channels:
+            os.close(fd)
+
+    def join(self, rank: int, dtype: torch.dtype) -> tuple[Placement, StageLinks]:
+        """A rank's place, and its links to other stages."""
+        stage, tp_rank = divmod(rank, self.tp_size)
+        tp: Communicator = SingleRank()
+        if self.tp_size > 1:
+            tp = ShmCommunicator(self.regions[stage], tp_rank, self.tp_size, BUFFER_BYTES)
+
+        def channel(index: int) -> ShmChannel | None:
+            if not 0 <= index < len(self.channels):
+                return None
+            return ShmChannel(self.channels[index], BUFFER_BYTES, 2)
+
+        links = StageLinks(receive=channel(rank - self.tp_size), send=channel(rank))
+        return Placement(dtype, torch.device("cpu"), tp, stage, self.pp_size), links
+
+
+def run_runner(runner: ModelRunner, script: Script) -> list[Sample]:
+    """What one rank says, with its part of the logits."""
+    logits: list[Tensor] = []
+    compute_logits = runner.model.compute_logits
+
+    def record_logits(hidden_RE: Tensor) -> Tensor:
+        logits.append(compute_logits(hidden_RE))
+        return logits[-1]
+
+    runner.model.compute_logits = record_logits  # type: ignore[method-assign]
+    said = []
+    for plan, expected in zip(script.plans, script.samples, strict=True):
+        logits.clear()
+        result = runner.execute(plan)
+        if not runner.placement.is_last_stage:
+            continue
+        rows = np.frombuffer(result.rows, "<i4").tolist()
+        token_ids = np.frombuffer(result.token_ids, "<i4").tolist()
+        assert sorted(rows) == sorted(expected)
+        for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
+            said.append(Sample(*expected[row], token_id, logits[0][i].clone()))
+    return said

@@ -1,0 +1,105 @@
+"""What we read from transformers' own files is what transformers builds from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanocore.worker.config.model_config import ModelConfig, parse_model_config
+from nanocore.worker.config.settings import Settings
+from nanocore.worker.rope import inverse_frequencies
+from tests.model_families import BUILDERS, FULL, SLIDING, SPECS, rewrite_config
+from tests.tiny_models import EOS, MAX_MODEL_LEN
+
+
+def parse(folder: Path) -> ModelConfig:
+    return parse_model_config(
+        Settings.read(folder / "config.json"), Settings.read(folder / "generation_config.json")
+    )
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path) -> None:
+    folder = BUILDERS[name](tmp_path)
+    config, model = parse(folder), load(folder)
+    assert config.architecture == type(model).__name__
+    assert config.max_model_len == MAX_MODEL_LEN
+    assert config.eos_token_ids == (EOS,)
+    for i, layer in enumerate(model.model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        assert attention.head_dim == config.head_dim
+        assert attention.scaling == config.query_scale
+        window = getattr(attention, "sliding_window", getattr(model.config, "sliding_window", 0))
+        assert (window or 0) == (config.sliding_window if config.layer_types[i] == SLIDING else 0)
+        qkv = attention.q_proj if hasattr(attention, "q_proj") else attention.qkv_proj
+        assert (qkv.bias is not None) == config.attention_bias
+        assert (attention.o_proj.bias is not None) == config.o_proj_bias
+        is_sparse = hasattr(mlp, "experts")
+        assert is_sparse == (config.moe is not None and i in config.moe.sparse_layers)
+        if not is_sparse:
+            assert (mlp.down_proj.bias is not None) == config.mlp_bias
+    scale = getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0)
+    assert config.embedding_scale == scale
+    assert config.tie_word_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_rotation_is_read_as_transformers_builds_it(name: str, tmp_path: Path) -> None:
+    folder = BUILDERS[name](tmp_path)
+    config, rotary = parse(folder), load(folder).model.rotary_emb
+    for layer_type, rope in config.rope.items():
+        theirs = getattr(rotary, f"{layer_type}_inv_freq", getattr(rotary, "inv_freq", None))
+        own_length = MAX_MODEL_LEN // 8  # up to which dynamic NTK is plain
+        assert torch.equal(inverse_frequencies(rope, own_length), theirs)
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if not name.startswith("gemma3")])
+def test_the_old_schema_of_rotary_settings_reads_the_same(name: str, tmp_path: Path) -> None:
+    folder = BUILDERS[name](tmp_path)
+    new = parse(folder)
+
+    def to_old(config: dict[str, Any]) -> None:
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        rope["type"] = rope.pop("rope_type")
+        config["rope_scaling"] = None if rope == {"type": "default"} else rope
+
+    assert parse(rewrite_config(folder, to_old)) == new
+
+
+def test_gemma3s_old_schema_reads_the_same(tmp_path: Path) -> None:
+    folder = BUILDERS["gemma3"](tmp_path)
+    new = parse(folder)
+
+    def to_old(config: dict[str, Any]) -> None:
+        ropes = config.pop("rope_parameters")
+        config["rope_local_base_freq"] = ropes[SLIDING]["rope_theta"]
+        config["rope_theta"] = ropes[FULL].pop("rope_theta")
+        config["rope_scaling"] = ropes[FULL]
+
+    assert parse(rewrite_config(folder, to_old)) == new
+
+
+def test_the_experts_of_a_saved_model_have_tensors_of_their_own(tmp_path: Path) -> None:
+    """transformers fuses them in memory and takes them apart when it saves."""
+    from safetensors import safe_open
+
+    folder = BUILDERS["qwen3_moe"](tmp_path)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        shape = file.get_slice("model.layers.0.mlp.experts.7.down_proj.weight").get_shape()
+    moe = parse(folder).moe
+    assert moe is not None
+    assert shape == [64, moe.intermediate_size]
+    assert "num_local_experts" in json.loads((folder / "config.json").read_text())

@@ -1,0 +1,139 @@
+"""Layers by themselves: what transformers rounds to the bit, and what ranks cannot share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.protocol.errors import ConfigError
+from nanocore.worker.communication.communicator import SingleRank
+from nanocore.worker.config.model_config import ModelConfig, load_model_config
+from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.models import build_model
+from nanocore.worker.models.gemma2 import Gemma2Model
+from nanocore.worker.placement import Placement
+from tests.model_families import BUILDERS
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class _Rank(SingleRank):
+    """One of several ranks, to be built for and not to be run."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def config_of(name: str, folder: Path) -> ModelConfig:
+    return load_model_config(BUILDERS[name](folder))
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "llama"])
+def test_a_bfloat16_norm_rounds_as_transformers_does(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = BUILDERS[name](tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).model.norm
+    config = load_model_config(folder)
+    norm = RMSNorm(Placement(torch.bfloat16, CPU), config, config.hidden_size)
+    norm.weight.copy_(theirs.weight.detach().float() + norm.offset)
+    x = 7 * values(100, config.hidden_size)
+    assert torch.equal(norm(x, TorchKernels()), theirs(x))
+
+
+def test_bfloat16_embeddings_are_scaled_as_transformers_does(tmp_path: Path) -> None:
+    """By a factor that is rounded first: the root of 72 is no bfloat16."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2TextScaledWordEmbedding
+
+    config = config_of("gemma2", tmp_path)
+    config = replace(config, hidden_size=72, embedding_scale=72**0.5)
+    model = Gemma2Model(config, Placement(torch.bfloat16, CPU))
+    theirs = Gemma2TextScaledWordEmbedding(config.vocab_size, 72, 0, config.embedding_scale)
+    theirs = theirs.bfloat16()
+    assert model.embedding is not None
+    model.embedding.weight.copy_(theirs.weight.detach())
+    ids = torch.arange(config.vocab_size)
+    assert torch.equal(model.embed(ids), theirs(ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size", "changes", "words"),
+    [
+        ("llama", 3, {}, "the number of heads (num_attention_heads) is 8"),
+        (
+            "llama",
+            4,
+            {"num_kv_heads": 6, "num_heads": 12},
+            "the number of KV heads (num_key_value_heads) is 6",
+        ),
+        ("gemma2", 4, {"intermediate_size": 90}, "intermediate_size is 90"),
+        ("phi3", 4, {"intermediate_size": 90}, "intermediate_size is 90"),
+    ],
+)
+def test_what_ranks_cannot_share_is_named(
+    name: str, tp_size: int, changes: dict, words: str, tmp_path: Path
+) -> None:
+    assert refusal(replace(config_of(name, tmp_path), **changes), tp_size) == words
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("qwen3_moe", {"intermediate_size": 50}, "moe_intermediate_size is 50"),
+        ("qwen2_moe", {"intermediate_size": 50}, "moe_intermediate_size is 50"),
+        (
+            "qwen2_moe",
+            {"shared_intermediate_size": 50},
+            "shared_expert_intermediate_size is 50",
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_named(
+    name: str, changes: dict, words: str, tmp_path: Path
+) -> None:
+    config = config_of(name, tmp_path)
+    assert config.moe is not None
+    assert refusal(replace(config, moe=replace(config.moe, **changes)), 4) == words
+
+
+def refusal(config: ModelConfig, tp_size: int) -> str:
+    """What of this model so many ranks cannot share."""
+    with pytest.raises(ConfigError) as error:
+        build_model(config, Placement(torch.float32, META, _Rank(tp_size - 1, tp_size)))
+    start, _, words = str(error.value).partition(": ")
+    assert start == f"--tensor-parallel-size {tp_size}"
+    words, _, remedy = words.partition(", ")
+    assert remedy == "which is not divisible by it; choose a divisor"
+    return words
+
+
+def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+    placement = Placement(torch.float32, META, pp_size=4)
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 4: the model has 3 layers"):
+        build_model(config_of("gemma3", tmp_path), placement)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_ranks_of_all_stages_keep_every_value_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    config = config_of(name, tmp_path)
+    kept: dict[str, Tensor] = {}
+    for stage in range(2):
+        for rank in range(2):
+            placement = Placement(torch.float32, META, _Rank(rank, 2), stage, 2)
+            slots = build_model(config, placement).slots()
+            assert not kept or slots.keys() == kept.keys()
+            for tensor_name, slot in slots.items():
+                mark = kept.setdefault(tensor_name, torch.zeros(slot.shape, dtype=torch.bool))
+                for part in slot.parts:
+                    assert mark[part.index].shape == part.target.shape
+                    mark[part.index] = True
+    assert all(mark.all() for mark in kept.values())

@@ -1,0 +1,290 @@
+"""From --model to a folder: paths, ids in the hub's cache, and downloads from a hub of our own.
+
+The hub's library reads its environment when it is imported, so each case is a process of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from nanocore.protocol.errors import ConfigError, ModelFileError
+from nanocore.worker.loading.model_folder import display_name, resolve_model
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens
+SCRIPT = """
+import sys, time
+time.sleep = lambda seconds: None  # the hub's library waits before it tries again
+from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.loading.model_folder import resolve_model
+try:
+    print(resolve_model(*sys.argv[1:]))
+except ModelFileError as error:
+    print("ModelFileError", error)
+"""
+
+
+def resolve_apart(home: Path, *arguments: str, hub: str = NOWHERE, **variables: str) -> str:
+    """What resolve_model returns or raises, in a process with this cache and hub."""
+    kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    for name in [name for name in kept if name.startswith(("HF_", "HUGGING", "XDG_"))]:
+        del kept[name]
+    environment = kept | {"HF_HOME": str(home), "HF_ENDPOINT": hub} | variables
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return result.stdout.strip()
+
+
+def cached_snapshot(home: Path, files: dict[str, str]) -> Path:
+    """A cache that holds org/name at its main branch."""
+    repository = home / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / COMMIT
+    for folder in (snapshot, repository / "refs", repository / "blobs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for name, text in files.items():
+        (repository / "blobs" / name).write_text(text)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    return snapshot
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("org/name") == Path("org/name")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model("~/org") == tmp_path / "org"
+
+
+def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--revision v1: .* is a folder"):
+        resolve_model(str(tmp_path), "v1")
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./no", "../no/such", "~/no-such"])
+def test_a_path_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(ModelFileError, match=r"there is no such folder$"):
+        resolve_model(name)
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.touch()
+    with pytest.raises(ModelFileError, match="is a file: give the folder that it is in"):
+        resolve_model(str(path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "gpt2", "a/b/c", "org/", "org/na me", "org/na..me", "org/a--b", "org/name\n", "-o/n"],
+)
+def test_what_is_neither_path_nor_id_is_refused(name: str) -> None:
+    with pytest.raises(ModelFileError, match=r"not a Hugging Face id \(org/name\)"):
+        resolve_model(name)
+
+
+def test_without_the_hubs_library_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelFileError, match=r"pip install 'nanocore\[engine\]'"):
+        resolve_model("org/name")
+
+
+def test_a_folder_in_the_hubs_cache_is_called_by_its_id(tmp_path: Path) -> None:
+    assert display_name(cached_snapshot(tmp_path, {})) == "org/name"
+    assert display_name(tmp_path) == tmp_path.name
+
+
+@pytest.mark.parametrize("variables", [{"HF_HUB_OFFLINE": "1"}, {}], ids=["offline", "unreachable"])
+def test_a_cached_snapshot_needs_no_hub(tmp_path: Path, variables: dict[str, str]) -> None:
+    snapshot = cached_snapshot(tmp_path, {"config.json": "{}"})
+    assert resolve_apart(tmp_path, "org/name", **variables) == str(snapshot)
+
+
+def test_what_is_not_cached_cannot_be_had_offline(tmp_path: Path) -> None:
+    message = resolve_apart(tmp_path, "org/name", HF_HUB_OFFLINE="1")
+    assert message.startswith("ModelFileError --model org/name is not, or not completely, in")
+    assert "HF_HUB_OFFLINE forbids downloading: unset it" in message
+
+
+def test_an_unreachable_hub_is_named(tmp_path: Path) -> None:
+    message = resolve_apart(tmp_path, "org/name")
+    assert message.startswith("ModelFileError ")
+    assert f"{NOWHERE} cannot be reached" in message
+
+
+@dataclass
+class FakeHub:
+    """The part of the hub's HTTP interface that a download needs, for one repository.
+
+    files: contents by path. cut_after: bytes of a file's first answer before the connection ends.
+    broken: a file whose content cannot be had. refusal: HTTP status and error code that the hub
+    answers instead. requests: all GETs of files, with their Range.
+    """
+
+    files: dict[str, bytes]
+    cut_after: dict[str, int] = field(default_factory=dict)
+    broken: str | None = None
+    refusal: tuple[int, str] | None = None
+    requests: list[tuple[str, str | None]] = field(default_factory=list)
+    endpoint: str = ""
+
+
+def handler_for(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if hub.refusal:
+                status, code = hub.refusal
+                self.answer(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+            elif path.startswith("/api/models/org/name/revision/"):
+                self.answer_json({"id": "org/name", "sha": COMMIT, "siblings": []})
+            elif path.startswith("/api/models/org/name/tree/"):
+                self.answer_json(
+                    [
+                        {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
+                        for name, content in hub.files.items()
+                    ]
+                )
+            elif (name := path.removeprefix(f"/org/name/resolve/{COMMIT}/")) in hub.files:
+                self.answer_file(name)
+            else:
+                self.answer(404, b"", {})
+
+        def answer_file(self, name: str) -> None:
+            content = hub.files[name]
+            asked = self.headers.get("Range")
+            headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+            if self.command == "HEAD":
+                return self.answer(200, content, headers)
+            if name == hub.broken:
+                return self.answer(403, b"", {})
+            hub.requests.append((name, asked))
+            if asked is None:
+                return self.answer(200, content, headers, hub.cut_after.pop(name, None))
+            start = int(asked.removeprefix("bytes=").rstrip("-"))
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            return self.answer(206, content[start:], headers)
+
+        def answer_json(self, value: object) -> None:
+            self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+        def answer(
+            self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None
+        ) -> None:
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body[:cut])
+            if cut is not None:
+                self.close_connection = True
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Handler
+
+
+@pytest.fixture
+def hub() -> Iterator[FakeHub]:
+    files = {
+        "config.json": b'{"a": 1}',
+        "model.safetensors": bytes(range(256)) * 40,
+        "tokenizer.json": b"{}",
+        "README.md": b"text",
+        "pytorch_model.bin": b"code",
+        "modeling.py": b"code",
+        "onnx/model.safetensors": b"other",
+        "consolidated.safetensors": b"again",
+    }
+    fake = FakeHub(files)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler_for(fake)) as server:
+        fake.endpoint = f"http://127.0.0.1:{server.server_port}"
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield fake
+        server.shutdown()
+        thread.join()
+
+
+WANTED = {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_a_download_fetches_what_is_needed_and_nothing_that_runs(
+    tmp_path: Path, hub: FakeHub
+) -> None:
+    folder = Path(resolve_apart(tmp_path, "org/name", hub=hub.endpoint))
+    assert folder == tmp_path / "hub" / "models--org--name" / "snapshots" / COMMIT
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        name: hub.files[name] for name in WANTED
+    }
+    assert sorted(hub.requests) == sorted((name, None) for name in WANTED)
+    assert resolve_apart(tmp_path, "org/name", HF_HUB_OFFLINE="1") == str(folder)
+    assert resolve_apart(tmp_path, "org/name", hub=hub.endpoint) == str(folder)
+    assert len(hub.requests) == len(WANTED)  # nothing is fetched twice
+
+
+def test_an_interrupted_download_is_resumed(tmp_path: Path, hub: FakeHub) -> None:
+    hub.files["model.safetensors"] = bytes(range(256)) * 50_000  # more than the library's buffer
+    hub.cut_after["model.safetensors"] = 12_000_000
+    folder = Path(resolve_apart(tmp_path, "org/name", hub=hub.endpoint))
+    assert (folder / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    asked = [where for name, where in hub.requests if name == "model.safetensors"]
+    assert len(asked) == 2
+    assert asked[0] is None
+    assert re.fullmatch(r"bytes=[1-9]\d*-", asked[1] or "")
+
+
+def test_a_file_that_was_complete_is_kept_when_a_download_fails(
+    tmp_path: Path, hub: FakeHub
+) -> None:
+    hub.broken = "tokenizer.json"
+    message = resolve_apart(tmp_path, "org/name", hub=hub.endpoint)
+    assert message.startswith("ModelFileError --model org/name could not be downloaded (")
+    hub.broken = None
+    folder = Path(resolve_apart(tmp_path, "org/name", hub=hub.endpoint))
+    assert {path.name for path in folder.iterdir()} == WANTED
+    assert sorted(name for name, _ in hub.requests) == sorted(WANTED)  # nothing twice
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (401, "GatedRepo", "--model org/name is gated: accept its terms at http"),
+        (403, "GatedRepo", "--model org/name is gated: accept its terms at http"),
+        (404, "RepoNotFound", "--model org/name does not exist on the hub, or is private"),
+        (404, "RevisionNotFound", "--model org/name at revision v1 does not exist"),
+        (500, "", "cannot be reached"),
+    ],
+)
+def test_refusals_of_the_hub_say_the_remedy(
+    tmp_path: Path, hub: FakeHub, status: int, code: str, expected: str
+) -> None:
+    hub.refusal = (status, code)
+    revision = ["v1"] if code == "RevisionNotFound" else []
+    message = resolve_apart(tmp_path, "org/name", *revision, hub=hub.endpoint)
+    assert message.startswith("ModelFileError ")
+    assert expected in message

@@ -1,0 +1,193 @@
+"""Every family says what transformers says, token for token, however it is run and split.
+
+Each script of plans is of mixed batches with chunks, a shared prefix and a preemption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanocore.worker.communication.communicator import SingleRank
+from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.placement import Placement
+from tests.model_families import BUILDERS, Continuation, greedy_continuations
+from tests.worker.running import Sample, Script, make_runner, run_runner, run_script, write_script
+
+NUM_TOKENS = 8
+LENGTHS = [1, 2, 16, 17, 40, 63, 130, 200, 31, 100]
+MAX_DIFFERENCE = 3e-4
+"""Of float32 logits with a standard deviation of 3; ten times what is seen."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Ranks are threads here: with a pool for each, the pools would fight for the cores."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def make_prompts() -> list[list[int]]:
+    """Of 1 to 200 tokens; the sixth begins as the fifth does."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in LENGTHS]
+    prompts[5][:40] = prompts[4]
+    return prompts
+
+
+PROMPTS = make_prompts()
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, and what it should say after each of PROMPTS."""
+
+    folder: Path
+    expected: list[Continuation]
+
+    def script(self, num_groups: int = 1) -> Script:
+        """Plans that lead to it."""
+        script = write_script(PROMPTS, [e.token_ids for e in self.expected], num_groups)
+        assert script.num_preemptions > 0
+        assert script.num_cached_tokens > 0
+        return script
+
+
+Families = Callable[[str], Family]
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    """Families by name, each made once."""
+
+    @cache
+    def make(name: str) -> Family:
+        folder = BUILDERS[name](tmp_path_factory.mktemp(name))
+        return Family(folder, greedy_continuations(folder, PROMPTS, NUM_TOKENS))
+
+    return make
+
+
+def check(samples: list[Sample], expected: list[Continuation]) -> None:
+    """Every token was sampled, each is the expected one, and so are its logits."""
+    said = {(sample.request, sample.index) for sample in samples}
+    assert said == {(i, t) for i in range(len(expected)) for t in range(NUM_TOKENS)}
+    for sample in samples:
+        reference = expected[sample.request]
+        where = f"request {sample.request}, token {sample.index}"
+        assert sample.token_id == reference.token_ids[sample.index], where
+        difference = (sample.logits_V - reference.logits_TV[sample.index]).abs().max()
+        assert difference < MAX_DIFFERENCE, where
+
+
+def first_logits(samples: list[Sample]) -> Tensor:
+    """Of every request's first token, [requests, V]."""
+    first = {sample.request: sample.logits_V for sample in samples if sample.index == 0}
+    return torch.stack([first[request] for request in range(len(PROMPTS))])
+
+
+def rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_it_says_what_transformers_says(name: str, tp_size: int, family: Families) -> None:
+    model = family(name)
+    check(run_script(model.folder, model.script(), tp_size), model.expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_biased", "qwen3_moe", "gemma3", "phi3"])
+def test_four_ranks_share_two_kv_heads(name: str, family: Families) -> None:
+    model = family(name)
+    check(run_script(model.folder, model.script(), 4), model.expected)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "qwen2_moe", "gemma3"])
+def test_two_stages_say_the_same(name: str, tp_size: int, family: Families) -> None:
+    model = family(name)
+    check(run_script(model.folder, model.script(num_groups=2), tp_size), model.expected)
+
+
+def test_stages_of_one_layer_say_the_same(family: Families) -> None:
+    model = family("gemma2")
+    check(run_script(model.folder, model.script(num_groups=3)), model.expected)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "qwen2_moe"])
+def test_bfloat16_rounds_no_worse_than_transformers_does(name: str, family: Families) -> None:
+    folder, exact = family(name).folder, family(name).expected
+    rounded = greedy_continuations(folder, PROMPTS, 1, dtype=torch.bfloat16)
+    script = write_script(PROMPTS, [said.token_ids[:1] for said in exact])
+    ours = first_logits(run_script(folder, script, dtype=torch.bfloat16))
+    exact_RV = torch.stack([said.logits_TV[0] for said in exact])
+    rounded_RV = torch.stack([said.logits_TV[0] for said in rounded])
+    rounding = rms(rounded_RV - exact_RV)
+    assert 0 < rms(ours - exact_RV) < 1.25 * rounding
+    assert 0 < rms(ours - rounded_RV) < 1.25 * rounding
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", ["qwen3", "llama_biased", "gemma2", "gemma3"])
+def test_an_int8_kv_cache_changes_logits_by_little(
+    name: str, tp_size: int, family: Families
+) -> None:
+    model = family(name)
+    samples = run_script(model.folder, model.script(), tp_size, kv_cache_dtype="int8")
+    exact_RV = torch.stack([said.logits_TV[0] for said in model.expected])
+    assert 0 < rms(first_logits(samples) - exact_RV) < 0.05 * rms(exact_RV)
+    equal = [s.token_id == model.expected[s.request].token_ids[s.index] for s in samples]
+    assert sum(equal) > 0.6 * len(equal)  # random models are close to ties
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "phi3"])
+def test_weights_may_be_loaded_and_run_in_inference_mode(name: str, family: Families) -> None:
+    """As the worker does: the model is built outside of it."""
+    model = family(name)
+    runner = make_runner(model.folder, Placement(torch.float32, torch.device("cpu")))
+    for slot in runner.model.slots().values():
+        for part in slot.parts:
+            part.target.fill_(torch.nan)
+    with torch.inference_mode():
+        load_weights(model.folder, runner.model.slots(), runner.model.ignored_tensors)
+        check(run_runner(runner, model.script()), model.expected)
+
+
+def test_a_files_own_rotation_table_is_ignored(family: Families, tmp_path: Path) -> None:
+    """Files of 2023 have one in every layer."""
+    folder = family("llama").folder
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.self_attn.rotary_emb.inv_freq"] = torch.ones(12)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check(run_script(tmp_path, family("llama").script()), family("llama").expected)
+
+
+class _CountingRank(SingleRank):
+    """Counts sums over ranks."""
+
+    def __init__(self) -> None:
+        self.num_sums = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.num_sums += 1
+        return x
+
+
+@pytest.mark.parametrize("name", ["llama_biased", "qwen2_moe", "qwen3_moe", "gemma2"])
+def test_a_layer_sums_over_ranks_twice(name: str, family: Families) -> None:
+    model, rank = family(name), _CountingRank()
+    runner = make_runner(model.folder, Placement(torch.float32, torch.device("cpu"), rank))
+    script = model.script()
+    run_runner(runner, script)
+    assert rank.num_sums == 2 * 3 * len(script.plans)

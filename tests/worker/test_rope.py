@@ -1,0 +1,120 @@
+"""Rotary tables against transformers', to the bit, for every kind of stretching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanocore.worker.config.rope_settings import read_shared_rope
+from nanocore.worker.config.settings import Settings
+from nanocore.worker.rope import (
+    RopeConfig,
+    RotaryTable,
+    attention_scaling,
+    inverse_frequencies,
+)
+
+MAX_LEN = 512
+HEAD_DIM = 24
+
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 128}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 10_000.0},
+    {"rope_type": "default", "rope_theta": 1_000_000},
+    {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
+    {"rope_type": "linear", "rope_theta": 500_000.0, "factor": 8},
+    {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+    LLAMA3 | {"rope_theta": 500_000.0, "factor": 8.0, "original_max_position_embeddings": 64},
+    LLAMA3 | {"rope_theta": 10_000.0, "factor": 32.0, "original_max_position_embeddings": 128},
+    YARN | {"rope_theta": 10_000.0, "factor": 4.0},
+    YARN | {"rope_theta": 1_000_000.0, "factor": 4.0, "truncate": False},
+    YARN | {"rope_theta": 10_000.0, "factor": 4.0, "attention_factor": 0.7},
+    YARN | {"rope_theta": 10_000.0, "factor": 16.0, "beta_fast": 8.0, "beta_slow": 3.0},
+    YARN | {"rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+    YARN | {"rope_theta": 10_000.0, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    YARN | {"rope_theta": 10_000.0, "factor": 40.0, "mscale": 0.7},  # mscale alone is nothing
+    YARN | {"rope_theta": 10_000.0, "factor": 1.0},
+]
+
+
+def llama_config(rope: dict[str, Any]) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        hidden_size=4 * HEAD_DIM,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_LEN,
+        rope_parameters=dict(rope),
+    )
+
+
+def read(rope: dict[str, Any], **others: Any) -> RopeConfig:
+    values = {"max_position_embeddings": MAX_LEN, "rope_parameters": rope, **others}
+    return read_shared_rope(Settings(Path("config.json"), values), HEAD_DIM)
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=str)
+def test_cos_and_sin_are_those_of_transformers_to_the_bit(rope: dict[str, Any]) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    reference = LlamaRotaryEmbedding(llama_config(rope))
+    config = read(rope)
+    assert torch.equal(inverse_frequencies(config, MAX_LEN), reference.inv_freq)
+    assert attention_scaling(config) == reference.attention_scaling
+    positions = torch.arange(MAX_LEN)
+    cos, sin = reference(torch.zeros(1), positions[None])
+    table = RotaryTable(config, MAX_LEN, torch.float32, torch.device("cpu"))
+    for ours, theirs in zip(table(positions), (cos[0], sin[0]), strict=True):
+        assert ours.shape == (MAX_LEN, HEAD_DIM // 2)
+        assert torch.equal(ours, theirs[:, : HEAD_DIM // 2])
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=str)
+def test_every_stretching_changes_the_rotation(rope: dict[str, Any]) -> None:
+    """Or the comparison above would compare nothing."""
+    plain = read({"rope_theta": rope["rope_theta"]})
+    config = read(rope)
+    is_same = torch.equal(inverse_frequencies(config, 2048), inverse_frequencies(plain, 2048))
+    assert is_same == (config.kind == "default" or config.factor == 1.0)
+
+
+@pytest.mark.parametrize("served", [MAX_LEN, MAX_LEN + 1, 3 * MAX_LEN])
+def test_dynamic_ntk_has_one_base_for_the_served_length(served: int) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
+    theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](llama_config(rope), "cpu", seq_len=served)
+    assert torch.equal(inverse_frequencies(read(rope), served), theirs)
+
+
+def test_dynamic_ntk_is_plain_up_to_the_models_length() -> None:
+    dynamic = read({"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0})
+    plain = read({"rope_theta": 10_000.0})
+    for served in (1, 100, MAX_LEN):
+        assert torch.equal(inverse_frequencies(dynamic, served), inverse_frequencies(plain, served))
+
+
+def test_a_partial_rotation_covers_its_part_of_the_head() -> None:
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75}
+    theirs = Phi3RotaryEmbedding(
+        Phi3Config(hidden_size=4 * HEAD_DIM, num_attention_heads=4, rope_parameters=dict(rope))
+    )
+    config = read(rope)
+    assert config.rotary_dim == 18
+    assert torch.equal(inverse_frequencies(config, MAX_LEN), theirs.inv_freq)
+    assert read({}, partial_rotary_factor=0.75) == config
+
+
+def test_a_table_in_another_dtype_is_rounded_once() -> None:
+    config = read(ROPES[7])
+    exact = RotaryTable(config, MAX_LEN, torch.float32, torch.device("cpu"))
+    table = RotaryTable(config, MAX_LEN, torch.bfloat16, torch.device("cpu"))
+    assert torch.equal(table.cos, exact.cos.bfloat16())
+    assert torch.equal(table.sin, exact.sin.bfloat16())
