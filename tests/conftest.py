@@ -1,12 +1,19 @@
-"""Fixtures that tests of several rooms use: tiny models, made once per session, and a folder."""
+"""Fixtures that tests of several rooms use: tiny models, made once per session, and a folder.
+
+Tests, and the engines and ranks they start, compute with one thread each: there are often more of
+them than cores, and threads that spin for others which do not run make a second last a minute.
+"""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 import torch
 
 from tests.tiny_models import make_tiny_qwen3

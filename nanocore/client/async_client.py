@@ -269,7 +269,7 @@ class AsyncEngineClient:
         cache_salt: str | None,
     ) -> RequestStream:
         connection = self._open_connection()
-        params = params or SamplingParams()
+        params = params or SamplingParams.from_engine(self.model_card.default_sampling)
         text, token_ids = self._tokenize(prompt)
         submit = Submit(
             request_id=request_id or uuid.uuid4().hex,

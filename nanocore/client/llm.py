@@ -97,12 +97,13 @@ class LLM:
 
         Args:
             prompts: one prompt, or several; a list of integers is one prompt of token ids.
-            sampling_params: for all, or one for each.
+            sampling_params: for all, or one for each; None takes the model's defaults.
             use_tqdm: show a progress bar on stderr.
         """
         batch = _as_batch(prompts)
+        all_params: list[SamplingParams | None]
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            all_params = [sampling_params or SamplingParams()] * len(batch)
+            all_params = [sampling_params] * len(batch)
         else:
             all_params = list(sampling_params)
         if len(all_params) != len(batch):
@@ -135,12 +136,12 @@ class LLM:
         return self._run(self._client.reset_prefix_cache())
 
     async def _complete_all(
-        self, prompts: list[Prompt], all_params: list[SamplingParams], use_tqdm: bool
+        self, prompts: list[Prompt], all_params: list[SamplingParams | None], use_tqdm: bool
     ) -> list[RequestOutput]:
         in_flight = asyncio.Semaphore(_QUEUE_FACTOR * self._client.max_num_seqs)
         with tqdm(total=len(prompts), unit="request", disable=not use_tqdm) as progress:
 
-            async def complete(prompt: Prompt, params: SamplingParams) -> RequestOutput:
+            async def complete(prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
                 async with in_flight:
                     output = await self._complete(prompt, params)
                 progress.update()
@@ -153,7 +154,7 @@ class LLM:
                 ]
         return [task.result() for task in tasks]
 
-    async def _complete(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+    async def _complete(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
         """One completion, submitted again as often as the engine is too busy to take it."""
         while True:
             try:

@@ -66,10 +66,10 @@ class Admission:
                 f"[{MIN_PRIORITY}, {MAX_PRIORITY}]; lower values go first"
             )
         token_ids = self._prompt(submit.prompt_token_ids)
-        for i, token_id in enumerate(submit.sampling.stop_token_ids):
+        sampling = submit.sampling or self._model.default_sampling
+        for i, token_id in enumerate(sampling.stop_token_ids):
             if not 0 <= token_id < self._model.vocab_size:
                 raise self._no_token_id("stop_token_ids", i, token_id)
-        sampling = submit.sampling
         max_num_tokens = self._max_num_tokens(len(token_ids), sampling.max_tokens)
         self._queue_limit.enter(len(token_ids))
         key_chain = KeyChain(self._model.block_size, self._extra_keys(submit, client))

@@ -24,6 +24,7 @@ from nanocore.engine_core.config import (
 from nanocore.engine_core.parent import ParentLink
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.errors import ConfigError, StartError
+from nanocore.protocol.worker import KVCacheDtype, LoadFormat
 
 _EXIT_CODES = """\
 exit codes: 0 clean, 2 usage or configuration, 3 model files, 4 memory, 5 address in use,
@@ -49,19 +50,59 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nanocore {__version__}")
 
+    for add_flags in (
+        _add_model_flags,
+        _add_device_flags,
+        _add_cache_flags,
+        _add_scheduler_flags,
+        _add_engine_flags,
+        _add_event_flags,
+    ):
+        add_flags(parser)
+    return parser
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
-    model.add_argument("--model", help="folder in Hugging Face format (default: the demo model)")
+    model.add_argument(
+        "--model", help="folder in Hugging Face format, or id on its hub (default: the demo model)"
+    )
+    model.add_argument("--revision", help="branch, tag or commit of the hub's model")
+    model.add_argument(
+        "--load-format", choices=get_args(LoadFormat), help="dummy: random weights, no files"
+    )
     model.add_argument("--dtype", choices=get_args(Dtype), help="default: the checkpoint's")
-    model.add_argument("--max-model-len", type=int, help="tokens of prompt and output together")
+    model.add_argument(
+        "--max-model-len",
+        type=_length,
+        help="tokens of prompt and output together; auto: what fits",
+    )
     model.add_argument("--seed", type=int, help="for requests that bring no seed (default: 0)")
 
+
+def _add_device_flags(parser: argparse.ArgumentParser) -> None:
     device = parser.add_argument_group("device and kernels")
     device.add_argument("--device", choices=get_args(Device), help="default: cuda where it is")
     device.add_argument("--attention-backend", choices=get_args(AttentionBackend))
+    device.add_argument(
+        "--tensor-parallel-size", "-tp", "--tp", type=int, help="ranks that share each layer (1)"
+    )
+    device.add_argument(
+        "--pipeline-parallel-size", "-pp", "--pp", type=int, help="stages of layers (1)"
+    )
+    device.add_argument(
+        "--step-timeout-s", type=float, help="then the rank that hangs is named (300)"
+    )
 
+
+def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("KV cache")
     cache.add_argument("--block-size", type=int, help="tokens per KV block (default: 16)")
-    cache.add_argument("--kv-cache-memory-bytes", type=int, help="instead of a share of the free")
+    cache.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype))
+    cache.add_argument(
+        "--gpu-memory-utilization", type=float, help="share of a GPU's memory to use (0.9)"
+    )
+    cache.add_argument("--kv-cache-memory-bytes", type=int, help="of each rank, instead of a share")
     cache.add_argument("--num-gpu-blocks-override", type=int, help="KV blocks, on any device")
     cache.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     cache.add_argument(
@@ -70,6 +111,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="share cached prefixes only within a client's session",
     )
 
+
+def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     scheduler = parser.add_argument_group("scheduler")
     scheduler.add_argument("--max-num-seqs", type=int, help="requests running at once (256)")
     scheduler.add_argument("--max-num-batched-tokens", type=int, help="budget of a step (2048)")
@@ -87,16 +130,26 @@ def build_parser() -> argparse.ArgumentParser:
         "--target-itl-ms", type=float, help="shrink prompt chunks so that decodes keep this (inf)"
     )
 
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--listen", help=f"ipc:// endpoint (default: {default_endpoint()})")
     engine.add_argument("--step-trace", metavar="FILE", help="append each step as a line of JSON")
+    engine.add_argument(
+        "--check", action="store_true", help="check flags, model files and memory, and exit"
+    )
     engine.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
 
+
+def _add_event_flags(parser: argparse.ArgumentParser) -> None:
     events = parser.add_argument_group("KV cache events")
     events.add_argument("--kv-events-endpoint", help="ipc:// endpoint to publish them at")
     events.add_argument("--kv-events-replay-endpoint", help="ipc:// endpoint for missed ones")
     events.add_argument("--kv-events-topic", help="first frame of each batch (default: empty)")
-    return parser
+
+
+def _length(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def parse_config(arguments: list[str]) -> EngineConfig:
@@ -129,9 +182,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parent = _parent_link(arguments)
     try:
         config = parse_config(arguments)
-        from nanocore.engine_core.process import run_engine  # imports torch: seconds
+        # These import torch: seconds.
+        if config.check:
+            from nanocore.engine_core.check import check_engine
 
-        exit_code = run_engine(config, parent)
+            check_engine(config)
+            exit_code = 0
+        else:
+            from nanocore.engine_core.process import run_engine
+
+            exit_code = run_engine(config, parent)
     except Exception as error:
         if isinstance(error, StartError):
             cause = error

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from nanocore.protocol.endpoint import default_endpoint, lock_file, socket_path
 from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.worker import KVCacheDtype, LoadFormat, WorkerConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -36,7 +37,8 @@ class SchedulerConfig:
     0 is no limit. max_num_partial_prefills: prompts that may be in chunks at once; 0 is no limit.
     watermark: share of the blocks that admission leaves free while requests are running.
     target_itl_ms: milliseconds that a step with decodes should stay under while prompts are
-    computed beside them; infinity is no target.
+    computed beside them; infinity is no target. num_groups: groups of rows, one per pipeline
+    stage; see `nanocore.protocol.plan`.
     """
 
     max_num_seqs: int
@@ -47,6 +49,7 @@ class SchedulerConfig:
     max_num_partial_prefills: int = 0
     watermark: float = 0.0
     target_itl_ms: float = math.inf
+    num_groups: int = 1
 
     def __post_init__(self) -> None:
         policies = get_args(SchedulingPolicy)
@@ -83,22 +86,33 @@ class SchedulerConfig:
 class EngineConfig:
     """All that `nanocore-engine` accepts; None means a default found at start.
 
-    model: folder in Hugging Face format; None is the bundled demo model.
-    max_model_len: None takes the model's own. num_gpu_blocks_override: KV blocks, instead of
-    sizing by memory. kv_cache_memory_bytes: memory for KV, instead of a share of what is free.
+    model: folder in Hugging Face format, or id on the Hugging Face hub; None is the bundled demo
+    model. revision: of the hub's model. load_format: "dummy" is random weights.
+    tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages that
+    share the layers. step_timeout_s: how long a step may take before a rank is blamed for it.
+    max_model_len: None takes the model's own, "auto" at most what fits the memory.
+    num_gpu_blocks_override: KV blocks, instead of sizing by memory. gpu_memory_utilization: share
+    of each GPU's memory to use. kv_cache_memory_bytes: memory for each rank's KV, instead of that.
+    kv_cache_dtype: "auto" is the model's dtype.
     scheduling_policy, long_prefill_token_threshold, max_num_partial_prefills, watermark,
     target_itl_ms: see `SchedulerConfig`. max_num_queued_reqs, max_num_queued_tokens: see
     `QueueLimit`. salt_prefix_cache_by_session: share cached prefixes only within a session.
     step_trace: file to which each step is appended as a line of JSON.
+    check: only check that all this can work, without reading weights.
     kv_events_endpoint: ipc endpoint for subscribers to KV cache events; None publishes none.
     kv_events_replay_endpoint: where they ask for those they missed. kv_events_topic: first frame.
     """
 
     model: str | None = None
+    revision: str | None = None
+    load_format: LoadFormat = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"
     attention_backend: AttentionBackend = "auto"
-    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    step_timeout_s: float = 300.0
+    max_model_len: int | Literal["auto"] | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_num_queued_reqs: int = 4096
@@ -110,12 +124,15 @@ class EngineConfig:
     target_itl_ms: float = math.inf
     block_size: int = DEFAULT_BLOCK_SIZE
     num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
     enable_prefix_caching: bool = True
     salt_prefix_cache_by_session: bool = False
     seed: int = 0
     listen: str = ""
     step_trace: str | None = None
+    check: bool = False
     kv_events_endpoint: str | None = None
     kv_events_replay_endpoint: str | None = None
     kv_events_topic: str = ""
@@ -125,6 +142,8 @@ class EngineConfig:
             ("--device", self.device, get_args(Device)),
             ("--dtype", self.dtype, get_args(Dtype)),
             ("--attention-backend", self.attention_backend, get_args(AttentionBackend)),
+            ("--load-format", self.load_format, get_args(LoadFormat)),
+            ("--kv-cache-dtype", self.kv_cache_dtype, get_args(KVCacheDtype)),
         ):
             _require(value in choices, flag, value, f"choose one of {', '.join(choices)}")
         _require(
@@ -141,12 +160,20 @@ class EngineConfig:
         for flag, limit in (
             ("--max-num-queued-reqs", self.max_num_queued_reqs),
             ("--max-num-queued-tokens", self.max_num_queued_tokens),
+            ("--tensor-parallel-size", self.tensor_parallel_size),
+            ("--pipeline-parallel-size", self.pipeline_parallel_size),
         ):
             _require(limit >= 1, flag, limit, "at least 1")
+        share = self.gpu_memory_utilization
+        _require(0.0 < share <= 1.0, "--gpu-memory-utilization", share, "in (0, 1]")
+        _require(
+            self.step_timeout_s > 0, "--step-timeout-s", self.step_timeout_s, "seconds above 0"
+        )
         _require(0 <= self.seed < 2**53, "--seed", self.seed, "in [0, 2**53)")
         socket_path(self.endpoint)
         self._check_kv_events()
-        self.scheduler_config(self.max_model_len or 2)
+        length = self.max_model_len
+        self.scheduler_config(length if isinstance(length, int) else 2)
 
     @property
     def endpoint(self) -> str:
@@ -197,4 +224,25 @@ class EngineConfig:
             max_num_partial_prefills=self.max_num_partial_prefills,
             watermark=self.watermark,
             target_itl_ms=self.target_itl_ms,
+            num_groups=self.pipeline_parallel_size,
+        )
+
+    def worker_config(self, folder: str, max_model_len: int) -> WorkerConfig:
+        """The workers' part, once the model's folder and length are known."""
+        return WorkerConfig(
+            folder=folder,
+            load_format=self.load_format,
+            device=self.device,
+            dtype=self.dtype,
+            attention_backend=self.attention_backend,
+            kv_cache_dtype=self.kv_cache_dtype,
+            block_size=self.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            seed=self.seed,
         )

@@ -7,7 +7,6 @@ it could not start, so that a failure reaches the launching client with its caus
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -18,9 +17,9 @@ from typing import Final
 import msgspec
 
 from nanocore.protocol.errors import StartError
+from nanocore.protocol.lifeline import signal_at_parent_death
 from nanocore.protocol.start import StartReport
 
-_PR_SET_PDEATHSIG: Final = 1
 GRACE_S: Final = 4.0
 """How long an orphaned engine may take to leave by itself."""
 
@@ -36,11 +35,9 @@ class ParentLink:
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
         self._on_orphaned: Callable[[], None] = lambda: None
-        libc = ctypes.CDLL(None, use_errno=True)
         # Not SIGTERM, of which a second one would mean "at once": the kernel sends this one each
         # time a thread of the dying parent hands us on to the next.
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGHUP) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+        signal_at_parent_death(signal.SIGHUP)
         threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
 
     def on_orphaned(self, shut_down: Callable[[], None]) -> None:

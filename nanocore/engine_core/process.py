@@ -23,6 +23,7 @@ import torch
 
 from nanocore import __version__
 from nanocore.engine_core.admission import Admission
+from nanocore.engine_core.cache_size import longest_request, size_cache
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io_thread import IoThread
@@ -34,12 +35,16 @@ from nanocore.engine_core.scheduler import Scheduler
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.endpoint import EndpointLock
-from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError
+from nanocore.protocol.errors import CacheMemoryError, StartError
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineSocket
-from nanocore.worker.executor import Executor
-from nanocore.worker.local_executor import LocalExecutor, select_device
-from nanocore.worker.model_config import ModelConfig, load_model_config
+from nanocore.protocol.worker import WorkerInfo
+from nanocore.worker.config.model_config import ModelConfig, load_model_config
+from nanocore.worker.device import select_device
+from nanocore.worker.executors.executor import Executor, StepExecutor
+from nanocore.worker.executors.local_executor import LocalExecutor
+from nanocore.worker.executors.process_executor import ProcessExecutor
+from nanocore.worker.loading.model_folder import resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -57,35 +62,38 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         publisher = _kv_event_publisher(config)
         if publisher is not None:
             stack.enter_context(closing(publisher))
-        folder, model_config = _resolve_model(config)
-        max_model_len = _max_model_len(config, model_config)
-        executor = LocalExecutor(
-            folder, model_config, max_model_len, config.device, config.dtype,
-            config.attention_backend,
-        )  # fmt: skip
+        folder = find_model(config)
+        model_config = load_model_config(folder)
+        max_model_len = longest_request(config, model_config)
         logger.info(
-            "nanocore %s | device %s | model %s (%s) | dtype %s | kernels %s | endpoint %s",
-            __version__, executor.device, folder, model_config.architecture, executor.dtype_name,
-            executor.kernels.name, config.endpoint,
+            "nanocore %s | model %s (%s) | %s | endpoint %s", __version__, folder,
+            model_config.architecture, _describe_ranks(config), config.endpoint,
         )  # fmt: skip
+        executor = _executor(config, folder, model_config, max_model_len)
+        stack.callback(executor.close)
         with _phase("load") as notes:
-            notes.append(f"{executor.load_model() / 1e6:.1f} MB of weights")
+            ranks = executor.load_model()
+            num_bytes = sum(rank.weight_bytes for rank in ranks)
+            notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
         with _phase("kv cache") as notes:
-            num_blocks = _num_kv_blocks(config, executor, max_model_len)
-            executor.allocate_kv_cache(num_blocks, config.block_size, config.max_num_seqs)
-            num_bytes = num_blocks * executor.kv_block_bytes(config.block_size)
+            num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
+            executor.allocate_kv_cache(num_blocks, max_model_len)
+            num_bytes = num_blocks * sum(rank.kv_block_bytes for rank in ranks)
             notes.append(
-                f"{num_blocks} blocks of {config.block_size} tokens, {num_bytes / 1e6:.0f} MB"
+                f"{num_blocks} blocks of {config.block_size} tokens, {num_bytes / 1e6:.0f} MB, "
+                f"requests of {max_model_len} tokens at most"
             )
+        _log_generation_defaults(model_config)
         card = ModelCard(
             model=str(folder),
             architecture=model_config.architecture,
-            dtype=executor.dtype_name,
+            dtype=ranks[0].dtype,
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=list(model_config.eos_token_ids),
             block_size=config.block_size,
             num_blocks=num_blocks,
+            default_sampling=model_config.generation.sampling(),
         )
         return serve(config, card, executor, started_s, publisher, parent)
 
@@ -93,7 +101,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
 def serve(
     config: EngineConfig,
     card: ModelCard,
-    executor: Executor,
+    executor: StepExecutor,
     started_s: float,
     publisher: KVEventPublisher | None = None,
     parent: ParentLink | None = None,
@@ -134,28 +142,31 @@ def serve(
     gc.collect()
     gc.freeze()  # what start-up made lives on: keep the collector from walking it
     io_thread.start()
+    executor.on_failure(lambda reason: inbox.put(Shutdown(reason, failure=True)))
     logger.info("ready in %.1f s", time.monotonic() - started_s)
     if parent is not None:
         parent.report_ready()
-    farewell = _run(core)
+    farewell, exit_code = _run(core)
     outbox.put(farewell)
     io_thread.join()
     if trace:
         trace.close()
     logger.info("stopped: %s", farewell.reason)
-    if farewell.failure:
-        return StartError.exit_code
-    return 130 if interrupted else 0
+    return 130 if interrupted and not farewell.failure else exit_code
 
 
-def _run(core: EngineCore) -> Farewell:
-    """Run the step loop to its end; what clients are told of it."""
+def _run(core: EngineCore) -> tuple[Farewell, int]:
+    """Run the step loop to its end; what clients are told of it, and the exit code."""
     try:
         shutdown = core.run()
+    except StartError as error:  # a worker's
+        return Farewell(str(error), failure=True), error.exit_code
     except Exception as error:
         logger.exception("the step loop failed")
-        return Farewell(f"internal error: {type(error).__name__}: {error}", failure=True)
-    return Farewell(shutdown.reason, shutdown.failure)
+        reason = f"internal error: {type(error).__name__}: {error}"
+        return Farewell(reason, failure=True), StartError.exit_code
+    exit_code = StartError.exit_code if shutdown.failure else 0
+    return Farewell(shutdown.reason, shutdown.failure), exit_code
 
 
 def _kv_event_publisher(config: EngineConfig) -> KVEventPublisher | None:
@@ -192,41 +203,43 @@ def _handle_signals(inbox: Inbox) -> list[int]:
     return interrupts
 
 
-def _resolve_model(config: EngineConfig) -> tuple[Path, ModelConfig]:
+def find_model(config: EngineConfig) -> Path:
+    """The folder of the model to serve, downloaded if it has to be."""
     if config.model is not None:
-        folder = Path(config.model)
-    else:
-        folder = Path(str(resources.files("nanocore") / "demo_model"))
-        logger.info("no --model given: serving the bundled demo model")
-    return folder, load_model_config(folder)
+        return resolve_model(config.model, config.revision)
+    logger.info("no --model given: serving the bundled demo model")
+    return Path(str(resources.files("nanocore") / "demo_model"))
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    asked = config.max_model_len
-    if asked is not None and asked > model.max_model_len:
-        raise ConfigError(
-            f"--max-model-len {asked}: the model was made for {model.max_model_len} positions "
-            "(max_position_embeddings in config.json); lower it"
-        )
-    return asked or model.max_model_len
+def _executor(
+    config: EngineConfig, folder: Path, model: ModelConfig, max_model_len: int
+) -> Executor:
+    worker_config = config.worker_config(str(folder), max_model_len)
+    if worker_config.num_ranks == 1:
+        return LocalExecutor(worker_config)
+    return ProcessExecutor(worker_config, model.hidden_size, config.step_timeout_s)
 
 
-def _num_kv_blocks(config: EngineConfig, executor: LocalExecutor, max_model_len: int) -> int:
-    """Blocks in the pool: as told, or what the memory holds and the limits can use."""
-    if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
-    block_bytes = executor.kv_block_bytes(config.block_size)
-    num_bytes = config.kv_cache_memory_bytes or executor.available_kv_bytes()
-    num_blocks = num_bytes // block_bytes
-    needed = -(-max_model_len // config.block_size)
-    if num_blocks < needed:
-        raise CacheMemoryError(
-            f"the KV cache of one request of {max_model_len} tokens needs "
-            f"{needed * block_bytes / 1e6:.1f} MB, and there are {num_bytes / 1e6:.1f} MB for it: "
-            f"use --max-model-len {num_blocks * config.block_size}, or more memory with "
-            f"--kv-cache-memory-bytes {needed * block_bytes}"
-        )
-    return min(num_blocks, needed * config.max_num_seqs)
+def _describe_ranks(config: EngineConfig) -> str:
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    if tp_size * pp_size == 1:
+        return "one rank, in this process"
+    return f"{tp_size * pp_size} ranks (tensor parallel {tp_size}, pipeline parallel {pp_size})"
+
+
+def describe_workers(ranks: list[WorkerInfo]) -> str:
+    """Where and how the ranks compute."""
+    devices = ", ".join(dict.fromkeys(rank.device for rank in ranks))
+    return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}"
+
+
+def _log_generation_defaults(model: ModelConfig) -> None:
+    defaults = model.generation
+    if defaults.given:
+        given = ", ".join(f"{name} {value}" for name, value in defaults.given.items())
+        logger.info("generation_config.json: %s for requests without sampling parameters", given)
+    if defaults.ignored:
+        logger.info("generation_config.json: not honoured: %s", ", ".join(defaults.ignored))
 
 
 @contextmanager

@@ -77,6 +77,10 @@ class CacheMemoryError(StartError):
     exit_code = 4
 
 
+class WorkerError(StartError):
+    """A worker process failed, died or stopped answering; the message names its rank."""
+
+
 class AddressInUseError(StartError):
     """Another engine serves this endpoint."""
 

@@ -16,7 +16,7 @@ import msgspec
 from nanocore.protocol.errors import ErrorCode
 from nanocore.protocol.sampling import EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 1)
+PROTOCOL_VERSION = (1, 2)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -56,6 +56,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     model: the name or folder the engine was started with. vocab_size: valid ids are 0 up to it.
     max_model_len: tokens of prompt and output together. eos_token_ids: they end a request.
     block_size: tokens per KV block, the unit of prefix caching. num_blocks: blocks in the pool.
+    default_sampling: of requests that bring no sampling parameters; its makers' recommendation.
     """
 
     model: str
@@ -66,6 +67,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     block_size: int
     num_blocks: int
+    default_sampling: EngineSamplingParams = EngineSamplingParams()
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,12 +111,15 @@ class Refused(Message, frozen=True):
 
 
 class Submit(Message, frozen=True, forbid_unknown_fields=True):
-    """Client to engine: one request. prompt_token_ids: int32 little endian."""
+    """Client to engine: one request.
+
+    prompt_token_ids: int32 little endian. sampling: None takes the model card's default_sampling.
+    """
 
     op = Op.SUBMIT
     request_id: str
     prompt_token_ids: bytes
-    sampling: EngineSamplingParams = EngineSamplingParams()
+    sampling: EngineSamplingParams | None = None
     priority: int = 0
     cache_salt: str | None = None
 

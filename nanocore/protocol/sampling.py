@@ -134,6 +134,11 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
         """The stop strings, always as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
+    @classmethod
+    def from_engine(cls, params: EngineSamplingParams) -> SamplingParams:
+        """The same, for a client to use."""
+        return cls(**{name: getattr(params, name) for name in params.__struct_fields__})
+
     def for_engine(self) -> EngineSamplingParams:
         """The part that is sent."""
         return EngineSamplingParams(

@@ -1,4 +1,5 @@
-"""What computes: models, weights, the persistent batch, sampling, and the executor that owns them.
+"""What computes: models and their weights, the persistent batch, sampling, and what runs them.
 
-At tensor parallel size 1 all of it lives in the engine process, behind `executor.Executor`.
+`worker.Worker` is one rank. It lives in the engine process if it is alone, else in a process of its
+own (`__main__`); the step loop sees an `executors.executor.Executor` either way.
 """

@@ -3,7 +3,9 @@
 A row is fixed for as long as its request runs, and is the same in the engine and on every rank.
 Counts and block tables are numpy columns on the host; the token table lives on the device, where
 sampled tokens are written, so a step's inputs never wait for the host to see them. Preparing a step
-is vectorised: no Python loop over tokens or rows. Shape suffixes: see `nanocore.kernels.backend`.
+is vectorised and incremental: no Python loop over tokens or rows, nothing that grows with contexts,
+and what follows from which rows decode is made once for as long as they do. Shape suffixes: see
+`nanocore.kernels.backend`.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.backend import AttentionMetadata, SamplingMetadata
+from nanocore.kernels.backend import AttentionMetadata
 from nanocore.protocol.plan import NewRow, SchedulerOutput
+from nanocore.worker.block_table import BlockTable
+from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 
 _TOKEN_DTYPE = np.dtype("<i4")
 
@@ -37,12 +41,32 @@ class StepInputs:
     sample_positions: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A step's rows in the order of its tokens, and what follows from their counts alone.
+
+    source_T: which of the B each token belongs to; offset_T: the how many-th of its row it is.
+    table_rows_T, last_token_B: on the device; the tokens' rows, and the last token of each row.
+    """
+
+    num_decodes: int
+    rows_B: NDArray[np.int64]
+    counts_B: NDArray[np.int64]
+    rows_T: NDArray[np.int64]
+    source_T: NDArray[np.int64]
+    offset_T: NDArray[np.int64]
+    query_start: list[int]
+    table_rows_T: Tensor
+    last_token_B: Tensor
+
+
 class InputBatch:
     """State of all rows.
 
     Args:
         max_num_seqs: rows. max_model_len: tokens per row at most. block_size: tokens per KV block.
         vocab_size: the value of top_k where it is off. device: where the model runs.
+        num_groups: groups that rows are dealt out to, see `nanocore.protocol.plan`.
     """
 
     def __init__(
@@ -52,15 +76,16 @@ class InputBatch:
         block_size: int,
         vocab_size: int,
         device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.device = device
+        self.group = np.arange(max_num_seqs) % num_groups
         self.token_table = torch.zeros(
             max_num_seqs, max_model_len, dtype=torch.int32, device=device
         )
-        self.block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.blocks = BlockTable(max_num_seqs, -(-max_model_len // block_size), device)
         self.is_active = np.zeros(max_num_seqs, bool)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
@@ -70,85 +95,110 @@ class InputBatch:
         self.top_p = np.zeros(max_num_seqs, np.float32)
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.seed = np.zeros(max_num_seqs, np.int64)
+        # Valid until a row is added or removed:
+        self._decode_orders: dict[int, _Order] = {}
+        """By group, of steps in which all of the group's rows decode."""
+        self._sampling: tuple[NDArray[np.int64], SamplingMetadata] | None = None
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Take in a plan's differences: rows removed, rows added, blocks appended."""
+        if plan.removed_rows or plan.added:
+            self._decode_orders.clear()
+            self._sampling = None
         self.is_active[_ints(plan.removed_rows)] = False
         for new in plan.added:
             self._add(new)
-        rows = _ints(plan.block_rows)
-        if len(rows):
-            # Blocks of one row are adjacent: number them from the start of their run.
-            starts = np.flatnonzero(np.diff(rows, prepend=-1))
-            lengths = np.diff(starts, append=len(rows))
-            offset = np.arange(len(rows)) - np.repeat(starts, lengths)
-            self.block_table[rows, self.num_blocks[rows] + offset] = _ints(plan.block_ids)
-            self.num_blocks[rows[starts]] += lengths
+        if plan.block_rows:
+            self.blocks.append(_ints(plan.block_rows), _ints(plan.block_ids))
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
         """The step's inputs, decodes first; advances the computed counts."""
-        counts = self.is_active.astype(np.int64)
+        order = self._order(plan)
+        rows_B = order.rows_B
+        before_B = self.num_computed[rows_B]
+        seq_lens_B = before_B + order.counts_B
+        self.num_computed[rows_B] = seq_lens_B
+        positions_T = before_B[order.source_T] + order.offset_T
+        blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
+        slots_T = blocks_T.astype(np.int64) * self.block_size + positions_T % self.block_size
+
+        positions = self._to_device(positions_T)
+        samples_B = seq_lens_B == self.num_tokens[rows_B]
+        all_sample = bool(samples_B.all())
+        return StepInputs(
+            token_ids_T=self.token_table[order.table_rows_T, positions].long(),
+            positions_T=positions,
+            attention=AttentionMetadata(
+                num_decodes=order.num_decodes,
+                query_start=order.query_start,
+                seq_lens=seq_lens_B.tolist(),
+                seq_lens_B=self._to_device(seq_lens_B.astype(np.int32)),
+                block_table_BM=self.blocks.select(rows_B, plan.group),
+                slot_mapping_T=self._to_device(slots_T),
+            ),
+            sample_index_R=order.last_token_B
+            if all_sample
+            else order.last_token_B[self._to_device(samples_B)],
+            # The order's own array if all sample, by which `sampling_metadata` knows it again.
+            sample_rows=rows_B if all_sample else rows_B[samples_B],
+            sample_positions=seq_lens_B if all_sample else seq_lens_B[samples_B],
+        )
+
+    def sampling_metadata(self, rows: NDArray[np.int64]) -> SamplingMetadata:
+        """How these rows sample."""
+        if self._sampling is None or self._sampling[0] is not rows:
+            metadata = SamplingMetadata.of_rows(
+                self.greedy[rows], self.temperature[rows], self.top_k[rows], self.top_p[rows],
+                self.min_p[rows], self.seed[rows], self.vocab_size, self.device,
+            )  # fmt: skip
+            self._sampling = rows, metadata
+        return self._sampling[1]
+
+    def append(self, rows: NDArray[np.integer], token_ids_R: Tensor) -> None:
+        """Give each of these rows the token it sampled, on the device."""
+        index = self._to_device(rows), self._to_device(self.num_tokens[rows])
+        self.token_table[index] = token_ids_R.to(torch.int32)
+        self.num_tokens[rows] += 1
+
+    def take_sampled(self, plan: SchedulerOutput) -> None:
+        """Append what a later stage sampled; before `apply`, for rows may be removed with it."""
+        rows = _ints(plan.sampled_rows).astype(np.int64)
+        if len(rows):
+            self.append(rows, self._to_device(_ints(plan.sampled_token_ids)))
+
+    def _order(self, plan: SchedulerOutput) -> _Order:
+        """Rows and tokens of this step."""
+        if plan.chunk_rows:
+            return self._make_order(plan)
+        order = self._decode_orders.get(plan.group)
+        if order is None:
+            order = self._decode_orders[plan.group] = self._make_order(plan)
+        return order
+
+    def _make_order(self, plan: SchedulerOutput) -> _Order:
+        counts = (self.is_active & (self.group == plan.group)).astype(np.int64)
         counts[_ints(plan.chunk_rows)] = _ints(plan.chunk_counts)
-        is_decode = counts == 1
-        rows_B = np.concatenate((np.flatnonzero(is_decode), np.flatnonzero(counts > 1)))
+        decodes = np.flatnonzero(counts == 1)
+        rows_B = np.concatenate((decodes, np.flatnonzero(counts > 1)))
         counts_B = counts[rows_B]
         ends_B = np.cumsum(counts_B)
         num_tokens = int(ends_B[-1]) if len(ends_B) else 0
         assert num_tokens == plan.num_tokens, (
             f"step {plan.step}: {num_tokens} tokens, not as planned"
         )
-
-        before_B = self.num_computed[rows_B]
-        seq_lens_B = before_B + counts_B
-        positions_T = np.arange(num_tokens) + np.repeat(before_B - (ends_B - counts_B), counts_B)
-        rows_T = np.repeat(rows_B, counts_B)
-        blocks_T = self.block_table[rows_T, positions_T // self.block_size].astype(np.int64)
-        slots_T = blocks_T * self.block_size + positions_T % self.block_size
-        num_columns = -(-int(seq_lens_B.max(initial=0)) // self.block_size)
-        self.num_computed[rows_B] = seq_lens_B
-
-        positions = self._to_device(positions_T)
-        samples_B = seq_lens_B == self.num_tokens[rows_B]
-        return StepInputs(
-            token_ids_T=self.token_table[self._to_device(rows_T), positions].long(),
-            positions_T=positions,
-            attention=AttentionMetadata(
-                num_decodes=int(is_decode.sum()),
-                query_start=[0, *ends_B.tolist()],
-                seq_lens=seq_lens_B.tolist(),
-                seq_lens_B=self._to_device(seq_lens_B.astype(np.int32)),
-                block_table_BM=self._to_device(self.block_table[rows_B, :num_columns]),
-                slot_mapping_T=self._to_device(slots_T),
-            ),
-            sample_index_R=self._to_device(ends_B[samples_B] - 1),
-            sample_rows=rows_B[samples_B],
-            sample_positions=seq_lens_B[samples_B],
+        source_T = np.repeat(np.arange(len(rows_B)), counts_B)
+        rows_T = rows_B[source_T]
+        return _Order(
+            num_decodes=len(decodes),
+            rows_B=rows_B,
+            counts_B=counts_B,
+            rows_T=rows_T,
+            source_T=source_T,
+            offset_T=np.arange(num_tokens) - (ends_B - counts_B)[source_T],
+            query_start=[0, *ends_B.tolist()],
+            table_rows_T=self._to_device(rows_T),
+            last_token_B=self._to_device(ends_B - 1),
         )
-
-    def sampling_metadata(self, inputs: StepInputs) -> SamplingMetadata:
-        """How the rows that sample in this step do it."""
-        rows = inputs.sample_rows
-        greedy, top_k = self.greedy[rows], self.top_k[rows]
-        top_p, min_p = self.top_p[rows], self.min_p[rows]
-        filters = (top_k < self.vocab_size) | (top_p < 1.0) | (min_p > 0.0)
-        return SamplingMetadata(
-            all_greedy=bool(greedy.all()),
-            filters=bool((filters & ~greedy).any()),
-            greedy_R=self._to_device(greedy),
-            temperature_R=self._to_device(self.temperature[rows]),
-            top_k_R=self._to_device(top_k),
-            top_p_R=self._to_device(top_p),
-            min_p_R=self._to_device(min_p),
-            seed_R=self._to_device(self.seed[rows]),
-            position_R=self._to_device(inputs.sample_positions),
-        )
-
-    def append_sampled(self, inputs: StepInputs, token_ids_R: Tensor) -> None:
-        """Write the sampled tokens to the token table, on the device."""
-        rows, positions = inputs.sample_rows, inputs.sample_positions
-        self.num_tokens[rows] += 1
-        index = self._to_device(rows), self._to_device(positions)
-        self.token_table[index] = token_ids_R.to(torch.int32)
 
     def _add(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling
@@ -158,8 +208,7 @@ class InputBatch:
         self.token_table[row, : len(token_ids)] = self._to_device(token_ids)
         self.num_tokens[row] = len(token_ids)
         self.num_computed[row] = new.num_computed_tokens
-        self.block_table[row, : len(block_ids)] = block_ids
-        self.num_blocks[row] = len(block_ids)
+        self.blocks.set_row(row, block_ids)
         self.greedy[row] = sampling.greedy
         self.temperature[row] = sampling.temperature
         top_k_off = sampling.top_k <= 0

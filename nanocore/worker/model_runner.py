@@ -1,103 +1,151 @@
-"""Runs a step: applies the plan to the persistent batch, calls the model, samples.
+"""Runs a step on one rank: applies the plan to the persistent batch, calls the model, samples.
 
-Each of its set-up steps is a method of its own, driven by the executor: load the model, size and
-allocate the KV cache, then execute plans.
+A rank of a pipeline's later stage receives hidden states instead of embedding token ids, and one of
+an earlier stage sends them on instead of sampling.
 """
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
+from nanocore.kernels.backend import Kernels, KVCache
+from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
-from nanocore.worker.input_batch import InputBatch
-from nanocore.worker.layers import KVCache, StepContext
-from nanocore.worker.loader import load_weights
-from nanocore.worker.model_config import ModelConfig
-from nanocore.worker.models import build_model
+from nanocore.worker.input_batch import InputBatch, StepInputs
+from nanocore.worker.layers.context import StepContext
+from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.placement import Placement
+from nanocore.worker.rope import RotaryTable
+from nanocore.worker.sampling.sampler import sample
+
+NOTHING_SAMPLED = ModelRunnerOutput(rows=b"", token_ids=b"")
+
+
+class Channel(Protocol):
+    """Passes hidden states from a rank to the one behind it in the next stage, in order."""
+
+    def send(self, tensor: Tensor) -> None: ...
+
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageLinks:
+    """A rank's connections to the stages before and after its own, where there are any."""
+
+    receive: Channel | None = None
+    send: Channel | None = None
 
 
 class ModelRunner:
-    """One model on one device.
+    """One rank's part of a model.
 
     Args:
-        config: the model's. max_model_len: positions to prepare for. dtype: of weights,
-        activations and KV cache. kernels: the backend.
+        model: its weights loaded. kernels: the backend. links: to neighbouring stages.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        max_model_len: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
+        self, model: DecoderModel, kernels: Kernels, links: StageLinks | None = None
     ) -> None:
-        self.config = config
-        self.max_model_len = max_model_len
-        self.dtype, self.device = dtype, device
-        self.kernels = kernels
-        self.model = build_model(config, dtype, device)
-        self.rotary = self.model.rotary_table(max_model_len)
+        self.model, self.kernels = model, kernels
+        self.config = model.config
+        self.placement: Placement = model.placement
+        self.device = model.placement.device
+        self.links = links or StageLinks()
         self.kv_caches: list[KVCache] = []
+        self.rotary: dict[str, RotaryTable] = {}
 
     @torch.inference_mode()
-    def load_model(self, folder: Path) -> int:
-        """Fill the parameters; returns the bytes read.
-
-        Raises:
-            ModelFileError: see `loader.load_weights`.
-        """
-        return load_weights(folder, self.model.slots(), self.model.ignored_tensors)
-
-    def kv_block_bytes(self, block_size: int) -> int:
-        """Bytes that one block takes over all layers, K and V."""
-        config = self.config
-        values_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-        return block_size * values_per_token * self.dtype.itemsize
-
-    @torch.inference_mode()
-    def allocate_kv_cache(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
-        """Allocate the KV cache and the persistent batch."""
-        config = self.config
-        shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+    def allocate(
+        self,
+        kv_format: KVCacheFormat,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        """Allocate the KV cache and the persistent batch, and compute the rotary tables."""
         self.kv_caches = [
-            KVCache(self._zeros(shape), self._zeros(shape)) for _ in range(config.num_layers)
+            self._kv_cache(kv_format, (num_blocks, block_size, layer.attention.num_kv_heads))
+            for layer in self.model.layers
         ]
+        self.rotary = self.model.rotary_tables(max_model_len)
         self.batch = InputBatch(
-            max_num_seqs, self.max_model_len, block_size, config.vocab_size, self.device
-        )
+            max_num_seqs, max_model_len, block_size, self.config.vocab_size,
+            self.device, self.placement.pp_size,
+        )  # fmt: skip
 
-    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
-        """Zeros: attention masks what it gathers too much of, and 0 * NaN would be NaN."""
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        # numpy gets zeroed pages from the system on first use; torch.zeros would touch them all,
-        # and a cache sized by the machine's memory is mostly never used.
-        num_bytes = math.prod(shape) * self.dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(self.dtype).view(shape)
+    def kv_block_bytes(self, kv_format: KVCacheFormat, block_size: int) -> int:
+        """Bytes that one block takes over this rank's layers, K and V."""
+        num_heads = sum(layer.attention.num_kv_heads for layer in self.model.layers)
+        return 2 * block_size * num_heads * kv_format.bytes_per_head(self.config.head_dim)
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step of the plan."""
+        """Run one step of the plan; only the last stage samples."""
+        if not self.placement.is_last_stage:
+            self.batch.take_sampled(plan)
         self.batch.apply(plan)
         if plan.num_tokens == 0:
-            return ModelRunnerOutput(rows=b"", token_ids=b"")
+            return NOTHING_SAMPLED
         inputs = self.batch.prepare(plan)
-        cos, sin = self.rotary(inputs.positions_T)
-        context = StepContext(self.kernels, inputs.attention, cos, sin)
-        hidden_TE = self.model.forward(inputs.token_ids_T, self.kv_caches, context)
-        if len(inputs.sample_rows) == 0:
-            return ModelRunnerOutput(rows=b"", token_ids=b"")
+        hidden_TE = self._forward(inputs)
+        if self.links.send is not None:
+            self.links.send.send(hidden_TE)
+        if not self.placement.is_last_stage or len(inputs.sample_rows) == 0:
+            return NOTHING_SAMPLED
         logits_RV = self.model.compute_logits(hidden_TE[inputs.sample_index_R])
-        token_ids_R = self.kernels.sample(logits_RV, self.batch.sampling_metadata(inputs))
-        self.batch.append_sampled(inputs, token_ids_R)
+        token_ids_R = self.sample(logits_RV, inputs.sample_rows, inputs.sample_positions)
+        self.batch.append(inputs.sample_rows, token_ids_R)
         return ModelRunnerOutput(
             rows=inputs.sample_rows.astype("<i4").tobytes(),
             token_ids=token_ids_R.cpu().numpy().astype("<i4").tobytes(),
         )
+
+    def sample(
+        self, logits_RV: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> Tensor:
+        """One token id for each of these rows, int64 [R], the same on every rank of the stage."""
+        assert self.model.head is not None, "the last stage samples"
+        return sample(
+            logits_RV,
+            self.batch.sampling_metadata(rows),
+            torch.from_numpy(positions).to(self.device),
+            self.model.head.first_token,
+            self.config.vocab_size,
+            self.placement.tp,
+        )
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        model, config = self.model, self.config
+        rotary = {kind: table(inputs.positions_T) for kind, table in self.rotary.items()}
+        context = StepContext(self.kernels, inputs.attention, rotary)
+        if self.links.receive is None:
+            x_TE = model.embed(inputs.token_ids_T)
+        else:
+            shape = len(inputs.positions_T), config.hidden_size
+            x_TE = self.links.receive.recv(shape, self.placement.dtype)
+        return model.forward(x_TE, self.kv_caches, context)
+
+    def _kv_cache(self, kv_format: KVCacheFormat, shape_NSK: tuple[int, int, int]) -> KVCache:
+        shape_NSKD = (*shape_NSK, self.config.head_dim)
+        k, v = (self._zeros(shape_NSKD, kv_format.dtype) for _ in range(2))
+        if kv_format.scale_dtype is None:
+            return KVCache(k, v)
+        return KVCache(k, v, *(self._zeros(shape_NSK, kv_format.scale_dtype) for _ in range(2)))
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros: attention masks what it gathers too much of, and 0 * NaN would be NaN."""
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        # numpy gets zeroed pages from the system on first use; torch.zeros would touch them all,
+        # and a cache sized by the machine's memory is mostly never used.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

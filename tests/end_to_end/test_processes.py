@@ -79,13 +79,13 @@ def break_model(folder: Path, damage: str) -> list[str]:
     match damage:
         case "no folder":
             shutil.rmtree(folder)
-            return [str(folder), "not a folder"]
+            return [str(folder), "no such folder"]
         case "no config":
             config.unlink()
             return [str(config), "missing"]
         case "no weights":
             weights.unlink()
-            return [str(weights), "missing"]
+            return [str(folder), "no *.safetensors"]
         case "truncated weights":
             weights.write_bytes(weights.read_bytes()[:-100])
             return [str(weights), "download"]
@@ -107,12 +107,12 @@ def break_model(folder: Path, damage: str) -> list[str]:
         case "unknown architecture":
             edit_config(folder, architectures=["GPT9ForCausalLM"])
             return [str(config), "GPT9ForCausalLM", "Qwen3ForCausalLM"]
-        case "sliding window":
-            edit_config(folder, use_sliding_window=True)
-            return ["use_sliding_window"]
-        case "scaled rope":
-            edit_config(folder, rope_parameters={"rope_type": "yarn", "factor": 4.0})
-            return ["rope_type", "yarn"]
+        case "quantized weights":
+            edit_config(folder, quantization_config={"quant_method": "awq"})
+            return ["quantization_config"]
+        case "unknown rope":
+            edit_config(folder, rope_parameters={"rope_type": "longrope", "factor": 4.0})
+            return ["rope_type", "longrope"]
         case "config of wrong types":
             edit_config(folder, hidden_size="wide")
             return [str(config), "hidden_size"]
@@ -128,7 +128,7 @@ def break_model(folder: Path, damage: str) -> list[str]:
     [
         "no folder", "no config", "no weights", "truncated weights", "git-lfs pointer",
         "missing tensor", "unexpected tensor", "wrong shape", "unknown architecture",
-        "sliding window", "scaled rope", "config of wrong types", "index outside the folder",
+        "quantized weights", "unknown rope", "config of wrong types", "index outside the folder",
     ],
 )  # fmt: skip
 def test_a_bad_model_exits_with_3_and_names_the_file(
@@ -151,7 +151,11 @@ def test_too_little_kv_memory_exits_with_4_and_the_suggestion_works(
     words = result.stderr.split()
     suggestions = (
         {"max_model_len": int(words[words.index("--max-model-len") + 1].rstrip(","))},
-        {"kv_cache_memory_bytes": int(words[words.index("--kv-cache-memory-bytes") + 1])},
+        {
+            "kv_cache_memory_bytes": int(
+                words[words.index("--kv-cache-memory-bytes") + 1].rstrip(",")
+            )
+        },
     )
     for suggestion in suggestions:
         with LLM(tiny_model, **({"kv_cache_memory_bytes": 500_000} | suggestion)) as llm:
@@ -223,7 +227,7 @@ def test_the_log_names_each_phase_once(tiny_model: Path) -> None:
     with engine(tiny_model) as running:
         run(main(running.endpoint))
         log = running.stderr.read_text()
-    for phase in ("nanocore 0.1.0 | device ", "load ", "kv cache ", "ready in "):
+    for phase in ("nanocore 0.1.0 | model ", "load ", "kv cache ", "ready in "):
         assert log.count(phase) == 1
 
 

@@ -131,7 +131,7 @@ def test_another_major_version_is_refused_with_those_that_are_not(running: Engin
     async def script(client: RawClient) -> None:
         await client.send(Op.HELLO, {"protocol": [2, 0]})
         op, refused = await client.receive()
-        assert (op, refused["supported"]) == (Op.REFUSED, [[1, 1]])
+        assert (op, refused["supported"]) == (Op.REFUSED, [[1, 2]])
         await client.hello()
 
     talk(running, script)
@@ -141,7 +141,7 @@ def test_a_newer_minor_version_is_served_in_ours(running: Engine) -> None:
     async def script(client: RawClient) -> None:
         await client.send(Op.HELLO, {"protocol": [1, 7]})
         op, welcome = await client.receive()
-        assert (op, welcome["protocol"]) == (Op.WELCOME, [1, 1])
+        assert (op, welcome["protocol"]) == (Op.WELCOME, [1, 2])
 
     talk(running, script)
 

@@ -25,6 +25,7 @@ def admission(
     num_blocks: int = 16,
     config: EngineConfig = EngineConfig(),  # noqa: B008 - immutable
     queue_limit: QueueLimit | None = None,
+    default_sampling: EngineSamplingParams = EngineSamplingParams(),  # noqa: B008 - immutable
 ) -> Admission:
     card = ModelCard(
         model="fake",
@@ -35,6 +36,7 @@ def admission(
         eos_token_ids=[3, 4],
         block_size=4,
         num_blocks=num_blocks,
+        default_sampling=default_sampling,
     )
     return Admission(card, config, queue_limit or QueueLimit(100, 10_000, SchedulerCounters()))
 
@@ -65,6 +67,14 @@ def test_what_could_never_fit_an_empty_pool_is_refused() -> None:
     assert small.build(submit(10, 11), handle=1, client=1).max_num_tokens == 21
     with pytest.raises(ContextLengthError, match=r"22 tokens.*holds 20.*--kv-cache-memory-bytes"):
         small.build(submit(10, 12), handle=1, client=1)
+
+
+def test_a_request_without_sampling_parameters_gets_the_models() -> None:
+    defaults = EngineSamplingParams(temperature=0.6, top_k=20)
+    build = admission(default_sampling=defaults).build
+    bare = Submit(request_id="r", prompt_token_ids=np.zeros(3, "<i4").tobytes())
+    assert build(bare, 1, 1).sampling == defaults
+    assert build(submit(3, 5), 1, 1).sampling == EngineSamplingParams(max_tokens=5)
 
 
 def test_eos_ids_are_the_models_unless_ignored() -> None:

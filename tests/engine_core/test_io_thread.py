@@ -31,6 +31,7 @@ from nanocore.protocol.messages import (
     Submit,
     Welcome,
 )
+from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
 
 CARD = ModelCard(
@@ -233,7 +234,7 @@ def test_the_seed_in_use_is_told_and_drawn_from_the_engines(io: Io) -> None:
     io.receive(
         msgspec.structs.replace(
             Submit(request_id="y", prompt_token_ids=b"\1\0\0\0"),
-            sampling=msgspec.structs.replace(Submit.__struct_defaults__[0], seed=5),
+            sampling=EngineSamplingParams(seed=5),
         )
     )
     drawn, given = io.take_sent()

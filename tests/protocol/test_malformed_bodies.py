@@ -171,7 +171,7 @@ class BadSubmit:
         BadSubmit({"sampling": {"temperature": -1.0}}, "temperature=-1.0"),
         BadSubmit({"sampling": {"stop": ["x"]}}, "`stop`"),
         BadSubmit({"sampling": {"top_k": 1.0}}, "top_k"),
-        BadSubmit({"sampling": None}, "sampling"),
+        BadSubmit({"sampling": 5}, "sampling"),
         BadSubmit({"prompt_token_ids": [1, 2]}, "prompt_token_ids"),
         BadSubmit({"prompt_token_ids": "text"}, "prompt_token_ids"),
         BadSubmit({"priority": 0.5}, "priority"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nanocore.protocol.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.input_batch import InputBatch, StepInputs
+from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 from tests.fakes import Deliveries, FakeExecutor, make_request, make_scheduler
 
 BLOCK_SIZE = 4
@@ -82,7 +83,7 @@ def test_inputs_equal_those_derived_the_slow_way(data: st.DataObject) -> None:
             assert inputs.sample_positions.tolist() == [
                 len(executor.rows[row].token_ids) - 1 for row in inputs.sample_rows.tolist()
             ]
-            batch.append_sampled(inputs, torch.tensor(tokens, dtype=torch.int64))
+            batch.append(inputs.sample_rows, torch.tensor(tokens, dtype=torch.int64))
         deliveries.take(scheduler, result)
 
 
@@ -102,6 +103,11 @@ def plan_adding(*rows: tuple[int, EngineSamplingParams]) -> SchedulerOutput:
     )  # fmt: skip
 
 
+def sampling_of(batch: InputBatch, plan: SchedulerOutput) -> SamplingMetadata:
+    inputs = batch.prepare(plan)
+    return batch.sampling_metadata(inputs.sample_rows)
+
+
 def test_sampling_columns_follow_their_rows() -> None:
     batch = make_batch()
     plan = plan_adding(
@@ -110,25 +116,25 @@ def test_sampling_columns_follow_their_rows() -> None:
         (1, EngineSamplingParams(top_k=-1)),
     )
     batch.apply(plan)
-    sampling = batch.sampling_metadata(batch.prepare(plan))
-    assert sampling.greedy_R.tolist() == [True, False, False]
+    sampling = sampling_of(batch, plan)
+    assert sampling.greedy_rows.tolist() == [0]
+    assert sampling.plain_rows.tolist() == [1]
+    assert sampling.filtered_rows.tolist() == [2]
+    assert sampling.max_top_k == 7
     assert sampling.temperature_R.tolist() == [0.0, 1.0, 0.5]
     assert sampling.top_k_R.tolist() == [50, 50, 7]
     assert sampling.top_p_R.tolist() == [1.0, 1.0, 0.25]
     assert sampling.min_p_R.tolist() == [0.0, 0.0, 0.125]
     assert sampling.seed_R.tolist() == [100, 101, 102]
-    assert sampling.position_R.tolist() == [1, 1, 1]
-    assert not sampling.all_greedy
-    assert sampling.filters
 
 
 def test_filters_of_greedy_rows_do_not_count() -> None:
     batch = make_batch()
     plan = plan_adding((0, EngineSamplingParams(temperature=0.0, top_k=5)))
     batch.apply(plan)
-    sampling = batch.sampling_metadata(batch.prepare(plan))
-    assert sampling.all_greedy
-    assert not sampling.filters
+    sampling = sampling_of(batch, plan)
+    assert sampling.greedy_rows.tolist() == [0]
+    assert sampling.filtered_rows.tolist() == []
 
 
 def test_a_step_of_no_samples_returns_none() -> None:

@@ -1,0 +1,121 @@
+"""`python -m nanocore.worker FD`: a rank in a process of its own; FD is its end of the pipe.
+
+Started by the engine and by nobody else. It ends when the pipe's other end closes, and is killed if
+the engine is gone; signals that end an engine in order leave its ranks to the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+
+from nanocore.protocol.errors import CacheMemoryError, ConfigError, ModelFileError, StartError
+from nanocore.protocol.lifeline import signal_at_parent_death
+from nanocore.protocol.worker import (
+    AllocateCache,
+    CacheAllocated,
+    FailureKind,
+    RankFailure,
+    RankStart,
+    RunStep,
+    StepResult,
+    ToRank,
+)
+from nanocore.worker.executors.pipe import Pipe
+from nanocore.worker.executors.status_board import StatusBoard
+
+
+def main() -> None:
+    """Run a rank to its end."""
+    fd = int(sys.argv[1])
+    signal_at_parent_death(signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    end = socket.socket(fileno=fd)
+    end.set_inheritable(False)
+    threading.Thread(
+        target=_leave_with_engine, args=(fd,), name="engine-watch", daemon=True
+    ).start()
+    pipe: Pipe[ToRank] = Pipe(end, ToRank)
+    try:
+        _run(pipe)
+    except EOFError:
+        return
+    except Exception as error:
+        pipe.send(_failure(error))
+        os._exit(StartError.exit_code)  # at once: other threads may be in the middle of a step
+
+
+def _run(pipe: Pipe[ToRank]) -> None:
+    start = pipe.recv()
+    assert isinstance(start, RankStart)
+    config, rank = start.config, start.rank
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"(rank {rank} of {config.num_ranks} pid={os.getpid()}) %(message)s",
+    )
+    # Ranks that reduce spin for each other; two on one core take twice as long, measured.
+    os.sched_setaffinity(0, start.cores)
+    import torch  # seconds, and the engine's death must be noticed meanwhile
+
+    from nanocore.worker.worker import Worker
+
+    torch.set_num_threads(len(start.cores))
+    board = StatusBoard(start.board_fd, config.num_ranks)
+    worker = Worker(config, start)
+    pipe.send(worker.load_model())
+    # The first rank of the last stage answers for all.
+    answers = rank == config.num_ranks - config.tensor_parallel_size
+    while True:
+        match pipe.recv():
+            case AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len):
+                worker.allocate_kv_cache(num_blocks, max_model_len)
+                pipe.send(CacheAllocated())
+            case RunStep(plan):
+                board.begin(rank, plan.step)
+                output = worker.execute(plan)
+                board.finish(rank, plan.step)
+                if answers:
+                    pipe.send(StepResult(output))
+            case unexpected:
+                raise AssertionError(f"{type(unexpected).__name__} to a rank that runs")
+
+
+def _leave_with_engine(fd: int) -> None:
+    """End the process when the engine's end of the pipe closes, whatever a step waits for."""
+    poll = select.poll()
+    poll.register(fd, 0)  # only that the other end is gone
+    poll.poll()
+    os._exit(0)
+
+
+def _failure(error: Exception) -> RankFailure:
+    kind: FailureKind = "internal"
+    match error:
+        case ConfigError():
+            kind = "config"
+        case ModelFileError():
+            kind = "model_file"
+        case CacheMemoryError() | MemoryError():
+            kind = "memory"
+        # torch has a type for this on CUDA, and on a CPU only a text.
+        case RuntimeError() if "out of memory" in str(error) or "allocate memory" in str(error):
+            kind = "memory"
+    if isinstance(error, StartError):
+        return RankFailure(kind=kind, message=str(error))
+    return RankFailure(
+        kind=kind,
+        message=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+if __name__ == "__main__":
+    main()

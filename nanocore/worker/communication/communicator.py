@@ -1,0 +1,43 @@
+"""What ranks that share a model's layers tell each other: the interface, and the case of one rank.
+
+`shm_communicator` implements it through shared memory between processes on a CPU,
+`process_group` through torch.distributed (NCCL on CUDA). All ranks of a group make the same calls
+in the same order; a rank that stops is noticed by the executor, which watches over all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Communicator(Protocol):
+    """A group of `size` ranks, of which this is number `rank`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, the same bits on every rank; x may be overwritten and returned."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]: x of every rank, in the order of ranks. Shapes are equal on all."""
+        ...
+
+
+class SingleRank:
+    """Implements `Communicator` for a rank that has its layers for itself."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x[None]

@@ -1,0 +1,65 @@
+"""How a rank is connected to the others, by the kind of device they compute on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from nanocore.protocol.worker import RankStart, WorkerConfig
+from nanocore.worker.communication.communicator import Communicator, SingleRank
+from nanocore.worker.communication.process_group import ProcessGroupCommunicator
+from nanocore.worker.communication.shm_channel import ShmChannel
+from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, ShmCommunicator
+from nanocore.worker.model_runner import StageLinks
+
+CHANNEL_DEPTH: Final = 2
+"""Steps whose hidden states can wait between two stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLinks:
+    """tp: the ranks that share this one's layers. stages: the neighbours in the pipeline."""
+
+    tp: Communicator = field(default_factory=SingleRank)
+    stages: StageLinks = StageLinks()
+
+
+def channel_slot_bytes(config: WorkerConfig, hidden_size: int) -> int:
+    """Room for the hidden states of the largest step, in any dtype."""
+    return 8 * -(-config.max_num_batched_tokens * hidden_size // 2)
+
+
+def connect(start: RankStart, device: torch.device, hidden_size: int) -> RankLinks:
+    """Join the other ranks; on CUDA all must call it."""
+    config = start.config
+    if device.type == "cuda":
+        return _connect_cuda(start, device)
+    tp: Communicator = SingleRank()
+    if config.tensor_parallel_size > 1:
+        rank, size = start.rank % config.tensor_parallel_size, config.tensor_parallel_size
+        tp = ShmCommunicator(start.reduce_fd, rank, size, BUFFER_BYTES)
+    slot_bytes = channel_slot_bytes(config, hidden_size)
+
+    def channel(fd: int) -> ShmChannel | None:
+        return None if fd < 0 else ShmChannel(fd, slot_bytes, CHANNEL_DEPTH)
+
+    return RankLinks(tp, StageLinks(channel(start.receive_fd), channel(start.send_fd)))
+
+
+def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
+    tp_size, pp_size = start.config.tensor_parallel_size, start.config.pipeline_parallel_size
+    rank, stage = start.rank, start.rank // tp_size
+    stages = [list(range(i * tp_size, (i + 1) * tp_size)) for i in range(pp_size)]
+    group = ProcessGroupCommunicator(
+        Path(start.rendezvous), rank, start.config.num_ranks, stages, device
+    )
+    return RankLinks(
+        tp=group if tp_size > 1 else SingleRank(),
+        stages=StageLinks(
+            receive=group.channel(rank - tp_size) if stage > 0 else None,
+            send=group.channel(rank + tp_size) if stage < pp_size - 1 else None,
+        ),
+    )

@@ -1,0 +1,64 @@
+"""Where a rank computes and in which dtype, from what flags and checkpoint say."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
+from nanocore.protocol.errors import ConfigError, ModelFileError
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def select_device(name: str, rank: int = 0) -> torch.device:
+    """The device that `name` stands for on this rank; "auto" is CUDA if there is one.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cuda":
+        return torch.device(name)
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    num_devices = torch.cuda.device_count()
+    if rank >= num_devices:
+        raise ConfigError(
+            f"rank {rank} needs a CUDA device of its own and there are {num_devices}: lower "
+            "--tensor-parallel-size or --pipeline-parallel-size"
+        )
+    return torch.device("cuda", rank)
+
+
+def select_dtype(name: str, checkpoint_dtype: str) -> torch.dtype:
+    """The dtype of weights and activations; "auto" is the checkpoint's.
+
+    Raises:
+        ModelFileError: it is not implemented.
+    """
+    name = checkpoint_dtype if name == "auto" else name
+    if name not in _DTYPES:
+        raise ModelFileError(
+            f"the checkpoint's dtype {name!r} is not implemented: choose one of "
+            f"{', '.join(_DTYPES)} with --dtype"
+        )
+    return _DTYPES[name]
+
+
+def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) -> KVCacheFormat:
+    """How K and V are stored; "auto" is the model's dtype.
+
+    Raises:
+        ConfigError: not on this device.
+    """
+    if name == "fp8" and device.type != "cuda":
+        raise ConfigError("--kv-cache-dtype fp8 needs CUDA; on a CPU int8 takes as little")
+    return kv_cache_format(name, model_dtype)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As users write it, e.g. "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

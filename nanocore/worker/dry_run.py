@@ -1,0 +1,115 @@
+"""What every rank would have, found without memory behind the model: shapes and file headers tell.
+
+Sizes that cannot be divided, files that do not fit the configuration and memory that does not hold
+the weights are found in a second. What activations take on CUDA is known only once they run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanocore.kernels.backend import select_kernels
+from nanocore.protocol.errors import CacheMemoryError
+from nanocore.protocol.worker import WorkerConfig, WorkerInfo
+from nanocore.worker.config.model_config import ModelConfig, load_model_config
+from nanocore.worker.device import dtype_name, select_device, select_dtype, select_kv_format
+from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.loading.loader import check_weights
+from nanocore.worker.memory import available_bytes, cpu_kv_bytes
+from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.models import build_model
+from nanocore.worker.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    """A rank's place in a group that does not exist. Implements `Communicator` by its numbers."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise AssertionError("nothing runs in a dry run")
+
+    all_gather = all_reduce
+
+
+def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
+    """What each rank would report after loading, in order of rank.
+
+    Raises:
+        ConfigError, ModelFileError, CacheMemoryError: why an engine would not start.
+    """
+    folder = Path(config.folder)
+    model_config = load_model_config(folder)
+    models = [_build(config, model_config, rank) for rank in range(config.num_ranks)]
+    if config.load_format != "dummy":
+        check_weights(folder, models[0].slots(), models[0].ignored_tensors)
+    weight_bytes = [_parameter_bytes(model) for model in models]
+    kv_bytes = _kv_bytes(config, weight_bytes)
+    return [
+        _info(config, model, num_bytes, kv)
+        for model, num_bytes, kv in zip(models, weight_bytes, kv_bytes, strict=True)
+    ]
+
+
+def _build(config: WorkerConfig, model_config: ModelConfig, rank: int) -> DecoderModel:
+    pp_rank, tp_rank = divmod(rank, config.tensor_parallel_size)
+    placement = Placement(
+        dtype=select_dtype(config.dtype, model_config.dtype),
+        device=torch.device("meta"),
+        tp=_Seat(tp_rank, config.tensor_parallel_size),
+        pp_rank=pp_rank,
+        pp_size=config.pipeline_parallel_size,
+    )
+    return build_model(model_config, placement)
+
+
+def _parameter_bytes(model: DecoderModel) -> int:
+    return sum(part.target.nbytes for slot in model.slots().values() for part in slot.parts)
+
+
+def _kv_bytes(config: WorkerConfig, weight_bytes: list[int]) -> list[int]:
+    """Memory for each rank's KV cache, once the weights are there."""
+    if config.kv_cache_memory_bytes is not None:
+        return [config.kv_cache_memory_bytes] * config.num_ranks
+    if select_device(config.device).type == "cpu":
+        _require(sum(weight_bytes), available_bytes(), "this machine's free memory")
+        return [cpu_kv_bytes(config.num_ranks, sum(weight_bytes))] * config.num_ranks
+    kv_bytes = []
+    for rank, num_bytes in enumerate(weight_bytes):
+        device = select_device(config.device, rank)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        have_bytes = int(total_bytes * config.gpu_memory_utilization) - (total_bytes - free_bytes)
+        _require(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")
+        kv_bytes.append(have_bytes - num_bytes)
+    return kv_bytes
+
+
+def _require(need_bytes: int, have_bytes: int, what: str) -> None:
+    if need_bytes > have_bytes:
+        raise CacheMemoryError(
+            f"the weights need {need_bytes / 1e6:.1f} MB, and {what} is {have_bytes / 1e6:.1f} MB: "
+            "use a smaller --dtype or model, or more ranks on more devices"
+        )
+
+
+def _info(
+    config: WorkerConfig, model: DecoderModel, weight_bytes: int, kv_bytes: int
+) -> WorkerInfo:
+    device = select_device(config.device)
+    kernels = select_kernels(config.attention_backend, device)
+    kv_format = select_kv_format(config.kv_cache_dtype, model.placement.dtype, device)
+    runner = ModelRunner(model, kernels)
+    return WorkerInfo(
+        device=str(device),
+        dtype=dtype_name(model.placement.dtype),
+        kernels=kernels.name,
+        weight_bytes=weight_bytes,
+        kv_block_bytes=runner.kv_block_bytes(kv_format, config.block_size),
+        available_kv_bytes=kv_bytes,
+    )

@@ -1,0 +1,1 @@
+"""Between the step loop and its workers: in this process, or as ranks in processes of their own."""

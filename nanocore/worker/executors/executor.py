@@ -1,0 +1,55 @@
+"""The executor: what the step loop asks of its workers, whatever processes they live in.
+
+Plans go down and results come up as msgspec structs without tensors, so that workers in other
+processes stand behind the same interface. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.protocol.worker import WorkerInfo
+
+
+class StepExecutor(Protocol):
+    """Runs steps. max_concurrent_steps: how many may be submitted and not collected."""
+
+    max_concurrent_steps: int
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Begin a step."""
+        ...
+
+    def collect(self) -> ModelRunnerOutput:
+        """Wait for the oldest step that was submitted; returns the tokens it sampled.
+
+        Raises:
+            StartError: a worker failed, died or stopped answering; of the kind that exit codes
+                tell.
+        """
+        ...
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """Have a worker's death reported although no step runs, from any thread."""
+        ...
+
+
+class Executor(StepExecutor, Protocol):
+    """The workers of an engine, from their start to their end.
+
+    Errors at start are `StartError`s of the kind that the engine's exit code tells.
+    """
+
+    def load_model(self) -> list[WorkerInfo]:
+        """Load the weights on every rank; what each rank has, in order of rank."""
+        ...
+
+    def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+        """Make the KV cache and the persistent batch on every rank."""
+        ...
+
+    def close(self) -> None:
+        """End the workers."""
+        ...

@@ -1,0 +1,42 @@
+"""The executor that runs the model in the engine's own process: one rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.protocol.worker import WorkerConfig, WorkerInfo
+from nanocore.worker.worker import Worker
+
+
+class LocalExecutor:
+    """Implements `Executor` with a worker in this process, which runs a step when it is submitted.
+
+    Raises:
+        StartError: see `Worker`.
+    """
+
+    max_concurrent_steps = 1
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._worker = Worker(config)
+        self._results: deque[ModelRunnerOutput] = deque()
+
+    def load_model(self) -> list[WorkerInfo]:
+        return [self._worker.load_model()]
+
+    def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+        self._worker.allocate_kv_cache(num_blocks, max_model_len)
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._results.append(self._worker.execute(plan))
+
+    def collect(self) -> ModelRunnerOutput:
+        return self._results.popleft()
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """Nothing can die here without the engine."""
+
+    def close(self) -> None:
+        """Nothing to end."""

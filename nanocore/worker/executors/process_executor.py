@@ -1,0 +1,228 @@
+"""The executor whose ranks are processes: plans go to all of them, results come from one.
+
+Every rank applies every plan to its own copy of the persistent batch. Any rank can report a failure
+at any time, a closed pipe is a death, and a step that takes too long is blamed on the rank that the
+status board shows behind the others.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+from nanocore.protocol.errors import StartError, WorkerError
+from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.protocol.worker import (
+    AllocateCache,
+    CacheAllocated,
+    FromRank,
+    RankFailure,
+    RankStart,
+    RunStep,
+    StepResult,
+    WorkerConfig,
+    WorkerInfo,
+)
+from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes
+from nanocore.worker.communication.shm_channel import create_channel
+from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, create_region, progress
+from nanocore.worker.device import select_device
+from nanocore.worker.executors.pipe import encode_frame
+from nanocore.worker.executors.rank_process import RankProcess
+from nanocore.worker.executors.status_board import StatusBoard
+
+M = TypeVar("M")
+_FAILURE_GRACE_S: Final = 0.2
+"""After a rank's death, for another rank to say that it was the cause."""
+
+
+class ProcessExecutor:
+    """Implements `Executor` with config.num_ranks processes.
+
+    Args:
+        hidden_size: the model's, to size what passes between stages.
+        step_timeout_s: how long a step may take before a rank is blamed.
+    """
+
+    def __init__(self, config: WorkerConfig, hidden_size: int, step_timeout_s: float) -> None:
+        self.config = config
+        self.max_concurrent_steps = config.pipeline_parallel_size
+        self._step_timeout_s = step_timeout_s
+        self._directory = tempfile.TemporaryDirectory(prefix="nanocore-ranks-")
+        self._board_fd = StatusBoard.create(config.num_ranks)
+        self._board = StatusBoard(self._board_fd, config.num_ranks)
+        tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+        # Of each stage; and from rank t of stage s to rank t of the next one, at [s][t].
+        self._reduce_fds = [-1] * pp_size
+        self._channel_fds = [[-1] * tp_size for _ in range(pp_size - 1)]
+        if select_device(config.device).type == "cpu":
+            slot_bytes = channel_slot_bytes(config, hidden_size)
+            for fds in self._channel_fds:
+                fds[:] = [create_channel(slot_bytes, CHANNEL_DEPTH) for _ in fds]
+            if tp_size > 1:
+                self._reduce_fds = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
+        self._ranks: list[RankProcess] = []
+        self._steps: list[int] = []
+        """Submitted and not collected."""
+        self._closing = threading.Event()
+
+    def load_model(self) -> list[WorkerInfo]:
+        """Start all ranks, each of which loads its part of the weights."""
+        for rank in range(self.config.num_ranks):
+            start = self._start_message(rank)
+            fds = [start.board_fd, start.reduce_fd, start.receive_fd, start.send_fd]
+            inherited_fds = [fd for fd in fds if fd >= 0]
+            self._ranks.append(RankProcess(start, inherited_fds, self._step_timeout_s))
+        self._poll = select.poll()
+        for rank_process in self._ranks:
+            self._poll.register(rank_process.pipe, select.POLLIN)
+        return self._gather(WorkerInfo)
+
+    def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+        """Make the KV cache and the persistent batch on every rank."""
+        frame = encode_frame(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
+        self._send(frame)
+        self._gather(CacheAllocated)
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Send the plan to every rank."""
+        self._steps.append(plan.step)
+        self._send(encode_frame(RunStep(plan)))
+
+    def collect(self) -> ModelRunnerOutput:
+        """The result of the oldest step in flight, from the first rank of the last stage."""
+        step = self._steps[0]
+        deadline_s = time.monotonic() + self._step_timeout_s
+        while True:
+            message = self._receive(deadline_s)[1]
+            if message is None:
+                raise self._blame(step)
+            assert isinstance(message, StepResult), message
+            del self._steps[0]
+            return message.output
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """Have a rank's death reported even if no step is in flight, from a thread."""
+        watch = threading.Thread(target=self._watch, args=(report,), name="rank-watch", daemon=True)
+        watch.start()
+
+    def close(self) -> None:
+        """End all ranks: by closing their pipes, and those that stay by force."""
+        self._closing.set()
+        for rank in self._ranks:
+            rank.close_pipe()
+        for rank in self._ranks:
+            rank.end()
+        self._directory.cleanup()
+
+    def _start_message(self, rank: int) -> RankStart:
+        stage, number = divmod(rank, self.config.tensor_parallel_size)
+        channels = self._channel_fds
+        return RankStart(
+            config=self.config,
+            rank=rank,
+            cores=_cores_of(rank, self.config.num_ranks),
+            board_fd=self._board_fd,
+            reduce_fd=self._reduce_fds[stage],
+            receive_fd=channels[stage - 1][number] if stage > 0 else -1,
+            send_fd=channels[stage][number] if stage < len(channels) else -1,
+            rendezvous=str(Path(self._directory.name) / "rendezvous"),
+        )
+
+    def _send(self, frame: bytes) -> None:
+        for rank in self._ranks:
+            try:
+                rank.pipe.send_frame(frame)
+            except TimeoutError:
+                raise WorkerError(
+                    f"{rank.name} has not read its plan for {self._step_timeout_s:g} s"
+                ) from None
+            except OSError:
+                raise self._failure_of(rank) from None
+
+    def _gather(self, kind: type[M]) -> list[M]:
+        """One message of this kind from every rank, in order of rank."""
+        messages: dict[int, M] = {}
+        while len(messages) < len(self._ranks):
+            rank, message = self._receive(None)
+            assert rank is not None
+            assert isinstance(message, kind), message
+            messages[rank.rank] = message
+        return [messages[rank] for rank in sorted(messages)]
+
+    def _receive(
+        self, deadline_s: float | None
+    ) -> tuple[RankProcess, FromRank] | tuple[None, None]:
+        """The next message of any rank; None at the deadline.
+
+        Raises:
+            StartError: a rank has failed or died.
+        """
+        timeout_ms = None
+        if deadline_s is not None:
+            timeout_ms = max(0.0, deadline_s - time.monotonic()) * 1e3
+        ready = dict(self._poll.poll(timeout_ms))
+        for rank in self._ranks:
+            if rank.pipe.fileno() in ready:
+                try:
+                    message = rank.pipe.recv()
+                except EOFError:
+                    raise self._failure_of(rank) from None
+                if isinstance(message, RankFailure):
+                    raise rank.error(message)
+                return rank, message
+        return None, None
+
+    def _failure_of(self, dead: RankProcess) -> StartError:
+        """Why a rank is gone: what it or, failing that, another one reported, or how it died."""
+        others = [rank for rank in self._ranks if rank is not dead]
+        for rank in (dead, *others):
+            try:
+                while select.select([rank.pipe], [], [], _FAILURE_GRACE_S)[0]:
+                    message = rank.pipe.recv()
+                    if isinstance(message, RankFailure):
+                        return rank.error(message)
+            except (EOFError, OSError):
+                continue
+        return dead.death()
+
+    def _blame(self, step: int) -> WorkerError:
+        """Names the rank that keeps the others waiting: of the first stage that is behind, the one
+        that has entered the fewest exchanges."""
+        tp_size = self.config.tensor_parallel_size
+        behind = self._board.behind(step) or [(self.config.num_ranks - tp_size, step)]
+        stage = behind[0][0] // tp_size
+        suspects = {rank: at for rank, at in behind if rank // tp_size == stage}
+        if self._reduce_fds[stage] >= 0:
+            entered = progress(self._reduce_fds[stage], tp_size)
+            fewest = min(entered[rank % tp_size] for rank in suspects)
+            suspects = {r: at for r, at in suspects.items() if entered[r % tp_size] == fewest}
+        names = " and ".join(
+            f"{self._ranks[rank].name}, which is at step {at}" for rank, at in suspects.items()
+        )
+        return WorkerError(
+            f"step {step} was not done after {self._step_timeout_s:g} s: it waits for {names} "
+            "(--step-timeout-s is the limit)"
+        )
+
+    def _watch(self, report: Callable[[str], None]) -> None:
+        """Wait until a rank ends that should not."""
+        ranks = {rank.pidfd: rank for rank in self._ranks}
+        ended = select.select(list(ranks), [], [])[0]
+        if not self._closing.is_set():
+            report(str(ranks[ended[0]].death()))
+
+
+def _cores_of(rank: int, num_ranks: int) -> list[int]:
+    """A rank's share of the cores that the engine may use; one that it shares if they are few."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // num_ranks
+    if share == 0:
+        return [cores[rank % len(cores)]]
+    return cores[rank * share : (rank + 1) * share]

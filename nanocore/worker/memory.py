@@ -1,0 +1,64 @@
+"""How much memory a rank's KV cache may take.
+
+On CUDA: what the user's share of the device leaves beside weights and the largest step, which is
+run once to find out. On a CPU: a share of what is free, so that other programs live, up to a cap.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from nanocore.protocol.errors import CacheMemoryError, ConfigError
+
+CPU_KV_SHARE: Final = 0.4
+CPU_KV_CAP_BYTES: Final = 8 * 2**30
+
+
+def cpu_kv_bytes(num_ranks: int, taken_bytes: int = 0) -> int:
+    """Bytes for each of the ranks on this host, once taken_bytes more are in use."""
+    share_bytes = int((available_bytes() - taken_bytes) * CPU_KV_SHARE)
+    return min(share_bytes, CPU_KV_CAP_BYTES) // num_ranks
+
+
+def cuda_kv_bytes(
+    device: torch.device, utilization: float, run_largest_step: Callable[[], None]
+) -> int:
+    """Bytes on this device, with weights loaded.
+
+    What other processes hold is taken off, as it is after the step: a neighbour that comes or goes
+    meanwhile changes the figure and nothing else. (vLLM's rule, without its failing on that.)
+
+    Raises:
+        CacheMemoryError: the share is used up already.
+    """
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    peak_bytes = torch.cuda.max_memory_allocated(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    outside_torch_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
+    kv_bytes = int(total_bytes * utilization) - peak_bytes - outside_torch_bytes
+    if kv_bytes <= 0:
+        raise CacheMemoryError(
+            f"--gpu-memory-utilization {utilization}: {utilization * total_bytes / 1e9:.1f} GB of "
+            f"{device} leave nothing for the KV cache: weights and the largest step take "
+            f"{peak_bytes / 1e9:.1f} GB, the CUDA context and other processes "
+            f"{outside_torch_bytes / 1e9:.1f} GB; raise it, or lower --max-num-batched-tokens"
+        )
+    return kv_bytes
+
+
+def available_bytes() -> int:
+    """Memory of this host that programs can have without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, value = line.split(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise ConfigError("/proc/meminfo has no MemAvailable: give --kv-cache-memory-bytes")

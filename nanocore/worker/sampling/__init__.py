@@ -1,0 +1,1 @@
+"""From logits, split over ranks, to one token per row."""

@@ -1,0 +1,102 @@
+"""One rank: its device, its part of the model, its KV cache; in a process of its own or not.
+
+Set up in steps that the executor drives on all ranks together: load, tell the memory, allocate,
+then execute plans.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nanocore.kernels.backend import select_kernels
+from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.protocol.worker import RankStart, WorkerConfig, WorkerInfo
+from nanocore.worker.communication.links import RankLinks, connect
+from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.device import dtype_name, select_device, select_dtype, select_kv_format
+from nanocore.worker.largest_step import run_largest_steps
+from nanocore.worker.loading.dummy_weights import fill_dummy_weights
+from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.memory import cpu_kv_bytes, cuda_kv_bytes
+from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.models import build_model
+from nanocore.worker.placement import Placement
+
+
+class Worker:
+    """A rank.
+
+    Args:
+        config: the engine's. start: what this rank was told, if it is one of several.
+
+    Raises:
+        ConfigError: the device is not there, or the model cannot be split so.
+        ModelFileError: config.json is missing, malformed, or asks for what is not implemented.
+    """
+
+    def __init__(self, config: WorkerConfig, start: RankStart | None = None) -> None:
+        self._config = config
+        rank = start.rank if start else 0
+        self._progress = rank == 0
+        model_config = load_model_config(Path(config.folder))
+        device = self.device = select_device(config.device, rank)
+        links = connect(start, device, model_config.hidden_size) if start else RankLinks()
+        self._placement = Placement(
+            dtype=select_dtype(config.dtype, model_config.dtype),
+            device=device,
+            tp=links.tp,
+            pp_rank=rank // config.tensor_parallel_size,
+            pp_size=config.pipeline_parallel_size,
+        )
+        self._kernels = select_kernels(config.attention_backend, device)
+        self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
+        model = build_model(model_config, self._placement)
+        self._runner = ModelRunner(model, self._kernels, links.stages)
+
+    @torch.inference_mode()
+    def load_model(self) -> WorkerInfo:
+        """Read this rank's part of the weights, and see how much memory is left.
+
+        Raises:
+            ModelFileError: see `loader.load_weights`. CacheMemoryError: nothing is left.
+        """
+        model = self._runner.model
+        if self._config.load_format == "dummy":
+            weight_bytes = fill_dummy_weights(model.slots(), self._config.seed)
+        else:
+            weight_bytes = load_weights(
+                Path(self._config.folder), model.slots(), model.ignored_tensors, self._progress
+            )
+        return WorkerInfo(
+            device=str(self.device),
+            dtype=dtype_name(self._placement.dtype),
+            kernels=self._kernels.name,
+            weight_bytes=weight_bytes,
+            kv_block_bytes=self._runner.kv_block_bytes(self._kv_format, self._config.block_size),
+            available_kv_bytes=self._available_kv_bytes(),
+        )
+
+    def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+        """Make the KV cache and the persistent batch."""
+        config = self._config
+        self._runner.allocate(
+            self._kv_format, num_blocks, config.block_size, config.max_num_seqs, max_model_len
+        )
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step; returns the tokens it sampled."""
+        return self._runner.execute(plan)
+
+    def _available_kv_bytes(self) -> int:
+        config = self._config
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes
+        if self.device.type != "cuda":
+            return cpu_kv_bytes(config.num_ranks)
+        return cuda_kv_bytes(
+            self.device,
+            config.gpu_memory_utilization,
+            lambda: run_largest_steps(self._runner, self._kv_format, config),
+        )

@@ -1,0 +1,58 @@
+"""What tests know of an engine's ranks from outside: their processes, and what those listen on."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from pathlib import Path
+
+from tests.tiny_models import write_byte_tokenizer
+
+
+def rank_pids(engine_pid: int, num_ranks: int) -> list[int]:
+    """Process ids of an engine's ranks, in order of rank, once all have started."""
+    children = Path(f"/proc/{engine_pid}/task/{engine_pid}/children")
+    while len(pids := [int(pid) for pid in children.read_text().split()]) < num_ranks:
+        time.sleep(0.01)
+    return pids
+
+
+def wait_for_ends(pidfds: list[int], timeout_s: float = 10.0) -> None:
+    """Wait until all these processes have ended."""
+    deadline_s = time.monotonic() + timeout_s
+    for pidfd in pidfds:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        assert select.select([pidfd], [], [], left_s)[0], "a process outlives its engine"
+        os.close(pidfd)
+
+
+def listening_sockets(pid: int) -> list[str]:
+    """Lines of /proc/net/tcp{,6} for TCP sockets on which a process listens."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        target = link.readlink() if link.is_symlink() else Path()
+        if str(target).startswith("socket:["):
+            inodes.add(str(target)[len("socket:[") : -1])
+    lines = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                lines.append(line)
+    return lines
+
+
+def write_wide_model(folder: Path, intermediate_size: int = 65536) -> Path:
+    """A model without weights whose MLP takes much memory for a long prompt, and little else."""
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 384, "hidden_size": 64,
+        "intermediate_size": intermediate_size, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 1024,
+        "eos_token_id": 383, "dtype": "float32",
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    write_byte_tokenizer(folder)
+    return folder

@@ -1,0 +1,89 @@
+"""`--check`, and what flags about model files and memory do, through real processes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nanocore.client import LLM, SamplingParams
+from tests.end_to_end.engine_process import run_to_exit
+from tests.end_to_end.rank_processes import write_wide_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+
+
+def test_check_says_what_an_engine_would_have_and_starts_none(
+    tiny_model: Path, short_path: Path
+) -> None:
+    listen = f"ipc://{short_path}/e/engine.sock"
+    result = run_to_exit("--model", str(tiny_model), "--check", "--tp", "2", "--listen", listen)
+    assert result.returncode == 0
+    assert "rank 0: " in result.stderr
+    assert "rank 1: " in result.stderr
+    assert "requests of 1024 tokens at most: an engine would start" in result.stderr
+    assert not (short_path / "e").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "word"),
+    [
+        (["--tp", "3"], 2, "num_attention_heads"),
+        (["--max-model-len", "5000"], 2, "--max-model-len 5000"),
+        (["--kv-cache-dtype", "fp8"], 2, "--kv-cache-dtype fp8 needs CUDA"),
+        (["--kv-cache-memory-bytes", "1000"], 4, "--kv-cache-memory-bytes"),
+        (["--model", "/nowhere"], 3, "/nowhere"),
+    ],
+)
+def test_check_finds_what_would_keep_an_engine_from_starting(
+    tiny_model: Path, flags: list[str], code: int, word: str
+) -> None:
+    result = run_to_exit("--model", str(tiny_model), "--device", "cpu", "--check", *flags)
+    assert result.returncode == code
+    assert word in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_check_reads_the_headers_of_weight_files(tiny_model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    result = run_to_exit("--model", str(folder), "--check")
+    assert result.returncode == 3
+    assert str(weights) in result.stderr
+
+
+def test_weights_that_the_memory_does_not_hold_are_found_before_loading(tmp_path: Path) -> None:
+    model = write_wide_model(tmp_path / "wide", intermediate_size=2**33)
+    result = run_to_exit("--model", str(model), "--check", "--load-format", "dummy")
+    assert result.returncode == 4
+    assert "the weights need" in result.stderr
+
+
+def test_auto_length_is_what_fits_the_memory(tiny_model: Path) -> None:
+    with LLM(tiny_model, max_model_len="auto", kv_cache_memory_bytes=500_000) as llm:
+        assert llm.model_card.max_model_len == llm.model_card.num_blocks * 16 < 1024
+        prompt = [1] * (llm.model_card.max_model_len - 4)
+        (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+
+
+def test_int8_holds_almost_twice_the_tokens_of_bf16(bf16_model: Path) -> None:
+    num_blocks = {}
+    for dtype in ("auto", "int8"):
+        with LLM(bf16_model, kv_cache_dtype=dtype, kv_cache_memory_bytes=2_000_000) as llm:
+            num_blocks[dtype] = llm.model_card.num_blocks
+            llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+    # head_dim 24: 48 bytes against 24 and a scale of 2.
+    assert num_blocks["int8"] / num_blocks["auto"] == pytest.approx(48 / 26, rel=0.02)
+
+
+def test_dummy_weights_are_the_same_model_at_any_number_of_ranks(tmp_path: Path) -> None:
+    model = write_wide_model(tmp_path / "dummy", intermediate_size=256)
+    results = []
+    for tp_size in (1, 2):
+        with LLM(model, load_format="dummy", tensor_parallel_size=tp_size, seed=3) as llm:
+            (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+            results.append(output.outputs[0].token_ids)
+    assert results[0] == results[1]

@@ -1,0 +1,82 @@
+"""How many blocks, and how long requests may be: worked numbers, and errors with their remedies."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanocore.engine_core.cache_size import longest_request, size_cache
+from nanocore.engine_core.config import EngineConfig
+from nanocore.protocol.errors import CacheMemoryError, ConfigError
+from nanocore.protocol.worker import WorkerInfo
+from nanocore.worker.config.model_config import ModelConfig, load_model_config
+
+
+def rank(num_blocks: int, block_bytes: int = 1000, device: str = "cpu") -> WorkerInfo:
+    return WorkerInfo(
+        device=device, dtype="float32", kernels="torch", weight_bytes=1,
+        kv_block_bytes=block_bytes, available_kv_bytes=num_blocks * block_bytes + block_bytes - 1,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def model(tiny_model: object) -> ModelConfig:
+    return load_model_config(tiny_model)  # type: ignore[arg-type]
+
+
+def test_the_rank_with_the_least_room_decides_for_all() -> None:
+    config = EngineConfig(max_num_seqs=256)
+    ranks = [rank(90), rank(70, block_bytes=3000), rank(80, block_bytes=10)]
+    assert size_cache(config, ranks, 64 * 16) == (70, 1024)
+
+
+def test_no_more_blocks_than_all_rows_can_use() -> None:
+    config = EngineConfig(max_num_seqs=3)
+    assert size_cache(config, [rank(10_000)], 100) == (3 * 7, 100)
+
+
+def test_the_override_is_taken_as_it_is() -> None:
+    assert size_cache(EngineConfig(num_gpu_blocks_override=5), [rank(1)], 1024) == (5, 1024)
+
+
+def test_auto_cuts_the_length_to_what_fits_and_only_if_it_must() -> None:
+    config = EngineConfig(max_model_len="auto", max_num_seqs=2)
+    assert size_cache(config, [rank(10)], 1024) == (10, 160)
+    assert size_cache(config, [rank(64)], 1024) == (64, 1024)
+    assert size_cache(config, [rank(1000)], 1024) == (128, 1024)
+    override = EngineConfig(max_model_len="auto", num_gpu_blocks_override=5)
+    assert size_cache(override, [rank(1)], 1024) == (5, 80)
+
+
+def test_a_length_that_does_not_fit_is_refused_with_need_have_longest_and_flags() -> None:
+    with pytest.raises(CacheMemoryError) as caught:
+        size_cache(EngineConfig(), [rank(1000), rank(10, block_bytes=50_000)], 1024)
+    message = str(caught.value)
+    for word in (
+        "1024 tokens", "3.2 MB", "rank 1", "0.5 MB", "160 tokens", "--max-model-len 160 (or auto)",
+        "--kv-cache-memory-bytes 3200000", "--kv-cache-dtype int8",
+    ):  # fmt: skip
+        assert word in message
+    assert "--gpu-memory-utilization" not in message
+
+
+def test_on_cuda_the_utilization_is_a_remedy_and_nothing_useless_is_suggested() -> None:
+    config = EngineConfig(kv_cache_dtype="int8", gpu_memory_utilization=0.5)
+    with pytest.raises(CacheMemoryError) as caught:
+        size_cache(config, [rank(0, device="cuda:0")], 1024)
+    message = str(caught.value)
+    assert "--gpu-memory-utilization above 0.5" in message
+    assert "--max-model-len" not in message
+    assert "--kv-cache-dtype" not in message
+
+
+def test_auto_cannot_make_room_that_is_not_there() -> None:
+    with pytest.raises(CacheMemoryError, match="enough for 0 tokens"):
+        size_cache(EngineConfig(max_model_len="auto"), [rank(0)], 1024)
+
+
+def test_the_model_limits_the_length(model: ModelConfig) -> None:
+    assert longest_request(EngineConfig(), model) == 1024
+    assert longest_request(EngineConfig(max_model_len="auto"), model) == 1024
+    assert longest_request(EngineConfig(max_model_len=1000), model) == 1000
+    with pytest.raises(ConfigError, match="--max-model-len 1025"):
+        longest_request(EngineConfig(max_model_len=1025), model)

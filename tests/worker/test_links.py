@@ -1,0 +1,76 @@
+"""Who is connected to whom: tensor parallel groups within stages, and stages with the next ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanocore.protocol.worker import RankStart, WorkerConfig
+from nanocore.worker.communication import links
+from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes, connect
+from nanocore.worker.communication.shm_channel import create_channel
+
+
+def start_message(rank: int, tp_size: int, pp_size: int, **fds: int) -> RankStart:
+    config = WorkerConfig(
+        folder="", load_format="dummy", device="cpu", dtype="auto", attention_backend="auto",
+        kv_cache_dtype="auto", block_size=16, max_model_len=64, max_num_seqs=2,
+        max_num_batched_tokens=5, gpu_memory_utilization=0.9, kv_cache_memory_bytes=None,
+        tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size, seed=0,
+    )  # fmt: skip
+    return RankStart(
+        config=config, rank=rank, cores=[0], board_fd=-1, rendezvous="/run/meet",
+        **{"reduce_fd": -1, "receive_fd": -1, "send_fd": -1} | fds,
+    )  # fmt: skip
+
+
+@dataclass
+class FakeGroup:
+    """Takes the place of `ProcessGroupCommunicator`."""
+
+    path: Path
+    world_rank: int
+    world_size: int
+    groups: list[list[int]]
+    device: torch.device
+
+    def channel(self, peer: int) -> str:
+        return f"channel to {peer}"
+
+
+@pytest.mark.parametrize(
+    ("rank", "receive", "send"),
+    [(1, None, "channel to 4"), (5, "channel to 2", "channel to 8"), (6, "channel to 3", None)],
+)
+def test_on_cuda_a_rank_is_joined_to_its_stage_and_its_neighbours(
+    monkeypatch: pytest.MonkeyPatch, rank: int, receive: str | None, send: str | None
+) -> None:
+    monkeypatch.setattr(links, "ProcessGroupCommunicator", FakeGroup)
+    joined = connect(start_message(rank, tp_size=3, pp_size=3), torch.device("cuda", rank), 8)
+    assert isinstance(joined.tp, FakeGroup)
+    assert (joined.tp.path, joined.tp.world_rank, joined.tp.world_size) == (
+        Path("/run/meet"), rank, 9,
+    )  # fmt: skip
+    assert joined.tp.groups == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert (joined.stages.receive, joined.stages.send) == (receive, send)
+
+
+def test_on_a_cpu_the_largest_steps_hidden_states_pass_to_the_next_stage() -> None:
+    config, hidden_size = start_message(0, 1, 2).config, 7
+    fd = create_channel(channel_slot_bytes(config, hidden_size), CHANNEL_DEPTH)
+    cpu = torch.device("cpu")
+    first = connect(start_message(0, 1, 2, send_fd=fd), cpu, hidden_size)
+    second = connect(start_message(1, 1, 2, receive_fd=fd), cpu, hidden_size)
+    assert first.stages.receive is None
+    assert second.stages.send is None
+    assert (first.tp.size, second.tp.size) == (1, 1)
+    assert first.stages.send is not None
+    assert second.stages.receive is not None
+    steps = [torch.randn(config.max_num_batched_tokens, hidden_size) for _ in range(3)]
+    for sent in steps[:CHANNEL_DEPTH]:  # without anybody receiving yet
+        first.stages.send.send(sent)
+    received = [second.stages.receive.recv((5, 7), torch.float32) for _ in range(CHANNEL_DEPTH)]
+    assert all(torch.equal(a, b) for a, b in zip(received, steps, strict=False))

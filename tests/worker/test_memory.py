@@ -1,0 +1,97 @@
+"""How memory is measured: the arithmetic of shares, and the steps that are run to find the peak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanocore.kernels.backend import select_kernels
+from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.protocol.errors import CacheMemoryError
+from nanocore.protocol.plan import SchedulerOutput
+from nanocore.protocol.worker import WorkerConfig
+from nanocore.worker import memory
+from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.largest_step import run_largest_steps
+from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.models import build_model
+from nanocore.worker.placement import Placement
+
+GB = 10**9
+CUDA = torch.device("cuda", 0)
+
+
+def test_ranks_on_a_cpu_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10 * GB)
+    assert memory.cpu_kv_bytes(1) == 4 * GB
+    assert memory.cpu_kv_bytes(2) == 2 * GB
+    assert memory.cpu_kv_bytes(2, taken_bytes=5 * GB) == 1 * GB
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1000 * GB)
+    assert memory.cpu_kv_bytes(4) == 2 * 2**30
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A device of 100 GB, of which torch has reserved 30, had 40 at its peak; others hold 5."""
+    state = {"free": 65 * GB, "total": 100 * GB, "reserved": 30 * GB, "peak": 0}
+    for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: state["peak"])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: state["reserved"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (state["free"], state["total"]))
+    return state
+
+
+def test_on_cuda_the_peak_of_the_largest_step_and_other_processes_are_taken_off(
+    fake_cuda: dict[str, int],
+) -> None:
+    def largest_step() -> None:
+        fake_cuda["peak"] = 40 * GB
+
+    assert memory.cuda_kv_bytes(CUDA, 0.9, largest_step) == (90 - 40 - 5) * GB
+
+
+def test_on_cuda_a_share_that_is_used_up_is_an_error_with_the_flag(
+    fake_cuda: dict[str, int],
+) -> None:
+    fake_cuda["peak"] = 60 * GB
+    with pytest.raises(CacheMemoryError, match=r"--gpu-memory-utilization 0\.5.*60\.0 GB.*5\.0"):
+        memory.cuda_kv_bytes(CUDA, 0.5, lambda: None)
+
+
+def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = Placement(torch.float32, torch.device("cpu"))
+    model = build_model(load_model_config(tiny_model), placement)
+    runner = ModelRunner(model, select_kernels("torch", placement.device))
+    config = WorkerConfig(
+        folder=str(tiny_model), load_format="dummy", device="cpu", dtype="auto",
+        attention_backend="auto", kv_cache_dtype="auto", block_size=16, max_model_len=1024,
+        max_num_seqs=8, max_num_batched_tokens=300, gpu_memory_utilization=0.9,
+        kv_cache_memory_bytes=None, tensor_parallel_size=1, pipeline_parallel_size=1, seed=0,
+    )  # fmt: skip
+    for slot in model.slots().values():
+        for part in slot.parts:
+            part.target.zero_()
+    plans: list[SchedulerOutput] = []
+    sampled: list[int] = []
+    longest: list[int] = []
+    execute, sample, forward = runner.execute, runner.sample, model.forward
+
+    def record_forward(x_TE, caches, context):  # type: ignore[no-untyped-def]
+        longest.append(max(context.metadata.seq_lens))
+        return forward(x_TE, caches, context)
+
+    monkeypatch.setattr(model, "forward", record_forward)
+    monkeypatch.setattr(runner, "execute", lambda plan: (plans.append(plan), execute(plan))[1])
+    monkeypatch.setattr(
+        runner, "sample", lambda *args: (sampled.append(len(args[0])), sample(*args))[1]
+    )
+    run_largest_steps(runner, kv_cache_format("auto", placement.dtype), config)
+    assert [plan.num_tokens for plan in plans] == [8 * 37, 300]
+    assert longest == [37, 1023]
+    assert sampled == [8, 8, 1]
+    assert runner.kv_caches == []
