@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,19 @@ class NoModelExecutor:
         self._num_tokens = np.zeros(num_rows, np.int64)
         self._num_computed = np.zeros(num_rows, np.int64)
         self._counts = np.zeros(num_rows, np.int64)
+
+    max_concurrent_steps = 1
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        """Run the step at once."""
+        self._result = self.execute(plan)
+
+    def collect(self) -> ModelRunnerOutput:
+        """The result of the one step that is in flight."""
+        return self._result
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """Nothing can fail."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Apply the plan's differences and answer."""
