@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from machine import describe_run, nice_sessions, spread, write_report
-from models import SHAPES, cached_model
+from models import model_folder
 
 from nanocore.client import AsyncEngineClient, SamplingParams
 
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     name = arguments.model
-    model = cached_model(name) if name in SHAPES else Path(name)
+    model = model_folder(name)
     targets = arguments.targets.split(",")
     rounds: dict[str, list[dict[str, float]]] = {target: [] for target in targets}
     for _ in range(arguments.rounds):

@@ -113,6 +113,11 @@ def cached_model(name: str) -> Path:
     return folder
 
 
+def model_folder(name: str) -> Path:
+    """The folder of a shape, made on first use, or the folder of that name."""
+    return cached_model(name) if name in SHAPES else Path(name)
+
+
 def make_model(shape: ModelShape, folder: Path) -> None:
     """Write a model folder, replacing what was there; all of it or nothing."""
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from machine import (
     spread,
     write_report,
 )
-from models import SHAPES, cached_model
+from models import SHAPES, model_folder
 from workloads import WORKLOAD_NAMES, Workload, make_workload
 
 from nanocore.client import LLM
@@ -79,7 +79,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that `with` cleans up
     arguments, config = _parse_arguments()
     model_name = Path(arguments.model).name
-    folder = cached_model(arguments.model) if arguments.model in SHAPES else Path(arguments.model)
+    folder = model_folder(arguments.model)
     report = _describe_run(model_name, config)
     start_s = time.perf_counter()
     with LLM(folder, **_engine_arguments(config)) as llm:

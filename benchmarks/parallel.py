@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from machine import CpuTimes, describe_run, nice_sessions, spread, write_report
-from models import SHAPES, cached_model
+from models import SHAPES, model_folder
 from workloads import Workload, make_workload
 
 from nanocore.client import LLM, SamplingParams
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     name = arguments.model
-    model = cached_model(name) if name in SHAPES else Path(name)
+    model = model_folder(name)
     engines = arguments.engines.split(",")
     rounds: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
     for number in range(1, arguments.rounds + 1):

@@ -80,9 +80,9 @@ class EngineCore:
         while (
             self._num_in_flight < executor.max_concurrent_steps
             and not self._paused
-            and scheduler.next_group() is not None
+            and (group := scheduler.next_group()) is not None
         ):
-            self._submit()
+            self._submit(group)
         result = executor.collect()
         self._num_in_flight -= 1
         self._drain_inbox(wait=False, in_step=True)
@@ -95,9 +95,9 @@ class EngineCore:
         if self._trace:
             self._trace.end(scheduler)
 
-    def _submit(self) -> None:
-        """Plan a step and begin it."""
-        plan = self.scheduler.schedule()
+    def _submit(self, group: int) -> None:
+        """Plan a step of this group and begin it."""
+        plan = self.scheduler.schedule(group)
         if self._trace:
             self._trace.begin(self.scheduler)
         if self.scheduler.is_stuck:

@@ -155,12 +155,15 @@ class Scheduler:
         ended = [self.abort(handle) for handle in list(self._requests)]
         return [request for request in ended if request is not None]
 
-    def schedule(self) -> SchedulerOutput:
-        """Plan the next step. Computed counts advance now, not when the result is in."""
+    def schedule(self, group: int = 0) -> SchedulerOutput:
+        """Plan the next step, for the group that `next_group` names.
+
+        Computed counts advance now, not when the result is in.
+        """
         table, counters = self.table, self.counters
         counters.num_steps += 1
-        self._last_group = self.next_group() or 0
-        step = Step(counters.num_steps, self._token_budget(self._last_group), self._last_group)
+        self._last_group = group
+        step = Step(counters.num_steps, self._token_budget(group), group)
         added: list[NewRow] = []
         budget = self.running.schedule(step)
         for request in step.preempted:

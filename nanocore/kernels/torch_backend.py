@@ -37,10 +37,9 @@ class TorchKernels:
         return self.rms_norm(residual, weight, eps), residual
 
     def rope(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        half = cos_TD.shape[-1]
-        first, second, rest = x_THD.split((half, half, x_THD.shape[-1] - 2 * half), dim=-1)
         cos, sin = cos_TD[:, None], sin_TD[:, None]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+        first, second, *rest = x_THD.split(cos_TD.shape[-1], dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, *rest), dim=-1)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)

@@ -6,8 +6,11 @@ import json
 import os
 import select
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from tests.end_to_end.engine_process import Engine, engine
 from tests.tiny_models import write_byte_tokenizer
 
 
@@ -26,6 +29,19 @@ def wait_for_ends(pidfds: list[int], timeout_s: float = 10.0) -> None:
         left_s = max(0.0, deadline_s - time.monotonic())
         assert select.select([pidfd], [], [], left_s)[0], "a process outlives its engine"
         os.close(pidfd)
+
+
+@contextmanager
+def doomed_engine(
+    model: Path, *flags: str, num_ranks: int, exit_code: int
+) -> Iterator[tuple[Engine, list[int]]]:
+    """An engine and its ranks' pids; it must then exit with this code, and leave no process."""
+    with engine(model, *flags) as running:
+        pids = rank_pids(running.process.pid, num_ranks)
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        yield running, pids
+        assert running.process.wait(30) == exit_code
+        wait_for_ends(pidfds)
 
 
 def listening_sockets(pid: int) -> list[str]:

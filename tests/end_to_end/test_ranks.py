@@ -15,6 +15,7 @@ import pytest
 from nanocore.client import LLM, AsyncEngineClient, EngineDeadError, SamplingParams
 from tests.end_to_end.engine_process import engine, run_to_exit
 from tests.end_to_end.rank_processes import (
+    doomed_engine,
     listening_sockets,
     rank_pids,
     wait_for_ends,
@@ -78,16 +79,13 @@ def test_nothing_listens_on_tcp_and_an_orderly_end_leaves_no_process(tiny_model:
         async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
             await client.complete([1, 2], SHORT)
 
-    with engine(tiny_model, "--tp", "2", "--pp", "2") as running:
+    flags = ("--tp", "2", "--pp", "2")
+    with doomed_engine(tiny_model, *flags, num_ranks=4, exit_code=130) as (running, pids):
         run(ask(running.endpoint))
-        pids = rank_pids(running.process.pid, 4)
         for pid in (running.process.pid, *pids):
             assert listening_sockets(pid) == []
-        pidfds = [os.pidfd_open(pid) for pid in pids]
         for pid in (running.process.pid, *pids):  # as Ctrl-C in a terminal does
             os.kill(pid, signal.SIGINT)
-        assert running.process.wait(30) == 130
-        wait_for_ends(pidfds)
 
 
 @pytest.mark.parametrize(
@@ -121,25 +119,20 @@ def test_a_killed_rank_is_named_and_takes_everything_with_it(tiny_model: Path, r
         )
         assert f"rank {rank} of 2 (pid {pids[rank]}) was killed by SIGKILL" in str(error)
 
-    with engine(tiny_model, "--tp", "2") as running:
-        pids = rank_pids(running.process.pid, 2)
-        pidfds = [os.pidfd_open(pid) for pid in pids]
+    with doomed_engine(tiny_model, "--tp", "2", num_ranks=2, exit_code=70) as (running, pids):
         run(main(running.endpoint))
-        assert running.process.wait(30) == 70
-        wait_for_ends(pidfds)
 
 
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(tiny_model: Path) -> None:
     async def main(endpoint: str) -> None:
         async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
             await client.complete([1, 2], SHORT)
-            os.kill(rank_pids(running.process.pid, 2)[1], signal.SIGKILL)
+            os.kill(pids[1], signal.SIGKILL)
             with pytest.raises(EngineDeadError, match=r"rank 1 of 2 .* was killed by SIGKILL"):
                 await ask_until_it_fails(client)
 
-    with engine(tiny_model, "--pp", "2") as running:
+    with doomed_engine(tiny_model, "--pp", "2", num_ranks=2, exit_code=70) as (running, pids):
         run(main(running.endpoint))
-        assert running.process.wait(30) == 70
 
 
 def test_ranks_end_with_a_killed_engine_even_in_the_middle_of_a_step(tiny_model: Path) -> None:
@@ -166,12 +159,9 @@ def test_a_rank_that_hangs_is_named(tiny_model: Path, split: str) -> None:
         assert f"it waits for rank 1 of 2 (pid {pids[1]})" in str(error)
         assert "rank 0" not in str(error)
 
-    with engine(tiny_model, split, "2", "--step-timeout-s", "1.5") as running:
-        pids = rank_pids(running.process.pid, 2)
-        pidfds = [os.pidfd_open(pid) for pid in pids]
+    flags = (split, "2", "--step-timeout-s", "1.5")
+    with doomed_engine(tiny_model, *flags, num_ranks=2, exit_code=70) as (running, pids):
         run(main(running.endpoint))
-        assert running.process.wait(30) == 70
-        wait_for_ends(pidfds)
 
 
 def test_a_rank_out_of_memory_ends_all_with_one_message(tmp_path: Path) -> None:
@@ -190,12 +180,9 @@ def test_a_rank_out_of_memory_ends_all_with_one_message(tmp_path: Path) -> None:
         assert "mlp.py" in str(error), "not where it happened"
 
     flags = ["--load-format", "dummy", "--tp", "2", "--kv-cache-memory-bytes", "50000000"]
-    with engine(model, *flags) as running:
-        pids = rank_pids(running.process.pid, 2)
-        pidfds = [os.pidfd_open(pid) for pid in pids]
+    with doomed_engine(model, *flags, num_ranks=2, exit_code=4) as (running, pids):
         run(main(running.endpoint))
-        assert running.process.wait(30) == 4
-        wait_for_ends(pidfds)
+        running.process.wait(30)
         log = running.stderr.read_text()
         assert log.count("rank 1 of 2 (pid") == log.count("Traceback") == 1
         assert "rank 0 of 2" not in log

@@ -114,7 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def plan(self) -> None:
         scheduler = self.scheduler
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(scheduler.next_group() or 0)
         check_plan(scheduler, plan)
         assert not scheduler.is_stuck
         if (

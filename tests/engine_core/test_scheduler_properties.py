@@ -81,7 +81,7 @@ def run(workload: dict, depth: int, **limits: Any) -> tuple[Scheduler, Pipelined
         if not pending and scheduler.num_requests == 0:
             break
         if limits.get("num_groups", 1) == 1 or scheduler.next_group() is not None:
-            plan = scheduler.schedule()
+            plan = scheduler.schedule(scheduler.next_group() or 0)
             check_plan(scheduler, plan)
             worker.submit(plan)
         for handle, (*_, abort, _salt) in enumerate(workload["requests"], 1):

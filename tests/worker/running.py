@@ -95,8 +95,8 @@ def write_script(
     deliveries, in_flight = Deliveries(), deque[ModelRunnerOutput]()
     plans, samples = [], []
     while scheduler.num_requests or in_flight:
-        while len(in_flight) < num_groups and scheduler.next_group() is not None:
-            plans.append(scheduler.schedule())
+        while len(in_flight) < num_groups and (group := scheduler.next_group()) is not None:
+            plans.append(scheduler.schedule(group))
             sampled.clear()
             in_flight.append(executor.execute(plans[-1]))
             rows = np.frombuffer(in_flight[-1].rows, "<i4").tolist()

@@ -11,7 +11,7 @@ import os
 import select
 import tempfile
 import threading
-import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
@@ -68,7 +68,8 @@ class ProcessExecutor:
             if tp_size > 1:
                 self._reduce_fds = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
         self._ranks: list[RankProcess] = []
-        self._steps: list[int] = []
+        self._poll = select.poll()
+        self._steps: deque[int] = deque()
         """Submitted and not collected."""
         self._closing = threading.Event()
 
@@ -78,10 +79,9 @@ class ProcessExecutor:
             start = self._start_message(rank)
             fds = [start.board_fd, start.reduce_fd, start.receive_fd, start.send_fd]
             inherited_fds = [fd for fd in fds if fd >= 0]
-            self._ranks.append(RankProcess(start, inherited_fds, self._step_timeout_s))
-        self._poll = select.poll()
-        for rank_process in self._ranks:
-            self._poll.register(rank_process.pipe, select.POLLIN)
+            process = RankProcess(start, inherited_fds, self._step_timeout_s)
+            self._ranks.append(process)
+            self._poll.register(process.pipe, select.POLLIN)
         return self._gather(WorkerInfo)
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
@@ -97,15 +97,13 @@ class ProcessExecutor:
 
     def collect(self) -> ModelRunnerOutput:
         """The result of the oldest step in flight, from the first rank of the last stage."""
-        step = self._steps[0]
-        deadline_s = time.monotonic() + self._step_timeout_s
-        while True:
-            message = self._receive(deadline_s)[1]
-            if message is None:
-                raise self._blame(step)
-            assert isinstance(message, StepResult), message
-            del self._steps[0]
-            return message.output
+        step = self._steps.popleft()
+        received = self._receive(self._step_timeout_s)
+        if received is None:
+            raise self._blame(step)
+        _, message = received
+        assert isinstance(message, StepResult), message
+        return message.output
 
     def on_failure(self, report: Callable[[str], None]) -> None:
         """Have a rank's death reported even if no step is in flight, from a thread."""
@@ -150,24 +148,20 @@ class ProcessExecutor:
         """One message of this kind from every rank, in order of rank."""
         messages: dict[int, M] = {}
         while len(messages) < len(self._ranks):
-            rank, message = self._receive(None)
-            assert rank is not None
+            received = self._receive(None)
+            assert received is not None, "waits without limit"
+            rank, message = received
             assert isinstance(message, kind), message
             messages[rank.rank] = message
         return [messages[rank] for rank in sorted(messages)]
 
-    def _receive(
-        self, deadline_s: float | None
-    ) -> tuple[RankProcess, FromRank] | tuple[None, None]:
-        """The next message of any rank; None at the deadline.
+    def _receive(self, timeout_s: float | None) -> tuple[RankProcess, FromRank] | None:
+        """The next message of any rank; None after the timeout, if there is one.
 
         Raises:
             StartError: a rank has failed or died.
         """
-        timeout_ms = None
-        if deadline_s is not None:
-            timeout_ms = max(0.0, deadline_s - time.monotonic()) * 1e3
-        ready = dict(self._poll.poll(timeout_ms))
+        ready = dict(self._poll.poll(None if timeout_s is None else timeout_s * 1e3))
         for rank in self._ranks:
             if rank.pipe.fileno() in ready:
                 try:
@@ -177,7 +171,7 @@ class ProcessExecutor:
                 if isinstance(message, RankFailure):
                     raise rank.error(message)
                 return rank, message
-        return None, None
+        return None
 
     def _failure_of(self, dead: RankProcess) -> StartError:
         """Why a rank is gone: what it or, failing that, another one reported, or how it died."""

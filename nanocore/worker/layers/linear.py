@@ -23,6 +23,11 @@ class Rows:
     start: int
     size: int
 
+    @property
+    def kept(self) -> slice:
+        """This rank's, among all."""
+        return slice(self.start, self.start + self.size)
+
     @classmethod
     def share(cls, placement: Placement, total: int, what: str) -> Rows:
         """An even share. Raises ConfigError, naming `what`, if there is none."""
@@ -76,9 +81,7 @@ class ColumnParallelLinear:
 
     def _slots(self, stacked: Tensor, rest: tuple[int, ...], names: list[str]) -> Slots:
         return {
-            name: Slot(
-                (rows.total, *rest), [Part(target, (slice(rows.start, rows.start + rows.size),))]
-            )
+            name: Slot((rows.total, *rest), [Part(target, (rows.kept,))])
             for name, rows, target in zip(names, self.parts, stacked.split(self.sizes), strict=True)
         }
 
@@ -106,8 +109,8 @@ class RowParallelLinear:
 
     def slots(self, name: str) -> Slots:
         """The checkpoint's weight, and bias if there is one."""
-        num_rows, start = len(self.weight), self.columns.start
-        index = (slice(0, num_rows), slice(start, start + self.columns.size))
+        num_rows = len(self.weight)
+        index = (slice(0, num_rows), self.columns.kept)
         slots = {f"{name}.weight": Slot((num_rows, self.in_features), [Part(self.weight, index)])}
         if self.bias is not None:
             slots[f"{name}.bias"] = whole(self.bias)

@@ -8,12 +8,15 @@ rank, and since ranks agree on hidden states to the bit, they agree on the exper
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
+from nanocore.worker.layers.decoder import MLP, DecoderLayer
 from nanocore.worker.layers.linear import Rows
 from nanocore.worker.loading.weights import Part, Slot, Slots, whole
 from nanocore.worker.placement import Placement
@@ -41,7 +44,7 @@ class SparseMLP:
         """Checkpoints keep every expert's projections apart."""
         slots = {f"{prefix}gate.weight": whole(self.router_XE)}
         hidden_size = self.down_XEI.shape[1]
-        inner = slice(self.rows.start, self.rows.start + self.rows.size)
+        inner = self.rows.kept
         in_shape, out_shape = (self.rows.total, hidden_size), (hidden_size, self.rows.total)
         gates_XIE, ups_XIE = self.gate_up_XIE.chunk(2, dim=1)
         experts = zip(gates_XIE.unbind(), ups_XIE.unbind(), self.down_XEI.unbind(), strict=True)
@@ -68,3 +71,14 @@ class SparseMLP:
         if self.norm_topk_prob:
             weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
         return expert_ids_TC, weights_TC
+
+
+class SparseDecoderLayer(DecoderLayer):
+    """The common layer with experts where the configuration has them."""
+
+    sparse_mlp: ClassVar[type[SparseMLP]] = SparseMLP
+
+    def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
+        if config.moe and layer in config.moe.sparse_layers:
+            return self.sparse_mlp(placement, config)
+        return super().make_mlp(placement, config, layer)

@@ -10,32 +10,24 @@ from torch import Tensor
 
 from nanocore.kernels.backend import KVCache
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.context import StepContext
-from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.layers.mlp import GatedMLP
+from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.loading.weights import Slots
 from nanocore.worker.placement import Placement
 
 
-class Gemma2Layer:
+class Gemma2Layer(DecoderLayer):
     """What attention and MLP add to the residual is normed, as is what they get."""
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
-        self.attention = Attention(placement, config, layer)
-        self.mlp = GatedMLP(placement, config, config.intermediate_size)
-        self.input_norm = RMSNorm(placement, config, config.hidden_size)
-        self.post_attention_norm = RMSNorm(placement, config, config.hidden_size)
+        super().__init__(placement, config, layer)
         self.pre_feedforward_norm = RMSNorm(placement, config, config.hidden_size)
         self.post_feedforward_norm = RMSNorm(placement, config, config.hidden_size)
 
-    def slots(self, prefix: str) -> Slots:
+    def norm_slots(self, prefix: str) -> Slots:
         return {
-            **self.attention.slots(f"{prefix}self_attn."),
-            **self.mlp.slots(f"{prefix}mlp."),
-            **self.input_norm.slots(f"{prefix}input_layernorm"),
-            **self.post_attention_norm.slots(f"{prefix}post_attention_layernorm"),
+            **super().norm_slots(prefix),
             **self.pre_feedforward_norm.slots(f"{prefix}pre_feedforward_layernorm"),
             **self.post_feedforward_norm.slots(f"{prefix}post_feedforward_layernorm"),
         }

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
-from nanocore.worker.layers.decoder import MLP, DecoderLayer, DecoderModel
+from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
-from nanocore.worker.layers.moe import SparseMLP
+from nanocore.worker.layers.moe import SparseDecoderLayer, SparseMLP
 from nanocore.worker.loading.weights import Slots, whole
 from nanocore.worker.placement import Placement
 
@@ -43,13 +43,10 @@ class SharedExpertMLP(SparseMLP):
         return super().partial_sum(x_TE, context) + shared_TE
 
 
-class Qwen2MoeLayer(DecoderLayer):
-    """Dense or sparse, as the configuration says."""
+class Qwen2MoeLayer(SparseDecoderLayer):
+    """Its experts are not alone."""
 
-    def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
-        if config.moe and layer in config.moe.sparse_layers:
-            return SharedExpertMLP(placement, config)
-        return super().make_mlp(placement, config, layer)
+    sparse_mlp = SharedExpertMLP
 
 
 class Qwen2MoeModel(DecoderModel):
