@@ -20,6 +20,7 @@ from sample_text import TEXT, demo_folder
 
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.engine_core.cli import parse_config
+from nanocore.engine_core.model_files import ModelFiles
 from nanocore.engine_core.parent import ParentLink
 from nanocore.engine_core.process import serve
 from nanocore.protocol.messages import ModelCard
@@ -89,6 +90,7 @@ def main() -> int:
     parent = ParentLink(arguments.parent_fd)
     config = parse_config(flags)
     tokenizer = Tokenizer(demo_folder())
+    files = ModelFiles(demo_folder())
     card = ModelCard(
         model=str(demo_folder()),
         architecture="NoModel",
@@ -98,9 +100,10 @@ def main() -> int:
         eos_token_ids=[],
         block_size=config.block_size,
         num_blocks=NUM_BLOCKS,
+        files=files.entries,
     )
     executor = NoModelExecutor(config.max_num_seqs, tokenizer.encode(TEXT))
-    return serve(config, card, executor, started_s, parent=parent)
+    return serve(config, card, files, executor, started_s, parent=parent)
 
 
 if __name__ == "__main__":

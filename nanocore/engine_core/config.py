@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 from nanocore.protocol.endpoint import default_endpoint, lock_file, socket_path
 from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.messages import Capability
 from nanocore.protocol.worker import KVCacheDtype, LoadFormat, WorkerConfig
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -179,6 +180,15 @@ class EngineConfig:
     def endpoint(self) -> str:
         """Where the engine listens."""
         return self.listen or default_endpoint()
+
+    @property
+    def capabilities(self) -> list[Capability]:
+        """What this engine does and others may not."""
+        given: dict[Capability, bool] = {
+            "prefix_caching": self.enable_prefix_caching,
+            "priority": self.scheduling_policy == "priority",
+        }
+        return [name for name, has in given.items() if has]
 
     def _check_kv_events(self) -> None:
         events, replay = self.kv_events_endpoint, self.kv_events_replay_endpoint

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 
@@ -28,6 +28,7 @@ from nanocore.engine_core.mailbox import (
     OutboxEvent,
     Shutdown,
 )
+from nanocore.engine_core.model_files import ModelFiles
 from nanocore.engine_core.outputs import ClientOutput
 from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.session import Backlog, Session, output_frames
@@ -44,7 +45,9 @@ from nanocore.protocol.messages import (
     Abort,
     Accepted,
     Bye,
+    Capability,
     Control,
+    ControlOperation,
     Error,
     Hello,
     Limits,
@@ -53,6 +56,7 @@ from nanocore.protocol.messages import (
     Ping,
     Pong,
     Refused,
+    Reply,
     Submit,
     Welcome,
 )
@@ -72,8 +76,8 @@ class IoThread(threading.Thread):
 
     Args:
         socket: bound; the thread takes it over and closes it.
-        model, max_num_seqs, queue_limit: announced in WELCOME. instance: names this run of the
-            engine.
+        model, capabilities, max_num_seqs, queue_limit: announced in WELCOME. files: those that the
+            model card names. instance: names this run of the engine.
         admission: builds requests. num_steps: reads the step counter, for PONG.
     """
 
@@ -83,6 +87,8 @@ class IoThread(threading.Thread):
         inbox: Inbox,
         outbox: Outbox,
         model: ModelCard,
+        files: ModelFiles,
+        capabilities: list[Capability],
         max_num_seqs: int,
         queue_limit: QueueLimit,
         instance: str,
@@ -93,6 +99,8 @@ class IoThread(threading.Thread):
         self._socket = socket
         self._inbox, self._outbox = inbox, outbox
         self._model = model
+        self._files = files
+        self._capabilities: list[str] = [*capabilities]
         self._instance = instance
         self._admission = admission
         self._num_steps = num_steps
@@ -184,6 +192,7 @@ class IoThread(threading.Thread):
                 engine_instance=self._instance,
                 model=self._model,
                 limits=self._limits,
+                capabilities=self._capabilities,
             ),
         )
 
@@ -198,12 +207,34 @@ class IoThread(threading.Thread):
                 self._send(session, Pong(nonce=nonce, num_steps=self._num_steps()))
             case Pong():
                 pass  # last_seen_s is all it is for
-            case Control(call_id=call_id, operation=operation):
-                self._inbox.put(ControlCall(session.client, call_id, operation))
+            case Control():
+                self._control(session, message)
             case Bye():
                 self._close_session(session, "the client said BYE")
             case Hello():
                 raise ProtocolError("HELLO in an open session; the session goes on")
+
+    def _control(self, session: Session, control: Control) -> None:
+        call_id = control.call_id
+        match control.operation:
+            case "stats" | "reset_prefix_cache" | "pause" | "resume" as operation:
+                self._inbox.put(ControlCall(session.client, call_id, operation))
+            case "read_file":
+                self._send(session, self._read_file(control))
+            case _:
+                text = (
+                    f"operation {control.operation!r} is not one of "
+                    f"{', '.join(get_args(ControlOperation))}"
+                )
+                self._send(session, Reply(call_id=call_id, ok=False, message=text))
+
+    def _read_file(self, control: Control) -> Reply:
+        data = self._files.chunk(control.file, control.offset)
+        if data is not None:
+            return Reply(call_id=control.call_id, data=data)
+        names = ", ".join(file.name for file in self._files.entries) or "none"
+        text = f"file {control.file!r} is not served; this model has {names}"
+        return Reply(call_id=control.call_id, ok=False, message=text)
 
     def _submit(self, session: Session, submit: Submit) -> None:
         code: ErrorCode = "invalid_request"

@@ -29,6 +29,7 @@ from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io_thread import IoThread
 from nanocore.engine_core.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
+from nanocore.engine_core.model_files import ModelFiles
 from nanocore.engine_core.parent import ParentLink
 from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.scheduler import Scheduler
@@ -84,6 +85,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
                 f"requests of {max_model_len} tokens at most"
             )
         _log_generation_defaults(model_config)
+        files = ModelFiles(folder)
         card = ModelCard(
             model=str(folder),
             architecture=model_config.architecture,
@@ -94,13 +96,15 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             block_size=config.block_size,
             num_blocks=num_blocks,
             default_sampling=model_config.generation.sampling(),
+            files=files.entries,
         )
-        return serve(config, card, executor, started_s, publisher, parent)
+        return serve(config, card, files, executor, started_s, publisher, parent)
 
 
 def serve(
     config: EngineConfig,
     card: ModelCard,
+    files: ModelFiles,
     executor: StepExecutor,
     started_s: float,
     publisher: KVEventPublisher | None = None,
@@ -109,7 +113,8 @@ def serve(
     """Run the step loop and the io thread until told to stop; returns the exit code.
 
     Args:
-        config: the endpoint must be locked. card: what clients are told. executor: ready to run.
+        config: the endpoint must be locked. card: what clients are told. files: those it names.
+        executor: ready to run.
         started_s: monotonic time of the process's start, for the log. publisher: of KV events.
         parent: the launching client.
     """
@@ -130,6 +135,8 @@ def serve(
         inbox,
         outbox,
         model=card,
+        files=files,
+        capabilities=config.capabilities,
         instance=secrets.token_hex(16),
         max_num_seqs=config.max_num_seqs,
         queue_limit=queue_limit,

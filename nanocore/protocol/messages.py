@@ -9,21 +9,33 @@ may grow new fields within a major version, and clients ignore those they do not
 from __future__ import annotations
 
 import enum
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from nanocore.protocol.errors import ErrorCode
 from nanocore.protocol.sampling import EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 2)
+PROTOCOL_VERSION = (1, 3)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-ControlOperation = Literal["stats", "reset_prefix_cache", "pause", "resume"]
+ControlOperation = Literal["stats", "reset_prefix_cache", "pause", "resume", "read_file"]
+Capability = Literal["prefix_caching", "priority"]
+ModelFileName = Literal[
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+]
+"""The files of a model that an engine serves to its clients: what tokenizing and chatting need."""
 
 MAX_REQUEST_ID_CHARS = 256
 MAX_CACHE_SALT_CHARS = 1024
+MAX_FILE_BYTES = 64 * 2**20
+"""A model's file above this is not served; a client need not take more."""
+MAX_FILE_CHUNK_BYTES = 64 * 2**10
+MAX_EXACT_INT = 2**53 - 1
+"""The largest integer that every language's numbers hold exactly."""
+
+ExactInt = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXACT_INT)]
 
 
 class Op(enum.IntEnum):
@@ -50,6 +62,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     op: ClassVar[Op]
 
 
+class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that CONTROL read_file serves. sha256: of its content, 64 hex digits."""
+
+    name: ModelFileName
+    num_bytes: int
+    sha256: str
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """What a client must know about the model.
 
@@ -57,6 +77,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: tokens of prompt and output together. eos_token_ids: they end a request.
     block_size: tokens per KV block, the unit of prefix caching. num_blocks: blocks in the pool.
     default_sampling: of requests that bring no sampling parameters; its makers' recommendation.
+    files: those of `ModelFileName` that the model has, so that a client needs no copy of it.
     """
 
     model: str
@@ -68,6 +89,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     default_sampling: EngineSamplingParams = EngineSamplingParams()
+    files: list[ModelFile] = []
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +103,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     session_timeout_ms: int
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    max_file_chunk_bytes: int = MAX_FILE_CHUNK_BYTES
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +115,7 @@ class Hello(Message, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(Message, frozen=True):
-    """Engine to client: the session is open."""
+    """Engine to client: the session is open. capabilities: what not every engine does."""
 
     op = Op.WELCOME
     protocol: tuple[int, int]
@@ -100,6 +123,7 @@ class Welcome(Message, frozen=True):
     engine_instance: str
     model: ModelCard
     limits: Limits
+    capabilities: list[str] = []
 
 
 class Refused(Message, frozen=True):
@@ -183,23 +207,29 @@ class Ping(Message, frozen=True):
     """Either way: answer with a PONG of the same nonce."""
 
     op = Op.PING
-    nonce: int = 0
+    nonce: ExactInt = 0
 
 
 class Pong(Message, frozen=True):
     """Either way: I am here. num_steps: an engine's step counter, its heartbeat."""
 
     op = Op.PONG
-    nonce: int = 0
+    nonce: ExactInt = 0
     num_steps: int | None = None
 
 
 class Control(Message, frozen=True, forbid_unknown_fields=True):
-    """Client to engine: an operation of the allow-list, answered by REPLY with the call_id."""
+    """Client to engine: an operation, answered by REPLY with the call_id.
+
+    operation: one of `ControlOperation`; others are answered, too: they cannot be done.
+    file, offset: of read_file; which of the model card's files, and from which byte on.
+    """
 
     op = Op.CONTROL
-    call_id: int
-    operation: ControlOperation
+    call_id: ExactInt
+    operation: str
+    file: str | None = None
+    offset: ExactInt = 0
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,13 +254,17 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(Message, frozen=True):
-    """Engine to client: the outcome of a CONTROL. ok is False if it could not be done."""
+    """Engine to client: the outcome of a CONTROL. ok is False if it could not be done.
+
+    stats: of "stats". data: of "read_file", at most max_file_chunk_bytes; empty at the file's end.
+    """
 
     op = Op.REPLY
-    call_id: int
+    call_id: ExactInt
     ok: bool = True
     message: str | None = None
     stats: Stats | None = None
+    data: bytes | None = None
 
 
 class Bye(Message, frozen=True):

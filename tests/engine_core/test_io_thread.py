@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 from queue import SimpleQueue
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -13,14 +15,25 @@ from nanocore.engine_core import io_thread as module
 from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io_thread import IoThread
-from nanocore.engine_core.mailbox import AbortRequests, AddRequest, Farewell, Inbox, Outbox
+from nanocore.engine_core.mailbox import (
+    AbortRequests,
+    AddRequest,
+    ControlCall,
+    Farewell,
+    Inbox,
+    Outbox,
+)
+from nanocore.engine_core.model_files import ModelFiles
 from nanocore.engine_core.outputs import ClientOutput
 from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.scheduler import SchedulerCounters
 from nanocore.protocol.codec import client_decoder, encode
 from nanocore.protocol.messages import (
+    MAX_FILE_CHUNK_BYTES,
     Accepted,
     Bye,
+    Control,
+    ControlOperation,
     Error,
     Event,
     Hello,
@@ -28,12 +41,14 @@ from nanocore.protocol.messages import (
     ModelCard,
     Output,
     Ping,
+    Reply,
     Submit,
     Welcome,
 )
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
 
+TOKENIZER = bytes(range(256)) * 300  # more than a chunk
 CARD = ModelCard(
     model="fake",
     architecture="Fake",
@@ -74,7 +89,7 @@ class FakeSocket:
 class Io:
     """An io thread driven by hand, one client "a" already in session."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.socket = FakeSocket()
         self.inbox: Inbox = SimpleQueue()
         self.outbox = Outbox()
@@ -84,6 +99,8 @@ class Io:
             self.inbox,
             self.outbox,
             model=CARD,
+            files=ModelFiles(folder),
+            capabilities=["prefix_caching"],
             max_num_seqs=4,
             instance="0" * 32,
             queue_limit=queue_limit,
@@ -119,8 +136,10 @@ class Io:
 
 
 @pytest.fixture
-def io() -> Io:
-    return Io()
+def io(tmp_path: Path) -> Io:
+    (tmp_path / "tokenizer.json").write_bytes(TOKENIZER)
+    (tmp_path / "config.json").write_text("{}")
+    return Io(tmp_path)
 
 
 def columns(output: Message) -> tuple[list[int], list[int], list[int] | None]:
@@ -229,7 +248,7 @@ def test_a_deaf_io_thread_ends_the_engine(io: Io, monkeypatch: pytest.MonkeyPatc
     assert "poll failed" in shutdown.reason  # type: ignore[union-attr]
 
 
-def test_the_seed_in_use_is_told_and_drawn_from_the_engines(io: Io) -> None:
+def test_the_seed_in_use_is_told_and_drawn_from_the_engines(io: Io, tmp_path: Path) -> None:
     io.submit("x")
     io.receive(
         msgspec.structs.replace(
@@ -241,7 +260,7 @@ def test_the_seed_in_use_is_told_and_drawn_from_the_engines(io: Io) -> None:
     assert isinstance(drawn, Accepted)
     assert isinstance(given, Accepted)
     assert given.seed == 5
-    other = Io()
+    other = Io(tmp_path)
     other.submit("x")
     assert other.take_sent()[0] == drawn
 
@@ -257,3 +276,44 @@ def test_a_full_queue_is_answered_with_when_to_try_again(io: Io) -> None:
     assert error.retry_after_s is not None
     assert io.inbox.empty()
     assert "one too many" not in io.session.requests
+
+
+@pytest.mark.parametrize("operation", sorted({*get_args(ControlOperation)} - {"read_file"}))
+def test_an_operation_of_the_allow_list_reaches_the_step_loop(io: Io, operation: str) -> None:
+    io.receive(Control(call_id=7, operation=operation))
+    assert io.inbox.get_nowait() == ControlCall(1, 7, operation)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("operation", ["shutdown", "__class__", "", "STATS"])
+def test_any_other_operation_is_answered_and_goes_nowhere(io: Io, operation: str) -> None:
+    io.receive(Control(call_id=7, operation=operation))
+    (reply,) = io.take_sent()
+    assert isinstance(reply, Reply)
+    assert (reply.call_id, reply.ok) == (7, False)
+    assert repr(operation) in (reply.message or "")
+    assert io.inbox.empty()
+
+
+def read_file(io: Io, name: str | None, offset: int = 0) -> Reply:
+    io.receive(Control(call_id=9, operation="read_file", file=name, offset=offset))
+    (reply,) = io.take_sent()
+    assert isinstance(reply, Reply)
+    assert reply.call_id == 9
+    return reply
+
+
+def test_a_models_file_is_read_in_chunks_up_to_an_empty_one(io: Io) -> None:
+    content = b""
+    while data := read_file(io, "tokenizer.json", len(content)).data:
+        assert len(data) <= MAX_FILE_CHUNK_BYTES < len(TOKENIZER)
+        content += data
+    assert content == TOKENIZER
+    assert read_file(io, "tokenizer.json", 2**53 - 1).data == b""
+
+
+@pytest.mark.parametrize("name", ["config.json", "../tokenizer.json", "/etc/passwd", "", None])
+def test_no_file_outside_the_model_card_is_served(io: Io, name: str | None) -> None:
+    reply = read_file(io, name)
+    assert not reply.ok
+    assert reply.data is None
+    assert "this model has tokenizer.json" in (reply.message or "")

@@ -104,7 +104,7 @@ ENGINE_MESSAGES: list[Message] = [
     ),
     Error(code="overloaded", message="full", request_id="r1", retry_after_s=2.5),
     Error(code="protocol_error", message="what?"),
-    Ping(nonce=2**63),
+    Ping(nonce=2**53 - 1),
     Pong(nonce=1, num_steps=123),
     Reply(call_id=1, stats=STATS),
     Reply(call_id=2, ok=False, message="busy"),

@@ -13,7 +13,6 @@ from nanocore.protocol.messages import (
     FROM_CLIENT,
     FROM_ENGINE,
     Control,
-    ControlOperation,
     FinishReason,
     Message,
     Op,
@@ -94,19 +93,6 @@ def test_every_op_byte_is_either_received_or_unknown() -> None:
 def test_a_side_does_not_receive_its_own_messages() -> None:
     with pytest.raises(ProtocolError, match="0x10"):
         client_decoder().decode(encode(SUBMIT))
-
-
-@pytest.mark.parametrize("operation", get_args(ControlOperation))
-def test_every_control_operation_of_the_allow_list_is_received(operation: ControlOperation) -> None:
-    message = frames(CONTROL, operation=operation)
-    expected = Control(call_id=1, operation=operation)
-    assert engine_decoder().decode(message) == expected
-
-
-@pytest.mark.parametrize("operation", ["shutdown", "__class__", "", "STATS"])
-def test_a_control_operation_outside_the_allow_list_is_refused(operation: str) -> None:
-    with pytest.raises(ProtocolError, match=r"CONTROL: .*operation"):
-        engine_decoder().decode(frames(CONTROL, operation=operation))
 
 
 def test_finish_reasons_are_a_closed_set() -> None:

@@ -1,0 +1,25 @@
+"""The sockets of the protocol, and the only package that imports zmq.
+
+The engine binds one ROUTER; clients are DEALERs. KV cache events, if asked for, have a PUB and, to
+replay them, a ROUTER of their own. The options are those that reliability needs:
+ROUTER_MANDATORY, so that a full or vanished peer is an answer instead of a silent loss; finite
+high-water marks; a frame size limit; never ROUTER_HANDOVER, which would give one client's replies
+to another. Two that suggest themselves are left alone: ZMTP heartbeats, because libzmq 4.3.5 aborts
+the process when one falls due on a broken connection whose reading is held up (libzmq #4364; our
+own PING does their work); and IMMEDIATE on clients, because it throws away what was received and
+not yet read when the engine goes: its last words.
+"""
+
+from nanocore.protocol.sockets.client_socket import ClientSocket
+from nanocore.protocol.sockets.engine_socket import EngineSocket, PublisherSocket, SendResult
+from nanocore.protocol.sockets.options import MAX_FRAME_BYTES
+from nanocore.protocol.sockets.peer_socket import PeerSocket
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "ClientSocket",
+    "EngineSocket",
+    "PeerSocket",
+    "PublisherSocket",
+    "SendResult",
+]

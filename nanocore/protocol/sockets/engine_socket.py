@@ -1,0 +1,93 @@
+"""The sockets that an engine binds: its ROUTERs and its PUB."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Sequence
+
+import zmq
+
+from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.sockets.options import OPTIONS, receive_frames, send_frames
+
+
+class SendResult(enum.Enum):
+    """What became of a message to one client."""
+
+    SENT = "sent"
+    FULL = "full"  # the client does not read: its queue is at the high-water mark
+    GONE = "gone"  # no such peer any more
+
+
+class _BoundSocket:
+    """A socket at an ipc endpoint, in a context of its own, and a poller to sleep in."""
+
+    def __init__(self, kind: int, endpoint: str) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(kind)
+        for option, value in OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.LINGER, 1000)  # last words reach clients, but not forever
+        self._socket.setsockopt(zmq.BACKLOG, 128)
+        if kind == zmq.ROUTER:
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        old_umask = os.umask(0o077)  # the socket file's mode follows it
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"endpoint {endpoint!r} cannot be bound: {error}") from None
+        finally:
+            os.umask(old_umask)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def watch(self, source: int | _BoundSocket) -> None:
+        """Let `wait` return when this descriptor or socket becomes readable, too."""
+        watched = source._socket if isinstance(source, _BoundSocket) else source
+        self._poller.register(watched, zmq.POLLIN)
+
+    def wait(self, timeout_ms: int) -> set[int]:
+        """Sleep until something watched is ready; returns the ready descriptors. -1: no limit."""
+        return {ready for ready, _ in self._poller.poll(timeout_ms) if isinstance(ready, int)}
+
+    def close(self) -> None:
+        """Send what is queued, for at most a second, and close."""
+        self._socket.close()
+        self._context.term()
+
+
+class EngineSocket(_BoundSocket):
+    """An engine's ROUTER: for clients, or for replays. Belongs to one thread."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(zmq.ROUTER, endpoint)
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """(routing id, frames) of the next message, or None when there is none now."""
+        message = receive_frames(self._socket)
+        return None if message is None else (message[0], message[1:])
+
+    def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult:
+        """Queue a message for one client; never blocks."""
+        try:
+            send_frames(self._socket, [routing_id, *frames])
+        except zmq.Again:
+            return SendResult.FULL
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return SendResult.GONE
+        return SendResult.SENT
+
+
+class PublisherSocket(_BoundSocket):
+    """The engine's PUB. Belongs to one thread; `wait` also takes in subscriptions."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(zmq.PUB, endpoint)
+
+    def publish(self, frames: Sequence[bytes]) -> None:
+        """Queue a message for every subscriber; those at the high-water mark miss it."""
+        send_frames(self._socket, frames)

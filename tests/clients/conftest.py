@@ -1,0 +1,45 @@
+"""What every client in another language is tested against: a real engine with the demo model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from nanocore.client import AsyncEngineClient, SamplingParams
+from tests.end_to_end.engine_process import engine
+
+ROOT = Path(__file__).parents[2]
+VECTORS = ROOT / "nanocore" / "conformance" / "vectors.jsonl"
+QUESTION = "What is 123 + 456?"
+MAX_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A chat as token ids, and what the Python SDK was answered: greedy, so all must agree."""
+
+    endpoint: str
+    prompt_token_ids: list[int]
+    answer_token_ids: list[int]
+    answer: str
+
+
+@pytest.fixture(scope="module")
+def chat() -> Iterator[Chat]:
+    """A demo engine that runs, and a chat with it."""
+
+    async def ask(endpoint: str) -> Chat:
+        params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+        async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
+            prompt = client.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
+            output = await client.complete(prompt, params)
+        answer = output.outputs[0]
+        return Chat(endpoint, prompt, list(answer.token_ids), answer.text)
+
+    with engine(Path(str(resources.files("nanocore") / "demo_model"))) as running:
+        yield asyncio.run(ask(running.endpoint))
