@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
 
+from nanocore.client.connection import ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
+from nanocore.engine_core.io_thread import (
+    BACKLOG_TIMEOUT_S,
+    PING_INTERVAL_S,
+    SESSION_TIMEOUT_S,
+)
 from nanocore.engine_core.kv_event_publisher import MAX_QUEUED_BATCHES
 from nanocore.engine_core.kv_event_replay import (
     MAX_RING_BATCHES,
     MAX_RING_BYTES,
     REPLAY_TIMEOUT_S,
 )
-from nanocore.protocol.codec import encode
 from nanocore.protocol.errors import ErrorCode
 from nanocore.protocol.kv_events import (
     END_SEQ,
@@ -27,47 +33,24 @@ from nanocore.protocol.kv_events import (
 from nanocore.protocol.messages import (
     FROM_CLIENT,
     FROM_ENGINE,
-    MAX_CACHE_SALT_CHARS,
-    MAX_REQUEST_ID_CHARS,
+    MAX_FILE_BYTES,
     PROTOCOL_VERSION,
-    Event,
-    Limits,
+    Capability,
     Message,
-    ModelCard,
     Op,
-    Output,
 )
-from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.sockets import MAX_FRAME_BYTES
+from tests.protocol.samples import directions
+from tools.protocol.examples import EXAMPLES, MARK, with_examples
+from tools.protocol.schema import make_schema
+from tools.protocol.tables import HEADINGS, expected_rows, read_tables, table_after
 
 ROOT = Path(__file__).parents[1]
-PROTOCOL = (ROOT / "PROTOCOL.md").read_text()
+PROTOCOL = (ROOT / "PROTOCOL.md").read_text("utf-8")
+KV_EVENTS = (ROOT / "KV_EVENTS.md").read_text("utf-8")
+TABLES = read_tables(PROTOCOL)
 README = (ROOT / "README.md").read_text()
 MESSAGES = {message.op.name: message for message in (*FROM_CLIENT, *FROM_ENGINE)}
-
-
-def table_after(heading: str) -> list[list[str]]:
-    """The cells of the first table under a heading, without its first two lines."""
-    section = PROTOCOL.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def defaults(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Field name to default, as the tables write it."""
-    written = {}
-    for field in msgspec.structs.fields(struct):
-        if field.required:
-            written[field.encode_name] = "required"
-            continue
-        value = field.default
-        if value is msgspec.NODEFAULT:
-            value = field.default_factory()
-        if isinstance(value, msgspec.Struct):
-            value = "{}"
-        spelled = {None: "nil", b"": "empty", "": '""', True: "true", False: "false"}
-        key = value if isinstance(value, (str, bytes, bool, type(None))) else NotImplemented
-        written[field.encode_name] = spelled.get(key, str(value))
-    return written
 
 
 def test_the_versions_agree() -> None:
@@ -77,14 +60,23 @@ def test_the_versions_agree() -> None:
     assert changelog.split("\n")[2].startswith(f"{major}.{minor}: ")
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_each_messages_table_holds_its_fields_and_defaults(name: str) -> None:
-    rows = {row[0]: row[2] for row in table_after(f"### {name}")}
-    assert rows == defaults(MESSAGES[name])
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_each_table_of_fields_follows_from_the_types(heading: str) -> None:
+    written = [row[:5] for row in TABLES[heading]]
+    assert written == expected_rows(HEADINGS[heading])
+    assert all(row[5] for row in TABLES[heading]), "each field has a meaning"
+
+
+def test_every_struct_of_the_wire_has_a_table() -> None:
+    _, definitions = msgspec.json.schema_components([*FROM_CLIENT, *FROM_ENGINE])
+    assert {struct.__name__ for struct in HEADINGS.values()} == definitions.keys()
 
 
 def test_the_table_of_operations_is_complete() -> None:
-    rows = {int(row[0], 16): (row[1], row[2]) for row in table_after("## 6. Operations")}
+    rows = {
+        int(row[0], 16): (row[1].split("]")[0].strip("["), row[2])
+        for row in table_after(PROTOCOL, "## 7. Operations")
+    }
     senders: dict[type[Message], str] = {}
     for message in MESSAGES.values():
         both = message in FROM_CLIENT and message in FROM_ENGINE
@@ -93,47 +85,44 @@ def test_the_table_of_operations_is_complete() -> None:
     assert {int(op) for op in Op} == rows.keys()
 
 
-def test_the_sampling_table_holds_the_fields_and_defaults() -> None:
-    rows = {row[0]: row[2] for row in table_after("## 7. Sampling parameters")}
-    assert rows == defaults(EngineSamplingParams)
-
-
 @pytest.mark.parametrize("struct", [KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared])
 def test_the_kv_event_tables_hold_the_fields_in_order(struct: type[msgspec.Struct]) -> None:
-    rows = [row[0] for row in table_after(f"### {struct.__name__}")]
+    rows = [row[0] for row in table_after(KV_EVENTS, f"## {struct.__name__}")]
     config = struct.__struct_config__
     tag = [config.tag_field] if config.tag else []
     assert rows == [*tag, *struct.__struct_fields__]
 
 
 def test_the_kv_event_limits_in_the_text_are_those_in_the_code() -> None:
-    assert f"up to {MAX_QUEUED_BATCHES} unpublished" in PROTOCOL
-    assert f"the last {MAX_RING_BATCHES}, of {MAX_RING_BYTES // 2**20} MiB" in PROTOCOL
-    assert f"takes nothing for {REPLAY_TIMEOUT_S:.0f} s" in PROTOCOL
-    assert f"END_SEQ is `{END_SEQ.hex()}`" in PROTOCOL
+    assert f"up to {MAX_QUEUED_BATCHES} unpublished" in KV_EVENTS
+    assert f"the last {MAX_RING_BATCHES}, of {MAX_RING_BYTES // 2**20} MiB" in KV_EVENTS
+    assert f"takes nothing for {REPLAY_TIMEOUT_S:.0f} s" in KV_EVENTS
+    assert f"END_SEQ is `{END_SEQ.hex()}`" in KV_EVENTS
 
 
-def test_the_error_codes_are_the_closed_set() -> None:
-    rows = [row[0] for row in table_after("## 8. Error codes")]
-    assert rows == list(ErrorCode.__args__)
+def test_the_error_codes_and_capabilities_are_the_closed_sets() -> None:
+    assert [row[0] for row in table_after(PROTOCOL, "## 12. Errors")] == list(get_args(ErrorCode))
+    rows = table_after(PROTOCOL, "## 6. Versions and capabilities")
+    assert [row[0] for row in rows] == list(get_args(Capability))
 
 
-@pytest.mark.parametrize("struct", [ModelCard, Limits, Event])
-def test_maps_inside_messages_name_every_field(struct: type[msgspec.Struct]) -> None:
-    for name in struct.__struct_fields__:
-        assert f"`{name}`" in PROTOCOL
+def test_the_byte_examples_are_what_the_code_sends() -> None:
+    assert with_examples(PROTOCOL) == PROTOCOL, "run python -m tools.protocol"
+    assert {mark[1] for mark in MARK.finditer(PROTOCOL)} == EXAMPLES.keys()
 
 
-def test_the_limits_in_the_text_are_those_in_the_code() -> None:
-    assert f"1 to {MAX_REQUEST_ID_CHARS} characters" in PROTOCOL
-    assert f"1 to {MAX_CACHE_SALT_CHARS} characters" in PROTOCOL
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_bytes_of_an_example_read_off_the_page_are_its_message(name: str) -> None:
+    block = PROTOCOL.split(f"<!-- example: {name} -->\n```\n", 1)[1].split("\n```", 1)[0]
+    op, *body = (bytes.fromhex(line.split("│")[1]) for line in block.splitlines())
+    for decoder, accepted, _ in directions():
+        if type(EXAMPLES[name]) in accepted:
+            assert decoder.decode([op, b"".join(body)]) == EXAMPLES[name]
 
 
-def test_the_hex_example_is_what_the_code_sends() -> None:
-    match = re.search(r"frames `([0-9a-f ]+)` and `([0-9a-f ]+)`", PROTOCOL)
-    assert match is not None
-    written = [bytes.fromhex(part) for part in match.groups()]
-    assert written == encode(Output(handles=b"\7\0\0\0", tokens=b"\x2a\0\0\0"))
+def test_the_schema_is_up_to_date() -> None:
+    schema = (ROOT / "nanocore" / "conformance" / "schema.json").read_text("utf-8")
+    assert schema == make_schema(PROTOCOL), "run python -m tools.protocol"
 
 
 def test_the_documents_name_every_flag_and_no_other() -> None:
@@ -149,3 +138,14 @@ def test_the_documents_name_every_flag_and_no_other() -> None:
 
 def test_no_document_is_too_long_to_read() -> None:
     assert len(PROTOCOL.splitlines()) <= 700
+
+
+def test_the_timings_and_limits_in_the_text_are_those_in_the_code() -> None:
+    assert f"nothing for {SESSION_TIMEOUT_S:.0f} s (`session_timeout_ms`)" in PROTOCOL
+    assert f"takes nothing for {BACKLOG_TIMEOUT_S:.0f} s is closed" in PROTOCOL
+    assert f"silent for {ENGINE_TIMEOUT_S:.0f} s for dead" in PROTOCOL
+    assert f"| MAXMSGSIZE | {MAX_FRAME_BYTES // 2**20} MiB |" in PROTOCOL
+    assert f"at most {MAX_FRAME_BYTES // 2**20} MiB" in PROTOCOL
+    assert f"{MAX_FILE_BYTES // 2**20} MiB per file" in PROTOCOL
+    assert PING_INTERVAL_S == 1.0
+    assert "PING to every session every second" in PROTOCOL

@@ -15,15 +15,8 @@ from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.request import TOKEN_DTYPE, Request
 from nanocore.kv_cache import KeyChain
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
-from nanocore.protocol.messages import (
-    MAX_CACHE_SALT_CHARS,
-    MAX_REQUEST_ID_CHARS,
-    ModelCard,
-    Submit,
-)
-from nanocore.protocol.sampling import MAX_SEED
-
-MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+from nanocore.protocol.fields import MAX_CACHE_SALT_CHARS, MAX_EXACT_INT, MAX_REQUEST_ID_CHARS
+from nanocore.protocol.messages import MAX_PRIORITY, MIN_PRIORITY, ModelCard, Submit
 
 
 class Admission:
@@ -82,7 +75,7 @@ class Admission:
             token_ids=token_ids,
             max_num_tokens=max_num_tokens,
             sampling=sampling,
-            seed=self._seeds.getrandbits(MAX_SEED.bit_length())
+            seed=self._seeds.getrandbits(MAX_EXACT_INT.bit_length())
             if sampling.seed is None
             else sampling.seed,
             eos_token_ids=() if sampling.ignore_eos else tuple(self._model.eos_token_ids),

@@ -9,11 +9,24 @@ may grow new fields within a major version, and clients ignore those they do not
 from __future__ import annotations
 
 import enum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 import msgspec
 
 from nanocore.protocol.errors import ErrorCode
+from nanocore.protocol.fields import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_REQUEST_ID_CHARS,
+    CacheSalt,
+    ExactInt,
+    Handle,
+    Int32Column,
+    RequestId,
+    Seed,
+    Uint32Column,
+    limited,
+    since,
+)
 from nanocore.protocol.sampling import EngineSamplingParams
 
 PROTOCOL_VERSION = (1, 3)
@@ -27,15 +40,10 @@ ModelFileName = Literal[
 ]
 """The files of a model that an engine serves to its clients: what tokenizing and chatting need."""
 
-MAX_REQUEST_ID_CHARS = 256
-MAX_CACHE_SALT_CHARS = 1024
 MAX_FILE_BYTES = 64 * 2**20
 """A model's file above this is not served; a client need not take more."""
 MAX_FILE_CHUNK_BYTES = 64 * 2**10
-MAX_EXACT_INT = 2**53 - 1
-"""The largest integer that every language's numbers hold exactly."""
-
-ExactInt = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXACT_INT)]
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 
 class Op(enum.IntEnum):
@@ -66,8 +74,8 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file that CONTROL read_file serves. sha256: of its content, 64 hex digits."""
 
     name: ModelFileName
-    num_bytes: int
-    sha256: str
+    num_bytes: Annotated[int, limited(minimum=0, maximum=MAX_FILE_BYTES)]
+    sha256: Annotated[str, limited(pattern="^[0-9a-f]{64}$")]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,13 +91,13 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     architecture: str
     dtype: str
-    vocab_size: int
-    max_model_len: int
+    vocab_size: Annotated[int, limited(minimum=1)]
+    max_model_len: Annotated[int, limited(minimum=2)]
     eos_token_ids: list[int]
-    block_size: int
-    num_blocks: int
-    default_sampling: EngineSamplingParams = EngineSamplingParams()
-    files: list[ModelFile] = []
+    block_size: Annotated[int, limited(minimum=1)]
+    num_blocks: Annotated[int, limited(minimum=1)]
+    default_sampling: Annotated[EngineSamplingParams, since(2)] = EngineSamplingParams()
+    files: Annotated[list[ModelFile], since(3)] = []
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,9 +109,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_cache_salt_chars: int = MAX_CACHE_SALT_CHARS
     ping_interval_ms: int
     session_timeout_ms: int
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    max_file_chunk_bytes: int = MAX_FILE_CHUNK_BYTES
+    max_num_queued_reqs: Annotated[int | None, since(1)] = None
+    max_num_queued_tokens: Annotated[int | None, since(1)] = None
+    max_file_chunk_bytes: Annotated[int, since(3)] = MAX_FILE_CHUNK_BYTES
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=True):
@@ -120,10 +128,10 @@ class Welcome(Message, frozen=True):
     op = Op.WELCOME
     protocol: tuple[int, int]
     session: str
-    engine_instance: str
+    engine_instance: Annotated[str, limited(pattern="^[0-9a-f]{32}$")]
     model: ModelCard
     limits: Limits
-    capabilities: list[str] = []
+    capabilities: Annotated[list[str], since(3)] = []
 
 
 class Refused(Message, frozen=True):
@@ -141,20 +149,20 @@ class Submit(Message, frozen=True, forbid_unknown_fields=True):
     """
 
     op = Op.SUBMIT
-    request_id: str
-    prompt_token_ids: bytes
+    request_id: RequestId
+    prompt_token_ids: Annotated[Int32Column, limited(column="int32", minItems=1)]
     sampling: EngineSamplingParams | None = None
-    priority: int = 0
-    cache_salt: str | None = None
+    priority: Annotated[int, limited(minimum=MIN_PRIORITY, maximum=MAX_PRIORITY)] = 0
+    cache_salt: CacheSalt | None = None
 
 
 class Accepted(Message, frozen=True):
     """Engine to client: the request is queued. handle: its short name in OUTPUT."""
 
     op = Op.ACCEPTED
-    request_id: str
-    handle: int
-    seed: int
+    request_id: RequestId
+    handle: Handle
+    seed: Seed
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -165,8 +173,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: with finish_reason "error", the cause.
     """
 
-    handle: int
-    num_cached_tokens: int | None = None
+    handle: Handle
+    num_cached_tokens: Annotated[int, limited(minimum=0)] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     message: str | None = None
@@ -180,9 +188,9 @@ class Output(Message, frozen=True):
     """
 
     op = Op.OUTPUT
-    handles: bytes = b""
-    tokens: bytes = b""
-    counts: bytes | None = None
+    handles: Uint32Column = b""
+    tokens: Int32Column = b""
+    counts: Uint32Column | None = None
     events: list[Event] = []
 
 
@@ -192,8 +200,8 @@ class Error(Message, frozen=True):
     op = Op.ERROR
     code: ErrorCode
     message: str
-    request_id: str | None = None
-    retry_after_s: float | None = None
+    request_id: RequestId | None = None
+    retry_after_s: Annotated[float, limited(minimum=0)] | None = None
 
 
 class Abort(Message, frozen=True, forbid_unknown_fields=True):
@@ -215,7 +223,7 @@ class Pong(Message, frozen=True):
 
     op = Op.PONG
     nonce: ExactInt = 0
-    num_steps: int | None = None
+    num_steps: ExactInt | None = None
 
 
 class Control(Message, frozen=True, forbid_unknown_fields=True):
@@ -227,9 +235,9 @@ class Control(Message, frozen=True, forbid_unknown_fields=True):
 
     op = Op.CONTROL
     call_id: ExactInt
-    operation: str
-    file: str | None = None
-    offset: ExactInt = 0
+    operation: Annotated[str, limited(enum=get_args(ControlOperation))]
+    file: Annotated[str | None, since(3)] = None
+    offset: Annotated[ExactInt, since(3)] = 0
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,7 +256,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens: int
     num_steps: int
     paused: bool
-    prefix_cache_hit_rate: float = 0.0
+    prefix_cache_hit_rate: Annotated[float, since(1)] = 0.0
     num_clients: int = 0
     num_protocol_errors: int = 0
 
@@ -264,7 +272,7 @@ class Reply(Message, frozen=True):
     ok: bool = True
     message: str | None = None
     stats: Stats | None = None
-    data: bytes | None = None
+    data: Annotated[bytes | None, since(3)] = None
 
 
 class Bye(Message, frozen=True):

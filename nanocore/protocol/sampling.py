@@ -9,18 +9,23 @@ clients written in other languages.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.fields import (
+    MAX_EXACT_INT,
+    MAX_INT32,
+    MAX_STOP_TOKEN_IDS,
+    Seed,
+    limited,
+    since,
+)
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow (vLLM's threshold)."""
 
-MAX_SEED = 2**53 - 1
-"""Largest seed: the largest integer that every language's number type holds exactly."""
-
-MAX_STOP_TOKEN_IDS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 
@@ -47,15 +52,15 @@ class EngineSamplingParams(
     request's own blocks are cached for others all the same.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop_token_ids: list[int] = []
+    temperature: Annotated[float, limited(minimum=0)] = 1.0
+    top_p: Annotated[float, limited(exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[int, limited(minimum=-1, maximum=MAX_INT32)] = 0
+    min_p: Annotated[float, limited(minimum=0, maximum=1)] = 0.0
+    seed: Seed | None = None
+    max_tokens: Annotated[int, limited(minimum=1, maximum=MAX_INT32)] | None = None
+    stop_token_ids: Annotated[list[int], limited(maxItems=MAX_STOP_TOKEN_IDS)] = []
     ignore_eos: bool = False
-    skip_reading_prefix_cache: bool = False
+    skip_reading_prefix_cache: Annotated[bool, since(1)] = False
 
     def __post_init__(self) -> None:
         _require(
@@ -66,7 +71,7 @@ class EngineSamplingParams(
         )
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "it must be in (0, 1]; 1 is off")
         _require(
-            -1 <= self.top_k < 2**31,
+            -1 <= self.top_k <= MAX_INT32,
             "top_k",
             self.top_k,
             "it must be at least 1 and below 2**31, or 0 or -1 for all",
@@ -74,11 +79,14 @@ class EngineSamplingParams(
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "it must be in [0, 1]; 0 is off")
         if self.seed is not None:
             _require(
-                0 <= self.seed <= MAX_SEED, "seed", self.seed, f"it must be in [0, {MAX_SEED}]"
+                0 <= self.seed <= MAX_EXACT_INT,
+                "seed",
+                self.seed,
+                f"it must be in [0, {MAX_EXACT_INT}]",
             )
         if self.max_tokens is not None:
             _require(
-                1 <= self.max_tokens < 2**31,
+                1 <= self.max_tokens <= MAX_INT32,
                 "max_tokens",
                 self.max_tokens,
                 "it must be at least 1 and below 2**31, or absent for as many as fit",

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import select
+import struct
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanocore.engine_core.kv_event_publisher import KVEventPublisher
+from nanocore.protocol.codec import pack_int32
 from tests.end_to_end.engine_process import engine
 from tests.kv_event_peers import numbered
 
 ROOT = Path(__file__).parents[2]
-# PROTOCOL.md's client needs only zmq and msgpack; this stands in for the latter.
+# The documents' programs need only zmq and msgpack; this stands in for the latter.
 MSGPACK = "import msgspec; packb, unpackb = msgspec.msgpack.encode, msgspec.msgpack.decode\n"
 
 
@@ -42,7 +46,7 @@ def run_python(source: str, folder: Path) -> str:
 
 def test_the_protocols_raw_client_gets_eight_tokens(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "msgpack.py").write_text(MSGPACK)
-    source, _subscriber = python_blocks("PROTOCOL.md")
+    source = python_blocks("PROTOCOL.md")[0]
     with engine(tiny_model) as running:
         endpoint = re.search(r'"(ipc://[^"]+)"', source)
         assert endpoint is not None
@@ -51,9 +55,27 @@ def test_the_protocols_raw_client_gets_eight_tokens(tiny_model: Path, tmp_path: 
     assert len(tokens) == 8
 
 
-def test_the_protocols_subscriber_prints_every_batch(tmp_path: Path, short_path: Path) -> None:
+def test_the_protocols_decoder_of_columns_reads_what_the_codec_writes() -> None:
+    source = python_blocks("PROTOCOL.md")[1]
+    assert len(source.splitlines()) <= 10
+    scope: dict[str, Any] = {"struct": struct, "itertools": itertools}
+    exec(source, scope)
+    columns = scope["columns"]
+    assert columns({}) == {}
+    one_each = {"handles": pack_int32([7, 9]), "tokens": pack_int32([1, 2])}
+    assert columns(one_each) == {7: [1], 9: [2]}
+    assert columns(one_each | {"tokens": pack_int32([1, 2, 3]), "counts": pack_int32([2, 1])}) == {
+        7: [1, 2],
+        9: [3],
+    }
+    for wrong in (pack_int32([1, 1, 1]), pack_int32([2, 1])):
+        with pytest.raises(ValueError, match="fit together"):
+            columns(one_each | {"counts": wrong})
+
+
+def test_the_kv_events_subscriber_prints_every_batch(tmp_path: Path, short_path: Path) -> None:
     (tmp_path / "msgpack.py").write_text(MSGPACK)
-    _client, source = python_blocks("PROTOCOL.md")
+    (source,) = python_blocks("KV_EVENTS.md")
     found = re.findall(r'"(ipc://[^"]+)"', source)
     endpoints = [f"ipc://{short_path}/events.sock", f"ipc://{short_path}/replay.sock"]
     for written, endpoint in zip(found, endpoints, strict=True):

@@ -1,0 +1,38 @@
+"""The values that fields of messages take, and since which minor version a field exists.
+
+Each is a JSON Schema annotation, so the schema and PROTOCOL.md's tables follow from the types.
+`limited` only describes: admission, or the struct itself, checks those and says what was wrong in
+words of its own. What msgspec is to check while it decodes is a `Meta` with ge, le and the like.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+MAX_REQUEST_ID_CHARS: Final = 256
+MAX_CACHE_SALT_CHARS: Final = 1024
+MAX_STOP_TOKEN_IDS: Final = 128
+MAX_EXACT_INT: Final = 2**53 - 1
+"""The largest integer that every language's numbers hold exactly."""
+MAX_INT32: Final = 2**31 - 1
+
+
+def limited(**schema: object) -> msgspec.Meta:
+    """The JSON Schema keywords of a field that is checked elsewhere."""
+    return msgspec.Meta(extra_json_schema=schema)
+
+
+def since(minor: int) -> msgspec.Meta:
+    """A field that came with protocol 1.minor; the others have been there since 1.0."""
+    return msgspec.Meta(extra_json_schema={"since": f"1.{minor}"})
+
+
+ExactInt = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXACT_INT)]
+Handle = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+RequestId = Annotated[str, limited(minLength=1, maxLength=MAX_REQUEST_ID_CHARS)]
+CacheSalt = Annotated[str, limited(minLength=1, maxLength=MAX_CACHE_SALT_CHARS)]
+Seed = Annotated[int, limited(minimum=0, maximum=MAX_EXACT_INT)]
+Int32Column = Annotated[bytes, limited(column="int32")]
+Uint32Column = Annotated[bytes, limited(column="uint32")]
