@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nanocore.protocol.messages import Op
+from nanocore.protocol.messages import PROTOCOL_VERSION, Op
 from nanocore.protocol.sockets import ClientSocket
 from tests.end_to_end.engine_process import Engine, engine
 from tests.tiny_models import VOCAB_SIZE
@@ -47,9 +47,14 @@ class RawClient:
 
     async def still_serves(self) -> None:
         """A whole request on this session."""
-        await self.send(Op.SUBMIT, submit("probe", max_tokens=2))
+        _, tokens = await self.complete(submit("probe", max_tokens=2))
+        assert len(tokens) == 8
+
+    async def complete(self, request: Body) -> tuple[int, bytes]:
+        """(seed, tokens) of a request that runs to its length."""
+        await self.send(Op.SUBMIT, request)
         op, accepted = await self.receive()
-        assert (op, accepted["request_id"]) == (Op.ACCEPTED, "probe")
+        assert (op, accepted["request_id"]) == (Op.ACCEPTED, request["request_id"])
         tokens = b""
         while True:
             op, output = await self.receive()
@@ -58,8 +63,7 @@ class RawClient:
             reasons = [e["finish_reason"] for e in output.get("events", []) if "finish_reason" in e]
             if reasons:
                 assert reasons == ["length"]
-                assert len(tokens) == 8
-                return
+                return accepted["seed"], tokens
 
     def close(self) -> None:
         self._socket.close()
@@ -131,7 +135,7 @@ def test_another_major_version_is_refused_with_those_that_are_not(running: Engin
     async def script(client: RawClient) -> None:
         await client.send(Op.HELLO, {"protocol": [2, 0]})
         op, refused = await client.receive()
-        assert (op, refused["supported"]) == (Op.REFUSED, [[1, 2]])
+        assert (op, refused["supported"]) == (Op.REFUSED, [list(PROTOCOL_VERSION)])
         await client.hello()
 
     talk(running, script)
@@ -141,7 +145,7 @@ def test_a_newer_minor_version_is_served_in_ours(running: Engine) -> None:
     async def script(client: RawClient) -> None:
         await client.send(Op.HELLO, {"protocol": [1, 7]})
         op, welcome = await client.receive()
-        assert (op, welcome["protocol"]) == (Op.WELCOME, [1, 2])
+        assert (op, welcome["protocol"]) == (Op.WELCOME, list(PROTOCOL_VERSION))
 
     talk(running, script)
 
@@ -205,8 +209,7 @@ def test_too_long_is_an_error_of_its_own(running: Engine) -> None:
         ([b"GET / HTTP/1.1", b""], "protocol_error"),
         ([b"\x45", b"\x80"], "unknown_op"),
         ([bytes([Op.WELCOME]), b"\x80"], "unknown_op"),
-        ([bytes([Op.CONTROL]), msgspec.msgpack.encode({"call_id": 1, "operation": "__class__"})],
-         "protocol_error"),
+        ([bytes([Op.CONTROL]), msgspec.msgpack.encode({"call_id": 1})], "protocol_error"),
         ([bytes([Op.HELLO]), msgspec.msgpack.encode({"protocol": [1, 0]})], "protocol_error"),
     ],
 )  # fmt: skip
@@ -254,5 +257,34 @@ def test_the_engine_counts_protocol_errors(running: Engine) -> None:
         after = await stats()
         assert after["num_protocol_errors"] == before["num_protocol_errors"] + 1
         assert after["num_clients"] >= 1
+
+    talk(running, script)
+
+
+def test_a_request_goes_on_from_its_seed_and_the_tokens_received(running: Engine) -> None:
+    """What PROTOCOL.md tells clients to do when an engine has died."""
+    prompt, num_tokens = struct.pack("<4i", 5, 6, 7, 8), 24
+
+    async def script(client: RawClient) -> None:
+        await client.hello()
+        seed, tokens = await client.complete(
+            submit("whole", prompt, max_tokens=num_tokens, temperature=1.0)
+        )
+        for num_received in (1, 10, num_tokens - 1):
+            received = tokens[: 4 * num_received]
+            _, rest = await client.complete(
+                submit(
+                    f"after {num_received}",
+                    prompt + received,
+                    max_tokens=num_tokens - num_received,
+                    temperature=1.0,
+                    seed=seed,
+                )
+            )
+            assert received + rest == tokens
+        _, other = await client.complete(
+            submit("other", prompt, max_tokens=num_tokens, temperature=1.0, seed=seed + 1)
+        )
+        assert other != tokens
 
     talk(running, script)
