@@ -195,10 +195,13 @@ class Output(Message, frozen=True):
 
 
 class Error(Message, frozen=True):
-    """Engine to client: what was refused, and why. request_id is absent if it is unknown."""
+    """Engine to client: what was refused, and why. request_id is absent if it is unknown.
+
+    code: an `ErrorCode`, or one of a later version.
+    """
 
     op = Op.ERROR
-    code: ErrorCode
+    code: Annotated[str, limited(enum=get_args(ErrorCode))]
     message: str
     request_id: RequestId | None = None
     retry_after_s: Annotated[float, limited(minimum=0)] | None = None

@@ -71,7 +71,7 @@ def fields_of(value: Any) -> Any:
 
 
 def test_the_file_is_what_the_script_writes() -> None:
-    assert VECTORS.read_text() == text(), "run: python -m tools.protocol.make_vectors"
+    assert VECTORS.read_text() == text(), "run: python -m tools.protocol"
 
 
 def test_every_vector_says_one_thing_that_its_receiver_must_do() -> None:
@@ -111,7 +111,7 @@ def test_every_error_code_that_one_message_can_cause_is_there() -> None:
     sent = {
         vector.message["code"] for vector in CLIENTS if vector.message and "13" in vector.frames
     }
-    assert sent == set(ErrorCode.__args__)
+    assert sent > set(ErrorCode.__args__)
 
 
 def test_valid_messages_are_decoded_to_what_they_say() -> None:

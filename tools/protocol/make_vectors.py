@@ -1,8 +1,7 @@
-"""Write nanocore/conformance/vectors.jsonl: messages, right and wrong, and what they are answered.
+"""The text of nanocore/conformance/vectors.jsonl: messages, and what they are answered.
 
-    python -m tools.protocol.make_vectors
-
-The format is described in nanocore/conformance/vectors.py. A test compares the file with this.
+`python -m tools.protocol` writes it; a test compares. The format is described in
+nanocore/conformance/vectors.py.
 """
 
 from __future__ import annotations
@@ -35,7 +34,3 @@ def text() -> str:
     twice = {name for name in names if names.count(name) > 1}
     assert not twice, f"names must be unique: {sorted(twice)}"
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-
-
-if __name__ == "__main__":
-    VECTORS.write_text(text())

@@ -107,9 +107,16 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
     },
 }  # fmt: skip
 EXACT_INTS: dict[Sender, tuple[tuple[int, str], ...]] = {
-    "client": ((PING, "nonce"), (PONG, "nonce"), (CONTROL, "call_id"), (CONTROL, "offset")),
-    "engine": ((PING, "nonce"), (PONG, "nonce"), (REPLY, "call_id")),
-}
+    "client": (
+        (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (CONTROL, "call_id"),
+        (CONTROL, "offset"),
+    ),
+    "engine": (
+        (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (REPLY, "call_id"),
+        (ACCEPTED, "handle"), (OUTPUT, "events.handle"),
+    ),
+}  # fmt: skip
+HANDLES = ("handle", "events.handle")
 
 
 def good(sender: Sender, op: int) -> Body:
@@ -152,7 +159,7 @@ def wrong_types(sender: Sender) -> Iterator[Line]:
         ("engine", WELCOME, "model.files", [1]), ("engine", REFUSED, "supported", [1]),
         ("engine", REFUSED, "supported", [[1]]), ("engine", OUTPUT, "events", [1]),
         ("engine", OUTPUT, "events", [[]]), ("engine", OUTPUT, "events", [None]),
-        ("engine", ERROR, "code", "teapot"), ("engine", OUTPUT, "events.finish_reason", "bored"),
+        ("engine", OUTPUT, "events.finish_reason", "bored"),
     ]  # fmt: skip
     for i, (of, op, path, value) in enumerate(inner):
         if of == sender:
@@ -161,7 +168,8 @@ def wrong_types(sender: Sender) -> Iterator[Line]:
 
 def out_of_range(sender: Sender) -> Iterator[Line]:
     for op, path in EXACT_INTS[sender]:
-        for value in (-1, MAX_INT + 1, 2**63, 2**64 - 1, -(2**63)):
+        largest = 2**32 - 1 if path in HANDLES else MAX_INT
+        for value in (-1, largest + 1, 2**63, 2**64 - 1, -(2**63)):
             name = f"{path}-of-{value}".replace("--", "-minus-")
             yield bad(sender, op, name, changed(good(sender, op), path, value))
 

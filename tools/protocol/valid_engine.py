@@ -78,6 +78,7 @@ def accepted_and_errors() -> Iterator[Line]:
     for name, more in {
         "with-request-id": {"request_id": "a"},
         "with-retry-after": {"request_id": "a", "retry_after_s": 2.5},
+        "of-a-later-version": {"code": "out_of_tea", "request_id": "a"},
         "with-retry-after-zero": {"retry_after_s": 0.0},
         "with-nils": {"request_id": None, "retry_after_s": None},
     }.items():
