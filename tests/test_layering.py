@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "kv_cache": set(),
     "kernels": set(),
     "client": {"protocol"},
+    "conformance": {"protocol"},
     "worker": {"kernels", "protocol"},
     "engine_core": {"protocol", "kv_cache", "worker"},
 }
@@ -70,6 +71,7 @@ def test_zmq_is_imported_in_one_package() -> None:
     ("modules", "absent"),
     [
         ("nanocore.client", "torch triton flash_attn transformers numpy safetensors xxhash"),
+        ("nanocore.conformance.vectors", "torch triton flash_attn transformers numpy zmq"),
         ("nanocore.protocol.messages,nanocore.protocol.codec,nanocore.protocol.sockets,"
          "nanocore.protocol.plan", "torch triton flash_attn transformers numpy"),
         ("nanocore.kv_cache", "torch triton flash_attn transformers numpy zmq"),

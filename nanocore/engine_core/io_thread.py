@@ -344,7 +344,7 @@ class IoThread(threading.Thread):
                 self._send(session, Ping())
 
     def _refuse(
-        self, routing_id: bytes, code: ErrorCode, message: str, request_id: str | None = None
+        self, routing_id: bytes, code: str, message: str, request_id: str | None = None
     ) -> None:
         error = Error(code=code, message=message, request_id=request_id)
         session = self._sessions.get(routing_id)

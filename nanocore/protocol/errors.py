@@ -48,9 +48,9 @@ class EngineDeadError(NanocoreError):
 class ProtocolError(NanocoreError):
     """Bytes that break the protocol, or a peer that speaks another version of it."""
 
-    def __init__(self, message: str, code: ErrorCode = "protocol_error") -> None:
+    def __init__(self, message: str, code: str = "protocol_error") -> None:
         super().__init__(message)
-        self.code: ErrorCode = code
+        self.code = code
 
 
 class StartError(NanocoreError):
@@ -98,9 +98,7 @@ class EngineStartError(NanocoreError):
         self.exit_code = exit_code
 
 
-def exception_for(
-    code: ErrorCode, message: str, retry_after_s: float | None = None
-) -> NanocoreError:
+def exception_for(code: str, message: str, retry_after_s: float | None = None) -> NanocoreError:
     """The exception that a wire error code stands for."""
     if code in ("invalid_request", "duplicate_request_id"):
         return InvalidRequestError(message)

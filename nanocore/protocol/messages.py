@@ -27,7 +27,7 @@ from nanocore.protocol.fields import (
     limited,
     since,
 )
-from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
 PROTOCOL_VERSION = (1, 3)
 """[major, minor] of the wire, independent of the package's version."""
@@ -96,7 +96,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
     block_size: Annotated[int, limited(minimum=1)]
     num_blocks: Annotated[int, limited(minimum=1)]
-    default_sampling: Annotated[EngineSamplingParams, since(2)] = EngineSamplingParams()
+    default_sampling: Annotated[DefaultSampling, since(2)] = DefaultSampling()
     files: Annotated[list[ModelFile], since(3)] = []
 
 
@@ -195,10 +195,13 @@ class Output(Message, frozen=True):
 
 
 class Error(Message, frozen=True):
-    """Engine to client: what was refused, and why. request_id is absent if it is unknown."""
+    """Engine to client: what was refused, and why. request_id is absent if it is unknown.
+
+    code: an `ErrorCode`, or one of a later version.
+    """
 
     op = Op.ERROR
-    code: ErrorCode
+    code: Annotated[str, limited(enum=get_args(ErrorCode))]
     message: str
     request_id: RequestId | None = None
     retry_after_s: Annotated[float, limited(minimum=0)] | None = None

@@ -104,6 +104,10 @@ class EngineSamplingParams(
         return self.temperature < GREEDY_TEMPERATURE
 
 
+class DefaultSampling(EngineSamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """What an engine recommends. A later one may recommend what this client does not know."""
+
+
 class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     """What users write: the engine's parameters and those that need text.
 

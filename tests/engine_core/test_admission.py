@@ -16,7 +16,7 @@ from nanocore.protocol.errors import (
     InvalidRequestError,
 )
 from nanocore.protocol.messages import ModelCard, Submit
-from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
 MAX_MODEL_LEN = 64
 
@@ -25,7 +25,7 @@ def admission(
     num_blocks: int = 16,
     config: EngineConfig = EngineConfig(),  # noqa: B008 - immutable
     queue_limit: QueueLimit | None = None,
-    default_sampling: EngineSamplingParams = EngineSamplingParams(),  # noqa: B008 - immutable
+    default_sampling: DefaultSampling = DefaultSampling(),  # noqa: B008 - immutable
 ) -> Admission:
     card = ModelCard(
         model="fake",
@@ -70,7 +70,7 @@ def test_what_could_never_fit_an_empty_pool_is_refused() -> None:
 
 
 def test_a_request_without_sampling_parameters_gets_the_models() -> None:
-    defaults = EngineSamplingParams(temperature=0.6, top_k=20)
+    defaults = DefaultSampling(temperature=0.6, top_k=20)
     build = admission(default_sampling=defaults).build
     bare = Submit(request_id="r", prompt_token_ids=np.zeros(3, "<i4").tobytes())
     assert build(bare, 1, 1).sampling == defaults

@@ -147,7 +147,8 @@ def test_unknown_fields_inside_an_engines_structs_are_ignored() -> None:
     decoder, _, samples = directions()[1]
     welcome = samples[0]
     body = body_of(welcome)
-    model, limits = body["model"] | {"new": 1}, body["limits"] | {"new": "x"}
+    recommended = {"default_sampling": {"new": 0.5}}
+    model, limits = body["model"] | {"new": 1} | recommended, body["limits"] | {"new": "x"}
     assert decoder.decode(frames(welcome, model=model, limits=limits)) == welcome
 
 

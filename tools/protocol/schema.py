@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 
 from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, PROTOCOL_VERSION, Op
-from tools.protocol.tables import HEADINGS, read_tables
+from tools.protocol.tables import HEADINGS, SAME_TABLE, read_tables
 
 _MESSAGES = {message.op: message for message in (*FROM_CLIENT, *FROM_ENGINE)}
 
 
 def make_schema(document: str) -> str:
     """The text of schema.json. document: PROTOCOL.md."""
-    structs = sorted({*HEADINGS.values()}, key=lambda struct: struct.__name__)
+    structs = sorted({*HEADINGS.values(), *SAME_TABLE.values()}, key=lambda struct: struct.__name__)
     _, definitions = msgspec.json.schema_components(structs, ref_template="#/$defs/{name}")
     tables = read_tables(document)
-    for heading, struct in HEADINGS.items():
+    for heading, struct in (*HEADINGS.items(), *SAME_TABLE.items()):
         definition = definitions[struct.__name__]
         definition["description"] = f"PROTOCOL.md, {heading.strip('# ')}"
         meanings = {row[0]: row[5] for row in tables[heading]}

@@ -20,7 +20,7 @@ from nanocore.protocol.messages import (
     ModelFile,
     Stats,
 )
-from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
 Struct = type[msgspec.Struct]
 HEADINGS: dict[str, Struct] = {
@@ -33,6 +33,8 @@ HEADINGS: dict[str, Struct] = {
     "## 9. Sampling parameters": EngineSamplingParams,
 }
 """Which struct the table under a heading describes."""
+SAME_TABLE: dict[str, Struct] = {"## 9. Sampling parameters": DefaultSampling}
+"""Structs with the same fields; they differ in what becomes of unknown ones."""
 ELSEWHERE = {"sampling": "section 9", "default_sampling": "section 9", "code": "section 12"}
 """Fields whose range is a table of its own."""
 FIRST_SINCE = {ModelFile: "1.3"}

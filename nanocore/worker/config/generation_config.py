@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanocore.protocol.errors import InvalidRequestError, ModelFileError
-from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.sampling import DefaultSampling
 from nanocore.worker.config.settings import Settings
 
 _HARMLESS = {
@@ -49,13 +49,13 @@ class GenerationDefaults:
         values = {name: getattr(self, name) for name in _USED}
         return {name: value for name, value in values.items() if value is not None}
 
-    def sampling(self) -> EngineSamplingParams:
+    def sampling(self) -> DefaultSampling:
         """The sampling parameters of requests that bring none.
 
         Raises:
             InvalidRequestError: a value out of its range.
         """
-        return EngineSamplingParams(**self.given)
+        return DefaultSampling(**self.given)
 
 
 def read_generation_defaults(settings: Settings) -> GenerationDefaults:

@@ -1,0 +1,122 @@
+"""One test vector as one line of vectors.jsonl, and the bytes behind it.
+
+Built from plain maps with a general msgpack encoder and never with `nanocore.protocol`: the file is
+to judge that code, too. `Sender` says whose op it is; what the receiver must do follows from which
+of `valid`, `malformed` and `ignored` made the line.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any, Literal
+
+import msgspec
+
+Sender = Literal["client", "engine"]
+Body = dict[str, Any]
+Line = dict[str, Any]
+
+HELLO, WELCOME, REFUSED = 0x01, 0x02, 0x03
+SUBMIT, ACCEPTED, OUTPUT, ERROR, ABORT = 0x10, 0x11, 0x12, 0x13, 0x14
+PING, PONG, CONTROL, REPLY, BYE = 0x20, 0x21, 0x30, 0x31, 0x41
+NAMES = {
+    HELLO: "hello", WELCOME: "welcome", REFUSED: "refused", SUBMIT: "submit",
+    ACCEPTED: "accepted", OUTPUT: "output", ERROR: "error", ABORT: "abort", PING: "ping",
+    PONG: "pong", CONTROL: "control", REPLY: "reply", BYE: "bye",
+}  # fmt: skip
+CLIENT_OPS = (HELLO, SUBMIT, ABORT, PING, PONG, CONTROL, BYE)
+ENGINE_OPS = (WELCOME, REFUSED, ACCEPTED, OUTPUT, ERROR, PING, PONG, REPLY, BYE)
+
+pack = msgspec.msgpack.encode
+
+
+def column(*values: int, signed: bool = True) -> bytes:
+    """int32, or else uint32, little endian."""
+    return b"".join(value.to_bytes(4, "little", signed=signed) for value in values)
+
+
+def handles(*values: int) -> bytes:
+    """A uint32 column: of handles, or of counts."""
+    return column(*values, signed=False)
+
+
+def changed(body: Body, path: str, value: object) -> Body:
+    """A copy in which the field at this dotted path, through maps and first items, is another."""
+    result = copy.deepcopy(body)
+    *parents, name = path.split(".")
+    inner: Any = result
+    for parent in parents:
+        inner = inner[parent]
+        inner = inner[0] if isinstance(inner, list) else inner
+    inner[name] = value
+    return result
+
+
+def without(body: Body, path: str) -> Body:
+    """A copy in which the field at this dotted path is absent."""
+    result = changed(body, path, None)
+    *parents, name = path.split(".")
+    inner: Any = result
+    for parent in parents:
+        inner = inner[parent]
+        inner = inner[0] if isinstance(inner, list) else inner
+    del inner[name]
+    return result
+
+
+def valid(
+    sender: Sender, op: int, name: str, body: Body, *, raw: bytes | None = None, **more: Any
+) -> Line:
+    """A message. body: what is read; raw: the body's bytes, if they are not simply `body`'s."""
+    line = _line(sender, op, name, pack(body) if raw is None else raw)
+    line["message"] = _readable(body)
+    if raw is None and _has_one_form(body):
+        line["canonical"] = True
+    return line | more
+
+
+def malformed(
+    sender: Sender, op: int, name: str, body: Body | bytes, code: str = "", **more: Any
+) -> Line:
+    """What is refused. code: the error's; by default that of a message that is none."""
+    data = body if isinstance(body, bytes) else pack(body)
+    return _line(sender, op, name, data) | {"error": code or "protocol_error"} | more
+
+
+def malformed_frames(sender: Sender, name: str, frames: list[bytes], code: str = "") -> Line:
+    """As `malformed`, of frames that need not be two."""
+    return {
+        "name": f"{sender}-{name}",
+        "sender": sender,
+        "frames": [frame.hex() for frame in frames],
+        "error": code or "protocol_error",
+    }
+
+
+def ignored(op: int, name: str, body: Body | bytes, **more: Any) -> Line:
+    """What a client may send without being answered."""
+    data = body if isinstance(body, bytes) else pack(body)
+    return _line("client", op, name, data) | {"ignored": True} | more
+
+
+def _line(sender: Sender, op: int, name: str, data: bytes) -> Line:
+    frames = [bytes([op]).hex(), data.hex()]
+    return {"name": f"{sender}-{NAMES[op]}-{name}", "sender": sender, "frames": frames}
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, dict):
+        return {key: _readable(inner) for key, inner in value.items()}
+    return [_readable(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _has_one_form(value: Any) -> bool:
+    """Whether every encoder writes it alike: no nil that could be absent, no float like 1.0."""
+    if isinstance(value, dict):
+        return all(map(_has_one_form, value.values()))
+    if isinstance(value, list):
+        return all(map(_has_one_form, value))
+    return not (value is None or (isinstance(value, float) and math.floor(value) == value))
