@@ -3,7 +3,8 @@
 Whatever arrives is data: each message is handled inside one `try`, and bytes that are no message
 are counted and answered with an ERROR. Requests belong to the session that submitted them, so no
 client can touch another's. Sessions end by BYE, by the peer's disappearance (ROUTER_MANDATORY makes
-that an answer to a send) or by silence; their requests are then aborted.
+that an answer to a send), by silence, or by not reading; their requests are then aborted. Answers
+and log lines quote little of what a client sent, and there are not more lines for more messages.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable
-from typing import Final, get_args
+from typing import Final
 
 import msgspec
 
 from nanocore.engine_core.admission import Admission
+from nanocore.engine_core.control_desk import ControlDesk
 from nanocore.engine_core.mailbox import (
     AbortRequests,
     AddRequest,
-    ControlCall,
     ControlReply,
     Farewell,
     Inbox,
@@ -31,7 +34,7 @@ from nanocore.engine_core.mailbox import (
 from nanocore.engine_core.model_files import ModelFiles
 from nanocore.engine_core.outputs import ClientOutput
 from nanocore.engine_core.queue_limit import QueueLimit
-from nanocore.engine_core.session import Backlog, Session, output_frames
+from nanocore.engine_core.session import MAX_BACKLOG_BYTES, Backlog, Session, output_frames
 from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder
 from nanocore.protocol.errors import (
     ContextLengthError,
@@ -47,7 +50,6 @@ from nanocore.protocol.messages import (
     Bye,
     Capability,
     Control,
-    ControlOperation,
     Error,
     Hello,
     Limits,
@@ -56,7 +58,6 @@ from nanocore.protocol.messages import (
     Ping,
     Pong,
     Refused,
-    Reply,
     Submit,
     Welcome,
 )
@@ -68,7 +69,9 @@ PING_INTERVAL_S: Final = 1.0
 SESSION_TIMEOUT_S: Final = 30.0
 BACKLOG_TIMEOUT_S: Final = 30.0
 BACKLOG_RETRY_S: Final = 0.05
-_MAX_BATCH: Final = 256  # messages taken from the socket before outputs get their turn
+# What is taken from the socket before outputs get their turn.
+_MAX_BATCH: Final = 256
+_MAX_BATCH_S: Final = 0.002
 
 
 class IoThread(threading.Thread):
@@ -99,7 +102,7 @@ class IoThread(threading.Thread):
         self._socket = socket
         self._inbox, self._outbox = inbox, outbox
         self._model = model
-        self._files = files
+        self._desk = ControlDesk(inbox, files)
         self._capabilities: list[str] = [*capabilities]
         self._instance = instance
         self._admission = admission
@@ -120,6 +123,7 @@ class IoThread(threading.Thread):
         self._num_sessions = 0
         self._num_handles = 0
         self._num_protocol_errors = 0
+        self._closed: Counter[str] = Counter()  # sessions by reason, since they were last logged
 
     def run(self) -> None:
         """The thread's body. Its failure is the engine's: a deaf engine must not live on."""
@@ -138,11 +142,7 @@ class IoThread(threading.Thread):
             self._socket.wait(int(wait_s * 1e3) + 1)
             for event in self._outbox.drain():
                 farewell = self._deliver(event) or farewell
-            for _ in range(_MAX_BATCH):
-                received = self._socket.receive()
-                if received is None:
-                    break
-                self._receive(*received)
+            self._receive_batch()
             now_s = time.monotonic()
             for session in list(self._slow.values()):
                 self._flush(session, now_s)
@@ -151,8 +151,30 @@ class IoThread(threading.Thread):
                 self._check_sessions(now_s)
         self._say_bye(farewell)
 
+    def _receive_batch(self) -> None:
+        """Take what has arrived; of a flood only so much that outputs need not wait for long."""
+        end_s = time.monotonic() + _MAX_BATCH_S
+        for _ in range(_MAX_BATCH):
+            received = self._socket.receive()
+            if received is None:
+                return
+            self._receive(*received)
+            if time.monotonic() > end_s:
+                return
+
     def _receive(self, routing_id: bytes, frames: list[bytes]) -> None:
-        """Handle one message, whatever it is."""
+        """Handle one message, whatever it is. A bug of ours that it meets costs its session."""
+        try:
+            self._take(routing_id, frames)
+        except Exception as error:
+            # Without the error's text: it may quote the message.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            logger.error("a message could not be handled: %s\n%s", type(error).__name__, where)
+            self._socket.send(routing_id, encode(Bye(reason="internal error")))
+            if (session := self._sessions.get(routing_id)) is not None:
+                self._close_session(session, "internal error")
+
+    def _take(self, routing_id: bytes, frames: list[bytes]) -> None:
         session = self._sessions.get(routing_id)
         try:
             message = self._decoder.decode(frames)
@@ -201,40 +223,19 @@ class IoThread(threading.Thread):
             case Submit():
                 self._submit(session, message)
             case Abort(request_ids=request_ids):
-                handles = [session.requests[i] for i in request_ids if i in session.requests]
-                self._inbox.put(AbortRequests(handles))
+                open_ids = dict.fromkeys(i for i in request_ids if i in session.requests)
+                self._abort([session.requests[request_id] for request_id in open_ids])
             case Ping(nonce=nonce):
                 self._send(session, Pong(nonce=nonce, num_steps=self._num_steps()))
             case Pong():
                 pass  # last_seen_s is all it is for
             case Control():
-                self._control(session, message)
+                if (reply := self._desk.handle(session, message)) is not None:
+                    self._send(session, reply)
             case Bye():
                 self._close_session(session, "the client said BYE")
             case Hello():
                 raise ProtocolError("HELLO in an open session; the session goes on")
-
-    def _control(self, session: Session, control: Control) -> None:
-        call_id = control.call_id
-        match control.operation:
-            case "stats" | "reset_prefix_cache" | "pause" | "resume" as operation:
-                self._inbox.put(ControlCall(session.client, call_id, operation))
-            case "read_file":
-                self._send(session, self._read_file(control))
-            case _:
-                text = (
-                    f"operation {control.operation!r} is not one of "
-                    f"{', '.join(get_args(ControlOperation))}"
-                )
-                self._send(session, Reply(call_id=call_id, ok=False, message=text))
-
-    def _read_file(self, control: Control) -> Reply:
-        data = self._files.chunk(control.file, control.offset)
-        if data is not None:
-            return Reply(call_id=control.call_id, data=data)
-        names = ", ".join(file.name for file in self._files.entries) or "none"
-        text = f"file {control.file!r} is not served; this model has {names}"
-        return Reply(call_id=control.call_id, ok=False, message=text)
 
     def _submit(self, session: Session, submit: Submit) -> None:
         code: ErrorCode = "invalid_request"
@@ -242,9 +243,8 @@ class IoThread(threading.Thread):
             text = f"request_id {submit.request_id!r} is in use in this session: choose another"
             self._refuse(session.routing_id, "duplicate_request_id", text, submit.request_id)
             return
-        self._num_handles += 1
         try:
-            request = self._admission.build(submit, self._num_handles, session.client)
+            request = self._admission.build(submit, self._num_handles + 1, session.client)
         except EngineOverloadedError as error:
             self._send(
                 session,
@@ -261,11 +261,13 @@ class IoThread(threading.Thread):
                 code = "context_length_exceeded"
             self._refuse(session.routing_id, code, str(error), submit.request_id)
             return
+        self._num_handles = request.handle
         session.requests[submit.request_id] = request.handle
         self._request_ids[request.handle] = submit.request_id
+        # In this order: that the client is gone may come out when it is told.
+        self._inbox.put(AddRequest(request))
         accepted = Accepted(request_id=submit.request_id, handle=request.handle, seed=request.seed)
         self._send(session, accepted)
-        self._inbox.put(AddRequest(request))
 
     def _deliver(self, event: OutboxEvent) -> Farewell | None:
         """Send what the step loop produced."""
@@ -276,6 +278,7 @@ class IoThread(threading.Thread):
                     self._send_output(session, event)
             case ControlReply(client, reply):
                 if (session := self._clients.get(client)) is not None:
+                    session.num_calls -= 1
                     if reply.stats is not None:
                         stats = msgspec.structs.replace(
                             reply.stats,
@@ -300,10 +303,15 @@ class IoThread(threading.Thread):
             self._hold_back(session).add(output)
 
     def _send(self, session: Session, message: Message) -> None:
-        if session.backlog is not None:
-            session.backlog.messages.append(message)
-        elif self._try_send(session, encode(message)) is SendResult.FULL:
-            self._hold_back(session).messages.append(message)
+        frames = encode(message)
+        if session.backlog is None:
+            if self._try_send(session, frames) is not SendResult.FULL:
+                return
+            self._hold_back(session)
+        assert session.backlog is not None
+        session.backlog.add_answer(frames)
+        if session.backlog.num_bytes > MAX_BACKLOG_BYTES:
+            self._close_session(session, "the client does not read its answers")
 
     def _hold_back(self, session: Session) -> Backlog:
         """The client is slow from here on: what is for it waits, and is merged, in the backlog."""
@@ -322,8 +330,8 @@ class IoThread(threading.Thread):
         backlog = session.backlog
         if backlog is None:
             return
-        while (message := backlog.next()) is not None:
-            match self._try_send(session, encode(message)):
+        while (frames := backlog.next()) is not None:
+            match self._try_send(session, frames):
                 case SendResult.GONE:
                     return
                 case SendResult.FULL:
@@ -337,6 +345,7 @@ class IoThread(threading.Thread):
         del self._slow[session.client]
 
     def _check_sessions(self, now_s: float) -> None:
+        self._log_closed()
         for session in list(self._sessions.values()):
             if now_s - session.last_seen_s > SESSION_TIMEOUT_S:
                 self._close_session(session, f"no word from the client for {SESSION_TIMEOUT_S} s")
@@ -346,6 +355,7 @@ class IoThread(threading.Thread):
     def _refuse(
         self, routing_id: bytes, code: str, message: str, request_id: str | None = None
     ) -> None:
+        """Answer with an ERROR. For a peer without a session nothing is kept: it may miss it."""
         error = Error(code=code, message=message, request_id=request_id)
         session = self._sessions.get(routing_id)
         if session is not None:
@@ -353,17 +363,29 @@ class IoThread(threading.Thread):
         else:
             self._socket.send(routing_id, encode(error))
 
+    def _abort(self, handles: list[int]) -> None:
+        if handles:
+            self._inbox.put(AbortRequests(handles))
+
     def _close_session(self, session: Session, reason: str) -> None:
-        logger.info("session %s closed: %s", session.session_id, reason)
+        self._closed[reason] += 1
         self._sessions.pop(session.routing_id, None)
         self._clients.pop(session.client, None)
         self._slow.pop(session.client, None)
         for handle in session.requests.values():
             self._request_ids.pop(handle, None)
-        self._inbox.put(AbortRequests(list(session.requests.values())))
+        self._abort(list(session.requests.values()))
         session.requests = {}
 
+    def _log_closed(self) -> None:
+        """One line for all the sessions that were closed lately, however many."""
+        if self._closed:
+            reasons = ", ".join(f"{reason} ({n})" for reason, n in self._closed.items())
+            logger.info("%d sessions closed: %s", self._closed.total(), reasons)
+            self._closed.clear()
+
     def _say_bye(self, farewell: Farewell) -> None:
+        self._log_closed()
         for session in list(self._sessions.values()):
             if farewell.failure:
                 self._try_send(session, encode(Error(code="engine_dead", message=farewell.reason)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import time
@@ -58,6 +59,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         StartError: what kept the engine from serving.
     """
     started_s = time.monotonic()
+    _raise_descriptor_limit()
     with ExitStack() as stack:
         # All addresses first: one in use is told before the model takes time and memory.
         socket = stack.enter_context(_engine_socket(config))
@@ -162,6 +164,15 @@ def serve(
         trace.close()
     logger.info("stopped: %s", farewell.reason)
     return 130 if interrupted and not farewell.failure else exit_code
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow as many connections as the system does: one descriptor too few ends the process.
+
+    libzmq 4.3.5 aborts when it cannot accept a connection at an ipc endpoint for want of one.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _run(core: EngineCore) -> tuple[Farewell, int]:

@@ -1,7 +1,8 @@
 """A client's session: its requests, and what could not be sent to it yet.
 
 Belongs to the io thread. A client that reads slowly costs memory for its tokens, not for messages:
-whatever its socket does not take is merged, request by request, until it does.
+whatever its socket does not take is merged, request by request, until it does. Answers cannot be
+merged, so their bytes are counted: a client that asks and does not read is cut off.
 """
 
 from __future__ import annotations
@@ -10,54 +11,75 @@ import itertools
 import secrets
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
 from nanocore.engine_core.outputs import ClientOutput
 from nanocore.engine_core.request import TOKEN_DTYPE
 from nanocore.protocol.codec import encode
-from nanocore.protocol.messages import Event, Message, Output
+from nanocore.protocol.messages import Event, Output
 
+MAX_BACKLOG_BYTES: Final = 8 * 2**20
+_MESSAGE_OVERHEAD_BYTES: Final = 250  # of the objects that hold a message
 HANDLE_DTYPE = np.dtype("<u4")
 
 
 @dataclass(slots=True)
 class Backlog:
-    """Messages that wait for a slow client: single ones in order, tokens merged by request."""
+    """What waits for a slow client: encoded answers in order, and tokens merged by request.
 
-    since_s: float  # when the client last took something
-    messages: deque[Message] = field(default_factory=deque)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    events: list[Event] = field(default_factory=list)
+    since_s: when the client last took something. num_bytes: of the answers.
+    """
+
+    since_s: float
+    num_bytes: int = 0
+    _answers: deque[list[bytes]] = field(default_factory=deque)
+    _tokens: dict[int, list[int]] = field(default_factory=dict)
+    _events: list[Event] = field(default_factory=list)
+    _merged: list[bytes] | None = None
+
+    def add_answer(self, frames: list[bytes]) -> None:
+        """Append a message that is not an OUTPUT."""
+        self._answers.append(frames)
+        self.num_bytes += _num_bytes(frames)
 
     def add(self, output: ClientOutput) -> None:
         """Merge a step's output."""
         for handle, token_id in zip(
             output.handles.tolist(), output.token_ids.tolist(), strict=True
         ):
-            self.tokens.setdefault(handle, []).append(token_id)
-        self.events += output.events
+            self._tokens.setdefault(handle, []).append(token_id)
+        self._events += output.events
 
-    def next(self) -> Message | None:
-        """What is to be sent next: single messages first, because ACCEPTED precedes OUTPUT."""
-        if self.messages:
-            return self.messages[0]
-        if not self.tokens and not self.events:
-            return None
-        columns = self.tokens.values()
-        return Output(
-            handles=np.fromiter(self.tokens, HANDLE_DTYPE).tobytes(),
-            tokens=np.fromiter(itertools.chain.from_iterable(columns), TOKEN_DTYPE).tobytes(),
-            counts=np.fromiter(map(len, columns), HANDLE_DTYPE).tobytes(),
-            events=self.events,
-        )
+    def next(self) -> list[bytes] | None:
+        """What is to be sent next: answers first, because ACCEPTED precedes OUTPUT.
+
+        Tokens are merged when it is their turn, once: sending them may be tried many times.
+        """
+        if self._answers:
+            return self._answers[0]
+        if self._merged is None and (self._tokens or self._events):
+            self._merged = self._merge()
+        return self._merged
 
     def drop_next(self) -> None:
         """Forget what `next` returned, because it is sent."""
-        if self.messages:
-            self.messages.popleft()
+        if self._answers:
+            self.num_bytes -= _num_bytes(self._answers.popleft())
         else:
-            self.tokens, self.events = {}, []
+            self._merged = None
+
+    def _merge(self) -> list[bytes]:
+        columns = self._tokens.values()
+        output = Output(
+            handles=np.fromiter(self._tokens, HANDLE_DTYPE).tobytes(),
+            tokens=np.fromiter(itertools.chain.from_iterable(columns), TOKEN_DTYPE).tobytes(),
+            counts=np.fromiter(map(len, columns), HANDLE_DTYPE).tobytes(),
+            events=self._events,
+        )
+        self._tokens, self._events = {}, []
+        return encode(output)
 
 
 @dataclass(slots=True)
@@ -65,6 +87,7 @@ class Session:
     """One client, from HELLO to BYE, its disappearance, or the engine's end.
 
     client: number in the engine, never reused. requests: handle by request id, of those not ended.
+    num_calls: CONTROLs that the step loop has yet to answer.
     """
 
     routing_id: bytes
@@ -72,7 +95,12 @@ class Session:
     last_seen_s: float
     session_id: str = field(default_factory=lambda: secrets.token_hex(8))
     requests: dict[str, int] = field(default_factory=dict)
+    num_calls: int = 0
     backlog: Backlog | None = None
+
+
+def _num_bytes(frames: list[bytes]) -> int:
+    return sum(map(len, frames)) + _MESSAGE_OVERHEAD_BYTES
 
 
 def output_frames(output: ClientOutput) -> list[bytes]:

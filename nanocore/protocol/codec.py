@@ -10,11 +10,18 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
-from nanocore.protocol.errors import InvalidRequestError, ProtocolError
+from nanocore.protocol.errors import InvalidRequestError, ProtocolError, shorten
 from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Message, Op, Output
+
+MAX_BODY_BYTES: Final = 2**20
+"""Of what a client sends, a SUBMIT's prompt apart."""
+MAX_SUBMIT_BYTES: Final = 16 * 2**10
+"""Of a SUBMIT, its prompt apart: twice what its fields can need. See `_check_size`."""
+_MAX_RETURNED_ID_CHARS: Final = 1024  # of a bad request id, which is told all the same
 
 _ENCODER = msgspec.msgpack.Encoder()
 _OP_FRAMES = {op: bytes([op]) for op in Op}
@@ -26,7 +33,14 @@ class _SubmitId(msgspec.Struct):
     request_id: str
 
 
+class _SubmitPrompt(msgspec.Struct):
+    """The one field of a SUBMIT that may be long."""
+
+    prompt_token_ids: bytes = b""
+
+
 _SUBMIT_ID_DECODER = msgspec.msgpack.Decoder(_SubmitId)
+_SUBMIT_PROMPT_DECODER = msgspec.msgpack.Decoder(_SubmitPrompt)
 
 
 class InvalidSubmitError(InvalidRequestError):
@@ -45,7 +59,8 @@ def encode(message: Message) -> list[bytes]:
 class MessageDecoder:
     """Decodes the messages that one side may receive; every other op is unknown to it."""
 
-    def __init__(self, accepted: Iterable[type[Message]]) -> None:
+    def __init__(self, accepted: Iterable[type[Message]], bounded: bool = False) -> None:
+        self._bounded = bounded
         self._decoders = {int(m.op): msgspec.msgpack.Decoder(m) for m in accepted}
 
     def decode(self, frames: Sequence[bytes]) -> Message:
@@ -65,13 +80,17 @@ class MessageDecoder:
         if decoder is None:
             raise ProtocolError(f"op 0x{op:02x} is not one this side receives", "unknown_op")
         try:
+            if self._bounded and len(frames[1]) > MAX_SUBMIT_BYTES:
+                _check_size(op, frames[1])
             return decoder.decode(frames[1])
         except msgspec.ValidationError as error:
+            text = shorten(f"{Op(op).name}: {error}")
             if op == Op.SUBMIT:
-                raise InvalidSubmitError(f"SUBMIT: {error}", _submit_id(frames[1])) from None
-            raise ProtocolError(f"{Op(op).name}: {error}") from None
+                raise InvalidSubmitError(text, _submit_id(frames[1])) from None
+            raise ProtocolError(text) from None
         except Exception as error:  # not only msgspec's own: see the module docstring
-            raise ProtocolError(f"{Op(op).name}: {type(error).__name__}: {error}") from None
+            text = f"{Op(op).name}: {type(error).__name__}: {error}"
+            raise ProtocolError(shorten(text)) from None
 
 
 def client_decoder() -> MessageDecoder:
@@ -81,14 +100,28 @@ def client_decoder() -> MessageDecoder:
 
 def engine_decoder() -> MessageDecoder:
     """For an engine: decodes what clients send."""
-    return MessageDecoder(FROM_CLIENT)
+    return MessageDecoder(FROM_CLIENT, bounded=True)
+
+
+def _check_size(op: int, body: bytes) -> None:
+    """Refuse a body that would take long to decode, because a field occurs again and again in it.
+
+    A prompt is decoded at the speed of a copy, `sampling` at a hundredth of that.
+    """
+    limit, num_bytes, what = MAX_BODY_BYTES, len(body), ""
+    if op == Op.SUBMIT:
+        num_bytes -= len(_SUBMIT_PROMPT_DECODER.decode(body).prompt_token_ids)
+        limit, what = MAX_SUBMIT_BYTES, " beside the prompt"
+    if num_bytes > limit:
+        raise msgspec.ValidationError(f"the body has {num_bytes} bytes{what}: at most {limit}")
 
 
 def _submit_id(body: bytes) -> str | None:
     try:
-        return _SUBMIT_ID_DECODER.decode(body).request_id
+        request_id = _SUBMIT_ID_DECODER.decode(body).request_id
     except Exception:  # the id itself is bad: the error then names no request
         return None
+    return request_id if len(request_id) <= _MAX_RETURNED_ID_CHARS else None
 
 
 def pack_int32(values: Iterable[int]) -> bytes:

@@ -21,6 +21,16 @@ ErrorCode = Literal[
 ]
 
 
+_MAX_QUOTED_CHARS = 400
+
+
+def shorten(text: str) -> str:
+    """The text, or its beginning if it is long: messages quote what peers and users sent."""
+    if len(text) <= _MAX_QUOTED_CHARS:
+        return text
+    return f"{text[:_MAX_QUOTED_CHARS]}... ({len(text)} characters)"
+
+
 class NanocoreError(Exception):
     """Base of every error nanocore raises on purpose."""
 

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
-from queue import SimpleQueue
 from typing import get_args
 
 import msgspec
-import numpy as np
 import pytest
 
 from nanocore.engine_core import io_thread as module
-from nanocore.engine_core.admission import Admission
-from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.io_thread import IoThread
-from nanocore.engine_core.mailbox import (
-    AbortRequests,
-    AddRequest,
-    ControlCall,
-    Farewell,
-    Inbox,
-    Outbox,
-)
+from nanocore.engine_core.mailbox import AbortRequests, ControlCall, Farewell
 from nanocore.engine_core.model_files import ModelFiles
-from nanocore.engine_core.outputs import ClientOutput
-from nanocore.engine_core.queue_limit import QueueLimit
-from nanocore.engine_core.scheduler import SchedulerCounters
-from nanocore.protocol.codec import client_decoder, encode
 from nanocore.protocol.messages import (
     MAX_FILE_CHUNK_BYTES,
     Accepted,
@@ -36,117 +19,13 @@ from nanocore.protocol.messages import (
     ControlOperation,
     Error,
     Event,
-    Hello,
-    Message,
-    ModelCard,
-    Output,
     Ping,
     Reply,
     Submit,
-    Welcome,
 )
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
-
-TOKENIZER = bytes(range(256)) * 300  # more than a chunk
-CARD = ModelCard(
-    model="fake",
-    architecture="Fake",
-    dtype="float32",
-    vocab_size=50,
-    max_model_len=64,
-    eos_token_ids=[],
-    block_size=4,
-    num_blocks=16,
-)
-
-
-class FakeSocket:
-    """An EngineSocket whose sends are answered as `state` says; what was sent is in `sent`."""
-
-    def __init__(self) -> None:
-        self.incoming: deque[tuple[bytes, list[bytes]]] = deque()
-        self.sent: list[tuple[bytes, Message]] = []
-        self.state: dict[bytes, SendResult] = {}
-
-    def watch(self, fd: int) -> None: ...
-
-    def wait(self, timeout_ms: int) -> set[int]:
-        return set()
-
-    def receive(self) -> tuple[bytes, list[bytes]] | None:
-        return self.incoming.popleft() if self.incoming else None
-
-    def send(self, routing_id: bytes, frames: list[bytes]) -> SendResult:
-        result = self.state.get(routing_id, SendResult.SENT)
-        if result is SendResult.SENT:
-            self.sent.append((routing_id, client_decoder().decode(frames)))
-        return result
-
-    def close(self) -> None: ...
-
-
-class Io:
-    """An io thread driven by hand, one client "a" already in session."""
-
-    def __init__(self, folder: Path) -> None:
-        self.socket = FakeSocket()
-        self.inbox: Inbox = SimpleQueue()
-        self.outbox = Outbox()
-        queue_limit = QueueLimit(8, 10_000, SchedulerCounters())
-        self.thread = IoThread(
-            self.socket,  # type: ignore[arg-type]
-            self.inbox,
-            self.outbox,
-            model=CARD,
-            files=ModelFiles(folder),
-            capabilities=["prefix_caching"],
-            max_num_seqs=4,
-            instance="0" * 32,
-            queue_limit=queue_limit,
-            admission=Admission(CARD, EngineConfig(), queue_limit),
-            num_steps=lambda: 0,
-        )
-        self.receive(Hello(protocol=(1, 0)))
-        assert isinstance(self.take_sent()[0], Welcome)
-        self.session = self.thread._sessions[b"a"]
-
-    def receive(self, message: Message) -> None:
-        self.thread._receive(b"a", encode(message))
-
-    def submit(self, request_id: str) -> int:
-        """Submit a request; returns its handle."""
-        self.receive(Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0"))
-        event = self.inbox.get_nowait()
-        assert isinstance(event, AddRequest)
-        return event.request.handle
-
-    def step(self, *tokens: tuple[int, int], finish: tuple[int, ...] = ()) -> None:
-        """Deliver a step's output of (handle, token) pairs."""
-        handles, ids = zip(*tokens, strict=True) if tokens else ((), ())
-        events = [Event(handle=handle, finish_reason="length") for handle in finish]
-        self.thread._deliver(
-            ClientOutput(1, np.array(handles, np.uint32), np.array(ids, np.int32), events)
-        )
-
-    def take_sent(self) -> list[Message]:
-        messages = [message for _, message in self.socket.sent]
-        self.socket.sent.clear()
-        return messages
-
-
-@pytest.fixture
-def io(tmp_path: Path) -> Io:
-    (tmp_path / "tokenizer.json").write_bytes(TOKENIZER)
-    (tmp_path / "config.json").write_text("{}")
-    return Io(tmp_path)
-
-
-def columns(output: Message) -> tuple[list[int], list[int], list[int] | None]:
-    assert isinstance(output, Output)
-    counts = None if output.counts is None else np.frombuffer(output.counts, "<u4").tolist()
-    handles = np.frombuffer(output.handles, "<u4").tolist()
-    return handles, np.frombuffer(output.tokens, "<i4").tolist(), counts
+from tests.engine_core.scripted_io import TOKENIZER, Io, columns
 
 
 def test_a_step_is_one_message_of_columns(io: Io) -> None:
@@ -260,7 +139,7 @@ def test_the_seed_in_use_is_told_and_drawn_from_the_engines(io: Io, tmp_path: Pa
     assert isinstance(drawn, Accepted)
     assert isinstance(given, Accepted)
     assert given.seed == 5
-    other = Io(tmp_path)
+    other = Io(ModelFiles(tmp_path))
     other.submit("x")
     assert other.take_sent()[0] == drawn
 

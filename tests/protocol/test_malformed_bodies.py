@@ -239,3 +239,44 @@ def test_mutated_messages_are_messages_or_refused(message: Message, data: st.Dat
 def test_any_submit_survives_the_wire(request_id: str, column: bytes, priority: int) -> None:
     submit = Submit(request_id=request_id, prompt_token_ids=column, priority=priority)
     assert engine_decoder().decode(encode(submit)) == submit
+
+
+def _submit_with(name: bytes, value: bytes, num_times: int, prompt: bytes = b"") -> bytes:
+    """A SUBMIT whose field `name` occurs again and again."""
+    head = b"\xdf" + (num_times + 2).to_bytes(4, "big") + b"\xaarequest_id\xa1r"
+    column = b"\xb0prompt_token_ids\xc6" + len(prompt).to_bytes(4, "big") + prompt
+    return head + column + (bytes([0xA0 | len(name)]) + name + value) * num_times
+
+
+def test_a_submit_that_repeats_a_field_endlessly_is_refused_before_it_is_decoded() -> None:
+    body = _submit_with(b"sampling", b"\x80", 2000)
+    with pytest.raises(InvalidSubmitError, match="20040 bytes beside the prompt") as caught:
+        engine_decoder().decode([b"\x10", body])
+    assert caught.value.request_id == "r"
+
+
+def test_a_submit_may_be_as_long_as_its_prompt() -> None:
+    message = engine_decoder().decode([b"\x10", _submit_with(b"priority", b"\0", 2, b"\1" * 2**22)])
+    assert isinstance(message, Submit)
+    assert len(message.prompt_token_ids) == 2**22
+
+
+def test_a_long_body_that_is_no_prompt_is_refused() -> None:
+    body = msgspec.msgpack.encode({"request_ids": ["x" * 30] * 40_000})
+    with pytest.raises(ProtocolError, match=r"ABORT: the body has 12400.. bytes: at most 1048576"):
+        engine_decoder().decode([b"\x14", body])
+
+
+@pytest.mark.parametrize("num_chars", [1024, 1025])
+def test_a_bad_request_id_is_returned_unless_it_is_very_long(num_chars: int) -> None:
+    body = msgspec.msgpack.encode({"request_id": "x" * num_chars})
+    with pytest.raises(InvalidSubmitError) as caught:
+        engine_decoder().decode([b"\x10", body])
+    assert caught.value.request_id == ("x" * num_chars if num_chars == 1024 else None)
+
+
+def test_an_error_quotes_little_of_a_long_field_name() -> None:
+    body = msgspec.msgpack.encode({"x" * 10_000: 1})
+    with pytest.raises(ProtocolError, match=r"CONTROL: .*xxx\.\.\. \(\d+ characters\)") as caught:
+        engine_decoder().decode([b"\x30", body])
+    assert len(str(caught.value)) < 500

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.sockets import MAX_FRAME_BYTES, ClientSocket, EngineSocket, SendResult
+from nanocore.protocol.sockets import (
+    MAX_FRAME_BYTES,
+    ClientSocket,
+    EngineSocket,
+    PeerSocket,
+    SendResult,
+)
 
 PATIENCE_MS = 10_000
 
@@ -268,3 +274,16 @@ def test_closing_a_client_twice_is_fine(endpoint: str) -> None:
             client.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_frames", [7, 8, 9, 5000])
+def test_of_a_message_with_too_many_frames_the_rest_is_skipped(
+    engine: EngineSocket, endpoint: str, num_frames: int
+) -> None:
+    peer = PeerSocket(endpoint)
+    peer.send([b"x"] * num_frames)
+    peer.send([b"op", b"body"])
+    _, frames = _receive(engine)
+    assert frames == [b"x"] * 7
+    assert _receive(engine)[1] == [b"op", b"body"]
+    peer.close()

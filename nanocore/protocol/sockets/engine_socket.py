@@ -5,13 +5,23 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Sequence
+from typing import Final
 
 import zmq
 
 from nanocore.protocol.errors import AddressInUseError, ConfigError
 from nanocore.protocol.sockets.client_authenticator import ClientAuthenticator
 from nanocore.protocol.sockets.curve import EngineKeys
-from nanocore.protocol.sockets.options import receive_frames, send_frames, socket_options
+from nanocore.protocol.sockets.options import (
+    MAX_FRAMES,
+    receive_frames,
+    send_frames,
+    socket_options,
+)
+
+_PEER_HIGH_WATER_MARK: Final = 128
+"""Messages that libzmq keeps for a peer that does not read: of the largest, 64 KiB each, 8 MiB."""
+_MAX_SKIPPED_FRAMES: Final = 1000  # by one call; about a millisecond
 
 
 class SendResult(enum.Enum):
@@ -36,6 +46,7 @@ class _BoundSocket:
         self._socket.setsockopt(zmq.BACKLOG, 128)
         if kind == zmq.ROUTER:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._socket.setsockopt(zmq.SNDHWM, _PEER_HIGH_WATER_MARK)
         if keys is not None:
             self._authenticator = ClientAuthenticator(self._context, keys.clients)
         old_umask = os.umask(0o077)  # the socket file's mode follows it
@@ -88,11 +99,30 @@ class EngineSocket(_BoundSocket):
 
     def __init__(self, endpoint: str, keys: EngineKeys | None = None) -> None:
         super().__init__(zmq.ROUTER, endpoint, keys)
+        self._cut = False  # the rest of a message with too many frames is still to be skipped
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        """(routing id, frames) of the next message, or None when there is none now."""
+        """(routing id, frames) of the next message, or None when there is none now.
+
+        Of a message with very many frames only the first are returned. Skipping the others can
+        take several calls, which return None, so that no message holds its receiver up for long.
+        """
+        if self._cut and not self._skip():
+            return None
         message = receive_frames(self._socket)
-        return None if message is None else (message[0], message[1:])
+        if message is None:
+            return None
+        if len(message) == MAX_FRAMES:
+            self._cut = bool(self._socket.getsockopt(zmq.RCVMORE))
+        return message[0], message[1:]
+
+    def _skip(self) -> bool:
+        """Throw away frames up to the end of the message; False if that is not reached yet."""
+        for _ in range(_MAX_SKIPPED_FRAMES):
+            if not self._socket.recv(zmq.NOBLOCK, copy=False).more:
+                self._cut = False
+                return True
+        return False
 
     def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult:
         """Queue a message for one client; never blocks."""

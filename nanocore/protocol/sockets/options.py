@@ -15,6 +15,8 @@ from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys
 
 MAX_FRAME_BYTES: Final = 16 * 2**20
+MAX_FRAMES: Final = 8
+"""Frames of one message that are kept, routing id included; no message of ours has as many."""
 _HIGH_WATER_MARK: Final = 1000
 _OPTIONS: Final[dict[int, int | bytes]] = {
     zmq.SNDHWM: _HIGH_WATER_MARK,
@@ -65,13 +67,16 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 def receive_frames(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """The frames of the next message, or None when there is none now."""
+    """The frames of the next message, or None when there is none now.
+
+    A message of more than MAX_FRAMES is cut there; its rest is the next message.
+    """
     try:
         frame = socket.recv(_LAST_FRAME, copy=False)
     except zmq.Again:
         return None
     frames = [frame.bytes]
-    while frame.more:  # a message arrives whole
+    while frame.more and len(frames) < MAX_FRAMES:  # a message arrives whole
         frame = socket.recv(_LAST_FRAME, copy=False)
         frames.append(frame.bytes)
     return frames

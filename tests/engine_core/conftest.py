@@ -1,0 +1,17 @@
+"""What tests of the engine core share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanocore.engine_core.model_files import ModelFiles
+from tests.engine_core.scripted_io import TOKENIZER, Io
+
+
+@pytest.fixture
+def io(tmp_path: Path) -> Io:
+    (tmp_path / "tokenizer.json").write_bytes(TOKENIZER)
+    (tmp_path / "config.json").write_text("{}")
+    return Io(ModelFiles(tmp_path))

@@ -1,0 +1,189 @@
+"""Clients that flood, do not read, or quote themselves at length: what each of them may cost."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import pytest
+
+from nanocore.engine_core import io_thread as module
+from nanocore.engine_core.control_desk import MAX_CALLS
+from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply
+from nanocore.engine_core.session import MAX_BACKLOG_BYTES
+from nanocore.protocol.codec import encode
+from nanocore.protocol.messages import (
+    MAX_FILE_CHUNK_BYTES,
+    Abort,
+    Bye,
+    Control,
+    Error,
+    Hello,
+    Reply,
+    Submit,
+)
+from nanocore.protocol.sockets import SendResult
+from tests.engine_core.scripted_io import Io, columns
+
+
+def test_a_client_that_asks_and_never_reads_is_cut_off_before_its_answers_fill_the_memory(
+    io: Io, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    handle = io.submit("x")
+    io.socket.state[b"a"] = SendResult.FULL
+    chunk = Control(call_id=1, operation="read_file", file="tokenizer.json")
+    num_bytes = 0
+    while b"a" in io.thread._sessions:
+        assert num_bytes <= MAX_BACKLOG_BYTES
+        assert io.session.backlog is None or io.session.backlog.num_bytes >= num_bytes
+        io.receive(chunk)
+        num_bytes += MAX_FILE_CHUNK_BYTES
+    assert num_bytes > MAX_BACKLOG_BYTES - 2 * MAX_FILE_CHUNK_BYTES
+    assert io.inbox.get_nowait() == AbortRequests([handle])
+    assert io.thread._slow == {}
+    io.thread._check_sessions(now_s=0.0)
+    assert "1 sessions closed: the client does not read its answers (1)" in caplog.text
+
+
+def test_tokens_for_a_client_that_does_not_read_are_merged_beyond_the_limit_of_answers(
+    io: Io,
+) -> None:
+    handle = io.submit("x")
+    io.take_sent()
+    io.socket.state[b"a"] = SendResult.FULL
+    num_tokens = 3 * MAX_BACKLOG_BYTES // 250
+    for token in range(num_tokens):
+        io.step((handle, token % 50))
+    assert b"a" in io.thread._sessions
+    io.socket.state.clear()
+    io.thread._flush(io.session, now_s=0.0)
+    outputs = [columns(message) for message in io.take_sent()]
+    assert sum(len(tokens) for _, tokens, _ in outputs) == num_tokens
+    assert [token for _, tokens, _ in outputs for token in tokens][:60] == [*range(50), *range(10)]
+
+
+def test_merged_tokens_that_are_not_taken_are_not_merged_again(
+    io: Io, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = io.submit("x")
+    io.take_sent()
+    io.socket.state[b"a"] = SendResult.FULL
+    io.step((handle, 1))
+    for now_s in range(3):
+        io.thread._flush(io.session, now_s)
+    io.step((handle, 2), finish=(handle,))
+    io.thread._flush(io.session, now_s=3)
+    io.socket.state.clear()
+    io.thread._flush(io.session, now_s=4)
+    first, second = io.take_sent()
+    assert columns(first) == ([handle], [1], [1])
+    assert columns(second) == ([handle], [2], [1])
+
+
+def test_a_request_of_a_client_found_gone_at_its_accepted_is_aborted(io: Io) -> None:
+    io.socket.state[b"a"] = SendResult.GONE
+    io.receive(Submit(request_id="x", prompt_token_ids=b"\1\0\0\0"))
+    added = io.inbox.get_nowait()
+    assert isinstance(added, AddRequest)
+    assert io.inbox.get_nowait() == AbortRequests([added.request.handle])
+
+
+def test_aborts_of_nothing_do_not_wake_the_step_loop(io: Io) -> None:
+    io.receive(Abort(request_ids=["nobody", "never"]))
+    io.receive(Bye())
+    assert io.inbox.empty()
+
+
+def test_a_request_named_many_times_in_an_abort_is_aborted_once(io: Io) -> None:
+    handle = io.submit("x")
+    io.receive(Abort(request_ids=["x"] * 1000))
+    assert io.inbox.get_nowait() == AbortRequests([handle])
+
+
+def test_calls_beyond_the_limit_are_refused_until_one_is_answered(io: Io) -> None:
+    for call_id in range(MAX_CALLS):
+        io.receive(Control(call_id=call_id, operation="stats"))
+    assert io.take_sent() == []
+    io.receive(Control(call_id=99, operation="stats"))
+    (reply,) = io.take_sent()
+    assert isinstance(reply, Reply)
+    assert (reply.call_id, reply.ok) == (99, False)
+    assert io.inbox.qsize() == MAX_CALLS
+    io.thread._deliver(ControlReply(1, Reply(call_id=0)))
+    io.receive(Control(call_id=100, operation="stats"))
+    assert io.inbox.qsize() == MAX_CALLS + 1
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\x10", msgspec.msgpack.encode({"request_id": "x" * 2**20})],
+        [b"\x10", msgspec.msgpack.encode({"x" * 2**20: 1})],
+        [b"\x14", msgspec.msgpack.encode({"x" * 2**20: 1})],
+        [b"\x30", msgspec.msgpack.encode({"call_id": 1, "operation": "\0" * (2**20 - 50)})],
+        [b"\x30", msgspec.msgpack.encode(
+            {"call_id": 1, "operation": "read_file", "file": "\0" * (2**20 - 50)})],
+        [b"x" * 2**20, b""],
+    ],
+)  # fmt: skip
+def test_an_answer_quotes_little_of_what_it_answers(io: Io, frames: list[bytes]) -> None:
+    io.thread._receive(b"a", frames)
+    (answer,) = io.take_sent()
+    assert isinstance(answer, (Error, Reply))
+    assert len(encode(answer)[1]) < 4096
+
+
+def test_a_bug_that_a_message_meets_costs_its_session_and_not_the_engine(
+    io: Io, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = io.submit("x")
+    io.take_sent()
+
+    def broken(_: object, submit: Submit) -> None:
+        raise MemoryError(submit.request_id)
+
+    monkeypatch.setattr(io.thread, "_submit", broken)
+    io.receive(Submit(request_id="secret words", prompt_token_ids=b"\1\0\0\0"))
+    assert io.take_sent() == [Bye(reason="internal error")]
+    assert io.inbox.get_nowait() == AbortRequests([handle])
+    assert io.thread._sessions == {}
+    assert "MemoryError" in caplog.text
+    assert "in _take" in caplog.text
+    assert "secret words" not in caplog.text
+
+
+def test_closed_sessions_are_logged_together_once_a_second(
+    io: Io, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    io.receive(Bye())
+    for _ in range(100):
+        io.receive(Hello(protocol=(1, 0), client="my secret name"))
+        io.receive(Bye())
+    assert caplog.records == []
+    io.thread._check_sessions(now_s=0.0)
+    assert caplog.messages == ["101 sessions closed: the client said BYE (101)"]
+    io.thread._check_sessions(now_s=1.0)
+    assert len(caplog.records) == 1
+
+
+def test_a_flood_leaves_outputs_their_turn(io: Io, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    def slow_clock() -> float:
+        nonlocal now_s
+        now_s += 0.0005  # each message takes at least that
+        return now_s
+
+    monkeypatch.setattr(module.time, "monotonic", slow_clock)
+    io.socket.incoming.extend([(b"a", [b"?", b""])] * 1000)
+    io.thread._receive_batch()
+    assert 1000 - len(io.socket.incoming) < 10
+
+
+def test_refused_requests_use_up_no_handles(io: Io) -> None:
+    first = io.submit("x")
+    for _ in range(10):
+        io.receive(Submit(request_id="y", prompt_token_ids=b""))
+    assert io.submit("y") == first + 1
