@@ -64,7 +64,7 @@ class EndpointLock:
 
     def __init__(self, endpoint: str, flag: str = "--listen") -> None:
         self.path = socket_path(endpoint)
-        _make_private(self.path.parent)
+        make_private(self.path.parent, "the endpoint's directory")
         lock_path = lock_file(endpoint)
         self._fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -89,13 +89,18 @@ class EndpointLock:
         self._fd = -1
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path, what: str) -> None:
+    """Make a directory of mode 0700, or see that it is the user's alone. what: it, in errors.
+
+    Raises:
+        ConfigError: it cannot be made, is a symlink, another user's, or open to others.
+    """
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         info, parent = directory.lstat(), directory.parent.stat()
     except OSError as error:
-        raise ConfigError(f"the endpoint's directory {directory}: {error.strerror}") from None
+        raise ConfigError(f"{what} {directory}: {error.strerror}") from None
     problem = None
     # Whoever can write to the parent could put a directory of his own in our place.
     if parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX:
@@ -109,4 +114,4 @@ def _make_private(directory: Path) -> None:
     elif info.st_mode & 0o077:
         problem = f"has mode {stat.S_IMODE(info.st_mode):04o}, open to other users; use 0700"
     if problem:
-        raise ConfigError(f"the endpoint's directory {directory} {problem}")
+        raise ConfigError(f"{what} {directory} {problem}")
