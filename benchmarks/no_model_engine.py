@@ -90,7 +90,7 @@ def main() -> int:
     arguments, flags = parser.parse_known_args()
     parent = ParentLink(arguments.parent_fd)
     config = parse_config(flags)
-    tokenizer = Tokenizer(demo_folder())
+    tokenizer = Tokenizer.from_folder(demo_folder())
     files = ModelFiles(demo_folder())
     card = ModelCard(
         model=str(demo_folder()),

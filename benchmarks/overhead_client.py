@@ -66,7 +66,7 @@ def client_us_per_token(
     tokenizer_folder: Path | None = None,
 ) -> list[float]:
     """The client's cost of a token: one OUTPUT for all streams, then every stream is read."""
-    tokenizer = Tokenizer(tokenizer_folder or demo_folder())
+    tokenizer = Tokenizer.from_folder(tokenizer_folder or demo_folder())
     text_ids = tokenizer.encode(TEXT, add_special_tokens=False)
     params = SamplingParams(stop=stop)
     figures = []

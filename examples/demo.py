@@ -69,7 +69,8 @@ async def ask_all_at_once(client: AsyncEngineClient) -> None:
 
 
 async def _ask(client: AsyncEngineClient, question: str) -> RequestOutput:
-    prompt = client.tokenizer.encode_chat([{"role": "user", "content": question}])
+    tokenizer = await client.get_tokenizer()
+    prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
     return await client.complete(prompt, GREEDY)
 
 

@@ -19,6 +19,12 @@ import torch
 from tests.tiny_models import make_tiny_qwen3
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What clients keep of the files they fetch goes to a folder of the tests, not the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 with tied embeddings, fp32, in one file."""

@@ -14,10 +14,13 @@ from types import TracebackType
 from typing import Self, TypedDict
 
 from nanocore.client.connection import EngineConnection, EngineHealth
+from nanocore.client.file_cache import FileCache
 from nanocore.client.launcher import EngineArgument, EngineProcess
+from nanocore.client.model_files import ModelFiles
 from nanocore.client.outputs import RequestOutput
 from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
+from nanocore.client.tokenizer_loader import TokenizerLoader
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.errors import EngineDeadError, InvalidRequestError, NanocoreError
@@ -52,12 +55,13 @@ class AsyncEngineClient:
         self._endpoint = endpoint
         self._keys = keys
         self._engine_args = engine_args
-        self._tokenizer_folder = tokenizer
+        self._tokenizer_folder = None if tokenizer is None else Path(tokenizer)
         self._timeout_s = timeout_s
-        self._tokenizer: Tokenizer | None = None
         self._process: EngineProcess | None = None
         self._process_watch: asyncio.Task[None] | None = None
         self._connection: EngineConnection | None = None
+        self._files: ModelFiles | None = None
+        self._tokenizer: TokenizerLoader | None = None
 
     @classmethod
     def launch(
@@ -72,7 +76,7 @@ class AsyncEngineClient:
 
         Args:
             model: model folder; None is the bundled demo model.
-            tokenizer: folder with the tokenizer's files, if not the model's.
+            tokenizer: folder with the tokenizer's files; None reads them from the engine.
             start_timeout_s: how long the engine may take to load.
             engine_args: flags of `nanocore-engine`, e.g. max_num_seqs=8.
 
@@ -93,10 +97,12 @@ class AsyncEngineClient:
     ) -> Self:
         """A client of a running engine, by default the user's default one.
 
+        Nothing of the model needs to be on this machine: see `get_tokenizer`.
+
         Args:
             endpoint: ipc:///path/engine.sock or tcp://host:port.
             curve_dir: folder with this client's keys and the engine's, for tcp alone.
-            tokenizer: folder with the tokenizer's files, if not the model's.
+            tokenizer: folder with the tokenizer's files; None reads them from the engine.
             timeout_s: how long the engine may take to answer.
 
         Raises (at once):
@@ -126,6 +132,10 @@ class AsyncEngineClient:
         except BaseException:
             await self.close()
             raise
+        self._files = ModelFiles(self._connection, FileCache())
+        self._tokenizer = TokenizerLoader(
+            self._tokenizer_folder, self._files, self.model_card.model
+        )
         if self._process is not None:
             self._process_watch = asyncio.create_task(self._watch_process(self._process))
         return self
@@ -147,6 +157,8 @@ class AsyncEngineClient:
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
+        if self._tokenizer is not None:
+            await self._tokenizer.close()
         if self._process is not None:
             process, self._process = self._process, None
             await process.stop()
@@ -194,7 +206,7 @@ class AsyncEngineClient:
         cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Stream the assistant's answer to a conversation, by the model's chat template."""
-        prompt = self.tokenizer.encode_chat(messages)
+        prompt = (await self.get_tokenizer()).encode_chat(messages)
         outputs = self.generate(prompt, sampling_params, request_id, priority, cache_salt)
         async for output in outputs:
             yield output
@@ -236,13 +248,27 @@ class AsyncEngineClient:
         """Requests that the engine runs at once; more of them wait."""
         return self._open_connection().welcome.limits.max_num_seqs
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, read on first use."""
-        if self._tokenizer is None:
-            folder = self._tokenizer_folder or self.model_card.model
-            self._tokenizer = Tokenizer(Path(folder))
-        return self._tokenizer
+    async def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: of the folder that was named, or else as the engine serves it.
+
+        Raises:
+            InvalidRequestError: there is none, or its files are damaged.
+            ProtocolError, EngineDeadError: the engine sends something else, or nothing.
+        """
+        self._open_connection()
+        assert self._tokenizer is not None
+        return await self._tokenizer.get()
+
+    async def read_file(self, name: str) -> bytes:
+        """A file of the model; `model_card.files` names those that the engine serves.
+
+        Raises:
+            InvalidRequestError: it serves no such file.
+            ProtocolError, EngineDeadError: the engine sends something else, or nothing.
+        """
+        self._open_connection()
+        assert self._files is not None
+        return await self._files.read(name)
 
     async def stats(self) -> Stats:
         """The engine's counters and gauges."""
@@ -286,7 +312,7 @@ class AsyncEngineClient:
     ) -> RequestStream:
         connection = self._open_connection()
         params = params or SamplingParams.from_engine(self.model_card.default_sampling)
-        text, token_ids = self._tokenize(prompt)
+        text, token_ids = await self._tokenize(prompt)
         submit = Submit(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=pack_int32(token_ids),
@@ -299,15 +325,15 @@ class AsyncEngineClient:
             text,
             token_ids,
             params,
-            self.tokenizer if params.detokenize else None,
+            await self.get_tokenizer() if params.detokenize else None,
             leave=connection.leave,
         )
         await connection.submit(stream, submit)
         return stream
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    async def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            return prompt, (await self.get_tokenizer()).encode(prompt)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         if isinstance(token_ids, list):
             return None, token_ids

@@ -152,10 +152,13 @@ class EngineConnection:
         self.abort([stream.request_id])
         self._streams.leave(stream)
 
-    async def control(self, operation: ControlOperation) -> Reply:
-        """Run a CONTROL operation and wait for its reply."""
+    async def control(
+        self, operation: ControlOperation, file: str | None = None, offset: int = 0
+    ) -> Reply:
+        """Run a CONTROL operation and wait for its reply. file, offset: of read_file."""
         return await self._call(
-            self._replies, lambda call_id: Control(call_id=call_id, operation=operation)
+            self._replies,
+            lambda call_id: Control(call_id=call_id, operation=operation, file=file, offset=offset),
         )
 
     async def ping(self, timeout_s: float) -> EngineHealth:

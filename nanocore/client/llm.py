@@ -84,7 +84,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._client.tokenizer
+        return self._run(self._client.get_tokenizer())
 
     def generate(
         self,

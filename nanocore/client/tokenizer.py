@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat messages to a prompt, from a model folder's own files.
+"""Text to token ids and back, and chat messages to a prompt, from a model's own files.
 
 Uses the `tokenizers` library and a sandboxed jinja2: no code of the model runs, and nothing of
 torch or transformers is imported.
@@ -7,10 +7,10 @@ torch or transformers is imported.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Self, TypedDict
 
 import jinja2
 import jinja2.sandbox
@@ -18,7 +18,14 @@ import tokenizers
 from tokenizers import decoders
 
 from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.messages import ModelFileName
 
+TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+"""What a Tokenizer is made of; only the first is needed."""
 MAX_TEMPLATE_CHARS = 1 << 16
 REPLACEMENT: Final = "\ufffd"
 """What bytes that are no UTF-8 decode to."""
@@ -52,31 +59,46 @@ class Tokenizer:
     """The tokenizer of one model.
 
     Args:
-        folder: holds tokenizer.json, and for chat also a template, in tokenizer_config.json or in
-            chat_template.jinja.
+        files: contents by name, of those of `TOKENIZER_FILES` that the model has. The chat template
+            is chat_template.jinja, or else a part of tokenizer_config.json.
+        source: where they come from, for error messages.
 
     Raises:
-        InvalidRequestError: no tokenizer.json there, or it cannot be read.
+        InvalidRequestError: tokenizer.json is missing, or one of the files is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        if not path.is_file():
+    def __init__(self, files: Mapping[str, bytes], source: str) -> None:
+        if "tokenizer.json" not in files:
             raise InvalidRequestError(
-                f"{path} is missing: pass token ids instead of text, or tokenizer=FOLDER with the "
-                "folder that holds the model's tokenizer.json"
+                f"{source} has no tokenizer.json: pass token ids instead of text, with "
+                "detokenize=False, or tokenizer=FOLDER with the folder that holds the model's "
+                "tokenizer.json"
             )
         try:
-            self.backend = tokenizers.Tokenizer.from_file(str(path))
+            self.backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as error:  # the library raises bare Exception
-            raise InvalidRequestError(f"{path}: {error}") from None
-        self._folder = folder
+            raise InvalidRequestError(f"tokenizer.json of {source}: {error}") from None
+        self._source = source
         self._token_texts: dict[bool, TokenTexts] = {}
-        config = _read_config(folder / "tokenizer_config.json")
-        self._template = _template_source(folder, config)
+        config = _parse_config(files, source)
+        self._template = _template_source(files, config, source)
         self._special_tokens = {
             name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")
         }
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self:
+        """The tokenizer whose files are in this folder.
+
+        Raises:
+            InvalidRequestError: as the constructor, or a file cannot be read.
+        """
+        paths = [folder / name for name in TOKENIZER_FILES]
+        try:
+            files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+        except OSError as error:
+            raise InvalidRequestError(f"{error.filename}: {error.strerror}") from None
+        return cls(files, str(folder))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; the model's own special tokens are added as it specifies.
@@ -120,7 +142,7 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidRequestError(
-                f"the model in {self._folder} has no chat template: use generate() with a prompt"
+                f"{self._source} has no chat template: use generate() with a prompt"
             )
         try:
             return self._compiled_template.render(
@@ -130,7 +152,7 @@ class Tokenizer:
             )
         except Exception as error:  # it is its author's code: whatever it raises is its error
             raise InvalidRequestError(
-                f"the chat template of {self._folder} failed: {type(error).__name__}: {error}"
+                f"the chat template of {self._source} failed: {type(error).__name__}: {error}"
             ) from None
 
     @cached_property
@@ -148,32 +170,30 @@ class Tokenizer:
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _parse_config(files: Mapping[str, bytes], source: str) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise InvalidRequestError(f"{path}: {error}") from None
+        config = json.loads(files.get("tokenizer_config.json", b"{}").decode())
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"tokenizer_config.json of {source}: {error}") from None
     if not isinstance(config, dict):
-        raise InvalidRequestError(f"{path} holds no JSON object")
+        raise InvalidRequestError(f"tokenizer_config.json of {source} holds no JSON object")
     return config
 
 
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
+def _template_source(files: Mapping[str, bytes], config: dict[str, Any], source: str) -> str | None:
+    content = files.get("chat_template.jinja")
     try:
-        source = path.read_text("utf-8") if path.is_file() else config.get("chat_template")
+        template = config.get("chat_template") if content is None else content.decode()
     except ValueError as error:
-        raise InvalidRequestError(f"{path}: {error}") from None
-    if not isinstance(source, str):
+        raise InvalidRequestError(f"chat_template.jinja of {source}: {error}") from None
+    if not isinstance(template, str):
         return None
-    if len(source) > MAX_TEMPLATE_CHARS:
+    if len(template) > MAX_TEMPLATE_CHARS:
         raise InvalidRequestError(
-            f"the chat template of {folder} has {len(source)} characters: at most "
+            f"the chat template of {source} has {len(template)} characters: at most "
             f"{MAX_TEMPLATE_CHARS}"
         )
-    return source
+    return template
 
 
 def _token_text(token: object) -> str:

@@ -1,4 +1,4 @@
-"""EndpointLock: who serves at an ipc endpoint, and the private directory that it lies in.
+"""EndpointLock: who serves at an ipc endpoint.
 
 ZeroMQ lets a second process bind an ipc path silently and steal its clients, and its socket file
 follows the umask. So an engine's socket lies in a directory of mode 0700 that belongs to the user,
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
-from pathlib import Path
 
 from nanocore.protocol.endpoint import ipc_address
-from nanocore.protocol.errors import AddressInUseError, ConfigError
+from nanocore.protocol.errors import AddressInUseError
+from nanocore.protocol.private_directory import make_private
 
 
 class EndpointLock:
@@ -30,7 +29,7 @@ class EndpointLock:
     def __init__(self, endpoint: str, flag: str = "--listen") -> None:
         address = ipc_address(endpoint)
         self.path = address.path
-        _make_private(self.path.parent)
+        make_private(self.path.parent, "the endpoint's directory")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(address.lock_path, flags, 0o600)
         try:
@@ -53,26 +52,3 @@ class EndpointLock:
         self.path.unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1
-
-
-def _make_private(directory: Path) -> None:
-    try:
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        info, parent = directory.lstat(), directory.parent.stat()
-    except OSError as error:
-        raise ConfigError(f"the endpoint's directory {directory}: {error.strerror}") from None
-    problem = None
-    # Whoever can write to the parent could put a directory of his own in our place.
-    if parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX:
-        problem = f"lies in {directory.parent}, which other users can write to"
-    elif parent.st_uid not in (0, os.getuid()):
-        problem = f"lies in {directory.parent}, which belongs to user {parent.st_uid}"
-    elif not stat.S_ISDIR(info.st_mode):
-        problem = "is not a directory (a symlink is not followed)"
-    elif info.st_uid != os.getuid():
-        problem = f"belongs to user {info.st_uid}, not to user {os.getuid()}"
-    elif info.st_mode & 0o077:
-        problem = f"has mode {stat.S_IMODE(info.st_mode):04o}, open to other users; use 0700"
-    if problem:
-        raise ConfigError(f"the endpoint's directory {directory} {problem}")

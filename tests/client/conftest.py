@@ -21,7 +21,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     """The byte tokenizer: one token per byte."""
-    return Tokenizer(tokenizer_folder)
+    return Tokenizer.from_folder(tokenizer_folder)
 
 
 @pytest.fixture

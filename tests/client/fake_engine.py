@@ -7,8 +7,9 @@ for must come within PATIENCE_S, and must be the message that the script expects
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -17,12 +18,16 @@ from msgspec.structs import replace
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.protocol.codec import encode, engine_decoder, pack_int32
 from nanocore.protocol.messages import (
+    MAX_FILE_CHUNK_BYTES,
     Accepted,
+    Control,
     Event,
     FinishReason,
     Hello,
     Message,
+    ModelFile,
     Output,
+    Reply,
     Submit,
     Welcome,
 )
@@ -37,11 +42,17 @@ NO_TEXT = SamplingParams(detokenize=False)
 """For requests that need no tokenizer."""
 
 
-def welcome_message(model: str = "/no/such/folder") -> Welcome:
-    """WELCOME of an engine that serves this model folder."""
+def file_entry(name: Any, content: bytes) -> ModelFile:
+    """What the model card says of a file."""
+    digest = hashlib.sha256(content).hexdigest()
+    return ModelFile(name=name, num_bytes=len(content), sha256=digest)
+
+
+def welcome_message(*files: ModelFile) -> Welcome:
+    """WELCOME of an engine that serves these files of its model, whose folder is not here."""
     return replace(
         WELCOME,
-        model=replace(MODEL_CARD, model=model),
+        model=replace(MODEL_CARD, model="/no/such/folder", files=list(files)),
         limits=replace(LIMITS, max_num_seqs=MAX_NUM_SEQS),
     )
 
@@ -80,6 +91,15 @@ class FakeEngine:
         self.send(Accepted(request_id=submit.request_id, handle=handle, seed=0))
         return submit
 
+    async def serve_chunks(self, num: int, contents: Mapping[str, bytes]) -> None:
+        """Answer so many CONTROL read_file."""
+        for _ in range(num):
+            control = await self.receive(Control)
+            assert control.operation == "read_file"
+            end = control.offset + MAX_FILE_CHUNK_BYTES
+            data = contents[control.file or ""][control.offset : end]
+            self.send(Reply(call_id=control.call_id, data=data))
+
     def output(self, tokens: dict[int, list[int]], *events: Event) -> None:
         """OUTPUT with these tokens by handle; counts are sent only if they are needed."""
         counts = [len(ids) for ids in tokens.values()]
@@ -112,12 +132,12 @@ class FakeEngine:
 
 @asynccontextmanager
 async def connected(
-    endpoint: str, **options: Any
+    endpoint: str, welcome: Message | None = None, **options: Any
 ) -> AsyncIterator[tuple[FakeEngine, AsyncEngineClient]]:
     """A fake engine and a client with an open session. options: of `AsyncEngineClient.connect`."""
     engine = FakeEngine(endpoint)
     try:
-        welcoming = asyncio.create_task(engine.welcome())
+        welcoming = asyncio.create_task(engine.welcome(welcome))
         async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S, **options) as client:
             await welcoming
             yield engine, client

@@ -21,7 +21,7 @@ CONVERSATION: list[ChatMessage] = [
 def _render(folder: Path, template: str, messages: list[ChatMessage] = CONVERSATION) -> str:
     """Read the folder with this template and render the messages."""
     (folder / "chat_template.jinja").write_text(template)
-    return Tokenizer(folder).render_chat(messages)
+    return Tokenizer.from_folder(folder).render_chat(messages)
 
 
 def _write_config(folder: Path, **config: Any) -> None:
@@ -66,7 +66,7 @@ def test_special_tokens_are_known_to_the_template_in_either_form(
 def test_a_model_without_a_template_says_so(folder: Path, template: object) -> None:
     _write_config(folder, chat_template=template)
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:
-        Tokenizer(folder).render_chat(CONVERSATION)
+        Tokenizer.from_folder(folder).render_chat(CONVERSATION)
     assert str(folder) in str(caught.value)
 
 
@@ -126,7 +126,7 @@ def test_whatever_goes_wrong_in_a_template_is_an_invalid_request(
 
 def test_a_broken_template_does_not_keep_plain_text_from_working(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% if %}")
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.encode("a") == ids_of(tokenizer, "a")
 
 

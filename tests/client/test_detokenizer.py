@@ -142,7 +142,7 @@ class _WithoutTexts(Tokenizer):
 def both_ways(request: pytest.FixtureRequest, tokenizer_folder: Path) -> tuple[Tokenizer, ...]:
     """The same byte-level tokenizer with and without texts of single tokens."""
     folder = tokenizer_folder if request.param == "bytes" else DEMO_FOLDER
-    return Tokenizer(folder), _WithoutTexts(folder)
+    return Tokenizer.from_folder(folder), _WithoutTexts.from_folder(folder)
 
 
 def _same_pieces(ways: tuple[Tokenizer, ...], prompt: list[int], ids: list[int]) -> None:
@@ -196,7 +196,7 @@ def byte_fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokeniz
     )
     folder = tmp_path_factory.mktemp("fallback")
     backend.save(str(folder / "tokenizer.json"))
-    return Tokenizer(folder)
+    return Tokenizer.from_folder(folder)
 
 
 def test_the_first_piece_keeps_the_space_between_it_and_the_prompt(

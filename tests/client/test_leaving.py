@@ -143,11 +143,12 @@ def test_a_stop_string_sends_one_abort_and_late_tokens_are_ignored(
 ) -> None:
     async def scenario() -> None:
         async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+            tokenizer = await client.get_tokenizer()
             params = SamplingParams(stop=["END"])
             request = asyncio.create_task(client.complete("x", params, request_id="r"))
             await engine.accept(1)
             for piece in ("abE", "ND", "cd"):
-                engine.output({1: client.tokenizer.encode(piece)})
+                engine.output({1: tokenizer.encode(piece)})
             output = await request
             assert output.outputs[0].text == "ab"
             assert (await engine.receive(Abort)).request_ids == ["r"]

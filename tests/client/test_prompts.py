@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from nanocore.client import AsyncEngineClient, InvalidRequestError, SamplingParams
+from nanocore.client import InvalidRequestError, SamplingParams
 from nanocore.client.async_client import Prompt
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Event
-from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, welcome_message
-from tests.client.running import PATIENCE_S, run
+from tests.client.fake_engine import NO_TEXT, connected
+from tests.client.running import run
 
 
 @pytest.mark.parametrize("prompt", [[5, 6], {"prompt_token_ids": [5, 6]}])
@@ -36,11 +36,10 @@ def test_text_is_tokenized_and_the_answer_is_text(endpoint: str, tokenizer_folde
         async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
             request = asyncio.create_task(client.complete("é"))
             submit = await engine.accept()
-            ids = client.tokenizer.encode("é")
+            tokenizer = await client.get_tokenizer()
+            ids = tokenizer.encode("é")
             assert unpack_int32(submit.prompt_token_ids).tolist() == ids
-            engine.output(
-                {1: client.tokenizer.encode("中")}, Event(handle=1, finish_reason="length")
-            )
+            engine.output({1: tokenizer.encode("中")}, Event(handle=1, finish_reason="length"))
             output = await request
             assert (output.prompt, output.prompt_token_ids) == ("é", ids)
             assert output.outputs[0].text == "中"
@@ -56,26 +55,11 @@ def test_a_conversation_is_sent_by_the_models_template(
             answer = client.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1))
             reading = asyncio.ensure_future(anext(answer))
             submit = await engine.accept()
-            expected = client.tokenizer.encode("user: hi\nassistant: ")
+            expected = (await client.get_tokenizer()).encode("user: hi\nassistant: ")
             assert unpack_int32(submit.prompt_token_ids).tolist() == expected
             assert submit.sampling.max_tokens == 1
             engine.output({1: [65]}, Event(handle=1, finish_reason="length"))
             assert (await reading).finished
-
-    run(scenario())
-
-
-def test_the_tokenizer_is_the_served_models_unless_another_is_named(
-    endpoint: str, tokenizer_folder: Path
-) -> None:
-    async def scenario() -> None:
-        engine = FakeEngine(endpoint)
-        opening = asyncio.create_task(engine.welcome(welcome_message(str(tokenizer_folder))))
-        async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S) as client:
-            await opening
-            assert client.tokenizer.decode(client.tokenizer.encode("é")) == "é"
-            assert client.tokenizer is client.tokenizer
-        engine.close()
 
     run(scenario())
 

@@ -192,16 +192,17 @@ def test_an_id_is_free_again_once_a_stop_string_has_ended_its_request(
 ) -> None:
     async def scenario() -> None:
         async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+            tokenizer = await client.get_tokenizer()
             params = SamplingParams(stop="b")
             first = asyncio.create_task(client.complete("a", params, request_id="r"))
             await engine.accept(1)
-            engine.output({1: client.tokenizer.encode("abc")})
+            engine.output({1: tokenizer.encode("abc")})
             assert (await first).outputs[0].text == "a"
             await engine.receive(Abort)
             second = asyncio.create_task(client.complete("a", params, request_id="r"))
             await engine.accept(2)
             engine.output({}, Event(handle=1, finish_reason="abort"))
-            engine.output({2: client.tokenizer.encode("xb")})
+            engine.output({2: tokenizer.encode("xb")})
             assert (await second).outputs[0].text == "x"
 
     run(scenario())

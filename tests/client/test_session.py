@@ -43,12 +43,12 @@ async def _open(endpoint: str, answer: list[bytes]) -> None:
 def test_a_session_begins_with_the_version_and_gives_the_model_card(endpoint: str) -> None:
     async def scenario() -> None:
         engine = FakeEngine(endpoint)
-        welcoming = asyncio.create_task(engine.welcome(welcome_message("/models/x")))
+        welcoming = asyncio.create_task(engine.welcome(welcome_message()))
         async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S) as client:
             hello = await welcoming
             assert hello.protocol == PROTOCOL_VERSION
             assert hello.client == f"nanocore-python/{__version__}"
-            assert client.model_card == welcome_message("/models/x").model
+            assert client.model_card == welcome_message().model
             assert client.max_num_seqs == 2
             assert client.endpoint == endpoint
         engine.close()

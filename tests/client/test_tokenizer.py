@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
 
-from nanocore.client.tokenizer import Tokenizer
+from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import InvalidRequestError
 from tests.client.byte_tokens import END, ids_of
 
@@ -43,19 +43,19 @@ def test_a_whole_token_has_a_text_and_a_part_of_a_character_has_none(tokenizer: 
 
 
 def test_tokens_whose_text_depends_on_their_neighbours_have_none(folder: Path) -> None:
-    backend = Tokenizer(folder).backend
+    backend = Tokenizer.from_folder(folder).backend
     backend.decoder = decoders.Metaspace()
     backend.save(str(folder / "tokenizer.json"))
-    assert Tokenizer(folder).token_texts(skip_special_tokens=True) is None
+    assert Tokenizer.from_folder(folder).token_texts(skip_special_tokens=True) is None
 
 
 def test_a_conversation_gets_no_second_set_of_special_tokens(folder: Path) -> None:
-    backend = Tokenizer(folder).backend
+    backend = Tokenizer.from_folder(folder).backend
     backend.post_processor = TemplateProcessing(
         single="<|end|> $A", special_tokens=[("<|end|>", END)]
     )
     backend.save(str(folder / "tokenizer.json"))
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.encode("a") == [END, *ids_of(tokenizer, "a")]
     assert tokenizer.encode_chat([{"role": "user", "content": "a"}]) == ids_of(
         tokenizer, "user: a\nassistant: "
@@ -69,20 +69,38 @@ def test_text_that_is_no_unicode_is_an_invalid_request(tokenizer: Tokenizer) -> 
 
 def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="pass token ids instead of text") as caught:
-        Tokenizer(tmp_path)
-    assert str(tmp_path / "tokenizer.json") in str(caught.value)
+        Tokenizer.from_folder(tmp_path)
+    assert f"{tmp_path} has no tokenizer.json" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"not json", b"\xff\xfe"])
 def test_a_damaged_tokenizer_is_refused_by_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
-        Tokenizer(tmp_path)
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json: Permission denied"):
+        Tokenizer.from_folder(folder)
+
+
+def test_contents_make_the_same_tokenizer_as_the_folder_they_are_from(folder: Path) -> None:
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    tokenizer, expected = Tokenizer(files, "here"), Tokenizer.from_folder(folder)
+    messages = [ChatMessage(role="user", content="é")]
+    assert tokenizer.encode_chat(messages) == expected.encode_chat(messages)
+    with pytest.raises(InvalidRequestError, match=r"here has no tokenizer\.json"):
+        Tokenizer({}, "here")
 
 
 def test_a_folder_without_a_config_has_text_but_no_chat(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.encode("a") == ids_of(tokenizer, "a")
     with pytest.raises(InvalidRequestError, match="no chat template"):
         tokenizer.render_chat([{"role": "user", "content": "hi"}])
@@ -92,4 +110,4 @@ def test_a_folder_without_a_config_has_text_but_no_chat(folder: Path) -> None:
 def test_a_damaged_config_is_refused_by_file(folder: Path, content: bytes) -> None:
     (folder / "tokenizer_config.json").write_bytes(content)
     with pytest.raises(InvalidRequestError, match=r"tokenizer_config\.json"):
-        Tokenizer(folder).render_chat([{"role": "user", "content": "hi"}])
+        Tokenizer.from_folder(folder).render_chat([{"role": "user", "content": "hi"}])

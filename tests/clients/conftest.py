@@ -36,7 +36,8 @@ def chat() -> Iterator[Chat]:
     async def ask(endpoint: str) -> Chat:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
         async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
-            prompt = client.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
+            tokenizer = await client.get_tokenizer()
+            prompt = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
             output = await client.complete(prompt, params)
         answer = output.outputs[0]
         return Chat(endpoint, prompt, list(answer.token_ids), answer.text)

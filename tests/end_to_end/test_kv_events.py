@@ -55,7 +55,8 @@ class Story:
             self.block_size = client.model_card.block_size
             while not subscriber.socket.poll(10):
                 await self._reset(client)
-            prompt = client.tokenizer.encode("What is 12 plus 34? " * 20)[:PROMPT_TOKENS]
+            tokenizer = await client.get_tokenizer()
+            prompt = tokenizer.encode("What is 12 plus 34? " * 20)[:PROMPT_TOKENS]
             output = await client.complete(prompt, GREEDY)
             self.tokens = [*prompt, *output.outputs[0].token_ids]
             output = await client.complete(prompt, GREEDY, cache_salt=SALT)

@@ -52,6 +52,7 @@ async def wait_until_idle(client: AsyncEngineClient) -> None:
 def test_a_stream_arrives_token_by_token_and_adds_up(running: Engine) -> None:
     async def main() -> None:
         async with connect(running) as client:
+            tokenizer = await client.get_tokenizer()
             outputs = [output async for output in client.generate("Hello", GREEDY)]
             last = outputs[-1]
             assert len(outputs) > 1
@@ -60,7 +61,7 @@ def test_a_stream_arrives_token_by_token_and_adds_up(running: Engine) -> None:
             assert last.outputs[0].finish_reason == "length"
             assert len(last.outputs[0].token_ids) == 8
             assert last.prompt == "Hello"
-            assert last.prompt_token_ids == client.tokenizer.encode("Hello")
+            assert last.prompt_token_ids == tokenizer.encode("Hello")
             assert last.num_cached_tokens == 0
             assert last.metrics.time_to_first_token_s is not None
             again = await client.complete({"prompt_token_ids": last.prompt_token_ids}, GREEDY)
@@ -74,7 +75,8 @@ def test_chat_uses_the_models_template(running: Engine) -> None:
         async with connect(running) as client:
             messages = [{"role": "user", "content": "hi"}]
             outputs = [output async for output in client.chat(messages, GREEDY)]
-            assert client.tokenizer.decode(outputs[-1].prompt_token_ids) == "user: hi\nassistant: "
+            tokenizer = await client.get_tokenizer()
+            assert tokenizer.decode(outputs[-1].prompt_token_ids) == "user: hi\nassistant: "
 
     run(main())
 
@@ -127,7 +129,7 @@ def test_stop_token_ids_and_stop_strings_end_a_request(running: Engine) -> None:
             assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop_id) + 1]
             assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop_id)
 
-            piece = client.tokenizer.decode(free.token_ids[:4])[-2:]
+            piece = (await client.get_tokenizer()).decode(free.token_ids[:4])[-2:]
             params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, stop=[piece])
             stopped = (await client.complete("abc", params)).outputs[0]
             assert (stopped.finish_reason, stopped.stop_reason) == ("stop", piece)

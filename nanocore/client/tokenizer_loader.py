@@ -1,0 +1,59 @@
+"""A client's tokenizer, loaded on first use and only once, however many ask for it together.
+
+It is read from the folder that the user names, or else from the engine. Whoever stops waiting
+leaves the others theirs; a failure is everyone's, and the next to ask tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from nanocore.client.model_files import ModelFiles
+from nanocore.client.tokenizer import TOKENIZER_FILES, Tokenizer
+
+
+class TokenizerLoader:
+    """Lives in one asyncio event loop.
+
+    Args:
+        folder: where the user has the tokenizer's files; None reads them from the engine.
+        files: the engine's. model: the name of the engine's model, for error messages.
+    """
+
+    def __init__(self, folder: Path | None, files: ModelFiles, model: str) -> None:
+        self._folder = folder
+        self._files = files
+        self._model = model
+        self._loading: asyncio.Task[Tokenizer] | None = None
+
+    async def get(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            InvalidRequestError: there is none, or its files are damaged.
+            ProtocolError, EngineDeadError: as `ModelFiles.read`.
+        """
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load(), name="nanocore-tokenizer")
+            # Looked at, even if everyone who waits has left.
+            self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._loading)
+
+    async def close(self) -> None:
+        """Wait until nothing is loading any more; it fails once the session is closed."""
+        if self._loading is not None:
+            await asyncio.gather(self._loading, return_exceptions=True)
+
+    async def _load(self) -> Tokenizer:
+        try:
+            # In threads: a file may be large. `tokenizers` 0.23 itself holds the interpreter's
+            # lock while it parses, so of that part the event loop still notices.
+            if self._folder is not None:
+                return await asyncio.to_thread(Tokenizer.from_folder, self._folder)
+            names = [name for name in TOKENIZER_FILES if name in self._files.names]
+            contents: dict[str, bytes] = {name: await self._files.read(name) for name in names}
+            return await asyncio.to_thread(Tokenizer, contents, f"the engine of {self._model}")
+        except BaseException:
+            self._loading = None
+            raise

@@ -1,0 +1,37 @@
+"""A directory that is its user's alone: for endpoints, and for what clients fetched."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from nanocore.protocol.errors import ConfigError
+
+
+def make_private(directory: Path, what: str) -> None:
+    """Make a directory of mode 0700, or see that it is the user's alone. what: it, in errors.
+
+    Raises:
+        ConfigError: it cannot be made, is a symlink, another user's, or open to others.
+    """
+    try:
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        info, parent = directory.lstat(), directory.parent.stat()
+    except OSError as error:
+        raise ConfigError(f"{what} {directory}: {error.strerror}") from None
+    problem = None
+    # Whoever can write to the parent could put a directory of his own in our place.
+    if parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX:
+        problem = f"lies in {directory.parent}, which other users can write to"
+    elif parent.st_uid not in (0, os.getuid()):
+        problem = f"lies in {directory.parent}, which belongs to user {parent.st_uid}"
+    elif not stat.S_ISDIR(info.st_mode):
+        problem = "is not a directory (a symlink is not followed)"
+    elif info.st_uid != os.getuid():
+        problem = f"belongs to user {info.st_uid}, not to user {os.getuid()}"
+    elif info.st_mode & 0o077:
+        problem = f"has mode {stat.S_IMODE(info.st_mode):04o}, open to other users; use 0700"
+    if problem:
+        raise ConfigError(f"{what} {directory} {problem}")

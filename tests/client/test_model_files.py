@@ -1,0 +1,257 @@
+"""Files of the model over the wire: whole and right, or a typed error, whatever the engine does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from nanocore.client import EngineDeadError, InvalidRequestError, ProtocolError
+from nanocore.protocol.messages import (
+    MAX_FILE_BYTES,
+    MAX_FILE_CHUNK_BYTES,
+    Control,
+    ModelFile,
+    Reply,
+    Welcome,
+)
+from tests.client.fake_engine import connected, file_entry, welcome_message
+from tests.client.running import run
+
+NAME = "tokenizer.json"
+CONTENT = random.Random(1).randbytes(20 * MAX_FILE_CHUNK_BYTES + 5)
+ENTRY = file_entry(NAME, CONTENT)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "nanocore" / "files"
+
+
+def _num_cached(cache: Path) -> int:
+    return len(list(cache.iterdir()))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, MAX_FILE_CHUNK_BYTES, MAX_FILE_CHUNK_BYTES + 1])
+def test_a_file_of_any_size_is_read(endpoint: str, num_bytes: int) -> None:
+    content = CONTENT[:num_bytes]
+    welcome = welcome_message(file_entry(NAME, content))
+
+    async def scenario() -> None:
+        async with connected(endpoint, welcome) as (engine, client):
+            reading = asyncio.create_task(client.read_file(NAME))
+            num_chunks = -(-num_bytes // MAX_FILE_CHUNK_BYTES)
+            await engine.serve_chunks(num_chunks, {NAME: content})
+            assert await reading == content
+
+    run(scenario())
+
+
+def test_a_few_chunks_are_under_way_and_may_come_in_any_order(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+            reading = asyncio.create_task(client.read_file(NAME))
+            asked = [await engine.receive(Control) for _ in range(8)]
+            marker = asyncio.create_task(client.stats())
+            assert (await engine.receive(Control)).operation == "stats", "a ninth chunk"
+            marker.cancel()
+            for control in reversed(asked):
+                end = control.offset + MAX_FILE_CHUNK_BYTES
+                data = CONTENT[control.offset : end]
+                engine.send(Reply(call_id=control.call_id, data=data))
+            await engine.serve_chunks(21 - 8, {NAME: CONTENT})
+            assert await reading == CONTENT
+
+    run(scenario())
+
+
+def test_the_second_client_asks_for_nothing(endpoint: str) -> None:
+    async def read(num_chunks: int) -> None:
+        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+            reading = asyncio.create_task(client.read_file(NAME))
+            await engine.serve_chunks(num_chunks, {NAME: CONTENT})
+            assert await reading == CONTENT
+
+    run(read(21))
+    run(read(0))
+
+
+def test_a_damaged_copy_is_fetched_again_and_replaced(endpoint: str, cache: Path) -> None:
+    async def read() -> None:
+        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+            reading = asyncio.create_task(client.read_file(NAME))
+            await engine.serve_chunks(21, {NAME: CONTENT})
+            assert await reading == CONTENT
+
+    run(read())
+    (cache / ENTRY.sha256).write_bytes(CONTENT[:-1] + b"?")
+    run(read())
+    assert (cache / ENTRY.sha256).read_bytes() == CONTENT
+
+
+def test_two_clients_that_fetch_at_once_do_not_disturb_each_other(
+    endpoint: str, cache: Path
+) -> None:
+    async def scenario() -> None:
+        async with (
+            connected(endpoint, welcome_message(ENTRY)) as (engine, client),
+            connected(endpoint + "2", welcome_message(ENTRY)) as (engine_2, client_2),
+        ):
+            reading = [asyncio.create_task(c.read_file(NAME)) for c in (client, client_2)]
+            serving = [e.serve_chunks(21, {NAME: CONTENT}) for e in (engine, engine_2)]
+            await asyncio.gather(*serving)
+            assert await asyncio.gather(*reading) == [CONTENT] * 2
+        assert _num_cached(cache) == 1
+
+    run(scenario())
+
+
+def test_a_cache_that_cannot_be_used_stops_nobody(
+    endpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "nanocore").write_bytes(b"in the way")
+
+    async def scenario() -> None:
+        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+            for _ in range(2):
+                reading = asyncio.create_task(client.read_file(NAME))
+                await engine.serve_chunks(21, {NAME: CONTENT})
+                assert await reading == CONTENT
+
+    run(scenario())
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "../../etc/passwd", "/etc/passwd", ""])
+def test_a_file_that_is_not_offered_is_refused_with_those_that_are(
+    endpoint: str, name: str
+) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, welcome_message(ENTRY)) as (_, client):
+            with pytest.raises(InvalidRequestError, match=r"it serves tokenizer\.json"):
+                await client.read_file(name)
+        async with connected(endpoint) as (_, client):
+            with pytest.raises(InvalidRequestError, match="it serves none"):
+                await client.read_file(name)
+
+    run(scenario())
+
+
+def _chunks_of(num_bytes: int) -> Welcome:
+    welcome = welcome_message(ENTRY)
+    return replace(welcome, limits=replace(welcome.limits, max_file_chunk_bytes=num_bytes))
+
+
+@pytest.mark.parametrize(
+    ("welcome", "message"),
+    [
+        (welcome_message(replace(ENTRY, num_bytes=MAX_FILE_BYTES + 1)), "67108865 bytes: at most"),
+        (welcome_message(replace(ENTRY, num_bytes=-1)), "-1 bytes"),
+        (welcome_message(replace(ENTRY, sha256="../../escape")), "digest '../../escape'"),
+        (welcome_message(replace(ENTRY, sha256=ENTRY.sha256.upper())), "lower-case"),
+        (welcome_message(replace(ENTRY, sha256=ENTRY.sha256 + "\n")), "64 lower-case"),
+        (_chunks_of(0), "chunks of 0 bytes"),
+        (_chunks_of(1), "chunks of 1 bytes"),
+        (_chunks_of(-1), "chunks of -1 bytes"),
+    ],
+)
+def test_an_offer_that_cannot_be_right_is_refused_before_anything_is_asked(
+    endpoint: str, tmp_path: Path, welcome: Welcome, message: str
+) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, welcome) as (_, client):
+            with pytest.raises(ProtocolError, match=message):
+                await client.read_file(NAME)
+
+    run(scenario())
+    assert not list(tmp_path.rglob("escape"))
+
+
+def test_an_offered_name_that_no_protocol_knows_ends_the_session(endpoint: str) -> None:
+    welcome = welcome_message(file_entry("../../.bashrc", b"x"))
+
+    async def scenario() -> None:
+        with pytest.raises(ProtocolError, match="files"):
+            async with connected(endpoint, welcome):
+                pass
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({}, "sent 0 bytes instead of 65536"),
+        ({"data": b""}, "sent 0 bytes instead of 65536"),
+        ({"data": b"x"}, "sent 1 bytes instead of 65536"),
+        ({"data": bytes(MAX_FILE_CHUNK_BYTES + 1)}, "sent 65537 bytes instead of 65536"),
+        ({"data": bytes(2**23)}, "sent 8388608 bytes"),
+        ({"ok": False, "message": "not now"}, "refuses it: not now"),
+    ],
+)
+def test_a_chunk_that_cannot_be_right_ends_the_fetch(
+    endpoint: str, cache: Path, answer: dict[str, Any], message: str
+) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+            reading = asyncio.create_task(client.read_file(NAME))
+            control = await engine.receive(Control)
+            engine.send(Reply(call_id=control.call_id, **answer))
+            with pytest.raises(ProtocolError, match=message):
+                await reading
+
+    run(scenario())
+    assert _num_cached(cache) == 0
+
+
+def test_content_of_another_digest_is_an_error_and_not_kept(endpoint: str, cache: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+            reading = asyncio.create_task(client.read_file(NAME))
+            await engine.serve_chunks(21, {NAME: CONTENT[:-1] + b"?"})
+            with pytest.raises(ProtocolError, match="had promised"):
+                await reading
+
+    run(scenario())
+    assert _num_cached(cache) == 0
+
+
+def test_an_engine_that_never_answers_is_taken_for_dead(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanocore.client.model_files.CHUNK_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        async with connected(endpoint, welcome_message(ENTRY)) as (_, client):
+            with pytest.raises(EngineDeadError, match=r"tokenizer\.json within 0\.05 s"):
+                await client.read_file(NAME)
+
+    run(scenario())
+
+
+def test_closing_ends_the_fetch(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+            reading = asyncio.create_task(client.read_file(NAME))
+            await engine.serve_chunks(3, {NAME: CONTENT})
+            await client.close()
+            with pytest.raises(EngineDeadError):
+                await reading
+
+    run(scenario())
+
+
+def test_the_card_is_the_clients_to_see(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, welcome_message(ENTRY)) as (_, client):
+            assert client.model_card.files == [
+                ModelFile(name=NAME, num_bytes=len(CONTENT), sha256=ENTRY.sha256)
+            ]
+
+    run(scenario())

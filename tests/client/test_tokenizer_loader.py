@@ -1,0 +1,155 @@
+"""The tokenizer of a client: from the engine or a folder, once, and only when it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanocore.client import EngineDeadError, InvalidRequestError, ProtocolError
+from nanocore.protocol.messages import Control, Event, Reply
+from tests.client.fake_engine import NO_TEXT, connected, file_entry, welcome_message
+from tests.client.running import run
+
+NUM_FILES = 2  # of the byte tokenizer, each of one chunk
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def contents(tokenizer_folder: Path) -> dict[str, bytes]:
+    """The byte tokenizer's files, and one that tokenizing does not need."""
+    files = {path.name: path.read_bytes() for path in tokenizer_folder.iterdir()}
+    return {**files, "generation_config.json": b"{}"}
+
+
+def _serving(endpoint: str, contents: dict[str, bytes], **options: Any) -> Any:
+    welcome = welcome_message(*(file_entry(name, data) for name, data in contents.items()))
+    return connected(endpoint, welcome, **options)
+
+
+def test_a_chat_needs_nothing_but_the_endpoint(
+    endpoint: str, contents: dict[str, bytes], tokenizer: Any
+) -> None:
+    async def scenario() -> None:
+        async with _serving(endpoint, contents) as (engine, client):
+            answer = client.chat([{"role": "user", "content": "é"}])
+            reading = asyncio.ensure_future(anext(answer))
+            await engine.serve_chunks(NUM_FILES, contents)
+            await engine.accept()
+            engine.output({1: tokenizer.encode("中")}, Event(handle=1, finish_reason="length"))
+            output = await reading
+            assert output.prompt_token_ids == tokenizer.encode("user: é\nassistant: ")
+            assert output.outputs[0].text == "中"
+
+    run(scenario())
+
+
+def test_a_hundred_requests_at_once_load_it_once_and_keep_their_order(
+    endpoint: str, contents: dict[str, bytes]
+) -> None:
+    async def scenario() -> None:
+        async with _serving(endpoint, contents) as (engine, client):
+            requests = [
+                asyncio.create_task(client.complete("a", request_id=str(i))) for i in range(100)
+            ]
+            await engine.serve_chunks(NUM_FILES, contents)
+            for i in range(100):
+                assert (await engine.accept(i)).request_id == str(i)
+                engine.finish(i)
+            await asyncio.gather(*requests)
+            assert await client.get_tokenizer() is await client.get_tokenizer()
+
+    run(scenario())
+
+
+def test_token_ids_without_text_need_none(endpoint: str, contents: dict[str, bytes]) -> None:
+    async def scenario() -> None:
+        async with _serving(endpoint, contents) as (engine, client):
+            request = asyncio.create_task(client.complete([1], NO_TEXT))
+            await engine.accept()
+            engine.finish()
+            await request
+
+    run(scenario())
+
+
+def test_a_folder_that_is_named_wins(
+    endpoint: str, tokenizer_folder: Path, contents: dict[str, bytes]
+) -> None:
+    damaged = {**contents, "tokenizer.json": b"{}"}
+
+    async def scenario() -> None:
+        async with _serving(endpoint, damaged, tokenizer=tokenizer_folder) as (_, client):
+            tokenizer = await client.get_tokenizer()
+            assert tokenizer.decode(tokenizer.encode("é")) == "é"
+
+    run(scenario())
+
+
+def test_an_engine_without_a_tokenizer_is_refused_with_the_remedy(
+    endpoint: str, contents: dict[str, bytes]
+) -> None:
+    del contents["tokenizer.json"]
+
+    async def scenario() -> None:
+        async with _serving(endpoint, contents) as (engine, client):
+            request = asyncio.create_task(client.complete("text"))
+            await engine.serve_chunks(NUM_FILES - 1, contents)
+            with pytest.raises(InvalidRequestError, match="tokenizer=FOLDER"):
+                await request
+
+    run(scenario())
+
+
+def test_a_failure_is_everyones_and_the_next_one_tries_again(
+    endpoint: str, contents: dict[str, bytes]
+) -> None:
+    async def scenario() -> None:
+        async with _serving(endpoint, contents) as (engine, client):
+            requests = [asyncio.create_task(client.complete("a")) for _ in range(3)]
+            control = await engine.receive(Control)
+            engine.send(Reply(call_id=control.call_id, ok=False, message="not now"))
+            errors = await asyncio.gather(*requests, return_exceptions=True)
+            assert [type(error) for error in errors] == [ProtocolError] * 3
+            loading = asyncio.create_task(client.get_tokenizer())
+            await engine.serve_chunks(NUM_FILES, contents)
+            assert (await loading).encode("a")
+
+    run(scenario())
+
+
+def test_whoever_stops_waiting_leaves_the_others_theirs(
+    endpoint: str, contents: dict[str, bytes]
+) -> None:
+    async def scenario() -> None:
+        async with _serving(endpoint, contents) as (engine, client):
+            first, second = (asyncio.create_task(client.get_tokenizer()) for _ in range(2))
+            control = await engine.receive(Control)
+            first.cancel()
+            data = contents[control.file or ""]
+            engine.send(Reply(call_id=control.call_id, data=data))
+            await engine.serve_chunks(NUM_FILES - 1, contents)
+            assert (await second).encode("a")
+            assert first.cancelled()
+
+    run(scenario())
+
+
+def test_closing_ends_the_loading(endpoint: str, contents: dict[str, bytes]) -> None:
+    async def scenario() -> None:
+        async with _serving(endpoint, contents) as (engine, client):
+            loading = asyncio.create_task(client.get_tokenizer())
+            await engine.receive(Control)
+            await client.close()
+            with pytest.raises(EngineDeadError):
+                await loading
+            with pytest.raises(EngineDeadError):
+                await client.get_tokenizer()
+
+    run(scenario())
