@@ -11,6 +11,7 @@ import pytest
 
 from nanocore.client.connection import ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
+from nanocore.engine_core.control_desk import MAX_CALLS
 from nanocore.engine_core.io_thread import (
     BACKLOG_TIMEOUT_S,
     PING_INTERVAL_S,
@@ -22,6 +23,8 @@ from nanocore.engine_core.kv_event_replay import (
     MAX_RING_BYTES,
     REPLAY_TIMEOUT_S,
 )
+from nanocore.engine_core.session import MAX_BACKLOG_BYTES
+from nanocore.protocol.codec import MAX_BODY_BYTES, MAX_SUBMIT_BYTES
 from nanocore.protocol.errors import ErrorCode
 from nanocore.protocol.kv_events import (
     END_SEQ,
@@ -148,5 +151,9 @@ def test_the_timings_and_limits_in_the_text_are_those_in_the_code() -> None:
     assert f"| MAXMSGSIZE | {MAX_FRAME_BYTES // 2**20} MiB |" in PROTOCOL
     assert f"at most {MAX_FRAME_BYTES // 2**20} MiB" in PROTOCOL
     assert f"{MAX_FILE_BYTES // 2**20} MiB per file" in PROTOCOL
+    assert f"more than {MAX_BACKLOG_BYTES // 2**20} MiB unread" in PROTOCOL
+    assert f"may have {MAX_BODY_BYTES // 2**20} MiB, and a SUBMIT" in PROTOCOL
+    assert f"a SUBMIT {MAX_SUBMIT_BYTES // 2**10} KiB beside its prompt" in PROTOCOL
+    assert f"may have {MAX_CALLS} CONTROLs under way" in PROTOCOL
     assert PING_INTERVAL_S == 1.0
     assert "PING to every session every second" in PROTOCOL
