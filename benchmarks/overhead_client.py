@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from sample_text import TEXT, demo_folder
@@ -125,6 +125,11 @@ def _read_steps(table: StreamTable, streams: list[RequestStream], steps: list[li
 
 def outputs_us(num_requests: int, repeats: int) -> list[float]:
     """A step's output of one token per request: encode, decode, unpack."""
+    return per_call_us(outputs_both_ways(num_requests), repeats)
+
+
+def outputs_both_ways(num_requests: int) -> Callable[[], Any]:
+    """A call that encodes, decodes and unpacks a step's output of one token per request."""
     output = ClientOutput(
         client=1,
         handles=np.arange(num_requests, dtype=np.uint32),
@@ -132,12 +137,12 @@ def outputs_us(num_requests: int, repeats: int) -> list[float]:
     )
     decode = client_decoder().decode
 
-    def both_ways() -> None:
+    def both_ways() -> Any:
         message = decode(output_frames(output))
         assert isinstance(message, Output)
-        unpack_output(message)
+        return unpack_output(message)
 
-    return _per_call_us(both_ways, repeats)
+    return both_ways
 
 
 def submit_us(num_tokens: int, repeats: int) -> list[float]:
@@ -153,7 +158,7 @@ def submit_us(num_tokens: int, repeats: int) -> list[float]:
         submit = Submit(request_id="0" * 32, prompt_token_ids=column, sampling=sampling)
         decode(encode(submit))
 
-    return _per_call_us(both_ways, repeats)
+    return per_call_us(both_ways, repeats)
 
 
 def both_processes(
@@ -165,7 +170,7 @@ def both_processes(
     and prompts included. wall_us_per_token: of both. tokens_per_chunk: tokens that a reader found
     at once; the engine does not wait for the client.
     """
-    with _no_model_engine() as (endpoint, pid):
+    with no_model_engine() as (endpoint, pid):
         return asyncio.run(_both(endpoint, pid, num_streams, num_output_tokens, repeats))
 
 
@@ -212,7 +217,7 @@ async def _both(
 
 
 @contextmanager
-def _no_model_engine() -> Iterator[tuple[str, int]]:
+def no_model_engine() -> Iterator[tuple[str, int]]:
     """An engine without a model: its endpoint and process id. It ends with us, however we end."""
     directory = Path(tempfile.mkdtemp(prefix="nanocore-"))
     endpoint = f"ipc://{directory / 'engine.sock'}"
@@ -249,7 +254,7 @@ def _process_clock(pid: int) -> int:
     return (~pid << 3) | 2  # Linux: MAKE_PROCESS_CPUCLOCK(pid, CPUCLOCK_SCHED)
 
 
-def _per_call_us(call: Callable[[], None], repeats: int) -> list[float]:
+def per_call_us(call: Callable[[], Any], repeats: int) -> list[float]:
     """CPU microseconds per call; each repeat is long enough to swamp the timer."""
     for _ in range(3):
         call()

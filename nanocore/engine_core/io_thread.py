@@ -139,9 +139,10 @@ class IoThread(threading.Thread):
         farewell = None
         while farewell is None:
             wait_s = BACKLOG_RETRY_S if self._slow else max(0.0, next_ping_s - time.monotonic())
-            self._socket.wait(int(wait_s * 1e3) + 1)
-            for event in self._outbox.drain():
-                farewell = self._deliver(event) or farewell
+            ready = self._socket.wait(int(wait_s * 1e3) + 1)
+            if self._outbox.fd in ready:
+                for event in self._outbox.drain():
+                    farewell = self._deliver(event) or farewell
             self._receive_batch()
             now_s = time.monotonic()
             for session in list(self._slow.values()):

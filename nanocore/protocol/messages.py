@@ -71,9 +71,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that CONTROL read_file serves. sha256: of its content, 64 hex digits."""
+    """A file that CONTROL read_file serves. sha256: of its content, 64 lower-case hex digits.
 
-    name: ModelFileName
+    name: a `ModelFileName`, or one of a later version.
+    """
+
+    name: Annotated[str, limited(enum=get_args(ModelFileName))]
     num_bytes: Annotated[int, limited(minimum=0, maximum=MAX_FILE_BYTES)]
     sha256: Annotated[str, limited(pattern="^[0-9a-f]{64}$")]
 

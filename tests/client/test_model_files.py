@@ -173,15 +173,20 @@ def test_an_offer_that_cannot_be_right_is_refused_before_anything_is_asked(
     assert not list(tmp_path.rglob("escape"))
 
 
-def test_an_offered_name_that_no_protocol_knows_ends_the_session(endpoint: str) -> None:
-    welcome = welcome_message(file_entry("../../.bashrc", b"x"))
+def test_a_name_of_a_later_version_is_a_name_and_no_path(endpoint: str, tmp_path: Path) -> None:
+    name = f"..{tmp_path}/new.json"
+    welcome = welcome_message(file_entry(name, b"x"))
 
     async def scenario() -> None:
-        with pytest.raises(ProtocolError, match="files"):
-            async with connected(endpoint, welcome):
-                pass
+        async with connected(endpoint, welcome) as (engine, client):
+            with pytest.raises(InvalidRequestError, match=r"no tokenizer\.json"):
+                await client.get_tokenizer()
+            reading = asyncio.create_task(client.read_file(name))
+            await engine.serve_chunks(1, {name: b"x"})
+            assert await reading == b"x"
 
     run(scenario())
+    assert not any(tmp_path.rglob("new.json"))
 
 
 @pytest.mark.parametrize(
