@@ -192,6 +192,16 @@ def test_a_malformed_file_on_the_allow_list_shuts_out_nobody_else(
     assert str(bad) in caplog.text
 
 
+def test_a_file_on_the_allow_list_that_others_can_change_admits_nobody(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = keys.client_keys("client").options
+    (keys.engine / "clients" / "client.key").chmod(0o666)
+    with stranger(endpoint, options):
+        assert "client.key has mode 0666" in caplog.text
+    nobody_came(engine, endpoint, keys)
+
+
 def test_every_probe_of_a_port_scanner_is_hung_up_on_and_delivers_nothing(
     engine: EngineSocket, endpoint: str, keys: KeyFolders
 ) -> None:
