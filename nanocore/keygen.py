@@ -93,6 +93,7 @@ def _copy(source: Path, target: Path) -> None:
     try:
         with source.open("rb") as reader, target.open("xb") as writer:
             shutil.copyfileobj(reader, writer)
+        target.chmod(0o644)
     except OSError as error:
         raise KeyFileError(f"{target} cannot be written: {error.strerror}") from None
 

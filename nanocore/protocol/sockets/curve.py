@@ -26,6 +26,8 @@ ENGINE: Final = "engine"
 CLIENT: Final = "client"
 CLIENTS_FOLDER: Final = "clients"
 ZAP_DOMAIN: Final = "nanocore"
+_OTHERS_WRITE: Final = 0o022
+_OTHERS_OPEN: Final = 0o077
 _KEY: Final = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
@@ -47,7 +49,7 @@ class EngineKeys:
         clients = folder / CLIENTS_FOLDER
         for directory in (folder, clients):
             _require_directory(directory, f"make it with `nanocore-keygen {folder}`")
-            _require_closed(directory, 0o022, "can be changed", "700")
+            _require_closed(directory, _OTHERS_WRITE, "700")
         return cls(*_load_pair(folder, ENGINE), clients)
 
     @property
@@ -78,6 +80,7 @@ class ClientKeys:
             KeyFileError: a file is missing or none, or the secret is open to other users.
         """
         _require_directory(folder, "make it with `nanocore-keygen DIR --client NAME --out FOLDER`")
+        _require_closed(folder, _OTHERS_WRITE, "700")
         pair = _load_pair(folder, CLIENT)
         return cls(*pair, load_public_key(folder / f"{ENGINE}.key"))
 
@@ -117,7 +120,7 @@ def load_public_key(path: Path) -> bytes:
     """The public key in a certificate file.
 
     Raises:
-        KeyFileError: the file is missing, or holds no key.
+        KeyFileError: the file is missing, holds no key, or can be changed by other users.
     """
     return _load(path)[0]
 
@@ -149,6 +152,7 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
         if not path.exists():
             raise KeyFileError(f"key file {path} is missing: nanocore-keygen makes it")
+        _require_closed(path, _OTHERS_WRITE, "600")
         public, secret = load_certificate(path)
     except KeyFileError:
         raise
@@ -167,7 +171,7 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 def _load_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
     path = folder / f"{name}.key_secret"
     public, secret = _load(path)
-    _require_closed(path, 0o077, "can be read", "600")
+    _require_closed(path, _OTHERS_OPEN, "600")
     if secret is None or zmq.curve_public(secret) != public:
         raise KeyFileError(f"key file {path} holds no secret key that fits its public one")
     if load_public_key(folder / f"{name}.key") != public:
@@ -180,12 +184,12 @@ def _require_directory(path: Path, remedy: str) -> None:
         raise KeyFileError(f"key folder {path} does not exist: {remedy}")
 
 
-def _require_closed(path: Path, forbidden: int, verb: str, mode: str) -> None:
+def _require_closed(path: Path, forbidden: int, mode: str) -> None:
     """Refuse what other users can open, or what belongs to one of them."""
     info = path.stat()
     if info.st_mode & forbidden:
         raise KeyFileError(
-            f"{path} has mode {stat.S_IMODE(info.st_mode):04o} and {verb} by other users: "
+            f"{path} has mode {stat.S_IMODE(info.st_mode):04o}, open to other users: "
             f"chmod {mode} {path}"
         )
     if info.st_uid not in (0, os.getuid()):

@@ -1,0 +1,41 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { decode, encode, EngineError, Op, packInt32, toWire, unpackInt32 } from "nanocore-client/wire";
+import { column } from "./fake_socket.mjs";
+
+test("a column is little endian", () => {
+  assert.deepEqual([...packInt32([1, 258, 2 ** 31 - 1])], [1, 0, 0, 0, 2, 1, 0, 0, 255, 255, 255, 127]);
+});
+
+test("a column is read at any alignment", () => {
+  const bytes = new Uint8Array([9, 1, 0, 0, 0, 2, 1, 0, 0]).subarray(1);
+  assert.deepEqual([...unpackInt32(bytes)], [1, 258]);
+});
+
+test("what is no int32 is refused by its column", () => {
+  for (const value of [1.5, 2 ** 31, NaN, "1", undefined]) {
+    assert.throws(() => packInt32([value]), (error) => error instanceof EngineError && error.code === "invalid_request");
+  }
+});
+
+test("sampling parameters get the wire's names", () => {
+  assert.deepEqual(toWire({ maxTokens: 4, topP: 0.5, skipReadingPrefixCache: true }), {
+    max_tokens: 4, top_p: 0.5, skip_reading_prefix_cache: true,
+  });
+});
+
+test("undefined fields are not sent", () => {
+  assert.deepEqual(Buffer.from(encode(Op.BYE, { reason: undefined })[1]), Buffer.from([0x80]));
+});
+
+test("an OUTPUT is decoded to columns, with handles of 32 bits", () => {
+  const handles = Uint8Array.of(255, 255, 255, 255, 1, 0, 0, 0);
+  const message = decode(encode(Op.OUTPUT, { handles, tokens: column(3, 4, 5), counts: column(2, 1) }));
+  assert.deepEqual([[...message.handles], [...message.tokens], [...message.counts]], [[2 ** 32 - 1, 1], [3, 4, 5], [2, 1]]);
+});
+
+test("a malformed message is named in the error", () => {
+  assert.throws(() => decode(encode(Op.REPLY, { call_id: "1" })), {
+    name: "EngineError", code: "protocol_error", message: /callId/,
+  });
+});
