@@ -1,0 +1,14 @@
+"""All rules for engines, in the order in which they are run: importing the modules adds them."""
+
+from __future__ import annotations
+
+from nanocore.conformance import (  # noqa: F401 - they add their rules
+    engine_control,
+    engine_messages,
+    engine_requests,
+    engine_sampling,
+    engine_sessions,
+)  # fmt: skip
+from nanocore.conformance.engine_bench import ENGINE_RULES
+
+__all__ = ["ENGINE_RULES"]

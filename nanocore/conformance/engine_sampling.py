@@ -1,0 +1,109 @@
+"""Rules for engines: the ends of every range of SUBMIT, and what lies beyond."""
+
+from __future__ import annotations
+
+import math
+
+from nanocore.conformance.engine_bench import ENGINE_RULES, EngineBench
+from nanocore.conformance.peer import Peer, submit_body
+from nanocore.conformance.report import BrokenError
+from nanocore.protocol.messages import MAX_PRIORITY, MIN_PRIORITY, Op
+
+MAX_SEED = 2**53 - 1
+ACCEPTED: dict[str, tuple[object, ...]] = {
+    "temperature": (0.0, 0, 1e-5, 5e-324, 1.0, 1e300),
+    "top_p": (5e-324, 0.5, 1.0, 1),
+    "top_k": (-1, 0, 1, 2**31 - 1),
+    "min_p": (0.0, 5e-324, 1.0, 1),
+    "seed": (0, MAX_SEED, None),
+    "max_tokens": (1, 2),
+    "stop_token_ids": ([], [0], [0, 1, 2, 3] * 32),
+    "ignore_eos": (False, True),
+    "skip_reading_prefix_cache": (False, True),
+}
+REFUSED: dict[str, tuple[object, ...]] = {
+    "temperature": (-5e-324, -1.0, math.nan, math.inf, -math.inf, "1", True, None),
+    "top_p": (0.0, -0.5, 1.0000000000000002, math.nan, math.inf, "1", None),
+    "top_k": (-2, 2**31, 1.0, "1", True, None),
+    "min_p": (-5e-324, 1.0000000000000002, math.nan, math.inf, "1", None),
+    "seed": (-1, MAX_SEED + 1, 1.0, "1", True),
+    "max_tokens": (0, -1, 2**31, 1.0, "1", True),
+    "stop_token_ids": ([0] * 129, [-1], [2**31 - 1], ["0"], "0", None),
+    "ignore_eos": (0, 1, "true", None),
+    "skip_reading_prefix_cache": (0, 1, "true", None),
+}
+
+
+def accepted(peer: Peer, what: str, request_id: str, **fields: object) -> None:
+    """Submit, and take the request's end; `what` is said if it is refused."""
+    body = submit_body(request_id, max_tokens=2) | fields
+    peer.send(Op.SUBMIT, body)
+    try:
+        peer.finish(peer.accepted(request_id))
+    except BrokenError as error:
+        raise BrokenError(f"{what} to be accepted", error.got) from None
+
+
+def refused(peer: Peer, what: str, naming: str, request_id: str, **fields: object) -> None:
+    """Submit, and take the refusal, which must name the field."""
+    peer.send(Op.SUBMIT, submit_body(request_id) | fields)
+    try:
+        peer.refused("invalid_request", request_id, naming=naming)
+    except BrokenError as error:
+        raise BrokenError(f"{what}: {error.expected}", error.got) from None
+
+
+@ENGINE_RULES.add("9. Sampling parameters")
+def sampling_ranges_include_their_ends(bench: EngineBench) -> None:
+    """Values at both ends of each range are accepted, and so is an int for a float."""
+    peer = bench.session()
+    for name, values in ACCEPTED.items():
+        for value in values:
+            sampling = {"max_tokens": 2} | {name: value}
+            accepted(peer, f"{name}={value}", "a", sampling=sampling)
+
+
+@ENGINE_RULES.add("9. Sampling parameters")
+def sampling_beyond_its_ranges_is_refused_by_name(bench: EngineBench) -> None:
+    """What lies beyond a range, NaN, and values of other types are refused, naming the field."""
+    peer = bench.session()
+    for name, values in REFUSED.items():
+        for value in values:
+            sampling = {"max_tokens": 2} | {name: value}
+            refused(peer, f"{name}={value!r}", name, "a", sampling=sampling)
+    for name in ("temprature", "n", "stop", "logit_bias"):
+        refused(peer, f"unknown {name}", name, "a", sampling={name: 1})
+    peer.still_streams()
+
+
+@ENGINE_RULES.add("SUBMIT")
+def submits_strings_have_lengths(bench: EngineBench) -> None:
+    """request_id and cache_salt of the lengths that the limits name are taken, others refused."""
+    peer = bench.session()
+    id_chars = peer.welcome.limits.max_request_id_chars
+    salt_chars = peer.welcome.limits.max_cache_salt_chars
+    for character in ("x", "é", "😀"):
+        longest_id, longest_salt = character * id_chars, character * salt_chars
+        accepted(peer, f"a request_id of {id_chars} {character}", longest_id)
+        accepted(peer, f"a cache_salt of {salt_chars} {character}", "a", cache_salt=longest_salt)
+        too_long = longest_id + character
+        refused(peer, f"a request_id of {id_chars + 1} {character}", "request_id", too_long)
+        salt = longest_salt + character
+        refused(peer, f"a cache_salt of {len(salt)} characters", "cache_salt", "a", cache_salt=salt)
+    refused(peer, "an empty cache_salt", "cache_salt", "a", cache_salt="")
+    peer.still_streams()
+
+
+@ENGINE_RULES.add("6. Versions and capabilities")
+def priority_needs_its_capability(bench: EngineBench) -> None:
+    """A priority is taken by engines with the capability, and refused by the others."""
+    peer = bench.session()
+    accepted(peer, "priority=0", "a", priority=0)
+    for priority in (MIN_PRIORITY - 1, MAX_PRIORITY + 1, 0.5, "1"):
+        refused(peer, f"priority={priority!r}", "priority", "a", priority=priority)
+    for priority in (MIN_PRIORITY, -1, 1, MAX_PRIORITY):
+        if "priority" in peer.welcome.capabilities:
+            accepted(peer, f"priority={priority}", "a", priority=priority)
+        else:
+            refused(peer, f"priority={priority}", "priority", "a", priority=priority)
+    peer.still_streams()

@@ -1,0 +1,191 @@
+"""A client that conformance checks drive by hand: plain maps out, typed messages in.
+
+It answers PING, keeps the table of streams, and waits for each answer no longer than the bench's
+patience. An engine answers messages in their order, so a PING's PONG proves that what was sent
+before it got no answer: no check needs to sleep.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, TypeVar
+
+import msgspec
+
+from nanocore.conformance.report import BrokenError, require
+from nanocore.conformance.streams import Stream, StreamTable
+from nanocore.protocol.codec import client_decoder, pack_int32
+from nanocore.protocol.errors import ProtocolError
+from nanocore.protocol.messages import (
+    PROTOCOL_VERSION,
+    Accepted,
+    Error,
+    Message,
+    Op,
+    Output,
+    Ping,
+    Pong,
+    Reply,
+    Welcome,
+)
+from nanocore.protocol.sockets import PeerSocket
+
+Expected = TypeVar("Expected", bound=Message)
+Body = dict[str, Any]
+PROMPT = [1, 2, 3]
+_SHOWN_BYTES = 40
+
+
+def submit_body(request_id: str, prompt: list[int] | None = None, **sampling: object) -> Body:
+    """A SUBMIT: greedy and of four tokens, unless `sampling` says otherwise."""
+    return {
+        "request_id": request_id,
+        "prompt_token_ids": pack_int32(PROMPT if prompt is None else prompt),
+        "sampling": {"temperature": 0.0, "ignore_eos": True, "max_tokens": 4} | sampling,
+    }
+
+
+class Peer:
+    """One connection. handles: those seen by all peers of the run, to which it adds its own."""
+
+    def __init__(self, socket: PeerSocket, patience_s: float, handles: set[int]) -> None:
+        self._socket = socket
+        self._patience_s = patience_s
+        self._handles = handles
+        self._decoder = client_decoder()
+        self._nonce = 1_000_000
+        self._welcome: Welcome | None = None
+        self._streams = StreamTable(0, 0)
+
+    @property
+    def welcome(self) -> Welcome:
+        """The WELCOME of the open session."""
+        assert self._welcome is not None, "hello() comes first"
+        return self._welcome
+
+    def send(self, op: Op, body: Body) -> None:
+        """Send a plain map."""
+        self.send_frames([bytes([op]), msgspec.msgpack.encode(body)])
+
+    def send_frames(self, frames: list[bytes]) -> None:
+        """Send anything."""
+        self._socket.send(frames)
+
+    def receive(self, expected: str) -> Message:
+        """The next message that is no PING; what it says of streams has been taken in."""
+        deadline_s = time.monotonic() + self._patience_s
+        while True:
+            frames = self._socket.receive(deadline_s - time.monotonic())
+            if frames is None:
+                raise BrokenError(expected, f"nothing within {self._patience_s:g} s")
+            try:
+                message = self._decoder.decode(frames)
+            except ProtocolError as error:
+                shown = [frame[:_SHOWN_BYTES].hex() for frame in frames[:3]]
+                raise BrokenError(expected, f"{error} (frames {shown})") from None
+            match message:
+                case Ping(nonce=nonce):
+                    self.send(Op.PONG, {"nonce": nonce})
+                    continue
+                case Output():
+                    self._streams.take(message)
+                case Accepted(handle=handle):
+                    new = handle not in self._handles
+                    require(new, "a handle that was never given before", message)
+                    self._handles.add(handle)
+                    self._streams.accept(message)
+                case Welcome():
+                    self._welcome = message
+                    self._streams = StreamTable(
+                        message.model.vocab_size, message.model.max_model_len
+                    )
+            return message
+
+    def expect(self, kind: type[Expected], what: str = "") -> Expected:
+        """The next message, which must be of this kind; OUTPUT may come before it."""
+        expected = kind.op.name + (f" {what}" if what else "")
+        while True:
+            message = self.receive(expected)
+            if isinstance(message, kind):
+                return message
+            require(isinstance(message, Output), expected, message)
+
+    def wait_for_ping(self) -> None:
+        """Wait until the engine asks a session in which nothing else happens for a sign of life."""
+        timeout_s = self._patience_s + 3e-3 * self.welcome.limits.ping_interval_ms
+        frames = self._socket.receive(timeout_s)
+        if frames is None:
+            raise BrokenError("PING", f"nothing within {timeout_s:g} s")
+        require(frames[0] == bytes([Op.PING]), "PING", frames)
+
+    def hello(self, major: int = 1, minor: int = PROTOCOL_VERSION[1]) -> Welcome:
+        """Open a session."""
+        self.send(Op.HELLO, {"protocol": [major, minor], "client": "nanocore-conformance"})
+        return self.expect(Welcome)
+
+    def bye(self) -> None:
+        """End the session; the connection stays."""
+        self.send(Op.BYE, {})
+
+    def accepted(self, request_id: str) -> Stream:
+        """Wait until a request is accepted."""
+        accepted = self.expect(Accepted, f"of request_id {request_id!r}")
+        require(accepted.request_id == request_id, f"ACCEPTED of {request_id!r}", accepted)
+        return self._streams.by_handle[accepted.handle]
+
+    def submit(
+        self, request_id: str, prompt: list[int] | None = None, **sampling: object
+    ) -> Stream:
+        """Submit a request (see `submit_body`) and wait until it is accepted."""
+        self.send(Op.SUBMIT, submit_body(request_id, prompt, **sampling))
+        return self.accepted(request_id)
+
+    def finish(self, *streams: Stream) -> None:
+        """Read until all of these have ended."""
+        while open_ids := [s.request_id for s in streams if s.finish_reason is None]:
+            self.expect(Output, f"until {open_ids} have ended")
+
+    def complete(
+        self, request_id: str, prompt: list[int] | None = None, **sampling: object
+    ) -> Stream:
+        """A whole request."""
+        stream = self.submit(request_id, prompt, **sampling)
+        self.finish(stream)
+        return stream
+
+    def first_token(self, stream: Stream) -> None:
+        """Read until a request has its first token."""
+        while not stream.token_ids:
+            self.expect(Output, f"with a token of {stream.request_id!r}")
+
+    def refused(self, code: str, request_id: str | None = None, naming: str = "") -> Error:
+        """Wait for an ERROR with this code, of this request, whose message names something."""
+        what = f"with code {code!r}" + (f" and request_id {request_id!r}" if request_id else "")
+        error = self.expect(Error, what)
+        require((error.code, error.request_id) == (code, request_id), f"ERROR {what}", error)
+        require(naming in error.message, f"ERROR {what} whose message names {naming!r}", error)
+        return error
+
+    def quiet(self) -> None:
+        """Prove that all that was sent has been dealt with and that nothing more is answered."""
+        self._nonce += 1
+        self.send(Op.PING, {"nonce": self._nonce})
+        pong = self.expect(Pong, f"with nonce {self._nonce}, and nothing before it")
+        require(pong.nonce == self._nonce, f"PONG with nonce {self._nonce}", pong)
+
+    def call(self, operation: str, call_id: int = 1, **fields: object) -> Reply:
+        """A CONTROL and its REPLY."""
+        self.send(Op.CONTROL, {"call_id": call_id, "operation": operation} | fields)
+        reply = self.expect(Reply, f"to {operation}")
+        require(reply.call_id == call_id, f"REPLY with call_id {call_id}", reply)
+        return reply
+
+    def still_streams(self) -> None:
+        """Prove that the session goes on: a whole request, from SUBMIT to its end."""
+        self._nonce += 1
+        probe = self.complete(f"probe-{self._nonce}", max_tokens=2)
+        require(len(probe.token_ids) == 2, "a request of 2 tokens to go on as before", probe)
+
+    def close(self) -> None:
+        """Leave without a word."""
+        self._socket.close()

@@ -1,0 +1,425 @@
+"""A small engine without a model, that keeps to the protocol except for the defects it is given.
+
+It runs in a thread and answers at once; its tokens are a function of the prompt, the seed and the
+position. A defect is a name that stands beside what it breaks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from nanocore.protocol.codec import (
+    InvalidSubmitError,
+    encode,
+    engine_decoder,
+    pack_int32,
+    unpack_int32,
+)
+from nanocore.protocol.errors import ProtocolError
+from nanocore.protocol.messages import (
+    Abort,
+    Accepted,
+    Bye,
+    Control,
+    Error,
+    Event,
+    Hello,
+    Limits,
+    Message,
+    ModelCard,
+    ModelFile,
+    Op,
+    Output,
+    Ping,
+    Pong,
+    Refused,
+    Reply,
+    Stats,
+    Submit,
+    Welcome,
+)
+from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.sockets import EngineSocket, SendResult
+
+VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE = 50, 4096, 16
+CHUNK_BYTES = 100
+FILES = {"tokenizer.json": bytes(range(256)) + b"end", "chat_template.jinja": b""}
+MAX_QUEUED = 40
+PING_INTERVAL_MS = 20
+INSTANCE = "0123456789abcdef" * 2
+
+
+@dataclass
+class Request:
+    """One that has not ended."""
+
+    request_id: str
+    handle: int
+    prompt: list[int]
+    sampling: EngineSamplingParams
+    seed: int
+    num_tokens: int = 0
+
+
+@dataclass
+class Client:
+    """One session."""
+
+    routing_id: bytes
+    session: str
+    requests: dict[str, Request] = field(default_factory=dict)
+    waiting: deque[list[bytes]] = field(default_factory=deque)
+
+
+class FakeEngine(threading.Thread):
+    """Serves until `stop`. defects: names of what it does wrong."""
+
+    def __init__(self, endpoint: str, *defects: str) -> None:
+        super().__init__(name="fake engine", daemon=True)
+        self._socket = EngineSocket(endpoint)
+        self._defects = {*defects}
+        self._decoder = engine_decoder()
+        self._clients: dict[bytes, Client] = {}
+        self._stopping = threading.Event()
+        self._paused = False
+        self._num_handles = self._num_sessions = self._num_aborts = 0
+        self._num_errors = self._num_steps = self._num_tokens = self._num_calls = 0
+        self._cached: set[tuple[int, ...]] = set()
+        self._kept: dict[bytes, dict[str, Request]] = {}
+        self.failure: BaseException | None = None
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopping.set()
+        self.join()
+
+    def run(self) -> None:
+        """The thread's body."""
+        try:
+            while not self._stopping.is_set():
+                busy = not self._paused and any(c.requests for c in self._clients.values())
+                waiting = any(client.waiting for client in self._clients.values())
+                idle = not self._socket.wait(0 if busy else 1 if waiting else PING_INTERVAL_MS)
+                while (received := self._socket.receive()) is not None:
+                    self._receive(*received)
+                    idle = False
+                for client in list(self._clients.values()):
+                    self._flush(client)
+                    if idle and not busy and not self.has("no-pings"):
+                        self._send(client, Ping())
+                if not self._paused or self.has("pause-ignored"):
+                    self._step()
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self._socket.close()
+
+    def has(self, defect: str) -> bool:
+        """Whether this engine does that wrong."""
+        return defect in self._defects
+
+    def _receive(self, routing_id: bytes, frames: list[bytes]) -> None:
+        client = self._clients.get(routing_id)
+        try:
+            message = self._decode(frames)
+            if client is not None:
+                self._handle(client, message)
+            elif isinstance(message, Hello):
+                self._welcome(routing_id, message)
+            elif not isinstance(message, Bye) and not self.has("no-session-unsaid"):
+                raise ProtocolError("HELLO comes first", "no_session")
+        except InvalidSubmitError as error:
+            self._refuse(routing_id, "invalid_request", str(error), error.request_id)
+        except ProtocolError as error:
+            self._num_errors += 1
+            if self.has("session-ends-on-garbage"):
+                self._clients.pop(routing_id, None)
+            if self.has("garbage-ends-requests") and client is not None:
+                client.requests.clear()
+            if not (self.has("silent-on-garbage") and error.code == "protocol_error"):
+                if not (self.has("unknown-op-unsaid") and error.code == "unknown_op"):
+                    code = "invalid_request" if self.has("wrong-code") else error.code
+                    self._refuse(routing_id, code, str(error))
+
+    def _decode(self, frames: list[bytes]) -> Message:
+        if self.has("accepts-unknown-field") and frames[0] == bytes([Op.CONTROL]):
+            with suppress(msgspec.MsgspecError, TypeError, UnicodeDecodeError):
+                fields = msgspec.msgpack.decode(frames[1])
+                known = {name: fields[name] for name in Control.__struct_fields__ if name in fields}
+                return msgspec.convert(known, Control)
+        if self.has("needs-sorted-fields") and frames[0] == bytes([Op.SUBMIT]):
+            if frames[1][1:12] != b"\xaarequest_id":
+                raise InvalidSubmitError("request_id comes first", None)
+        if self.has("top-p-zero") and b"top_p\xcb\0\0\0\0\0\0\0\0" in b"".join(frames):
+            frames = [frames[0], frames[1].replace(b"\xcb\0\0\0\0\0\0\0\0", b"\x01", 1)]
+        try:
+            return self._decoder.decode(frames)
+        except InvalidSubmitError as error:
+            if self.has("unnamed-field"):
+                raise InvalidSubmitError("bad request", error.request_id) from None
+            raise
+
+    def _welcome(self, routing_id: bytes, hello: Hello) -> None:
+        if hello.protocol[0] != 1 and not self.has("other-major-welcome"):
+            refused = Refused(message="no", supported=[] if self.has("no-versions") else [(1, 3)])
+            self._socket.send(routing_id, encode(refused))
+            return
+        self._num_sessions += 1
+        number = 1 if self.has("one-session-id") else self._num_sessions
+        client = self._clients[routing_id] = Client(routing_id, f"s{number}")
+        client.requests = self._kept.pop(routing_id, {})
+        minor = min(3, hello.protocol[1])
+        minor = 3 if self.has("minor-kept") else minor
+        minor = hello.protocol[1] if self.has("minor-echoed") else minor
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
+        if self.has("wrong-digest"):
+            digests["tokenizer.json"] = "0" * 64
+        card = ModelCard(
+            model="fake", architecture="Fake", dtype="float32",
+            vocab_size=0 if self.has("no-vocabulary") else VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN, eos_token_ids=[49], block_size=BLOCK_SIZE, num_blocks=300,
+            files=[
+                ModelFile(name=name, num_bytes=len(FILES[name]), sha256=digest)  # type: ignore[arg-type]
+                for name, digest in digests.items()
+            ],
+        )  # fmt: skip
+        limits = Limits(
+            max_frame_bytes=2**24, max_num_seqs=8, ping_interval_ms=PING_INTERVAL_MS,
+            session_timeout_ms=30_000, max_file_chunk_bytes=CHUNK_BYTES,
+            max_num_queued_reqs=MAX_QUEUED,
+        )  # fmt: skip
+        instance = f"{self._num_sessions:032x}" if self.has("instance-changes") else INSTANCE
+        welcome = Welcome(
+            protocol=(1, minor), session=client.session, engine_instance=instance, model=card,
+            limits=limits, capabilities=["prefix_caching"],
+        )  # fmt: skip
+        self._send(client, welcome)
+
+    def _handle(self, client: Client, message: Message) -> None:
+        match message:
+            case Submit():
+                self._submit(client, message)
+            case Abort(request_ids=ids):
+                for owner in self._clients.values() if self.has("foreign-abort") else [client]:
+                    self._abort(owner, ids)
+            case Ping(nonce=nonce):
+                self._send(client, Pong(nonce=nonce + 1 if self.has("wrong-nonce") else nonce))
+            case Pong():
+                if self.has("pong-answered"):
+                    self._send(client, Pong())
+            case Control():
+                self._send(client, self._control(message))
+            case Bye():
+                if self.has("bye-goes-on"):
+                    self._kept[client.routing_id] = client.requests
+                else:
+                    self._num_aborts += 0 if self.has("bye-uncounted") else len(client.requests)
+                if not self.has("bye-unheard"):
+                    del self._clients[client.routing_id]
+            case Hello():
+                if self.has("second-hello-welcome"):
+                    client.requests.clear()
+                    self._welcome(client.routing_id, message)
+                else:
+                    raise ProtocolError("HELLO in an open session")
+
+    def _submit(self, client: Client, submit: Submit) -> None:
+        code, text = self._objection(client, submit)
+        if code:
+            retry_after_s = 0.5 if code == "overloaded" else None
+            error = Error(
+                code=code, message=text, request_id=submit.request_id,
+                retry_after_s=None if self.has("retry-untold") else retry_after_s,
+            )  # fmt: skip
+            if self.has("duplicate-ends-first") and code == "duplicate_request_id":
+                self._abort(client, [submit.request_id])
+            self._send(client, error)
+            return
+        self._num_handles += 0 if self.has("handle-reused") and self._num_handles > 3 else 1
+        sampling = submit.sampling or EngineSamplingParams()
+        seed = self._num_handles if sampling.seed is None else sampling.seed
+        request = Request(
+            submit.request_id, self._num_handles, list(unpack_int32(submit.prompt_token_ids)),
+            sampling, seed,
+        )  # fmt: skip
+        told = Accepted(request_id=submit.request_id, handle=request.handle, seed=seed)
+        if self.has("seed-untold"):
+            told = msgspec.structs.replace(told, seed=0)
+        early = Output(handles=pack_int32([request.handle]), tokens=pack_int32([1]))
+        if self.has("output-before-accepted"):
+            self._send(client, early)
+        self._send(client, told)
+        client.requests[submit.request_id] = request
+
+    def _objection(self, client: Client, submit: Submit) -> tuple[str, str]:
+        prompt, sampling = submit.prompt_token_ids, submit.sampling or EngineSamplingParams()
+        if submit.request_id in client.requests and not self.has("duplicate-accepted"):
+            return "duplicate_request_id", "request_id is in use"
+        if not 1 <= len(submit.request_id) <= 256 + self.has("long-ids"):
+            return "invalid_request", "request_id must have 1 to 256 characters"
+        if submit.cache_salt is not None and not 1 <= len(submit.cache_salt) <= 1024:
+            return "invalid_request", "cache_salt must have 1 to 1024 characters"
+        if submit.priority and not self.has("priority-ignored"):
+            return "invalid_request", "priority must be 0"
+        if not prompt or len(prompt) % 4:
+            return "invalid_request", "prompt_token_ids"
+        size = VOCAB_SIZE + self.has("vocabulary-plus-one")
+        for token in (*unpack_int32(prompt), *sampling.stop_token_ids):
+            if not 0 <= token < size:
+                return (
+                    "invalid_request",
+                    f"prompt_token_ids or stop_token_ids: {token} must be below {VOCAB_SIZE}",
+                )
+        most = MAX_MODEL_LEN - len(prompt) // 4 + (1 if self.has("length-plus-one") else 0)
+        if (sampling.max_tokens or 1) > most:
+            return "context_length_exceeded", "too long"
+        queued = sum(len(c.requests) for c in self._clients.values())
+        if queued >= MAX_QUEUED + 8 and not self.has("queue-endless"):
+            return "overloaded", "try again"
+        return "", ""
+
+    def _abort(self, client: Client, ids: list[str]) -> None:
+        for request_id in ids:
+            request = client.requests.get(request_id)
+            if request is None and self.has("abort-answered"):
+                self._refuse(client.routing_id, "invalid_request", "no such request", request_id)
+            if request is None or self.has("abort-ignored"):
+                continue
+            del client.requests[request_id]
+            self._num_aborts += 1
+            self._send(client, Output(events=[Event(handle=request.handle, finish_reason="abort")]))
+
+    def _control(self, call: Control) -> Reply:
+        call_id = call.call_id
+        match call.operation:
+            case "stats":
+                return Reply(call_id=call_id, stats=self._stats())
+            case "pause" | "resume":
+                self._paused = call.operation == "pause"
+            case "reset_prefix_cache":
+                if any(c.requests for c in self._clients.values()) and not self.has("reset-always"):
+                    return Reply(call_id=call_id, ok=False, message="a request holds blocks")
+                if not self.has("reset-never"):
+                    self._cached.clear()
+            case "read_file" if call.file in FILES or self.has("any-file"):
+                content = FILES.get(call.file or "", b"root:x:0:0")
+                offset = 0 if self.has("offset-ignored") and call.offset < 99 else call.offset
+                return Reply(call_id=call_id, data=content[offset : offset + CHUNK_BYTES])
+            case _:
+                if not self.has("unknown-operation-done"):
+                    return Reply(call_id=call_id, ok=False, message=f"no {call.operation}")
+        return Reply(call_id=call_id + 1 if self.has("wrong-call-id") else call_id)
+
+    def _stats(self) -> Stats:
+        running = sum(len(client.requests) for client in self._clients.values())
+        return Stats(
+            num_requests_running=running, num_requests_waiting=0, kv_cache_usage_perc=0.0,
+            num_blocks=300, num_free_blocks=300, prefix_cache_queries=0, prefix_cache_hits=0,
+            num_preemptions=0, num_aborts=self._num_aborts, prompt_tokens=0,
+            generation_tokens=0 if self.has("counters-stand") else self._num_tokens,
+            num_steps=self._num_steps, paused=self._paused, num_clients=len(self._clients),
+            num_protocol_errors=self._num_errors,
+        )  # fmt: skip
+
+    def _step(self) -> None:
+        self._num_steps += 1
+        for client in list(self._clients.values()):
+            if client.requests:
+                output = self._output(client)
+                self._send(client, output, copies=self.has("outputs-to-all"))
+                if self.has("token-after-end") and output.events:
+                    handle = output.events[-1].handle
+                    self._send(client, Output(handles=pack_int32([handle]), tokens=bytes(4)))
+
+    def _output(self, client: Client) -> Output:
+        handles, counts, tokens, events = [], [], [], []
+        requests = list(client.requests.values())
+        for i, request in enumerate(requests):
+            token, event = self._next(request)
+            if event.finish_reason is not None:
+                del client.requests[request.request_id]
+                event = Event(handle=request.handle) if self.has("no-end") else event
+            if self.has("token-lost") and request.num_tokens > 1 and i == len(requests) - 1 > 0:
+                events += [event]
+                continue
+            handles.append(request.handle)
+            given = [token, token] if self.has("counts-wrong") else [token]
+            counts.append(1)
+            tokens += given
+            if event != Event(handle=request.handle):
+                events += [event, event] if self.has("two-ends") else [event]
+        self._num_tokens += len(tokens)
+        return Output(
+            handles=pack_int32(handles), tokens=pack_int32(tokens),
+            counts=pack_int32(counts) if len(handles) % 2 else None, events=events,
+        )  # fmt: skip
+
+    def _next(self, request: Request) -> tuple[int, Event]:
+        sampling, first = request.sampling, request.num_tokens == 0
+        noise = 0 if sampling.greedy else request.seed % 1009
+        if self.has("seed-ignored") or (self.has("not-greedy") and sampling.greedy):
+            noise = self._num_steps
+        token = (7 * sum(request.prompt) + 3 * request.num_tokens + noise) % 49
+        token = VOCAB_SIZE if self.has("token-beyond") else token
+        request.num_tokens += 1
+        fields: dict[str, Any] = {}
+        if first or self.has("cached-again"):
+            key = tuple(request.prompt)
+            known = key in self._cached and not sampling.skip_reading_prefix_cache
+            fields["num_cached_tokens"] = (len(key) // BLOCK_SIZE * BLOCK_SIZE) if known else 0
+            self._cached.add(key)
+            if self.has("cached-untold"):
+                del fields["num_cached_tokens"]
+        most = sampling.max_tokens or (MAX_MODEL_LEN - len(request.prompt))
+        if token in sampling.stop_token_ids and not self.has("stop-ignored"):
+            fields |= {"finish_reason": "stop", "stop_reason": token}
+            if self.has("stop-reason-untold"):
+                del fields["stop_reason"]
+        elif request.num_tokens >= most + self.has("one-token-more"):
+            fields["finish_reason"] = "stop" if self.has("wrong-reason") else "length"
+        return token, Event(handle=request.handle, **fields)
+
+    def _refuse(
+        self, routing_id: bytes, code: str, text: str, request_id: str | None = None
+    ) -> None:
+        error = Error(code=code, message=text, request_id=request_id)
+        client = self._clients.get(routing_id)
+        if client is None:
+            self._socket.send(routing_id, encode(error))
+        else:
+            self._send(client, error)
+
+    def _send(self, client: Client, message: Message, *, copies: bool = False) -> None:
+        for one in self._clients.values() if copies else [client]:
+            one.waiting.append(encode(message))
+            self._flush(one)
+
+    def _flush(self, client: Client) -> None:
+        while client.waiting:
+            result = self._socket.send(client.routing_id, client.waiting[0])
+            if result is SendResult.FULL:
+                if self.has("drops-for-slow") and client.waiting[0][0] == bytes([Op.OUTPUT]):
+                    client.waiting.popleft()
+                return
+            client.waiting.popleft()
+
+
+@contextmanager
+def fake_engine(endpoint: str, *defects: str) -> Iterator[FakeEngine]:
+    """A fake engine that runs."""
+    engine = FakeEngine(endpoint, *defects)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+    assert engine.failure is None

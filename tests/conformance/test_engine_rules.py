@@ -1,0 +1,140 @@
+"""The rules for engines: a healthy engine passes them all, and each defect is found by its rule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanocore.conformance.engine_bench import EngineBench
+from nanocore.conformance.engine_rules import ENGINE_RULES
+from nanocore.conformance.report import Result
+from nanocore.protocol.sockets import PeerSocket
+from tests.conformance.fake_engine import fake_engine
+from tests.end_to_end.engine_process import engine
+
+PATIENCE_S = 30.0
+SHORT_PATIENCE_S = 0.5
+"""For engines that owe an answer: it is never given, however long one waits."""
+SHORT_QUEUE = ("--max-num-queued-reqs", "60", "--max-num-seqs", "20")
+RULES = {rule.name: rule for rule in ENGINE_RULES.all}
+
+
+def bench(endpoint: str, patience_s: float = PATIENCE_S) -> EngineBench:
+    return EngineBench(lambda: PeerSocket(endpoint), patience_s)
+
+
+def run_rules(endpoint: str) -> list[Result]:
+    one = bench(endpoint)
+    return [one.run(rule) for rule in RULES.values()]
+
+
+def complaints(results: list[Result]) -> list[str]:
+    return [str(result) for result in results if result.outcome != "pass"]
+
+
+@pytest.fixture
+def endpoint(short_path: Path) -> str:
+    return f"ipc://{short_path}/engine.sock"
+
+
+def test_a_healthy_engine_passes_every_rule(endpoint: str) -> None:
+    with fake_engine(endpoint):
+        assert complaints(run_rules(endpoint)) == []
+
+
+def test_our_engine_passes_every_rule(tiny_model: Path) -> None:
+    with engine(tiny_model, *SHORT_QUEUE) as running:
+        assert complaints(run_rules(running.endpoint)) == []
+
+
+def test_our_engine_with_priorities_and_without_prefix_cache_passes_every_rule(
+    tiny_model: Path,
+) -> None:
+    flags = ("--scheduling-policy", "priority", "--no-enable-prefix-caching")
+    with engine(tiny_model, *flags, *SHORT_QUEUE) as running:
+        assert complaints(run_rules(running.endpoint)) == []
+
+
+DEFECTS = {
+    "no-vocabulary": ("welcome-is-complete", "vocab_size of at least 1"),
+    "minor-kept": ("lower-minor-is-spoken", "protocol (1, 0)"),
+    "minor-echoed": ("higher-minor-is-answered-in-the-engines-own", "protocol (1, 1000000)"),
+    "other-major-welcome": ("other-major-is-refused", "REFUSED for a client of 0.0"),
+    "no-versions": ("other-major-is-refused", "supported versions"),
+    "second-hello-welcome": ("second-hello-leaves-the-session-intact", "'protocol_error'"),
+    "no-session-unsaid": ("nothing-counts-before-hello", "'no_session'"),
+    "bye-unheard": ("nothing-counts-after-bye", "'no_session'"),
+    "one-session-id": ("nothing-counts-after-bye", "another session id"),
+    "instance-changes": ("instance-names-the-engines-run", "engine_instance"),
+    "no-pings": ("engine-asks-for-signs-of-life", "PING"),
+    "outputs-to-all": ("sessions-do-not-see-each-other", "was not accepted"),
+    "foreign-abort": ("foreign-requests-cannot-be-aborted", "to run on"),
+    "bye-goes-on": ("bye-aborts-the-sessions-requests", "was not accepted"),
+    "bye-uncounted": ("bye-aborts-the-sessions-requests", "num_aborts"),
+    "accepts-unknown-field": ("malformed-messages-are-refused", "client-control-"),
+    "silent-on-garbage": ("malformed-messages-are-refused", "client-one-frame nothing within"),
+    "wrong-code": ("malformed-messages-are-refused", "invalid_request"),
+    "session-ends-on-garbage": ("malformed-messages-are-refused", "no_session"),
+    "garbage-ends-requests": ("malformed-messages-leave-running-requests-alone", "more tokens"),
+    "needs-sorted-fields": ("valid-messages-are-taken", "client-submit-other-order"),
+    "pong-answered": ("what-asks-nothing-is-answered-by-nothing", "PONG"),
+    "unknown-op-unsaid": ("every-op-byte-has-its-answer", "op 0x00"),
+    "two-ends": ("request-runs-from-accepted-to-one-end", "nothing of a request after its end"),
+    "token-after-end": ("request-runs-from-accepted-to-one-end", "after its end"),
+    "no-end": ("request-runs-from-accepted-to-one-end", "have ended"),
+    "one-token-more": ("request-runs-from-accepted-to-one-end", "2 tokens"),
+    "wrong-reason": ("request-runs-from-accepted-to-one-end", "'stop'"),
+    "token-beyond": ("request-runs-from-accepted-to-one-end", "below vocab_size=50"),
+    "counts-wrong": ("request-runs-from-accepted-to-one-end", "columns that fit"),
+    "output-before-accepted": ("request-runs-from-accepted-to-one-end", "after their ACCEPTED"),
+    "handle-reused": ("handles-are-never-reused", "never given before"),
+    "cached-untold": ("cached-tokens-are-told-with-the-first-token", "with the first token"),
+    "cached-again": ("cached-tokens-are-told-with-the-first-token", "first token only"),
+    "not-greedy": ("greedy-requests-repeat", "again"),
+    "seed-ignored": ("seeds-repeat", "with seed 7"),
+    "seed-untold": ("seeds-repeat", "seed 7 in ACCEPTED"),
+    "stop-ignored": ("stop-token-ends-the-request", "'length'"),
+    "stop-reason-untold": ("stop-token-ends-the-request", "None"),
+    "abort-ignored": ("abort-ends-a-request", "'abort' length"),
+    "abort-answered": ("abort-of-the-unknown-is-ignored", "no such request"),
+    "duplicate-accepted": ("duplicate-id-leaves-the-first-untouched", "duplicate_request_id"),
+    "duplicate-ends-first": ("duplicate-id-leaves-the-first-untouched", "to run on"),
+    "length-plus-one": ("too-long-requests-are-refused", "context_length_exceeded"),
+    "token-lost": ("many-requests-interleave", "tokens and finish_reason"),
+    "drops-for-slow": ("late-reader-gets-everything", "gave before"),
+    "vocabulary-plus-one": ("prompts-end-at-the-vocabulary", "Accepted"),
+    "queue-endless": ("queue-limits-are-told-in-time", "overloaded after at most"),
+    "retry-untold": ("queue-limits-are-told-in-time", "retry_after_s None"),
+    "top-p-zero": ("sampling-beyond-its-ranges-is-refused-by-name", "top_p=0.0"),
+    "unnamed-field": ("sampling-beyond-its-ranges-is-refused-by-name", "'temperature'"),
+    "long-ids": ("submits-strings-have-lengths", "request_id of 257"),
+    "priority-ignored": ("priority-needs-its-capability", "Accepted"),
+    "wrong-nonce": ("ping-gets-its-nonce-back", "nonce 7"),
+    "counters-stand": ("stats-are-told", "generation_tokens"),
+    "wrong-call-id": ("pause-keeps-requests-until-resume", "call_id 1"),
+    "unknown-operation-done": ("unknown-operations-are-answered", "ok false"),
+    "pause-ignored": ("pause-keeps-requests-until-resume", "no tokens while paused"),
+    "reset-always": ("prefix-cache-is-reset-when-idle", "ok false"),
+    "reset-never": ("prefix-cache-is-reset-when-idle", "no cached tokens"),
+    "wrong-digest": ("files-are-what-the-card-says", "sha256"),
+    "offset-ignored": ("files-can-be-read-from-anywhere", "from byte 1 on"),
+    "any-file": ("no-other-file-is-served", "'config.json'"),
+}
+"""Which rule must find which defect of the fake engine, and words of what it must say."""
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_found_by_its_rule(endpoint: str, defect: str) -> None:
+    name, words = DEFECTS[defect]
+    with fake_engine(endpoint, defect):
+        result = bench(endpoint, SHORT_PATIENCE_S).run(RULES[name])
+    assert result.outcome == "fail"
+    assert words in f"{result.expected} {result.got}"
+
+
+def test_every_rule_finds_a_defect() -> None:
+    found = {rule for rule, _ in DEFECTS.values()}
+    # What these find is a session that does not open, or an engine without a range's end.
+    unseen = RULES.keys() - found
+    assert unseen == {"every-hello-is-answered", "sampling-ranges-include-their-ends"}
