@@ -13,8 +13,21 @@ import os
 import stat
 from pathlib import Path
 
-from nanocore.protocol.endpoint import ipc_address
+from nanocore.protocol.endpoint import default_endpoint, ipc_address
 from nanocore.protocol.errors import AddressInUseError, ConfigError
+
+
+def own_default_endpoint() -> str:
+    """The user's default endpoint, for a client: its directory is made, or found to be the user's.
+
+    In /tmp, another user could otherwise have put an engine of his own there.
+
+    Raises:
+        ConfigError: the directory is a symlink, another user's, or open to others.
+    """
+    endpoint = default_endpoint()
+    _make_private(ipc_address(endpoint).path.parent)
+    return endpoint
 
 
 class EndpointLock:
