@@ -22,7 +22,7 @@ from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.client.tokenizer_loader import TokenizerLoader
 from nanocore.protocol.codec import pack_int32
-from nanocore.protocol.endpoint import default_endpoint
+from nanocore.protocol.endpoint_lock import own_default_endpoint
 from nanocore.protocol.errors import EngineDeadError, InvalidRequestError, NanocoreError
 from nanocore.protocol.messages import ControlOperation, ModelCard, Reply, Stats, Submit
 from nanocore.protocol.sampling import SamplingParams
@@ -106,11 +106,12 @@ class AsyncEngineClient:
             timeout_s: how long the engine may take to answer.
 
         Raises (at once):
-            ConfigError: tcp without keys. KeyFileError: keys that cannot be used.
+            ConfigError: tcp without keys, or a default endpoint in another user's directory.
+            KeyFileError: keys that cannot be used.
         Raises (on entering):
             EngineDeadError: nobody answers. ProtocolError: the engine speaks another version.
         """
-        endpoint = endpoint or default_endpoint()
+        endpoint = endpoint or own_default_endpoint()
         return cls(
             endpoint=endpoint,
             engine_args=None,

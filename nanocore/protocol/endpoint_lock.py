@@ -11,9 +11,24 @@ from __future__ import annotations
 import fcntl
 import os
 
-from nanocore.protocol.endpoint import ipc_address
+from nanocore.protocol.endpoint import default_endpoint, ipc_address
 from nanocore.protocol.errors import AddressInUseError
 from nanocore.protocol.private_directory import make_private
+
+_WHAT = "the endpoint's directory"
+
+
+def own_default_endpoint() -> str:
+    """The user's default endpoint, for a client: its directory is made, or found to be the user's.
+
+    In /tmp, another user could otherwise have put an engine of his own there.
+
+    Raises:
+        ConfigError: the directory is a symlink, another user's, or open to others.
+    """
+    endpoint = default_endpoint()
+    make_private(ipc_address(endpoint).path.parent, _WHAT)
+    return endpoint
 
 
 class EndpointLock:
@@ -29,7 +44,7 @@ class EndpointLock:
     def __init__(self, endpoint: str, flag: str = "--listen") -> None:
         address = ipc_address(endpoint)
         self.path = address.path
-        make_private(self.path.parent, "the endpoint's directory")
+        make_private(self.path.parent, _WHAT)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(address.lock_path, flags, 0o600)
         try:
