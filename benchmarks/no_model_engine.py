@@ -25,6 +25,7 @@ from nanocore.engine_core.parent import ParentLink
 from nanocore.engine_core.process import serve
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.protocol.sockets import EngineSocket
 
 TOKEN_DTYPE = np.dtype("<i4")
 NUM_BLOCKS = 65536
@@ -103,7 +104,8 @@ def main() -> int:
         files=files.entries,
     )
     executor = NoModelExecutor(config.max_num_seqs, tokenizer.encode(TEXT))
-    return serve(config, card, files, executor, started_s, parent=parent)
+    socket = EngineSocket(config.endpoint)
+    return serve(config, socket, card, files, executor, started_s, parent=parent)
 
 
 if __name__ == "__main__":

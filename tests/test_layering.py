@@ -76,6 +76,7 @@ def test_zmq_is_imported_in_one_package() -> None:
         ("nanocore.engine_core.scheduler,nanocore.engine_core.core,nanocore.engine_core.io_thread",
          "torch triton flash_attn transformers"),
         ("nanocore.engine_core.kv_event_publisher", "torch triton flash_attn transformers numpy"),
+        ("nanocore.keygen", "torch triton flash_attn transformers numpy safetensors"),
         ("nanocore.engine_core.cli", "torch triton flash_attn transformers numpy"),
     ],
 )  # fmt: skip

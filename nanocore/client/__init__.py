@@ -4,11 +4,13 @@ from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.llm import LLM
 from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanocore.protocol.errors import (
+    ConfigError,
     ContextLengthError,
     EngineDeadError,
     EngineOverloadedError,
     EngineStartError,
     InvalidRequestError,
+    KeyFileError,
     NanocoreError,
     ProtocolError,
 )
@@ -18,11 +20,13 @@ __all__ = [
     "LLM",
     "AsyncEngineClient",
     "CompletionOutput",
+    "ConfigError",
     "ContextLengthError",
     "EngineDeadError",
     "EngineOverloadedError",
     "EngineStartError",
     "InvalidRequestError",
+    "KeyFileError",
     "NanocoreError",
     "ProtocolError",
     "RequestMetrics",

@@ -19,10 +19,11 @@ from nanocore.client.outputs import RequestOutput
 from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.codec import pack_int32
-from nanocore.protocol.endpoint import default_endpoint
+from nanocore.protocol.endpoint_lock import own_default_endpoint
 from nanocore.protocol.errors import EngineDeadError, InvalidRequestError, NanocoreError
 from nanocore.protocol.messages import ControlOperation, ModelCard, Reply, Stats, Submit
 from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.sockets import ClientKeys, client_keys
 
 HEALTH_TIMEOUT_S = 5.0
 
@@ -46,8 +47,10 @@ class AsyncEngineClient:
         engine_args: dict[str, EngineArgument] | None,
         tokenizer: str | Path | None,
         timeout_s: float,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._endpoint = endpoint
+        self._keys = keys
         self._engine_args = engine_args
         self._tokenizer_folder = tokenizer
         self._timeout_s = timeout_s
@@ -84,19 +87,31 @@ class AsyncEngineClient:
         cls,
         endpoint: str | None = None,
         *,
+        curve_dir: str | Path | None = None,
         tokenizer: str | Path | None = None,
         timeout_s: float = 10.0,
     ) -> Self:
         """A client of a running engine, by default the user's default one.
 
+        Args:
+            endpoint: ipc:///path/engine.sock or tcp://host:port.
+            curve_dir: folder with this client's keys and the engine's, for tcp alone.
+            tokenizer: folder with the tokenizer's files, if not the model's.
+            timeout_s: how long the engine may take to answer.
+
+        Raises (at once):
+            ConfigError: tcp without keys, or a default endpoint in another user's directory.
+            KeyFileError: keys that cannot be used.
         Raises (on entering):
             EngineDeadError: nobody answers. ProtocolError: the engine speaks another version.
         """
+        endpoint = endpoint or own_default_endpoint()
         return cls(
-            endpoint=endpoint or default_endpoint(),
+            endpoint=endpoint,
             engine_args=None,
             tokenizer=tokenizer,
             timeout_s=timeout_s,
+            keys=client_keys(endpoint, curve_dir),
         )
 
     async def __aenter__(self) -> Self:
@@ -106,7 +121,9 @@ class AsyncEngineClient:
                 await self._process.wait_ready(self._timeout_s)
                 self._endpoint = self._process.endpoint
             assert self._endpoint is not None
-            self._connection = await EngineConnection.open(self._endpoint, self._timeout_s)
+            self._connection = await EngineConnection.open(
+                self._endpoint, self._timeout_s, self._keys
+            )
         except BaseException:
             await self.close()
             raise

@@ -43,7 +43,7 @@ from nanocore.protocol.messages import (
     Submit,
     Welcome,
 )
-from nanocore.protocol.sockets import ClientSocket
+from nanocore.protocol.sockets import ClientKeys, ClientSocket
 
 ENGINE_TIMEOUT_S: Final = 10.0
 GRACE_S: Final = 1.0
@@ -80,14 +80,16 @@ class EngineConnection:
         self._task = asyncio.create_task(self._receive_loop(), name="nanocore-receive")
 
     @classmethod
-    async def open(cls, endpoint: str, timeout_s: float) -> EngineConnection:
+    async def open(
+        cls, endpoint: str, timeout_s: float, keys: ClientKeys | None = None
+    ) -> EngineConnection:
         """Open a session.
 
         Raises:
             EngineDeadError: no engine answers at this endpoint within timeout_s.
             ProtocolError: an engine answers, and refuses.
         """
-        socket = ClientSocket(endpoint)
+        socket = ClientSocket(endpoint, keys)
         try:
             async with asyncio.timeout(timeout_s):
                 hello = Hello(protocol=PROTOCOL_VERSION, client=f"nanocore-python/{__version__}")
@@ -95,9 +97,18 @@ class EngineConnection:
                 answer = client_decoder().decode(await socket.receive())
         except TimeoutError:
             socket.close()
+            if keys is None:
+                remedy = (
+                    f"start one with `nanocore-engine --listen {endpoint}`, or use "
+                    "AsyncEngineClient.launch"
+                )
+            else:
+                remedy = (
+                    "if one runs there, check the keys: engine.key here must be the engine's own, "
+                    "and clients/NAME.key in the engine's --curve-dir must be this client.key"
+                )
             raise EngineDeadError(
-                f"no engine answered at {endpoint} within {timeout_s} s: start one with "
-                f"`nanocore-engine --listen {endpoint}`, or use AsyncEngineClient.launch"
+                f"no engine answered at {endpoint} within {timeout_s} s: {remedy}"
             ) from None
         except BaseException:
             socket.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from nanocore.engine_core.cache_size import longest_request, size_cache
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process import describe_workers, find_model
+from nanocore.protocol.sockets import EngineKeys
 from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.dry_run import dry_run
 
@@ -19,6 +21,8 @@ def check_engine(config: EngineConfig) -> None:
     Raises:
         StartError: why it would not start.
     """
+    if config.curve_dir is not None:
+        EngineKeys.load(Path(config.curve_dir))
     folder = find_model(config)
     model_config = load_model_config(folder)
     max_model_len = longest_request(config, model_config)

@@ -133,7 +133,12 @@ def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--listen", help=f"ipc:// endpoint (default: {default_endpoint()})")
+    engine.add_argument(
+        "--listen", help=f"ipc:// or tcp:// endpoint (default: {default_endpoint()})"
+    )
+    engine.add_argument(
+        "--curve-dir", metavar="DIR", help="keys for tcp://, made by nanocore-keygen"
+    )
     engine.add_argument("--step-trace", metavar="FILE", help="append each step as a line of JSON")
     engine.add_argument(
         "--check", action="store_true", help="check flags, model files and memory, and exit"

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
-from nanocore.protocol.endpoint import default_endpoint, lock_file, socket_path
+from nanocore.protocol.endpoint import (
+    IpcAddress,
+    TcpAddress,
+    default_endpoint,
+    ipc_address,
+    listen_address,
+)
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Capability
 from nanocore.protocol.worker import KVCacheDtype, LoadFormat, WorkerConfig
@@ -99,6 +106,7 @@ class EngineConfig:
     target_itl_ms: see `SchedulerConfig`. max_num_queued_reqs, max_num_queued_tokens: see
     `QueueLimit`. salt_prefix_cache_by_session: share cached prefixes only within a session.
     step_trace: file to which each step is appended as a line of JSON.
+    curve_dir: folder of the engine's keys and its clients', for a tcp:// `listen` alone.
     check: only check that all this can work, without reading weights.
     kv_events_endpoint: ipc endpoint for subscribers to KV cache events; None publishes none.
     kv_events_replay_endpoint: where they ask for those they missed. kv_events_topic: first frame.
@@ -132,6 +140,7 @@ class EngineConfig:
     salt_prefix_cache_by_session: bool = False
     seed: int = 0
     listen: str = ""
+    curve_dir: str | None = None
     step_trace: str | None = None
     check: bool = False
     kv_events_endpoint: str | None = None
@@ -171,7 +180,7 @@ class EngineConfig:
             self.step_timeout_s > 0, "--step-timeout-s", self.step_timeout_s, "seconds above 0"
         )
         _require(0 <= self.seed < 2**53, "--seed", self.seed, "in [0, 2**53)")
-        socket_path(self.endpoint)
+        self._check_listen()
         self._check_kv_events()
         length = self.max_model_len
         self.scheduler_config(length if isinstance(length, int) else 2)
@@ -182,6 +191,11 @@ class EngineConfig:
         return self.listen or default_endpoint()
 
     @property
+    def address(self) -> IpcAddress | TcpAddress:
+        """What the endpoint names."""
+        return listen_address(self.endpoint)
+
+    @property
     def capabilities(self) -> list[Capability]:
         """What this engine does and others may not."""
         given: dict[Capability, bool] = {
@@ -189,6 +203,24 @@ class EngineConfig:
             "priority": self.scheduling_policy == "priority",
         }
         return [name for name, has in given.items() if has]
+
+    def _check_listen(self) -> None:
+        is_tcp = isinstance(self.address, TcpAddress)
+        if is_tcp and self.curve_dir is None:
+            raise ConfigError(
+                f"--listen {self.listen}: whoever reaches a TCP endpoint could use it; "
+                "keys are needed, with --curve-dir DIR\n"
+                "make them with `nanocore-keygen DIR` and, for each client, "
+                "`nanocore-keygen DIR --client NAME --out FOLDER`\n"
+                "clients on this machine need neither: --listen ipc:///path/engine.sock"
+            )
+        _require(
+            is_tcp or self.curve_dir is None,
+            "--curve-dir",
+            self.curve_dir,
+            "keys are for --listen tcp://ADDRESS:PORT; an ipc endpoint is guarded by its "
+            "directory's mode",
+        )
 
     def _check_kv_events(self) -> None:
         events, replay = self.kv_events_endpoint, self.kv_events_replay_endpoint
@@ -208,13 +240,15 @@ class EngineConfig:
             events,
             "events tell which prefixes are cached; leave --no-enable-prefix-caching out",
         )
-        used = {lock_file(self.endpoint): "--listen"}
+        used: dict[Path, str] = {}
+        if isinstance(self.address, IpcAddress):
+            used[self.address.lock_path] = "--listen"
         for flag, value in (
             ("--kv-events-endpoint", events),
             ("--kv-events-replay-endpoint", replay),
         ):
             if value is not None:
-                other = used.setdefault(lock_file(value), flag)
+                other = used.setdefault(ipc_address(value).lock_path, flag)
                 _require(
                     other == flag,
                     flag,

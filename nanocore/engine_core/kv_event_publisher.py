@@ -23,7 +23,7 @@ from nanocore.engine_core.kv_event_replay import ReplayRing, ReplayServer
 from nanocore.kv_cache import events
 from nanocore.protocol import kv_events as wire
 from nanocore.protocol.codec import unpack_int32
-from nanocore.protocol.endpoint import EndpointLock
+from nanocore.protocol.endpoint_lock import EndpointLock
 from nanocore.protocol.sockets import EngineSocket, PublisherSocket
 
 logger = logging.getLogger(__name__)

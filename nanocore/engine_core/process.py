@@ -36,10 +36,11 @@ from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.scheduler import Scheduler
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.kv_cache import KVCacheManager
-from nanocore.protocol.endpoint import EndpointLock
+from nanocore.protocol.endpoint import TcpAddress
+from nanocore.protocol.endpoint_lock import EndpointLock
 from nanocore.protocol.errors import CacheMemoryError, StartError
 from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.sockets import EngineSocket
+from nanocore.protocol.sockets import EngineKeys, EngineSocket
 from nanocore.protocol.worker import WorkerInfo
 from nanocore.worker.config.model_config import ModelConfig, load_model_config
 from nanocore.worker.device import select_device
@@ -61,7 +62,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
     _raise_descriptor_limit()
     with ExitStack() as stack:
         # All addresses first: one in use is told before the model takes time and memory.
-        stack.callback(EndpointLock(config.endpoint).release)
+        socket = stack.enter_context(_engine_socket(config))
         publisher = _kv_event_publisher(config)
         if publisher is not None:
             stack.enter_context(closing(publisher))
@@ -100,11 +101,12 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             default_sampling=model_config.generation.sampling(),
             files=files.entries,
         )
-        return serve(config, card, files, executor, started_s, publisher, parent)
+        return serve(config, socket, card, files, executor, started_s, publisher, parent)
 
 
 def serve(
     config: EngineConfig,
+    socket: EngineSocket,
     card: ModelCard,
     files: ModelFiles,
     executor: StepExecutor,
@@ -115,8 +117,8 @@ def serve(
     """Run the step loop and the io thread until told to stop; returns the exit code.
 
     Args:
-        config: the endpoint must be locked. card: what clients are told. files: those it names.
-        executor: ready to run.
+        socket: bound to config's endpoint; closed at the end. card: what clients are told.
+        files: those it names. executor: ready to run.
         started_s: monotonic time of the process's start, for the log. publisher: of KV events.
         parent: the launching client.
     """
@@ -133,7 +135,7 @@ def serve(
         config.max_num_queued_reqs, config.max_num_queued_tokens, scheduler.counters
     )
     io_thread = IoThread(
-        EngineSocket(config.endpoint),
+        socket,
         inbox,
         outbox,
         model=card,
@@ -185,6 +187,25 @@ def _run(core: EngineCore) -> tuple[Farewell, int]:
         return Farewell(reason, failure=True), StartError.exit_code
     exit_code = StartError.exit_code if shutdown.failure else 0
     return Farewell(shutdown.reason, shutdown.failure), exit_code
+
+
+@contextmanager
+def _engine_socket(config: EngineConfig) -> Iterator[EngineSocket]:
+    """The engine's socket, and what guards its endpoint. Clients that connect now wait."""
+    with ExitStack() as stack:
+        keys = None
+        address = config.address
+        if isinstance(address, TcpAddress):
+            assert config.curve_dir is not None, "the configuration was checked"
+            keys = EngineKeys.load(Path(config.curve_dir))
+            if address.is_every_interface:
+                logger.warning(
+                    "%s is every network that this machine is in; only clients with a key in %s "
+                    "are served", config.endpoint, keys.clients,
+                )  # fmt: skip
+        else:
+            stack.callback(EndpointLock(config.endpoint).release)
+        yield stack.enter_context(closing(EngineSocket(config.endpoint, keys)))
 
 
 def _kv_event_publisher(config: EngineConfig) -> KVEventPublisher | None:

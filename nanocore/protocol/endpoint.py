@@ -1,22 +1,49 @@
-"""Where an engine listens: endpoint names, the private directory, and the lock that owns it.
+"""The names of endpoints, for both transports: ipc:///path/engine.sock and tcp://ADDRESS:PORT.
 
-ZeroMQ lets a second process bind an ipc path silently and steal its clients, and its socket file
-follows the umask. So an engine's socket lies in a directory of mode 0700 that belongs to the user,
-and an flock beside it, held for the engine's life, says who serves there.
+An ipc endpoint is a file in a private directory, and needs no keys (`nanocore.protocol.
+endpoint_lock`). A TCP endpoint can be reached by anybody, and therefore needs CURVE keys
+(`nanocore.protocol.sockets.curve`). An engine is told the address to listen at; it never guesses
+one, and no wildcard stands for all of them.
 """
 
 from __future__ import annotations
 
-import fcntl
+import ipaddress
 import os
-import stat
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from nanocore.protocol.errors import AddressInUseError, ConfigError
+from nanocore.protocol.errors import ConfigError
 
 IPC: Final = "ipc://"
+TCP: Final = "tcp://"
 MAX_IPC_PATH_BYTES: Final = 107  # sun_path in Linux's sockaddr_un, without its final zero
+
+
+@dataclass(frozen=True, slots=True)
+class IpcAddress:
+    """A Unix socket; path is absolute."""
+
+    path: Path
+
+    @property
+    def lock_path(self) -> Path:
+        """The file whose flock says who serves here; names that share it conflict."""
+        return self.path.with_suffix(".lock")
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """An IP address (no host name, no brackets) and a port that an engine listens at."""
+
+    host: str
+    port: int
+
+    @property
+    def is_every_interface(self) -> bool:
+        """Whether this is 0.0.0.0 or ::, which every network of the machine reaches."""
+        return ipaddress.ip_address(self.host).is_unspecified
 
 
 def default_endpoint(name: str = "default") -> str:
@@ -26,16 +53,32 @@ def default_endpoint(name: str = "default") -> str:
     return f"{IPC}{base / name / 'engine.sock'}"
 
 
-def socket_path(endpoint: str) -> Path:
-    """The file behind an ipc endpoint.
+def listen_address(endpoint: str) -> IpcAddress | TcpAddress:
+    """What an engine's endpoint names.
+
+    Raises:
+        ConfigError: neither transport, or nothing that can be listened at.
+    """
+    if endpoint.startswith(TCP):
+        return _tcp_address(endpoint)
+    if not endpoint.startswith(IPC):
+        raise ConfigError(
+            f"endpoint {endpoint!r} is of no known kind: use {IPC}/path/engine.sock, or "
+            f"{TCP}ADDRESS:PORT with keys"
+        )
+    return ipc_address(endpoint)
+
+
+def ipc_address(endpoint: str) -> IpcAddress:
+    """What an ipc endpoint names.
 
     Raises:
         ConfigError: not an ipc endpoint, or a path that no Unix socket can have.
     """
     if not endpoint.startswith(IPC):
         raise ConfigError(
-            f"endpoint {endpoint!r} is not served: only ipc:// endpoints are, because a TCP "
-            "listener needs keys that this version does not have; use ipc:///path/engine.sock"
+            f"endpoint {endpoint!r} cannot be served, only ipc endpoints can: use "
+            f"{IPC}/path/engine.sock"
         )
     path = endpoint.removeprefix(IPC)
     num_bytes = len(os.fsencode(path))
@@ -44,69 +87,28 @@ def socket_path(endpoint: str) -> Path:
             f"endpoint {endpoint!r} must name an absolute path of at most {MAX_IPC_PATH_BYTES} "
             f"bytes; this one has {num_bytes}"
         )
-    return Path(path)
+    return IpcAddress(Path(path))
 
 
-def lock_file(endpoint: str) -> Path:
-    """The file whose flock says who serves an ipc endpoint; names that share it conflict."""
-    return socket_path(endpoint).with_suffix(".lock")
-
-
-class EndpointLock:
-    """Ownership of an endpoint, from construction to `release`.
-
-    flag: names the endpoint in error messages.
-
-    Raises:
-        ConfigError: the directory is a symlink, another user's, or open to others.
-        AddressInUseError: another process holds the lock; the message names its pid.
-    """
-
-    def __init__(self, endpoint: str, flag: str = "--listen") -> None:
-        self.path = socket_path(endpoint)
-        _make_private(self.path.parent)
-        lock_path = lock_file(endpoint)
-        self._fd = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._fd)
-            raise AddressInUseError(
-                f"endpoint {endpoint} is served by process {holder}: stop it, or choose another "
-                f"endpoint with {flag} ipc:///path/{self.path.name}"
-            ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-
-    def release(self) -> None:
-        """Remove the socket file and let others serve here. Idempotent."""
-        if self._fd < 0:
-            return
-        # The lock file stays: removing it would let two engines lock different inodes.
-        self.path.unlink(missing_ok=True)
-        os.close(self._fd)
-        self._fd = -1
-
-
-def _make_private(directory: Path) -> None:
-    try:
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        info, parent = directory.lstat(), directory.parent.stat()
-    except OSError as error:
-        raise ConfigError(f"the endpoint's directory {directory}: {error.strerror}") from None
+def _tcp_address(endpoint: str) -> TcpAddress:
+    host, colon, port = endpoint.removeprefix(TCP).rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
     problem = None
-    # Whoever can write to the parent could put a directory of his own in our place.
-    if parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX:
-        problem = f"lies in {directory.parent}, which other users can write to"
-    elif parent.st_uid not in (0, os.getuid()):
-        problem = f"lies in {directory.parent}, which belongs to user {parent.st_uid}"
-    elif not stat.S_ISDIR(info.st_mode):
-        problem = "is not a directory (a symlink is not followed)"
-    elif info.st_uid != os.getuid():
-        problem = f"belongs to user {info.st_uid}, not to user {os.getuid()}"
-    elif info.st_mode & 0o077:
-        problem = f"has mode {stat.S_IMODE(info.st_mode):04o}, open to other users; use 0700"
+    if not colon or not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
+        problem = "needs a port from 1 to 65535"
+    elif host in ("", "*"):
+        problem = (
+            "does not say where to listen: give an address of this machine (every interface has "
+            "to be asked for by its name, 0.0.0.0)"
+        )
+    else:
+        try:
+            version = ipaddress.ip_address(host[1:-1] if bracketed else host).version
+        except ValueError:
+            problem = f"must name an IP address of this machine; {host!r} is none"
+        else:
+            if bracketed != (version == 6):
+                problem = "must have brackets around an IPv6 address, and around no other"
     if problem:
-        raise ConfigError(f"the endpoint's directory {directory} {problem}")
+        raise ConfigError(f"endpoint {endpoint!r} {problem}; for example {TCP}192.0.2.7:5555")
+    return TcpAddress(host[1:-1] if bracketed else host, int(port))

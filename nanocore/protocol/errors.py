@@ -75,6 +75,10 @@ class ConfigError(StartError, ValueError):
     exit_code = 2
 
 
+class KeyFileError(ConfigError):
+    """A CURVE key file that is missing, malformed, or open to other users."""
+
+
 class ModelFileError(StartError):
     """A model folder that is missing, incomplete, damaged or of an unknown architecture."""
 

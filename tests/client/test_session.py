@@ -200,7 +200,7 @@ def test_an_engine_that_falls_silent_is_dead(
 def socket(monkeypatch: pytest.MonkeyPatch) -> FakeSocket:
     """The socket of the next connection."""
     fake = FakeSocket()
-    monkeypatch.setattr("nanocore.client.connection.ClientSocket", lambda endpoint: fake)
+    monkeypatch.setattr("nanocore.client.connection.ClientSocket", lambda *_: fake)
     return fake
 
 

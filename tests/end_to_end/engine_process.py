@@ -35,11 +35,11 @@ def run_to_exit(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def engine(model: Path, *flags: str) -> Iterator[Engine]:
-    """Start an engine at a private endpoint; clients can connect at once, and wait for it."""
+def engine(model: Path, *flags: str, endpoint: str | None = None) -> Iterator[Engine]:
+    """Start an engine, by default at a private endpoint; clients can connect at once, and wait."""
     with tempfile.TemporaryDirectory(prefix="nc-") as directory:
         folder = Path(directory) / "e"
-        endpoint = f"ipc://{folder / 'engine.sock'}"
+        endpoint = endpoint or f"ipc://{folder / 'engine.sock'}"
         stderr = Path(directory) / "log"
         with stderr.open("wb") as log:
             process = subprocess.Popen(

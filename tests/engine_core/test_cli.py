@@ -8,6 +8,7 @@ import pytest
 
 from nanocore.engine_core.cli import build_parser, parse_config
 from nanocore.engine_core.config import EngineConfig
+from nanocore.protocol.endpoint import TcpAddress
 from nanocore.protocol.errors import ConfigError
 
 EVENTS = ["--kv-events-endpoint", "ipc:///x/events.sock"]
@@ -45,6 +46,11 @@ def test_flags_reach_their_settings() -> None:
         (["--max-model-len", "1"], "--max-model-len 1"),
         (["--long-prefill-token-threshold", "-1"], "--long-prefill-token-threshold -1"),
         (["--listen", "ipc://relative/engine.sock"], "absolute"),
+        (["--listen", "tcp://*:5555", "--curve-dir", "/k"], "does not say where to listen"),
+        (["--listen", "tcp://127.0.0.1", "--curve-dir", "/k"], "needs a port"),
+        (["--listen", "tcp://localhost:5555", "--curve-dir", "/k"], "IP address"),
+        (["--curve-dir", "/k"], "--curve-dir /k: keys are for --listen tcp://"),
+        (["--listen", "ipc:///x/e.sock", "--curve-dir", "/k"], "guarded by its directory's mode"),
         (["--kv-events-endpoint", "tcp://*:5557"], "only ipc"),
         (["--kv-events-replay-endpoint", "ipc:///x/r.sock"], "without --kv-events-endpoint"),
         (["--kv-events-topic", "kv"], "--kv-events-topic kv: .*without --kv-events-endpoint"),
@@ -60,3 +66,20 @@ def test_flags_reach_their_settings() -> None:
 def test_bad_values_are_named(flags: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config(flags)
+
+
+def test_tcp_without_keys_is_refused_in_three_lines() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--listen", "tcp://127.0.0.1:5555"])
+    what, keys, instead = str(caught.value).splitlines()
+    assert what.startswith("--listen tcp://127.0.0.1:5555")
+    assert "--curve-dir DIR" in what
+    assert "`nanocore-keygen DIR`" in keys
+    assert "`nanocore-keygen DIR --client NAME --out FOLDER`" in keys
+    assert "--listen ipc:///path/engine.sock" in instead
+
+
+def test_tcp_with_keys_is_accepted_beside_kv_events_on_ipc() -> None:
+    config = parse_config(["--listen", "tcp://[::1]:5555", "--curve-dir", "/keys", *EVENTS])
+    assert config.address == TcpAddress("::1", 5555)
+    assert config.curve_dir == "/keys"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.endpoint import default_endpoint, socket_path
+from nanocore.protocol.endpoint import TcpAddress, default_endpoint, ipc_address, listen_address
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.sockets import EngineSocket
 
@@ -31,35 +31,85 @@ def test_without_a_runtime_dir_the_default_endpoint_is_in_tmp_by_user(
 
 
 def test_the_file_behind_an_ipc_endpoint_is_its_path() -> None:
-    assert socket_path("ipc:///run/x/engine.sock") == Path("/run/x/engine.sock")
+    assert ipc_address("ipc:///run/x/engine.sock").path == Path("/run/x/engine.sock")
 
 
 @pytest.mark.parametrize(
-    "endpoint", ["tcp://127.0.0.1:5555", "inproc://x", "", "/run/x.sock", "IPC:///x"]
+    "endpoint", ["inproc://x", "", "/run/x.sock", "IPC:///x", "TCP://127.0.0.1:5555", "udp://x:1"]
 )
-def test_any_transport_but_ipc_is_refused_with_the_remedy(endpoint: str) -> None:
+def test_any_other_transport_is_refused_with_the_remedy(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"use ipc:///path/engine\.sock") as caught:
-        socket_path(endpoint)
+        listen_address(endpoint)
     assert repr(endpoint) in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["", "*", "engine.sock", "./engine.sock", "@abstract"])
 def test_a_path_that_is_not_absolute_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="absolute path"):
-        socket_path(f"ipc://{path}")
+        ipc_address(f"ipc://{path}")
 
 
 @pytest.mark.parametrize("name", ["x" * 107, "é" * 54])
 def test_a_path_too_long_for_a_unix_socket_is_refused_with_both_lengths(name: str) -> None:
     with pytest.raises(ConfigError, match=r"at most 107 bytes; this one has 10[89]"):
-        socket_path(f"ipc:///{name}")
+        ipc_address(f"ipc:///{name}")
 
 
 def test_the_longest_path_accepted_can_be_bound(short_path: Path) -> None:
     padding = 107 - len(os.fsencode(short_path)) - 1
     endpoint = f"ipc://{short_path}/{'x' * padding}"
-    path = socket_path(endpoint)
+    path = ipc_address(endpoint).path
     assert len(os.fsencode(path)) == 107
     EngineSocket(endpoint).close()
     with pytest.raises(ConfigError):
-        socket_path(endpoint + "x")
+        ipc_address(endpoint + "x")
+
+
+def test_where_only_files_can_be_served_tcp_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"use ipc:///path/engine\.sock"):
+        ipc_address("tcp://127.0.0.1:5555")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address", "is_every_interface"),
+    [
+        ("tcp://127.0.0.1:5555", TcpAddress("127.0.0.1", 5555), False),
+        ("tcp://[::1]:65535", TcpAddress("::1", 65535), False),
+        ("tcp://0.0.0.0:1", TcpAddress("0.0.0.0", 1), True),
+        ("tcp://[::]:5555", TcpAddress("::", 5555), True),
+    ],
+)
+def test_a_tcp_endpoint_is_an_ip_address_and_a_port(
+    endpoint: str, address: TcpAddress, is_every_interface: bool
+) -> None:
+    assert listen_address(endpoint) == address
+    assert address.is_every_interface is is_every_interface
+
+
+@pytest.mark.parametrize(
+    ("rest", "words"),
+    [
+        ("127.0.0.1", "needs a port"),
+        ("127.0.0.1:", "needs a port"),
+        ("127.0.0.1:0", "needs a port"),
+        ("127.0.0.1:*", "needs a port"),
+        ("127.0.0.1:65536", "needs a port"),
+        ("127.0.0.1:-1", "needs a port"),
+        ("[::1]", "needs a port"),
+        ("127.0.0.1:\u0665", "needs a port"),
+        ("*:5555", "does not say where"),
+        (":5555", "does not say where"),
+        ("localhost:5555", "IP address"),
+        ("eth0:5555", "IP address"),
+        ("lo;127.0.0.1:5555", "IP address"),
+        ("127.1:5555", "IP address"),
+        (" 127.0.0.1:5555", "IP address"),
+        ("[*]:5555", "IP address"),
+        ("::1:5555", "brackets"),
+        ("[127.0.0.1]:5555", "brackets"),
+    ],
+)
+def test_a_tcp_endpoint_that_does_not_say_exactly_where_is_refused(rest: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        listen_address(f"tcp://{rest}")
+    assert repr(f"tcp://{rest}") in str(caught.value)

@@ -7,19 +7,23 @@ high-water marks; a frame size limit; never ROUTER_HANDOVER, which would give on
 to another. Two that suggest themselves are left alone: ZMTP heartbeats, because libzmq 4.3.5 aborts
 the process when one falls due on a broken connection whose reading is held up (libzmq #4364; our
 own PING does their work); and IMMEDIATE on clients, because it throws away what was received and
-not yet read when the engine goes: its last words.
+not yet read when the engine goes: its last words. TCP sockets need CURVE keys, on both sides.
 """
 
 from nanocore.protocol.sockets.client_socket import ClientSocket
+from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys, client_keys
 from nanocore.protocol.sockets.engine_socket import EngineSocket, PublisherSocket, SendResult
 from nanocore.protocol.sockets.options import MAX_FRAME_BYTES
 from nanocore.protocol.sockets.peer_socket import PeerSocket
 
 __all__ = [
     "MAX_FRAME_BYTES",
+    "ClientKeys",
     "ClientSocket",
+    "EngineKeys",
     "EngineSocket",
     "PeerSocket",
     "PublisherSocket",
     "SendResult",
+    "client_keys",
 ]

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import zmq
 
 from nanocore.protocol.errors import ConfigError
-from nanocore.protocol.sockets.options import OPTIONS, receive_frames, send_frames
+from nanocore.protocol.sockets.curve import ClientKeys
+from nanocore.protocol.sockets.options import receive_frames, send_frames, socket_options
 
 
 class ClientSocket:
@@ -19,16 +20,19 @@ class ClientSocket:
     The descriptor tells once that something has happened, and any call on the socket may use that
     up. So whoever wants something tries first, and while anyone waits, every call is followed by a
     look at what the socket is ready for now (`_look`).
+
+    keys: for an engine that asks for them; TCP endpoints need them.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
+        options = socket_options(endpoint, keys)
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._fd: int = self._socket.getsockopt(zmq.FD)  # type: ignore[assignment]
         self._readable: asyncio.Future[None] | None = None  # the receiver, waiting
         self._unsent: deque[tuple[Sequence[bytes], asyncio.Future[None]]] = deque()
-        for option, value in OPTIONS.items():
+        for option, value in options.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.LINGER, 200)  # an ABORT or BYE just sent still leaves
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)

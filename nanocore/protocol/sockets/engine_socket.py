@@ -9,12 +9,14 @@ from typing import Final
 
 import zmq
 
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import AddressInUseError, ConfigError
+from nanocore.protocol.sockets.client_authenticator import ClientAuthenticator
+from nanocore.protocol.sockets.curve import EngineKeys
 from nanocore.protocol.sockets.options import (
     MAX_FRAMES,
-    OPTIONS,
     receive_frames,
     send_frames,
+    socket_options,
 )
 
 _PEER_HIGH_WATER_MARK: Final = 128
@@ -31,23 +33,32 @@ class SendResult(enum.Enum):
 
 
 class _BoundSocket:
-    """A socket at an ipc endpoint, in a context of its own, and a poller to sleep in."""
+    """A socket at an endpoint, in a context of its own, and a poller to sleep in."""
 
-    def __init__(self, kind: int, endpoint: str) -> None:
+    def __init__(self, kind: int, endpoint: str, keys: EngineKeys | None = None) -> None:
+        options = socket_options(endpoint, keys)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(kind)
-        for option, value in OPTIONS.items():
+        self._authenticator: ClientAuthenticator | None = None
+        for option, value in options.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.LINGER, 1000)  # last words reach clients, but not forever
         self._socket.setsockopt(zmq.BACKLOG, 128)
         if kind == zmq.ROUTER:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._socket.setsockopt(zmq.SNDHWM, _PEER_HIGH_WATER_MARK)
+        if keys is not None:
+            self._authenticator = ClientAuthenticator(self._context, keys.clients)
         old_umask = os.umask(0o077)  # the socket file's mode follows it
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
+            if error.errno == zmq.EADDRINUSE:
+                raise AddressInUseError(
+                    f"endpoint {endpoint} is in use by another process: stop it, or choose another "
+                    "port"
+                ) from None
             raise ConfigError(f"endpoint {endpoint!r} cannot be bound: {error}") from None
         finally:
             os.umask(old_umask)
@@ -60,20 +71,34 @@ class _BoundSocket:
         self._poller.register(watched, zmq.POLLIN)
 
     def wait(self, timeout_ms: int) -> set[int]:
-        """Sleep until something watched is ready; returns the ready descriptors. -1: no limit."""
+        """Sleep until something watched is ready; returns the ready descriptors. -1: no limit.
+
+        Raises:
+            RuntimeError: no new client can come in any more.
+        """
+        if self._authenticator is not None:
+            self._authenticator.check()
         return {ready for ready, _ in self._poller.poll(timeout_ms) if isinstance(ready, int)}
 
     def close(self) -> None:
-        """Send what is queued, for at most a second, and close."""
+        """Send what is queued, for at most a second, and close. Idempotent."""
         self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self._context.term()
 
 
 class EngineSocket(_BoundSocket):
-    """An engine's ROUTER: for clients, or for replays. Belongs to one thread."""
+    """An engine's ROUTER: for clients, or for replays. Belongs to one thread.
 
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(zmq.ROUTER, endpoint)
+    keys: with them, only clients on the allow-list reach it; TCP endpoints need them.
+
+    Raises:
+        ConfigError: it cannot be bound. AddressInUseError: another process listens there.
+    """
+
+    def __init__(self, endpoint: str, keys: EngineKeys | None = None) -> None:
+        super().__init__(zmq.ROUTER, endpoint, keys)
         self._cut = False  # the rest of a message with too many frames is still to be skipped
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
@@ -113,7 +138,7 @@ class EngineSocket(_BoundSocket):
 
 
 class PublisherSocket(_BoundSocket):
-    """The engine's PUB. Belongs to one thread; `wait` also takes in subscriptions."""
+    """The engine's PUB, ipc only. Belongs to one thread; `wait` also takes in subscriptions."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(zmq.PUB, endpoint)

@@ -1,4 +1,7 @@
-"""What all sockets share: their options, and messages sent and received whole."""
+"""What all sockets share: their options, and messages sent and received whole.
+
+There is no TCP without CURVE, on either side: what connects or binds without keys is refused here.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,52 @@ from typing import Final
 
 import zmq
 
+from nanocore.protocol.endpoint import TCP
+from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys
+
 MAX_FRAME_BYTES: Final = 16 * 2**20
 MAX_FRAMES: Final = 8
 """Frames of one message that are kept, routing id included; no message of ours has as many."""
 _HIGH_WATER_MARK: Final = 1000
-OPTIONS: Final = {
+_OPTIONS: Final[dict[int, int | bytes]] = {
     zmq.SNDHWM: _HIGH_WATER_MARK,
     zmq.RCVHWM: _HIGH_WATER_MARK,
     zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
     zmq.HANDSHAKE_IVL: 2000,
+}
+_TCP_OPTIONS: Final[dict[int, int | bytes]] = {
+    # A peer whose machine is gone is let go after about two minutes, even if nothing is sent.
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.TCP_KEEPALIVE_IDLE: 60,
+    zmq.TCP_KEEPALIVE_INTVL: 15,
+    zmq.TCP_KEEPALIVE_CNT: 4,
 }
 
 
 # As integers: combining pyzmq's enums costs more than sending a small frame.
 _LAST_FRAME: Final = int(zmq.NOBLOCK)
 _MORE_FRAMES: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+def socket_options(endpoint: str, keys: EngineKeys | ClientKeys | None) -> dict[int, int | bytes]:
+    """The options of a socket at an endpoint, to be set before it binds or connects.
+
+    Raises:
+        ConfigError: TCP without keys.
+    """
+    options = dict(_OPTIONS)
+    if endpoint.startswith(TCP):
+        if keys is None:
+            raise ConfigError(
+                f"endpoint {endpoint!r} needs CURVE keys, because whoever reaches it could use it: "
+                "give a curve_dir that `nanocore-keygen` made, or use an ipc:// endpoint"
+            )
+        options |= _TCP_OPTIONS
+        options[zmq.IPV6] = int("[" in endpoint)  # else host names would mean IPv6 first
+    if keys is not None:
+        options |= keys.options
+    return options
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:

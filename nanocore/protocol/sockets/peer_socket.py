@@ -8,16 +8,18 @@ from collections.abc import Sequence
 import zmq
 
 from nanocore.protocol.errors import ConfigError
-from nanocore.protocol.sockets.options import OPTIONS, receive_frames
+from nanocore.protocol.sockets.curve import ClientKeys
+from nanocore.protocol.sockets.options import receive_frames, socket_options
 
 
 class PeerSocket:
     """One connection to an engine, without the client SDK. Belongs to one thread."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
+        options = socket_options(endpoint, keys)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        for option, value in OPTIONS.items():
+        for option, value in options.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.LINGER, 200)
         try:

@@ -1,0 +1,275 @@
+"""TCP with CURVE over real sockets: who comes in, who does not, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.auth.base import Authenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from nanocore.protocol.errors import AddressInUseError, ConfigError
+from nanocore.protocol.sockets import EngineSocket, PeerSocket, SendResult
+from tests.port_scanner import PROBES, scan
+from tests.protocol.keys import KeyFolders, free_port, make_key_folders
+
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyFolders:
+    return make_key_folders(tmp_path)
+
+
+@pytest.fixture
+def endpoint() -> str:
+    """Hides the ipc endpoint of the other tests."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def engine(keys: KeyFolders, endpoint: str) -> Iterator[EngineSocket]:
+    with closing(EngineSocket(endpoint, keys.engine_keys)) as bound:
+        yield bound
+
+
+def receive(engine: EngineSocket) -> tuple[bytes, list[bytes]]:
+    """The next message, which must come."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        if (message := engine.receive()) is not None:
+            return message
+        engine.wait(100)
+    raise AssertionError("no message came")
+
+
+def chat(engine: EngineSocket, peer: PeerSocket, word: bytes) -> None:
+    """A word to the engine, which must be the next it hears, and one back."""
+    peer.send([word])
+    routing_id, frames = receive(engine)
+    assert frames == [word]
+    assert engine.send(routing_id, [word, b"back"]) is SendResult.SENT
+    assert peer.receive(PATIENCE_S) == [word, b"back"]
+
+
+@contextmanager
+def stranger(endpoint: str, options: dict[int, int | bytes]) -> Iterator[None]:
+    """A DEALER that has sent "hello" to the endpoint; inside, its handshake has failed."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        for option, value in options.items():
+            dealer.setsockopt(option, value)
+        monitor = dealer.get_monitor_socket()
+        dealer.connect(endpoint)
+        dealer.send(b"hello")
+        seen = []
+        while zmq.Event.DISCONNECTED not in seen:
+            assert monitor.poll(int(PATIENCE_S * 1e3)), f"nothing became of it: {seen}"
+            seen.append(recv_monitor_message(monitor)["event"])
+        assert zmq.Event.HANDSHAKE_SUCCEEDED not in seen
+        yield
+        dealer.disable_monitor()
+        monitor.close()
+
+
+def nobody_came(engine: EngineSocket, endpoint: str, keys: KeyFolders) -> None:
+    """Assert that a friend's word is the first thing to reach the engine."""
+    with closing(PeerSocket(endpoint, keys.client_keys("friend"))) as friend:
+        chat(engine, friend, b"friend")
+    assert engine.receive() is None
+
+
+# -- who comes in ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_clients_on_the_allow_list_are_served(keys: KeyFolders, host: str) -> None:
+    try:
+        port = free_port(host.strip("[]"))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    endpoint = f"tcp://{host}:{port}"
+    with (
+        closing(EngineSocket(endpoint, keys.engine_keys)) as engine,
+        closing(PeerSocket(endpoint, keys.client_keys("one"))) as one,
+        closing(PeerSocket(endpoint, keys.client_keys("other"))) as other,
+    ):
+        chat(engine, one, b"one")
+        chat(engine, other, b"other")
+
+
+def test_keys_work_on_ipc_too(keys: KeyFolders, short_path: Path) -> None:
+    endpoint = f"ipc://{short_path}/engine.sock"
+    with (
+        closing(EngineSocket(endpoint, keys.engine_keys)) as engine,
+        closing(PeerSocket(endpoint, keys.client_keys("one"))) as one,
+    ):
+        chat(engine, one, b"one")
+
+
+def test_a_key_that_is_added_counts_from_the_next_connection_on(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders
+) -> None:
+    new = keys.client_keys("new")
+    listed = keys.engine / "clients" / "new.key"
+    hidden = listed.rename(keys.root / "new.key")
+    with stranger(endpoint, new.options):
+        assert engine.receive() is None
+    hidden.rename(listed)
+    with closing(PeerSocket(endpoint, new)) as peer:
+        chat(engine, peer, b"new")
+
+
+def test_a_revoked_key_opens_no_connection_and_keeps_the_one_it_has(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders
+) -> None:
+    with closing(PeerSocket(endpoint, keys.client_keys("leaver"))) as peer:
+        chat(engine, peer, b"before")
+        keys.revoke("leaver")
+        with stranger(endpoint, keys.client_keys("leaver").options):
+            chat(engine, peer, b"after")
+    nobody_came(engine, endpoint, keys)
+
+
+# -- who does not ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["unknown key", "wrong server key", "NULL", "PLAIN"])
+def test_nothing_of_a_stranger_reaches_the_engine(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders, case: str
+) -> None:
+    known, unknown = keys.client_keys("known"), keys.client_keys("unknown")
+    keys.revoke("unknown")
+    options: dict[int, int | bytes] = {
+        "unknown key": unknown.options,
+        "wrong server key": replace(known, engine_public_key=unknown.public_key).options,
+        "NULL": {},
+        "PLAIN": {zmq.PLAIN_USERNAME: b"known", zmq.PLAIN_PASSWORD: b"secret"},
+    }[case]
+    with stranger(endpoint, options):
+        nobody_came(engine, endpoint, keys)
+
+
+def test_an_empty_allow_list_admits_nobody(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders
+) -> None:
+    client = keys.client_keys("client")
+    keys.revoke("client")
+    with stranger(endpoint, client.options):
+        assert engine.receive() is None
+
+
+def test_an_allow_list_that_is_gone_admits_nobody_and_is_served_again_when_back(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = keys.client_keys("client")
+    away = (keys.engine / "clients").rename(keys.root / "away")
+    with stranger(endpoint, client.options):
+        assert "cannot be read: refusing a client" in caplog.text
+    away.rename(keys.engine / "clients")
+    nobody_came(engine, endpoint, keys)
+
+
+@pytest.mark.parametrize("content", ["", "no key\n", 'curve\n    public-key = "short"\n'])
+def test_a_malformed_file_on_the_allow_list_shuts_out_nobody_else(
+    engine: EngineSocket,
+    endpoint: str,
+    keys: KeyFolders,
+    content: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bad = keys.engine / "clients" / "a.key"
+    bad.write_text(content)
+    nobody_came(engine, endpoint, keys)
+    assert str(bad) in caplog.text
+
+
+def test_a_file_on_the_allow_list_that_others_can_change_admits_nobody(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = keys.client_keys("client").options
+    (keys.engine / "clients" / "client.key").chmod(0o666)
+    with stranger(endpoint, options):
+        assert "client.key has mode 0666" in caplog.text
+    nobody_came(engine, endpoint, keys)
+
+
+def test_every_probe_of_a_port_scanner_is_hung_up_on_and_delivers_nothing(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders
+) -> None:
+    with closing(PeerSocket(endpoint, keys.client_keys("bystander"))) as bystander:
+        chat(engine, bystander, b"before")
+        result = scan("127.0.0.1", int(endpoint.rsplit(":", 1)[1]), 2 * len(PROBES))
+        assert (result.still_open, result.num_refused) == ({}, 0)
+        assert result.num_closed == result.num_connections == 2 * len(PROBES)
+        chat(engine, bystander, b"after")
+    assert engine.receive() is None
+
+
+# -- no TCP without keys --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("socket_type", [EngineSocket, PeerSocket])
+def test_a_tcp_socket_without_keys_is_refused(
+    socket_type: type[EngineSocket | PeerSocket], endpoint: str
+) -> None:
+    with pytest.raises(ConfigError, match="needs CURVE keys"):
+        socket_type(endpoint)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(endpoint.rsplit(":", 1)[1])))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_second_engine_at_a_port_is_refused(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders, host: str
+) -> None:
+    second = endpoint.replace("127.0.0.1", host)
+    with pytest.raises(AddressInUseError, match=second):
+        EngineSocket(second, keys.engine_keys)
+    nobody_came(engine, endpoint, keys)
+
+
+# -- what is left behind --------------------------------------------------------------------------
+
+
+def test_closing_leaves_no_thread_no_descriptor_and_a_free_port(
+    keys: KeyFolders, endpoint: str
+) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    threads = threading.enumerate()
+    engine_keys = keys.engine_keys
+    with closing(EngineSocket(endpoint, engine_keys)) as engine:
+        nobody_came(engine, endpoint, keys)
+    num_open = open_files()  # what the libraries keep open from their first use on is in it
+    for _ in range(3):
+        with closing(EngineSocket(endpoint, engine_keys)) as engine:
+            nobody_came(engine, endpoint, keys)
+        engine.close()
+        assert (threading.enumerate(), open_files()) == (threads, num_open)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_whose_doorkeeper_has_died_admits_nobody_says_so_and_closes(
+    keys: KeyFolders, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def die(_self: Authenticator, _message: list[bytes]) -> None:
+        raise OSError("no more")
+
+    monkeypatch.setattr(Authenticator, "handle_zap_message", die)
+    engine = EngineSocket(endpoint, keys.engine_keys)
+    client = keys.client_keys("client")
+    with stranger(endpoint, client.options):  # hung up on when the handshake's time is over
+        with pytest.raises(RuntimeError, match="has died"):
+            engine.wait(0)
+        assert engine.receive() is None
+    engine.close()
