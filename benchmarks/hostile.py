@@ -1,17 +1,19 @@
 """What hostile clients can do to an engine, and to those who share it.
 
-    python benchmarks/hostile.py [--messages 1000000] [--rate 2500] [--seed 1]
+    python benchmarks/hostile.py [--messages 1000000] [--rate 5000] [--seed 1]
 
 A real engine with the demo model and four bystanders, each a process that streams greedy requests
 through the SDK. First it is quiet; then attackers send messages of every kind in
 hostile_messages.py, others connect and leave by the thousands, and one never reads; then a control
-takes as much CPU as they did and sends nothing. Writes benchmarks/results/hostile.json.
+takes as much CPU as they did and sends nothing. Last comes a port scanner, at an engine on TCP with
+CURVE. Writes benchmarks/results/hostile.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import socket
 import tempfile
 import time
 from collections import Counter
@@ -19,15 +21,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any, Final
 
 import hostile_peers as peers
 from hostile_engine import TIMEOUT_S, Engine, Phase
 
+from nanocore.keygen import create_client, create_engine
+
 RESULTS: Final = Path(__file__).parent / "results" / "hostile.json"
 _SPAWN: Final = multiprocessing.get_context("spawn")
-_FAILURES: Final = ("Traceback", "could not be handled", "failed", "Assertion", "Error:")
 
 
 class Group:
@@ -67,12 +71,7 @@ def run(
     engine = Engine(folder)
     stats = engine.stats()
     num_descriptors, memory = engine.num_descriptors(), engine.memory_mib()
-    stop, ready = _SPAWN.Event(), _SPAWN.Semaphore(0)
-    bystanders = Group()
-    for client in range(num_bystanders):
-        bystanders.start(peers.stand_by, engine.endpoint, client, ready, stop)
-    for _ in range(num_bystanders):
-        assert ready.acquire(timeout=TIMEOUT_S), "a bystander does not start"
+    bystanders, stop = _start_bystanders(engine, num_bystanders)
     phases = {}
     with _phase(phases, "quiet", engine):
         time.sleep(quiet_s)
@@ -85,11 +84,11 @@ def run(
         _burn(num_attackers, cpu_s / attack.length_s, quiet_s)
     stop.set()
     requests = [r for result in bystanders.join() for r in result["requests"]]
-    leaked = _leaked_descriptors(engine, num_descriptors)
+    leaked = engine.leaked_descriptors(num_descriptors)
     stats_after = engine.stats()
     alive = engine.alive
     exit_code = engine.stop()
-    failures = [line for line in engine.log().splitlines() if any(f in line for f in _FAILURES)]
+    failures = engine.failures()
     mismatches = _mismatches(requests, phases["quiet"])
     figures = {name: phase.figures(requests) for name, phase in phases.items()}
     return {
@@ -101,7 +100,7 @@ def run(
         "num_protocol_errors": stats_after["num_protocol_errors"],
         "engine_alive": alive,
         "engine_exit_code": exit_code,
-        "engine_log_lines": len(engine.log().splitlines()),
+        "engine_log_lines": len(engine.log()),
         "uncaught_exceptions": len(failures),
         "failures": failures[:20],
         "descriptors_before": num_descriptors,
@@ -121,6 +120,56 @@ def run(
             "attack_to_control": _ratios(figures["attack"], figures["control"]),
         },
     }
+
+
+def run_scan(folder: Path, *, num_connections: int, quiet_s: float) -> dict[str, Any]:
+    """A port scanner at an engine on TCP, with CURVE, beside a bystander. Returns the report."""
+    keys, client_keys = folder / "keys", folder / "client"
+    create_engine(keys)
+    create_client(keys, "bystander", client_keys)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    engine = Engine(
+        folder, "--curve-dir", str(keys),
+        endpoint=f"tcp://127.0.0.1:{port}", curve_dir=client_keys,
+    )  # fmt: skip
+    num_errors, num_descriptors = engine.stats()["num_protocol_errors"], engine.num_descriptors()
+    bystanders, stop = _start_bystanders(engine, 1)
+    phases: dict[str, Phase] = {}
+    with _phase(phases, "quiet", engine):
+        time.sleep(quiet_s)
+    with _phase(phases, "scan", engine):
+        scanner = Group()
+        scanner.start(peers.scan_port, "127.0.0.1", port, num_connections)
+        (result,) = scanner.join()
+    stop.set()
+    requests = [r for result in bystanders.join() for r in result["requests"]]
+    leaked = engine.leaked_descriptors(num_descriptors)
+    num_delivered = engine.stats()["num_protocol_errors"] - num_errors
+    alive, exit_code = engine.alive, engine.stop()
+    return {
+        **result,
+        "num_delivered": num_delivered,
+        "engine_alive": alive,
+        "engine_exit_code": exit_code,
+        "uncaught_exceptions": len(engine.failures()),
+        "failures": engine.failures()[:20],
+        "descriptors_leaked": leaked,
+        "num_mismatches": len(_mismatches(requests, phases["quiet"])),
+        "bystander": {name: phase.figures(requests) for name, phase in phases.items()},
+    }
+
+
+def _start_bystanders(engine: Engine, num_clients: int) -> tuple[Group, Event]:
+    """(their processes, what stops them), once each has had an answer to each prompt."""
+    stop, ready = _SPAWN.Event(), _SPAWN.Semaphore(0)
+    bystanders = Group()
+    for client in range(num_clients):
+        bystanders.start(peers.stand_by, engine.endpoint, engine.curve_dir, client, ready, stop)
+    for _ in range(num_clients):
+        assert ready.acquire(timeout=TIMEOUT_S), "a bystander does not start"
+    return bystanders, stop
 
 
 def _attack(
@@ -173,14 +222,6 @@ def _phase(phases: dict[str, Phase], name: str, engine: Engine) -> Iterator[Phas
     phases[name] = phase.end()
 
 
-def _leaked_descriptors(engine: Engine, before: int) -> int:
-    """Descriptors above those at the start, once they stop falling, for at most TIMEOUT_S."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while (leaked := engine.num_descriptors() - before) > 0 and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    return max(0, leaked)
-
-
 def _mismatches(requests: list[dict[str, Any]], quiet: Phase) -> list[dict[str, Any]]:
     """Requests whose tokens are not those that the same prompt had while it was quiet."""
     expected = {r["prompt"]: r["token_ids"] for r in requests if r["times_s"][-1] <= quiet.end_s}
@@ -203,6 +244,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e9, help="messages per second, at most")
     parser.add_argument("--attackers", type=int, default=3)
     parser.add_argument("--connections", type=int, default=5000)
+    parser.add_argument("--scanner-connections", type=int, default=2000)
     parser.add_argument("--quiet-s", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -223,6 +265,12 @@ def main() -> None:
             num_connections=arguments.connections,
             quiet_s=arguments.quiet_s,
             seed=arguments.seed,
+        )
+    with tempfile.TemporaryDirectory(prefix="nc-") as folder, nice_sessions():
+        report["port_scan"] = run_scan(
+            Path(folder),
+            num_connections=arguments.scanner_connections,
+            quiet_s=arguments.quiet_s / 4,
         )
     write_report(arguments.out, {**describe_run(), **report})
     for name, value in report.items():

@@ -14,16 +14,24 @@ from hostile_messages import frames, hello
 
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Op, Reply
-from nanocore.protocol.sockets import PeerSocket
+from nanocore.protocol.sockets import ClientKeys, PeerSocket
 
 TIMEOUT_S: Final = 60.0
+_FAILURES: Final = ("Traceback", "could not be handled", "failed", "Assertion", "Error:", "libzmq")
 
 
 class Engine:
-    """An engine process under observation. stderr: the file its log goes to."""
+    """An engine process with the demo model, under observation.
 
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.endpoint = f"ipc://{folder / 'e' / 'engine.sock'}"
+    folder: for its log, and for its socket if it has no other endpoint. curve_dir: a client's keys.
+    """
+
+    def __init__(
+        self, folder: Path, *flags: str, endpoint: str | None = None, curve_dir: Path | None = None
+    ) -> None:
+        self.endpoint = endpoint or f"ipc://{folder / 'e' / 'engine.sock'}"
+        self.curve_dir = curve_dir
+        self._keys = None if curve_dir is None else ClientKeys.load(curve_dir)
         self._stderr = folder / "log"
         with self._stderr.open("wb") as log:
             command = [sys.executable, "-m", "nanocore.engine_core", "--listen", self.endpoint]
@@ -40,9 +48,20 @@ class Engine:
         self._process.terminate()
         return self._process.wait(TIMEOUT_S)
 
-    def log(self) -> str:
-        """What it has logged so far."""
-        return self._stderr.read_text()
+    def log(self) -> list[str]:
+        """The lines it has logged so far."""
+        return self._stderr.read_text().splitlines()
+
+    def failures(self) -> list[str]:
+        """Lines of its log that tell of exceptions and failed assertions."""
+        return [line for line in self.log() if any(sign in line for sign in _FAILURES)]
+
+    def leaked_descriptors(self, before: int) -> int:
+        """Descriptors above those at the start, once there are none, or TIMEOUT_S have passed."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while (leaked := self.num_descriptors() - before) > 0 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return max(0, leaked)
 
     def num_descriptors(self) -> int:
         """Open descriptors."""
@@ -62,7 +81,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Its own counters; waits for it to serve."""
-        peer, decoder = PeerSocket(self.endpoint), client_decoder()
+        peer, decoder = PeerSocket(self.endpoint, self._keys), client_decoder()
         peer.send(hello())
         peer.send(frames(Op.CONTROL, call_id=1, operation="stats"))
         try:

@@ -7,13 +7,16 @@ Times are of the monotonic clock, which all processes share.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import random
 import socket
+import sys
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event, Semaphore
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -178,24 +181,39 @@ def burn(share: float, stop: Event, results: Connection) -> None:
     results.send({"cpu_s": time.process_time()})
 
 
+def scan_port(host: str, port: int, num_connections: int, results: Connection) -> None:
+    """Knock at a TCP port as scanners do."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.port_scanner import scan
+
+    results.send(dataclasses.asdict(scan(host, port, num_connections)))
+
+
 def stand_by(
-    endpoint: str, client: int, ready: Semaphore, stop: Event, results: Connection
+    endpoint: str,
+    curve_dir: Path | None,
+    client: int,
+    ready: Semaphore,
+    stop: Event,
+    results: Connection,
 ) -> None:
     """Stream greedy requests one after the other through the SDK, and record tokens and times.
 
     ready: released once every prompt has been answered.
     """
-    results.send({"requests": asyncio.run(_stream(endpoint, client, ready, stop))})
+    results.send({"requests": asyncio.run(_stream(endpoint, curve_dir, client, ready, stop))})
 
 
 async def _stream(
-    endpoint: str, client: int, ready: Semaphore, stop: Event
+    endpoint: str, curve_dir: Path | None, client: int, ready: Semaphore, stop: Event
 ) -> list[dict[str, Any]]:
     requests: list[dict[str, Any]] = []
     params = SamplingParams(
         temperature=0, max_tokens=BYSTANDER_TOKENS, ignore_eos=True, detokenize=False
     )
-    async with AsyncEngineClient.connect(endpoint, timeout_s=ANSWER_TIMEOUT_S) as engine:
+    async with AsyncEngineClient.connect(
+        endpoint, curve_dir=curve_dir, timeout_s=ANSWER_TIMEOUT_S
+    ) as engine:
         while not stop.is_set():
             number = len(requests)
             prompt = [(client * 50 + number % NUM_PROMPTS + i) % 256 for i in range(20)]
