@@ -35,6 +35,7 @@ from nanocore.engine_core.model_files import ModelFiles
 from nanocore.engine_core.outputs import ClientOutput
 from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.session import MAX_BACKLOG_BYTES, Backlog, Session, output_frames
+from nanocore.engine_core.turn import Turn
 from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder
 from nanocore.protocol.errors import (
     ContextLengthError,
@@ -69,9 +70,6 @@ PING_INTERVAL_S: Final = 1.0
 SESSION_TIMEOUT_S: Final = 30.0
 BACKLOG_TIMEOUT_S: Final = 30.0
 BACKLOG_RETRY_S: Final = 0.05
-# What is taken from the socket before outputs get their turn.
-_MAX_BATCH: Final = 256
-_MAX_BATCH_S: Final = 0.002
 
 
 class IoThread(threading.Thread):
@@ -123,6 +121,7 @@ class IoThread(threading.Thread):
         self._num_sessions = 0
         self._num_handles = 0
         self._num_protocol_errors = 0
+        self._turn = Turn()
         self._closed: Counter[str] = Counter()  # sessions by reason, since they were last logged
 
     def run(self) -> None:
@@ -138,11 +137,13 @@ class IoThread(threading.Thread):
         next_ping_s = time.monotonic() + PING_INTERVAL_S
         farewell = None
         while farewell is None:
-            wait_s = BACKLOG_RETRY_S if self._slow else max(0.0, next_ping_s - time.monotonic())
-            ready = self._socket.wait(int(wait_s * 1e3) + 1)
-            if self._outbox.fd in ready:
-                for event in self._outbox.drain():
-                    farewell = self._deliver(event) or farewell
+            if (rest_s := self._turn.rest_s) > 0:
+                self._outbox.wait(rest_s)
+            else:
+                wait_s = BACKLOG_RETRY_S if self._slow else max(0.0, next_ping_s - time.monotonic())
+                self._socket.wait(int(wait_s * 1e3) + 1)
+            for event in self._outbox.drain():
+                farewell = self._deliver(event) or farewell
             self._receive_batch()
             now_s = time.monotonic()
             for session in list(self._slow.values()):
@@ -153,15 +154,11 @@ class IoThread(threading.Thread):
         self._say_bye(farewell)
 
     def _receive_batch(self) -> None:
-        """Take what has arrived; of a flood only so much that outputs need not wait for long."""
-        end_s = time.monotonic() + _MAX_BATCH_S
-        for _ in range(_MAX_BATCH):
-            received = self._socket.receive()
-            if received is None:
-                return
+        """Take what has arrived; of a flood as much as one turn allows."""
+        if not self._turn.begin():
+            return
+        while not self._turn.is_over() and (received := self._socket.receive()) is not None:
             self._receive(*received)
-            if time.monotonic() > end_s:
-                return
 
     def _receive(self, routing_id: bytes, frames: list[bytes]) -> None:
         """Handle one message, whatever it is. A bug of ours that it meets costs its session."""

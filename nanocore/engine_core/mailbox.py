@@ -8,6 +8,7 @@ a file descriptor.
 from __future__ import annotations
 
 import os
+import select
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
         self._events: deque[OutboxEvent] = deque()
         self._woken = False  # the reader will drain what is in the queue now
 
@@ -99,6 +102,10 @@ class Outbox:
         # it has a wake-up of its own. A wake-up for nothing may come of it; none is lost.
         self._woken = False
         return [self._events.popleft() for _ in range(len(self._events))]
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there may be an event."""
+        self._poll.poll(timeout_s * 1e3)
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -7,7 +7,7 @@ import logging
 import msgspec
 import pytest
 
-from nanocore.engine_core import io_thread as module
+from nanocore.engine_core import turn
 from nanocore.engine_core.control_desk import MAX_CALLS
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply
 from nanocore.engine_core.session import MAX_BACKLOG_BYTES
@@ -19,6 +19,7 @@ from nanocore.protocol.messages import (
     Control,
     Error,
     Hello,
+    Ping,
     Reply,
     Submit,
 )
@@ -168,18 +169,33 @@ def test_closed_sessions_are_logged_together_once_a_second(
     assert len(caplog.records) == 1
 
 
-def test_a_flood_leaves_outputs_their_turn(io: Io, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_leaves_outputs_and_steps_their_turn(
+    io: Io, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = 0.0
 
-    def slow_clock() -> float:
+    def clock() -> float:
         nonlocal now_s
-        now_s += 0.0005  # each message takes at least that
+        now_s += 0.0002  # what each message takes, at least
         return now_s
 
-    monkeypatch.setattr(module.time, "monotonic", slow_clock)
+    monkeypatch.setattr(turn.time, "monotonic", clock)
     io.socket.incoming.extend([(b"a", [b"?", b""])] * 1000)
     io.thread._receive_batch()
-    assert 1000 - len(io.socket.incoming) < 10
+    num_left = len(io.socket.incoming)
+    assert 1 <= 1000 - num_left <= 5
+    assert io.thread._turn.rest_s > 0
+    io.thread._receive_batch()  # too soon
+    assert len(io.socket.incoming) == num_left
+    now_s += turn.MAX_TURN_S
+    io.thread._receive_batch()
+    assert len(io.socket.incoming) < num_left
+
+
+def test_few_messages_are_taken_without_a_rest(io: Io) -> None:
+    io.receive(Ping())
+    io.thread._receive_batch()
+    assert io.thread._turn.rest_s <= 0
 
 
 def test_refused_requests_use_up_no_handles(io: Io) -> None:

@@ -1,0 +1,41 @@
+"""The io thread's turns at taking messages: short, and each full one is followed by a rest.
+
+Steps run in the same process and need its interpreter. A flood of messages, taken as it comes,
+would leave them little of it, and outputs would wait; so a flood gets half of the time at most, and
+what is not taken yet waits in its sender's socket.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+MAX_TURN_S: Final = 0.001
+MAX_REST_S: Final = 0.05  # after a message that took long
+
+
+class Turn:
+    """One after the other. Belongs to the io thread."""
+
+    def __init__(self) -> None:
+        self._start_s = 0.0
+        self._rest_until_s = 0.0
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds until the next turn may begin; 0 or less: it may."""
+        return self._rest_until_s - time.monotonic()
+
+    def begin(self) -> bool:
+        """Begin a turn; False if it is too soon."""
+        self._start_s = time.monotonic()
+        return self._start_s >= self._rest_until_s
+
+    def is_over(self) -> bool:
+        """Whether the turn's time is up; the rest is as long as the turn was."""
+        now_s = time.monotonic()
+        length_s = now_s - self._start_s
+        if length_s < MAX_TURN_S:
+            return False
+        self._rest_until_s = now_s + min(length_s, MAX_REST_S)
+        return True
