@@ -32,7 +32,8 @@ pub struct Engine {
 impl Engine {
     pub fn connect(endpoint: &str, options: &Options) -> Result<Engine, Error> {
         let socket = zmq::Context::new().socket(zmq::DEALER)?;
-        let timeout_ms = options.timeout.map_or(10_000, |timeout| timeout.as_millis() as i32);
+        let timeout_ms = options.timeout.map_or(10_000, |timeout| timeout.as_millis());
+        let timeout_ms = i32::try_from(timeout_ms).unwrap_or(i32::MAX);
         socket.set_rcvtimeo(timeout_ms)?;
         socket.set_sndtimeo(timeout_ms)?;
         socket.set_linger(200)?; // for the BYE
@@ -51,7 +52,7 @@ impl Engine {
         let client = Text(concat!("nanocore-rust/", env!("CARGO_PKG_VERSION")).into());
         engine.send(Hello::OP, &Hello { protocol: [1, 3], client })?;
         while engine.welcome.is_none() {
-            engine.poll(0)?;
+            engine.poll(true)?;
         }
         Ok(engine)
     }
@@ -82,7 +83,7 @@ impl Engine {
                 }
                 return news.map(Some);
             }
-            self.poll(0)?;
+            self.poll(true)?;
         }
         Ok(None)
     }
@@ -100,10 +101,13 @@ impl Engine {
         let file = file.map(|file| Text(file.into()));
         self.send(Control::OP, &Control { call_id, operation, file, offset })?;
         loop {
-            self.poll(0)?;
-            if let Some(reply) = self.reply.take().filter(|reply| reply.call_id == call_id) {
-                let why = || Error::Refused(reply.message.clone().unwrap_or_default().0);
-                return reply.ok.then(|| reply.clone()).ok_or_else(why);
+            self.poll(true)?;
+            match self.reply.take() {
+                Some(reply) if reply.call_id == call_id && reply.ok => return Ok(reply),
+                Some(reply) if reply.call_id == call_id => {
+                    return Err(Error::Refused(reply.message.unwrap_or_default().0))
+                }
+                _ => {}
             }
         }
     }
@@ -114,20 +118,21 @@ impl Engine {
         loop {
             let reply = self.control("read_file", Some(name), content.len() as u64)?;
             match reply.data {
-                Some(Bin(data)) if !data.is_empty() => content.extend(data),
-                _ => return Ok(content),
+                None => return Err(Error::Protocol("REPLY to read_file: no data".into())),
+                Some(Bin(data)) if data.is_empty() => return Ok(content),
+                Some(Bin(data)) => content.extend(data),
             }
         }
     }
 
-    /// Takes in one message; false if none came. Waits, unless `flags` are `zmq::DONTWAIT`.
-    pub fn poll(&mut self, flags: i32) -> Result<bool, Error> {
+    /// Takes in one message, if need be after waiting for it; false if none came.
+    pub fn poll(&mut self, wait: bool) -> Result<bool, Error> {
         if let Some(error) = &self.over {
             return Err(error.clone());
         }
-        let taken = match self.socket.recv_multipart(flags) {
+        let taken = match self.socket.recv_multipart(if wait { 0 } else { zmq::DONTWAIT }) {
             Err(zmq::Error::EINTR) => return Ok(false),
-            Err(zmq::Error::EAGAIN) if flags != 0 => return Ok(false),
+            Err(zmq::Error::EAGAIN) if !wait => return Ok(false),
             received => received.map_err(Error::from).and_then(|frames| self.take(&frames)),
         };
         self.over = taken.as_ref().err().cloned();

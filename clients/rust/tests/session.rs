@@ -73,10 +73,15 @@ fn welcome() -> Welcome {
     Welcome { protocol: [1, 3], session, engine_instance, model, limits, capabilities: vec![] }
 }
 
-/// A session with an engine that does what `script` says after its WELCOME.
-fn session(script: impl FnOnce(&mut Peer) + Send + 'static) -> (Engine, JoinHandle<()>) {
-    let router = zmq::Context::new().socket(zmq::ROUTER).expect("a socket");
-    router.bind("ipc://*").expect("a place for a socket");
+/// A session, of a client with these options, with an engine that does what `script` says after its
+/// WELCOME and listens at `endpoint`.
+fn session_at(
+    endpoint: &str,
+    router: zmq::Socket,
+    options: &Options,
+    script: impl FnOnce(&mut Peer) + Send + 'static,
+) -> (Engine, JoinHandle<()>) {
+    router.bind(endpoint).expect("a place for a socket");
     let endpoint = router.get_last_endpoint().expect("an endpoint").expect("text");
     let peer = thread::spawn(move || {
         let mut peer = Peer { router, client: Vec::new() };
@@ -85,7 +90,15 @@ fn session(script: impl FnOnce(&mut Peer) + Send + 'static) -> (Engine, JoinHand
         peer.send(Welcome::OP, &welcome());
         script(&mut peer);
     });
-    (Engine::connect(&endpoint, &Options::default()).expect("a session"), peer)
+    (Engine::connect(&endpoint, options).expect("a session"), peer)
+}
+
+fn router() -> zmq::Socket {
+    zmq::Context::new().socket(zmq::ROUTER).expect("a socket")
+}
+
+fn session(script: impl FnOnce(&mut Peer) + Send + 'static) -> (Engine, JoinHandle<()>) {
+    session_at("ipc://*", router(), &Options::default(), script)
 }
 
 fn bytes(values: &[u32]) -> Bin {
@@ -209,6 +222,25 @@ fn a_file_is_read_chunk_by_chunk() {
 #[test]
 fn dropping_the_engine_says_bye() {
     let (engine, peer) = session(|peer| drop(peer.expect::<Bye>(Bye::OP)));
+    drop(engine);
+    peer.join().unwrap();
+}
+
+#[test]
+fn keys_open_a_session_with_an_engine_that_has_curve() {
+    if zmq::has("curve") != Some(true) {
+        return eprintln!("this libzmq has no CURVE: nothing was tested");
+    }
+    let (engines, own) = (zmq::CurveKeyPair::new().unwrap(), zmq::CurveKeyPair::new().unwrap());
+    let router = router();
+    router.set_curve_server(true).unwrap();
+    router.set_curve_secretkey(&engines.secret_key).unwrap();
+    let keys = [engines.public_key, own.public_key, own.secret_key];
+    let keys = Some(keys.map(|key| zmq::z85_encode(&key).unwrap()));
+    let options = Options { keys, ..Options::default() };
+    let script = |peer: &mut Peer| drop(peer.expect::<Bye>(Bye::OP));
+    let (engine, peer) = session_at("tcp://127.0.0.1:*", router, &options, script);
+    assert_eq!(engine.welcome(), &welcome());
     drop(engine);
     peer.join().unwrap();
 }
