@@ -5,7 +5,7 @@
  */
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
-import { decode, encode, EngineError, unpack } from "nanocore-client/wire";
+import { decode, encode, EngineError, Op, unpack, unpackOutput } from "nanocore-client";
 
 const BIN = new Set(["prompt_token_ids", "handles", "tokens", "counts", "data"]);
 
@@ -47,7 +47,11 @@ const checks = {
   /** What an engine must not send is refused. */
   refused({ sender, frames, error }) {
     if (sender !== "engine" || !error) return false;
-    assert.throws(() => decode(frames.map(bytes)), (thrown) => thrown instanceof EngineError && thrown.code === error);
+    const take = () => {
+      const message = decode(frames.map(bytes));
+      if (message.op === Op.OUTPUT) unpackOutput(message); // whose columns may not fit together
+    };
+    assert.throws(take, (thrown) => thrown instanceof EngineError && thrown.code === error);
     return true;
   },
 };

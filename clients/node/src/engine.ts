@@ -6,57 +6,51 @@
  */
 import { createHash, randomUUID } from "node:crypto";
 import { EventEmitter, on, once } from "node:events";
-import { setTimeout as sleep } from "node:timers/promises";
 import { Dealer } from "zeromq";
-import { EngineError, Op, PROTOCOL_VERSION, decode, encode, packInt32, toWire } from "./wire.js";
-import type { EngineMessage, Output, OutputMessage, Reply, SamplingParams, Stats, Welcome } from "./wire.js";
+import { Op, PROTOCOL_VERSION } from "./schema.js";
+import type { EngineMessage, Output, Reply, SamplingParams, Stats, Welcome } from "./schema.js";
+import { EngineError, decode, encode, packInt32, toWire, unpackOutput } from "./wire.js";
 
-export { EngineError } from "./wire.js";
-export type { ErrorCode, Output, Reply, SamplingParams, Stats, Welcome } from "./wire.js";
+export { Op, type Output, type Reply, type SamplingParams, type Stats, type Welcome } from "./schema.js";
+export * from "./wire.js";
 export type ControlOperation = "stats" | "reset_prefix_cache" | "pause" | "resume" | "read_file";
-/** Z85 text of 40 characters each: the engine's public key, and the client's own two. */
-export type CurveKeys = { serverPublicKey: string; publicKey: string; secretKey: string };
+/** Z85 text of 40 characters each, by zeromq's names: the engine's public key, and the client's own two. */
+export type CurveKeys = { curveServerKey: string; curvePublicKey: string; curveSecretKey: string };
 export type GenerateOptions = { requestId?: string; priority?: number; cacheSalt?: string; signal?: AbortSignal };
-/** A socket of whole messages, such as a zeromq Dealer. */
-export type FrameSocket = AsyncIterable<Uint8Array[]> & { send(frames: Uint8Array[]): Promise<void>; close(): void };
+/** A socket of whole messages, such as a zeromq Dealer: silence for receiveTimeout ms is an error "EAGAIN". */
+export type FrameSocket = Pick<Dealer, "receiveTimeout" | "send" | "close"> & AsyncIterable<Uint8Array[]>;
 
 const SILENCE_MS = 10_000;
 const MAX_FILE_BYTES = 64 * 2 ** 20;
 
 export class Engine implements AsyncDisposable {
   /** What the engine said of itself: model card, limits, capabilities. */
-  welcome!: Welcome;
-  #limitMs: number; // of silence
-  #heardMs = performance.now();
-  #suspectedMs = NaN;
+  readonly welcome!: Welcome;
   #error: EngineError | undefined;
   #sending = Promise.resolve();
   #numCalls = 0;
-  #timer = setInterval(() => this.#checkSilence(), 500);
-  #answers = new EventEmitter().setMaxListeners(0).on("error", () => {}); // events are named by call ids
+  #answers = new EventEmitter().setMaxListeners(0).on("error", () => {}); // "welcome" and, by call ids, replies
   #streams = new Map<string, EventEmitter>(); // by request id; of requests that have not ended; they emit "news"
   #requestIds = new Map<number, string>(); // by handle
 
-  private constructor(readonly socket: FrameSocket, timeoutMs: number) {
-    this.#limitMs = timeoutMs;
-  }
+  private constructor(private readonly socket: FrameSocket) {}
 
   /** Open a session. Throws EngineError if no engine answers within timeoutMs, or if it refuses. */
-  static connect(endpoint: string, options: { keys?: CurveKeys; timeoutMs?: number } = {}): Promise<Engine> {
-    const limits = { sendHighWaterMark: 1000, receiveHighWaterMark: 1000, maxMessageSize: 16 * 2 ** 20, linger: 200 };
-    const { serverPublicKey = null, publicKey = null, secretKey = null } = options.keys ?? {};
-    const keys = { curveServerKey: serverPublicKey, curvePublicKey: publicKey, curveSecretKey: secretKey };
-    const socket = new Dealer({ ...limits, ...(options.keys && keys) });
+  static async connect(endpoint: string, { keys, timeoutMs }: { keys?: CurveKeys; timeoutMs?: number } = {}) {
+    const limits = { sendHighWaterMark: 1000, receiveHighWaterMark: 1000, maxMessageSize: 16 * 2 ** 20 };
+    const socket = new Dealer({ ...limits, ...keys, sendTimeout: SILENCE_MS, linger: 200 });
     socket.connect(endpoint);
-    return Engine.open(socket, options.timeoutMs);
+    return Engine.open(socket, timeoutMs);
   }
 
   /** Open a session over any socket of whole messages; the session owns it. */
   static async open(socket: FrameSocket, timeoutMs = SILENCE_MS): Promise<Engine> {
-    const engine = new Engine(socket, timeoutMs);
-    void engine.#receive();
-    engine.welcome = await engine.#call(Op.HELLO, { protocol: PROTOCOL_VERSION, client: "nanocore-client (node)" });
-    engine.#limitMs = SILENCE_MS;
+    const engine = new Engine(socket);
+    socket.receiveTimeout = timeoutMs;
+    engine.#receive().catch((error) => engine.#fail(error));
+    const hello = { protocol: PROTOCOL_VERSION, client: "nanocore-client (node)" };
+    (engine as { welcome: Welcome }).welcome = await engine.#call("welcome", Op.HELLO, hello);
+    socket.receiveTimeout = SILENCE_MS;
     return engine;
   }
 
@@ -65,14 +59,11 @@ export class Engine implements AsyncDisposable {
    * model card's defaults apply. Throws EngineError, or the signal's reason.
    */
   async *generate(promptTokenIds: ArrayLike<number>, sampling?: SamplingParams, options: GenerateOptions = {}) {
-    const { requestId = randomUUID(), priority, cacheSalt, signal } = options;
+    const { requestId = randomUUID(), signal, ...rest } = options;
     signal?.throwIfAborted();
     if (this.#error) throw this.#error;
-    if (this.#streams.has(requestId)) throw new EngineError("duplicate_request_id", `request id ${requestId} is in use`);
-    if (!`${requestId} ${cacheSalt}`.isWellFormed()) throw new EngineError("invalid_request", "a lone surrogate is no text");
-    const prompt = packInt32(promptTokenIds);
-    const submit = { requestId, promptTokenIds: prompt, sampling: sampling && toWire(sampling), priority, cacheSalt };
-    this.#send(Op.SUBMIT, toWire(submit));
+    if (this.#streams.has(requestId)) throw new EngineError("duplicate_request_id", `${requestId} is in use`);
+    this.#send(Op.SUBMIT, toWire({ requestId, promptTokenIds: packInt32(promptTokenIds), sampling, ...rest }));
     const stream = new EventEmitter();
     const news = on(stream, "news"); // collects from now on
     this.#streams.set(requestId, stream);
@@ -98,7 +89,8 @@ export class Engine implements AsyncDisposable {
 
   /** Run a CONTROL operation; the reply's `ok` says whether it was done. */
   control(operation: ControlOperation, args: { file?: string; offset?: number } = {}): Promise<Reply> {
-    return this.#call(Op.CONTROL, { call_id: this.#numCalls, operation, ...args });
+    const callId = ++this.#numCalls;
+    return this.#call(`${callId}`, Op.CONTROL, { call_id: callId, operation, ...args });
   }
 
   /** The engine's counters and gauges. */
@@ -112,7 +104,7 @@ export class Engine implements AsyncDisposable {
   async readFile(name: string): Promise<Uint8Array> {
     const chunkBytes = this.welcome.limits.maxFileChunkBytes;
     const { numBytes, sha256 } = this.welcome.model.files.find((file) => file.name === name) ?? { numBytes: NaN };
-    if (!(numBytes <= MAX_FILE_BYTES)) throw new EngineError("invalid_request", `file ${name} is not served, or too large`);
+    if (!(numBytes <= MAX_FILE_BYTES)) throw new EngineError("invalid_request", `file ${name} is none, or too large`);
     const content = new Uint8Array(numBytes);
     const offsets = Array.from({ length: Math.ceil(numBytes / chunkBytes) }, (_, i) => i * chunkBytes).values();
     const fetchChunks = async () => {
@@ -133,18 +125,17 @@ export class Engine implements AsyncDisposable {
   /** Say BYE and close; open requests fail. Idempotent. */
   async close(): Promise<void> {
     this.#send(Op.BYE, { reason: "the client is done" });
-    await Promise.race([this.#sending, sleep(200, undefined, { ref: false })]);
+    await this.#sending;
     this.#fail(new EngineError("no_session", "this client is closed"));
   }
 
   [Symbol.asyncDispose] = () => this.close();
 
-  /** Send what has one answer, and wait for it. Calls are named by their number; HELLO is number 0. */
-  async #call(op: number, body: object): Promise<any> {
+  /** Send what has one answer, and wait for it. */
+  async #call(answer: string, op: number, body: object): Promise<any> {
     if (this.#error) throw this.#error;
     this.#send(op, body);
-    const [answer] = await once(this.#answers, `${this.#numCalls++}`);
-    return answer;
+    return (await once(this.#answers, answer))[0];
   }
 
   /** Queue one message: the socket takes one at a time. */
@@ -157,21 +148,19 @@ export class Engine implements AsyncDisposable {
   }
 
   async #receive(): Promise<void> {
-    try {
-      for await (const frames of this.socket) {
-        this.#heardMs = performance.now();
-        this.#take(decode(frames));
-      }
-    } catch (error) {
-      this.#fail(error);
-    }
+    for await (const frames of this.socket) this.#take(decode(frames));
   }
 
   #take(message: EngineMessage): void {
-    if (message.op === Op.OUTPUT) this.#deliver(message);
-    else if (message.op === Op.PING) this.#send(Op.PONG, { nonce: message.nonce });
+    if (message.op === Op.OUTPUT) {
+      for (const [handle, output] of unpackOutput(message)) {
+        const requestId = this.#requestIds.get(handle) ?? "";
+        this.#streams.get(requestId)?.emit("news", output);
+        if (output.finishReason) this.#requestIds.delete(handle) && this.#streams.delete(requestId);
+      }
+    } else if (message.op === Op.PING) this.#send(Op.PONG, { nonce: message.nonce });
     else if (message.op === Op.ACCEPTED) this.#requestIds.set(message.handle, message.requestId);
-    else if (message.op === Op.WELCOME) this.#answers.emit("0", message);
+    else if (message.op === Op.WELCOME) this.#answers.emit("welcome", message);
     else if (message.op === Op.REPLY) this.#answers.emit(`${message.callId}`, message);
     else if (message.op === Op.REFUSED) throw new EngineError("protocol_error", message.message);
     else if (message.op === Op.BYE) throw new EngineError("engine_dead", `the engine has stopped: ${message.reason}`);
@@ -183,37 +172,16 @@ export class Engine implements AsyncDisposable {
     }
   }
 
-  #deliver({ handles, counts, tokens, events }: OutputMessage): void {
-    const outputs = new Map<number, Output>();
-    let start = 0;
-    handles.forEach((handle, i) => {
-      outputs.set(handle, { tokenIds: [...tokens.subarray(start, (start += counts?.[i] ?? 1))] });
-    });
-    for (const { handle, ...event } of events) outputs.set(handle, { tokenIds: [], ...outputs.get(handle), ...event });
-    for (const [handle, output] of outputs) {
-      const requestId = this.#requestIds.get(handle) ?? "";
-      this.#streams.get(requestId)?.emit("news", output);
-      if (!output.finishReason) continue;
-      this.#requestIds.delete(handle);
-      this.#streams.delete(requestId);
-    }
-  }
-
-  #checkSilence(): void {
-    if (performance.now() - this.#heardMs < this.#limitMs) return;
-    // After the event loop was blocked, what arrived meanwhile is read only now: so look twice.
-    if (this.#suspectedMs === this.#heardMs)
-      this.#fail(new EngineError("engine_dead", `the engine has not been heard of for ${this.#limitMs / 1000} s`));
-    this.#suspectedMs = this.#heardMs;
-  }
-
   /** End the session: everyone who waits gets the error. The first one counts. */
   #fail(cause: unknown): void {
     if (this.#error) return;
-    const error = (this.#error = cause instanceof EngineError ? cause : new EngineError("protocol_error", `${cause}`));
-    clearInterval(this.#timer);
+    const error = (this.#error = cause instanceof EngineError ? cause : this.#socketError(cause as Error));
     this.socket.close();
     this.#answers.emit("error", error);
     for (const stream of this.#streams.values()) stream.emit("news", undefined, error);
+  }
+  #socketError({ code, message }: Error & { code?: string }): EngineError {
+    if (code !== "EAGAIN") return new EngineError("protocol_error", `the socket failed: ${message}`);
+    return new EngineError("engine_dead", `the engine was silent for ${this.socket.receiveTimeout / 1000} s`);
   }
 }

@@ -4,7 +4,7 @@
  */
 import assert from "node:assert/strict";
 import { EventEmitter, on, once } from "node:events";
-import { encode, Op, unpack } from "nanocore-client/wire";
+import { encode, Op, unpack } from "nanocore-client";
 
 const card = {
   model: "tiny", architecture: "T", dtype: "float32", vocab_size: 8, max_model_len: 64, eos_token_ids: [2],
@@ -21,6 +21,7 @@ export const welcome = (model = {}) => ({
 export const column = (...values) => Uint8Array.from(values.flatMap((value) => [value, 0, 0, 0]));
 
 export class FakeSocket {
+  receiveTimeout = -1;
   sent = [];
   closed = false;
   #events = new EventEmitter();
@@ -42,7 +43,14 @@ export class FakeSocket {
   }
 
   async *[Symbol.asyncIterator]() {
-    for await (const [frames] of this.#frames) yield frames;
+    for (;;) {
+      const silence = Object.assign(new Error("nothing came in time"), { code: "EAGAIN" });
+      const timer = setTimeout(() => this.#events.emit("error", silence), this.receiveTimeout);
+      const { value, done } = await this.#frames.next();
+      clearTimeout(timer);
+      if (done) return;
+      yield value[0];
+    }
   }
 
   receive(op, body) {

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { decode, encode, EngineError, Op, packInt32, toWire, unpackInt32 } from "nanocore-client/wire";
+import { decode, encode, EngineError, Op, packInt32, toWire, unpackOutput } from "nanocore-client";
 import { column } from "./fake_socket.mjs";
 
 test("a column is little endian", () => {
@@ -8,8 +8,10 @@ test("a column is little endian", () => {
 });
 
 test("a column is read at any alignment", () => {
-  const bytes = new Uint8Array([9, 1, 0, 0, 0, 2, 1, 0, 0]).subarray(1);
-  assert.deepEqual([...unpackInt32(bytes)], [1, 258]);
+  for (const reason of ["", "x", "xx", "xxx"]) {
+    const frames = encode(Op.OUTPUT, { reason, handles: column(7), tokens: Uint8Array.of(2, 1, 0, 0) });
+    assert.deepEqual([...unpackOutput(decode(frames))], [[7, { tokenIds: [258] }]]);
+  }
 });
 
 test("what is no int32 is refused by its column", () => {
@@ -19,8 +21,8 @@ test("what is no int32 is refused by its column", () => {
 });
 
 test("sampling parameters get the wire's names", () => {
-  assert.deepEqual(toWire({ maxTokens: 4, topP: 0.5, skipReadingPrefixCache: true }), {
-    max_tokens: 4, top_p: 0.5, skip_reading_prefix_cache: true,
+  assert.deepEqual(toWire({ sampling: { maxTokens: 4, topP: 0.5, stopTokenIds: [1] }, cacheSalt: "s" }), {
+    sampling: { max_tokens: 4, top_p: 0.5, stop_token_ids: [1] }, cache_salt: "s",
   });
 });
 
@@ -28,10 +30,10 @@ test("undefined fields are not sent", () => {
   assert.deepEqual(Buffer.from(encode(Op.BYE, { reason: undefined })[1]), Buffer.from([0x80]));
 });
 
-test("an OUTPUT is decoded to columns, with handles of 32 bits", () => {
+test("an OUTPUT's columns become tokens by handle, and handles have 32 bits", () => {
   const handles = Uint8Array.of(255, 255, 255, 255, 1, 0, 0, 0);
   const message = decode(encode(Op.OUTPUT, { handles, tokens: column(3, 4, 5), counts: column(2, 1) }));
-  assert.deepEqual([[...message.handles], [...message.tokens], [...message.counts]], [[2 ** 32 - 1, 1], [3, 4, 5], [2, 1]]);
+  assert.deepEqual([...unpackOutput(message)], [[2 ** 32 - 1, { tokenIds: [3, 4] }], [1, { tokenIds: [5] }]]);
 });
 
 test("a malformed message is named in the error", () => {
