@@ -86,6 +86,13 @@ def _check_engine(args: argparse.Namespace) -> bool:
         raise ConfigError("CMD and --listen go with --client: --engine needs neither")
     rules = _chosen(ENGINE_RULES.all, args)
     bench = EngineBench(lambda: PeerSocket(args.engine), args.patience_s)
+    if args.list:
+        return _list(rules)
+    if not bench.answers():
+        raise ConfigError(
+            f"no engine answers at {args.engine} within {args.patience_s:g} s: start one there, "
+            "or raise --patience-s"
+        )
     return _report("engine", rules, bench.run, args)
 
 
@@ -96,7 +103,7 @@ def _check_client(args: argparse.Namespace) -> bool:
         if args.slow or args.list or not scenario.slow or args.rule
     ]
     if args.list:
-        return _report("client", scenarios, None, args)
+        return _list(scenarios)
     if not any("{endpoint}" in word for word in args.command):
         raise ConfigError(
             "--client needs a command with {endpoint} in it: "
@@ -121,18 +128,20 @@ def _chosen(checks: list[Check[Bench]], args: argparse.Namespace) -> list[Check[
     return [check for check in checks if not args.rule or check.name in args.rule]
 
 
+def _list(checks: list[Check[Bench]]) -> bool:
+    for check in checks:
+        slow = " (with --slow)" if check.slow else ""
+        print(f"{check.name}{slow}\n    {check.meaning}\n    PROTOCOL.md, {check.section}")
+    return True
+
+
 def _report(
     peer: str,
     checks: list[Check[Bench]],
-    run: Callable[[Check[Bench]], Result] | None,
+    run: Callable[[Check[Bench]], Result],
     args: argparse.Namespace,
 ) -> bool:
     """Run the checks and print; whether all that could be run passed."""
-    if args.list or run is None:
-        for check in checks:
-            slow = " (with --slow)" if check.slow else ""
-            print(f"{check.name}{slow}\n    {check.meaning}\n    PROTOCOL.md, {check.section}")
-        return True
     results = []
     for check in checks:
         result = run(check)
