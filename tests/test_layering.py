@@ -72,6 +72,7 @@ def test_zmq_is_imported_in_one_package() -> None:
     [
         ("nanocore.client", "torch triton flash_attn transformers numpy safetensors xxhash"),
         ("nanocore.conformance.vectors", "torch triton flash_attn transformers numpy zmq"),
+        ("nanocore.conformance.cli", "torch triton flash_attn transformers numpy tokenizers"),
         ("nanocore.protocol.messages,nanocore.protocol.codec,nanocore.protocol.sockets,"
          "nanocore.protocol.plan", "torch triton flash_attn transformers numpy"),
         ("nanocore.kv_cache", "torch triton flash_attn transformers numpy zmq"),

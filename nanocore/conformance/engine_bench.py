@@ -31,6 +31,15 @@ class EngineBench:
         self._handles: set[int] = set()
         self._peers: list[Peer] = []
 
+    def answers(self) -> bool:
+        """Whether anybody answers HELLO, with whatever it may be."""
+        socket = self._connect()
+        try:
+            socket.send([bytes([Op.HELLO]), b"\x81\xa8protocol\x92\x01\x00"])
+            return socket.receive(self._patience_s) is not None
+        finally:
+            socket.close()
+
     def peer(self) -> Peer:
         """A connection without a session."""
         peer = Peer(self._connect(), self._patience_s, self._handles)

@@ -5,7 +5,8 @@ vectors.jsonl has one JSON object per line, with a unique `name`, the `sender` (
 body, `bin` fields as hex, without what its receiver need not know; `canonical` if an encoder that
 writes these fields in this order, in the shortest forms, makes exactly these frames. Or `error`:
 the code that an engine answers, with `request_id` if that could be read; an engine's malformed
-message ends the session instead. Or `ignored`: it is answered by nothing.
+message ends the session instead, though a client may take one that is marked `strict`. Or
+`ignored`: it is answered by nothing.
 Those of clients are sent in an open session, unless `before_hello` is true. They presume no model
 but token ids below 4, 24 tokens of length, and what `presumes` names.
 """
@@ -31,6 +32,7 @@ class Vector(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     canonical: bool = False
     error: str | None = None
     request_id: str | None = None
+    strict: bool = False
     ignored: bool = False
     before_hello: bool = False
     presumes: str | None = None

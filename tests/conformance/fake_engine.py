@@ -6,12 +6,9 @@ position. A defect is a name that stands beside what it breaks.
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -32,10 +29,7 @@ from nanocore.protocol.messages import (
     Error,
     Event,
     Hello,
-    Limits,
     Message,
-    ModelCard,
-    ModelFile,
     Op,
     Output,
     Ping,
@@ -48,35 +42,23 @@ from nanocore.protocol.messages import (
 )
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import EngineSocket, SendResult
-
-VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE = 50, 4096, 16
-CHUNK_BYTES = 100
-FILES = {"tokenizer.json": bytes(range(256)) + b"end", "chat_template.jinja": b""}
-MAX_QUEUED = 40
-PING_INTERVAL_MS = 20
-INSTANCE = "0123456789abcdef" * 2
-
-
-@dataclass
-class Request:
-    """One that has not ended."""
-
-    request_id: str
-    handle: int
-    prompt: list[int]
-    sampling: EngineSamplingParams
-    seed: int
-    num_tokens: int = 0
-
-
-@dataclass
-class Client:
-    """One session."""
-
-    routing_id: bytes
-    session: str
-    requests: dict[str, Request] = field(default_factory=dict)
-    waiting: deque[list[bytes]] = field(default_factory=deque)
+from tests.conformance.fake_model import (
+    BLOCK_SIZE,
+    CHUNK_BYTES,
+    FILES,
+    INSTANCE,
+    LIMITS,
+    MAX_MODEL_LEN,
+    MAX_NUM_SEQS,
+    MAX_QUEUED,
+    NUM_BLOCKS,
+    PING_INTERVAL_MS,
+    VOCAB_SIZE,
+    Client,
+    Request,
+    model_card,
+    right_digests,
+)
 
 
 class FakeEngine(threading.Thread):
@@ -180,27 +162,14 @@ class FakeEngine(threading.Thread):
         minor = min(3, hello.protocol[1])
         minor = 3 if self.has("minor-kept") else minor
         minor = hello.protocol[1] if self.has("minor-echoed") else minor
-        digests = {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
+        digests = right_digests()
         if self.has("wrong-digest"):
             digests["tokenizer.json"] = "0" * 64
-        card = ModelCard(
-            model="fake", architecture="Fake", dtype="float32",
-            vocab_size=0 if self.has("no-vocabulary") else VOCAB_SIZE,
-            max_model_len=MAX_MODEL_LEN, eos_token_ids=[49], block_size=BLOCK_SIZE, num_blocks=300,
-            files=[
-                ModelFile(name=name, num_bytes=len(FILES[name]), sha256=digest)  # type: ignore[arg-type]
-                for name, digest in digests.items()
-            ],
-        )  # fmt: skip
-        limits = Limits(
-            max_frame_bytes=2**24, max_num_seqs=8, ping_interval_ms=PING_INTERVAL_MS,
-            session_timeout_ms=30_000, max_file_chunk_bytes=CHUNK_BYTES,
-            max_num_queued_reqs=MAX_QUEUED,
-        )  # fmt: skip
+        card = model_card(digests, 0 if self.has("no-vocabulary") else VOCAB_SIZE)
         instance = f"{self._num_sessions:032x}" if self.has("instance-changes") else INSTANCE
         welcome = Welcome(
             protocol=(1, minor), session=client.session, engine_instance=instance, model=card,
-            limits=limits, capabilities=["prefix_caching"],
+            limits=LIMITS, capabilities=["prefix_caching"],
         )  # fmt: skip
         self._send(client, welcome)
 
@@ -283,7 +252,7 @@ class FakeEngine(threading.Thread):
         if (sampling.max_tokens or 1) > most:
             return "context_length_exceeded", "too long"
         queued = sum(len(c.requests) for c in self._clients.values())
-        if queued >= MAX_QUEUED + 8 and not self.has("queue-endless"):
+        if queued >= MAX_QUEUED + MAX_NUM_SEQS and not self.has("queue-endless"):
             return "overloaded", "try again"
         return "", ""
 
@@ -323,7 +292,8 @@ class FakeEngine(threading.Thread):
         running = sum(len(client.requests) for client in self._clients.values())
         return Stats(
             num_requests_running=running, num_requests_waiting=0, kv_cache_usage_perc=0.0,
-            num_blocks=300, num_free_blocks=300, prefix_cache_queries=0, prefix_cache_hits=0,
+            num_blocks=NUM_BLOCKS, num_free_blocks=NUM_BLOCKS, prefix_cache_queries=0,
+            prefix_cache_hits=0,
             num_preemptions=0, num_aborts=self._num_aborts, prompt_tokens=0,
             generation_tokens=0 if self.has("counters-stand") else self._num_tokens,
             num_steps=self._num_steps, paused=self._paused, num_clients=len(self._clients),
@@ -400,6 +370,8 @@ class FakeEngine(threading.Thread):
 
     def _send(self, client: Client, message: Message, *, copies: bool = False) -> None:
         for one in self._clients.values() if copies else [client]:
+            if one.waiting and isinstance(message, Output) and self.has("drops-for-slow"):
+                continue
             one.waiting.append(encode(message))
             self._flush(one)
 
@@ -407,8 +379,6 @@ class FakeEngine(threading.Thread):
         while client.waiting:
             result = self._socket.send(client.routing_id, client.waiting[0])
             if result is SendResult.FULL:
-                if self.has("drops-for-slow") and client.waiting[0][0] == bytes([Op.OUTPUT]):
-                    client.waiting.popleft()
                 return
             client.waiting.popleft()
 

@@ -117,6 +117,17 @@ EXACT_INTS: dict[Sender, tuple[tuple[int, str], ...]] = {
     ),
 }  # fmt: skip
 HANDLES = ("handle", "events.handle")
+NEEDED = {
+    WELCOME: ("protocol",),
+    ACCEPTED: ("request_id", "handle"),
+    OUTPUT: ("handles", "tokens", "counts", "events", "events.handle", "events.finish_reason"),
+    ERROR: ("code", "message", "request_id"),
+    PING: ("nonce",),
+    REPLY: ("call_id", "data"),
+}
+"""What every client acts on, so that every client must notice another type there, or nothing."""
+LENIENT = ("bin", "nil", "bool")
+"""Types that some languages' msgpack libraries take for others."""
 
 
 def good(sender: Sender, op: int) -> Body:
@@ -139,6 +150,12 @@ def bad(sender: Sender, op: int, name: str, body: Body) -> Line:
     return malformed(sender, op, name.replace("_", "-"), body, **answer(sender, op, body))
 
 
+def strict(sender: Sender, op: int, path: str, wrong: str = "") -> dict[str, bool]:
+    """Marks what only a strict client refuses: PROTOCOL.md, section 10, lets others take it."""
+    needed = sender == "client" or (path in NEEDED.get(op, ()) and wrong not in LENIENT)
+    return {} if needed else {"strict": True}
+
+
 def wrong_types(sender: Sender) -> Iterator[Line]:
     for op, fields in FIELDS[sender].items():
         for path, kind in fields.items():
@@ -146,9 +163,11 @@ def wrong_types(sender: Sender) -> Iterator[Line]:
             if not kind.endswith("?"):
                 wrongs["nil"] = None
             for name, value in wrongs.items():
-                yield bad(sender, op, f"{path}-is-{name}", changed(good(sender, op), path, value))
+                body = changed(good(sender, op), path, value)
+                yield bad(sender, op, f"{path}-is-{name}", body) | strict(sender, op, path, name)
             if kind.endswith("!"):
-                yield bad(sender, op, f"without-{path}", without(good(sender, op), path))
+                body = without(good(sender, op), path)
+                yield bad(sender, op, f"without-{path}", body) | strict(sender, op, path)
     inner: list[tuple[Sender, int, str, object]] = [
         ("client", ABORT, "request_ids", [1]), ("client", ABORT, "request_ids", ["a", None]),
         ("client", SUBMIT, "sampling.stop_token_ids", ["1"]),
@@ -163,7 +182,8 @@ def wrong_types(sender: Sender) -> Iterator[Line]:
     ]  # fmt: skip
     for i, (of, op, path, value) in enumerate(inner):
         if of == sender:
-            yield bad(sender, op, f"{path}-bad-inside-{i}", changed(good(sender, op), path, value))
+            body = changed(good(sender, op), path, value)
+            yield bad(sender, op, f"{path}-bad-inside-{i}", body) | strict(sender, op, "")
 
 
 def out_of_range(sender: Sender) -> Iterator[Line]:
@@ -171,7 +191,8 @@ def out_of_range(sender: Sender) -> Iterator[Line]:
         largest = 2**32 - 1 if path in HANDLES else MAX_INT
         for value in (-1, largest + 1, 2**63, 2**64 - 1, -(2**63)):
             name = f"{path}-of-{value}".replace("--", "-minus-")
-            yield bad(sender, op, name, changed(good(sender, op), path, value))
+            body = changed(good(sender, op), path, value)
+            yield bad(sender, op, name, body) | strict(sender, op, "")
 
 
 def unknown_fields() -> Iterator[Line]:

@@ -32,7 +32,7 @@ from tools.protocol.lines import (
     pack,
 )
 
-DEPTH = 30_000
+DEPTH = 5_000
 NO_MAP = {"nil": b"\xc0", "array": b"\x90", "int": b"\x01", "str": b"\xa1x", "bin": b"\xc4\x00",
           "bool": b"\xc3", "float": b"\xcb" + bytes(8), "array-of-map": b"\x91\x80"}  # fmt: skip
 NO_MSGPACK = {"ext": b"\xd4\x01\x00", "timestamp": b"\xd6\xff" + bytes(4), "never-used": b"\xc1"}
@@ -73,6 +73,7 @@ def unknown_ops(sender: Sender) -> Iterator[Line]:
 
 def bodies(sender: Sender) -> Iterator[Line]:
     """For every op: no map, nothing, cut short, followed by more, longer than anything."""
+    lenient = _lenient(sender)
     for op in OPS[sender]:
         for name, body in NO_MAP.items():
             code = "invalid_request" if op == SUBMIT else ""
@@ -85,8 +86,8 @@ def bodies(sender: Sender) -> Iterator[Line]:
         yield malformed(sender, op, "body-cut-after-its-head", good[:1])
         yield malformed(sender, op, "body-cut-in-the-middle", good[: len(good) // 2])
         yield malformed(sender, op, "body-cut-at-the-end", good[:-1])
-        yield malformed(sender, op, "body-and-a-zero", good + b"\x00")
-        yield malformed(sender, op, "body-twice", good + good)
+        yield malformed(sender, op, "body-and-a-zero", good + b"\x00", **lenient)
+        yield malformed(sender, op, "body-twice", good + good, **lenient)
         for name, head in BOMBS.items():
             if op != SUBMIT or name == "map32":
                 yield malformed(sender, op, f"bomb-{name}", head + b"\xff\xff\xff\xff")
@@ -130,7 +131,8 @@ def bombs_in_fields(sender: Sender) -> Iterator[Line]:
 
 def bad_utf8(sender: Sender) -> Iterator[Line]:
     for name, text in BAD_UTF8.items():
-        yield malformed(sender, BYE, f"bad-utf8-{name}", b"\x81\xa6reason" + text)
+        body = b"\x81\xa6reason" + text
+        yield malformed(sender, BYE, f"bad-utf8-{name}", body, **_lenient(sender))
     if sender == "client":
         text = BAD_UTF8["lone-byte"]
         for op, body in {
@@ -141,7 +143,12 @@ def bad_utf8(sender: Sender) -> Iterator[Line]:
             yield malformed(sender, op, "bad-utf8", body)
     else:
         body = b"\x82\xa4code\xaainvalid_re" + b"\xa7message" + BAD_UTF8["cut"]
-        yield malformed(sender, ERROR, "bad-utf8", body)
+        yield malformed(sender, ERROR, "bad-utf8", body, **_lenient(sender))
+
+
+def _lenient(sender: Sender) -> dict[str, bool]:
+    """Marks what a client may take, because its msgpack library does."""
+    return {"strict": True} if sender == "engine" else {}
 
 
 def shape_lines(sender: Sender) -> Iterator[Line]:

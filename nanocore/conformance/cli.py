@@ -1,0 +1,161 @@
+"""nanocore-conformance: does an engine, or a client, keep to PROTOCOL.md?
+
+Exit codes: 0 it conforms, 1 it does not, 2 the command line or the endpoint cannot work. One line
+per check on stdout as it ends, or with --json one report at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from nanocore.conformance.client_bench import ClientBench
+from nanocore.conformance.client_scenarios import CLIENT_SCENARIOS
+from nanocore.conformance.engine_bench import EngineBench
+from nanocore.conformance.engine_rules import ENGINE_RULES
+from nanocore.conformance.report import Check, Result, as_json, summary
+from nanocore.protocol.endpoint import EndpointLock
+from nanocore.protocol.errors import ConfigError, StartError
+from nanocore.protocol.sockets import EngineSocket, PeerSocket
+
+Bench = TypeVar("Bench")
+PATIENCE_S = 10.0
+EPILOG = """\
+The engine should have nothing else to do, and a model of at least 256 tokens: rules pause it, empty
+its prefix cache and read its statistics.
+
+The client's command is started anew for each scenario, with {endpoint}, {prompt} (token ids, comma-
+separated) and {max_tokens} replaced. It must submit one greedy request, print each token id on a
+line of its own as it arrives, then "finish_reason: REASON", say BYE and exit with 0. When there is
+no end, it must print a line that says why on stderr and exit with 1. An example:
+
+  nanocore-conformance --client -- node stream.js {endpoint} {prompt} {max_tokens}
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="nanocore-conformance",
+        description="Check an engine or a client against the nanocore wire protocol (PROTOCOL.md).",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    peer = parser.add_mutually_exclusive_group(required=True)
+    peer.add_argument("--engine", metavar="ENDPOINT", help="check the engine that listens here")
+    peer.add_argument("--client", action="store_true", help="check the client that CMD starts")
+    parser.add_argument("command", metavar="CMD", nargs="*", help="with --client, after --")
+    parser.add_argument(
+        "--listen", metavar="ENDPOINT", help="with --client: where to play the engine; "
+        "by default an ipc endpoint in a temporary folder",
+    )  # fmt: skip
+    parser.add_argument("--rule", action="append", metavar="NAME", help="only this one; repeatable")
+    parser.add_argument("--list", action="store_true", help="name all rules, and do nothing else")
+    parser.add_argument("--json", action="store_true", help="report as JSON")
+    parser.add_argument(
+        "--slow", action="store_true", help="with --client: also 10 s of silence, and every "
+        "malformed vector instead of a sample",
+    )  # fmt: skip
+    parser.add_argument(
+        "--patience-s", type=float, default=PATIENCE_S, metavar="SECONDS",
+        help="how long an answer may take (default: %(default)g)",
+    )  # fmt: skip
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The program."""
+    parser = build_parser()
+    args = parser.parse_args(arguments)
+    try:
+        conforms = _check_client(args) if args.client else _check_engine(args)
+    except StartError as error:
+        sys.stderr.write(f"nanocore-conformance: {error}\n")
+        sys.exit(error.exit_code)
+    sys.exit(0 if conforms else 1)
+
+
+def _check_engine(args: argparse.Namespace) -> bool:
+    if args.command or args.listen:
+        raise ConfigError("CMD and --listen go with --client: --engine needs neither")
+    rules = _chosen(ENGINE_RULES.all, args)
+    bench = EngineBench(lambda: PeerSocket(args.engine), args.patience_s)
+    if args.list:
+        return _list(rules)
+    if not bench.answers():
+        raise ConfigError(
+            f"no engine answers at {args.engine} within {args.patience_s:g} s: start one there, "
+            "or raise --patience-s"
+        )
+    return _report("engine", rules, bench.run, args)
+
+
+def _check_client(args: argparse.Namespace) -> bool:
+    scenarios = [
+        scenario
+        for scenario in _chosen(CLIENT_SCENARIOS.all, args)
+        if args.slow or args.list or not scenario.slow or args.rule
+    ]
+    if args.list:
+        return _list(scenarios)
+    if not any("{endpoint}" in word for word in args.command):
+        raise ConfigError(
+            "--client needs a command with {endpoint} in it: "
+            "-- CMD {endpoint} {prompt} {max_tokens}"
+        )
+    with _endpoint(args.listen) as endpoint:
+        lock = EndpointLock(endpoint)
+        socket = EngineSocket(endpoint)
+        try:
+            bench = ClientBench(socket, endpoint, args.command, args.patience_s, thorough=args.slow)
+            return _report("client", scenarios, bench.run, args)
+        finally:
+            socket.close()
+            lock.release()
+
+
+def _chosen(checks: list[Check[Bench]], args: argparse.Namespace) -> list[Check[Bench]]:
+    names = [check.name for check in checks]
+    for name in args.rule or ():
+        if name not in names:
+            raise ConfigError(f"--rule {name}: there is none of that name; --list names all")
+    return [check for check in checks if not args.rule or check.name in args.rule]
+
+
+def _list(checks: list[Check[Bench]]) -> bool:
+    for check in checks:
+        slow = " (with --slow)" if check.slow else ""
+        print(f"{check.name}{slow}\n    {check.meaning}\n    PROTOCOL.md, {check.section}")
+    return True
+
+
+def _report(
+    peer: str,
+    checks: list[Check[Bench]],
+    run: Callable[[Check[Bench]], Result],
+    args: argparse.Namespace,
+) -> bool:
+    """Run the checks and print; whether all that could be run passed."""
+    results = []
+    for check in checks:
+        result = run(check)
+        results.append(result)
+        if not args.json:
+            print(result, flush=True)
+    print(as_json(peer, results) if args.json else summary(results), flush=True)
+    return all(result.outcome != "fail" for result in results)
+
+
+@contextmanager
+def _endpoint(listen: str | None) -> Iterator[str]:
+    if listen:
+        yield listen
+        return
+    with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as directory:
+        yield f"ipc://{Path(directory) / 'played' / 'engine.sock'}"

@@ -1,0 +1,147 @@
+"""Scenarios for clients that do not go well: each must end in exit code 1 and a line on stderr."""
+
+from __future__ import annotations
+
+import time
+
+from nanocore.conformance.client_bench import CLIENT_SCENARIOS, ClientBench
+from nanocore.conformance.client_streams import FIRST, TOKENS
+from nanocore.conformance.played_engine import WELCOME, Body, PlayedEngine, end
+from nanocore.conformance.report import BrokenError, require
+from nanocore.conformance.vectors import Vector, load_vectors
+from nanocore.protocol.messages import Op
+
+SAMPLE_EVERY = 20
+"""Of malformed vectors; each starts the client's process."""
+EARLY = 0.5
+"""Giving up within this share of the silence that means death is too early."""
+
+
+@CLIENT_SCENARIOS.add("REFUSED")
+def refusal_ends_the_client(bench: ClientBench) -> None:
+    """REFUSED instead of WELCOME."""
+    with bench.client() as client:
+        client.hello()
+        client.send(Op.REFUSED, {"message": "too old for me", "supported": [[2, 0]]})
+        client.gives_up("too old for me", "2", "efused")
+
+
+@CLIENT_SCENARIOS.add("HELLO")
+def another_major_in_welcome_ends_the_client(bench: ClientBench) -> None:
+    """A WELCOME that claims to speak another major version."""
+    with bench.client() as client:
+        client.hello()
+        client.send(Op.WELCOME, WELCOME | {"protocol": [2, 0]})
+        client.gives_up()
+
+
+@CLIENT_SCENARIOS.add("ERROR")
+def refused_request_ends_the_client(bench: ClientBench) -> None:
+    """ERROR for the SUBMIT: its code or its message is said, with each code that it may have."""
+    errors: list[Body] = [
+        {"code": "invalid_request", "message": "the engine says why"},
+        {"code": "context_length_exceeded", "message": "the engine says why"},
+        {"code": "overloaded", "message": "the engine says why", "retry_after_s": 2.5},
+        {"code": "overloaded", "message": "the engine says why", "retry_after_s": 3},
+        {"code": "out_of_tea", "message": "the engine says why", "new_in_9": 1},
+    ]
+    for error in errors:
+        with bench.client() as client:
+            client.hello()
+            client.send(Op.WELCOME, WELCOME)
+            request_id = client.submit(4).request_id
+            client.send(Op.ERROR, error | {"request_id": request_id})
+            client.gives_up(error["code"], error["message"])
+
+
+@CLIENT_SCENARIOS.add("12. Errors")
+def dead_engine_ends_the_client(bench: ClientBench) -> None:
+    """ERROR engine_dead or no_session in mid-stream."""
+    for code in ("engine_dead", "no_session"):
+        with bench.client() as client:
+            client.open(4)
+            client.output(TOKENS[:1], FIRST)
+            client.send(Op.ERROR, {"code": code, "message": "the engine says why"})
+            client.gives_up(code, "the engine says why")
+
+
+@CLIENT_SCENARIOS.add("BYE")
+def engines_bye_ends_the_client(bench: ClientBench) -> None:
+    """BYE in mid-stream, and before ACCEPTED."""
+    with bench.client() as client:
+        client.open(4)
+        client.output(TOKENS[:2], FIRST)
+        client.send(Op.BYE, {"reason": "SIGTERM"})
+        client.gives_up()
+    with bench.client() as client:
+        client.hello()
+        client.send(Op.WELCOME, WELCOME)
+        client.submit(4)
+        client.send(Op.BYE, {})
+        client.gives_up()
+
+
+def _sample(bench: ClientBench, vectors: list[Vector]) -> list[Vector]:
+    if bench.thorough:
+        return vectors
+    return vectors[::SAMPLE_EVERY]
+
+
+def _refuse(client: PlayedEngine, vector: Vector) -> None:
+    client.send_frames(vector.data)
+    try:
+        client.gives_up()
+    except BrokenError as error:
+        raise BrokenError(f"{error.expected}, for vector {vector.name}", error.got) from None
+
+
+@CLIENT_SCENARIOS.add("4. Framing")
+def malformed_messages_end_the_session(bench: ClientBench) -> None:
+    """A malformed vector in mid-stream (all of them with --slow, otherwise a sample)."""
+    malformed = [v for v in load_vectors("engine") if v.error and not v.strict]
+    for vector in _sample(bench, malformed):
+        with bench.client() as client:
+            client.open(4)
+            client.output(TOKENS[:1], FIRST)
+            _refuse(client, vector)
+
+
+@CLIENT_SCENARIOS.add("WELCOME")
+def malformed_welcome_opens_no_session(bench: ClientBench) -> None:
+    """A malformed WELCOME in place of the right one."""
+    names = (
+        "engine-welcome-without-protocol", "engine-welcome-protocol-is-str",
+        "engine-welcome-body-is-array", "engine-welcome-body-cut-in-the-middle",
+    )  # fmt: skip
+    for vector in load_vectors("engine"):
+        if vector.name in names:
+            with bench.client() as client:
+                client.hello()
+                _refuse(client, vector)
+
+
+@CLIENT_SCENARIOS.add("5. Session", slow=True)
+def silence_is_death(bench: ClientBench) -> None:
+    """An engine that says nothing at all for 10 s is taken for dead, and not much earlier."""
+    with bench.client() as client:
+        client.open(4)
+        client.output(TOKENS[:1], FIRST)
+        client.prints(str(TOKENS[0]))
+        start_s = time.monotonic()
+        client.gives_up(timeout_s=bench.silence_s)
+        silence_s = time.monotonic() - start_s
+        least_s = EARLY * bench.silence_s
+        require(silence_s >= least_s, f"patience of {least_s:g} s", f"{silence_s:.1f} s")
+
+
+@CLIENT_SCENARIOS.add("5. Session", slow=True)
+def pings_are_signs_of_life(bench: ClientBench) -> None:
+    """A request without tokens for longer than that goes on while there are PINGs."""
+    with bench.client() as client:
+        client.open(4)
+        client.output(TOKENS[:1], FIRST)
+        end_s = time.monotonic() + 1.5 * bench.silence_s
+        while time.monotonic() < end_s:
+            client.ping_and_wait(bench.silence_s / 10)
+        client.output(TOKENS[1:], end())
+        client.leaves(TOKENS, "length")
