@@ -50,7 +50,6 @@ export class Engine implements AsyncDisposable {
     engine.#receive().catch((error) => engine.#fail(error));
     const hello = { protocol: PROTOCOL_VERSION, client: "nanocore-client (node)" };
     (engine as { welcome: Welcome }).welcome = await engine.#call("welcome", Op.HELLO, hello);
-    socket.receiveTimeout = SILENCE_MS;
     return engine;
   }
 
@@ -160,8 +159,10 @@ export class Engine implements AsyncDisposable {
       }
     } else if (message.op === Op.PING) this.#send(Op.PONG, { nonce: message.nonce });
     else if (message.op === Op.ACCEPTED) this.#requestIds.set(message.handle, message.requestId);
-    else if (message.op === Op.WELCOME) this.#answers.emit("welcome", message);
-    else if (message.op === Op.REPLY) this.#answers.emit(`${message.callId}`, message);
+    else if (message.op === Op.WELCOME) {
+      this.socket.receiveTimeout = SILENCE_MS; // the loop's next receiving heeds it
+      this.#answers.emit("welcome", message);
+    } else if (message.op === Op.REPLY) this.#answers.emit(`${message.callId}`, message);
     else if (message.op === Op.REFUSED) throw new EngineError("protocol_error", message.message);
     else if (message.op === Op.BYE) throw new EngineError("engine_dead", `the engine has stopped: ${message.reason}`);
     else if (message.op === Op.ERROR) {

@@ -20,12 +20,11 @@ export class EngineError extends Error {
   }
 }
 
-/** Throws Error at nesting too deep to be meant, and at text that is no UTF-8: the msgpack library takes any bytes. */
-function checkText(value: unknown, raw: any, depth = 0): void {
-  if (depth > 32) throw new Error("nested too deeply");
+/** Throws Error at text that is no UTF-8, as which the msgpack library takes any bytes, and at nesting without end. */
+function checkText(value: unknown, raw: any): void {
   if (typeof value === "string") utf8.decode(raw);
   else if (value instanceof Object && !(value instanceof Uint8Array))
-    for (const [key, item] of Object.entries(value)) checkText(item, raw[key], depth + 1);
+    for (const [key, item] of Object.entries(value)) checkText(item, raw[key]);
 }
 const utf8 = new TextDecoder("utf-8", { fatal: true });
 

@@ -5,10 +5,10 @@ import { curveKeyPair, Router } from "zeromq";
 import { encode, Engine, Op, unpack } from "nanocore-client";
 import { column, FakeSocket, welcome } from "./fake_socket.mjs";
 
-async function open(model) {
+async function open(model, timeoutMs) {
   const socket = new FakeSocket();
   socket.receive(Op.WELCOME, welcome(model));
-  return { socket, engine: await Engine.open(socket) };
+  return { socket, engine: await Engine.open(socket, timeoutMs) };
 }
 
 async function collect(outputs) {
@@ -161,7 +161,7 @@ for (const [name, [end, code]] of Object.entries(ends)) {
 
 test("ten seconds of silence fail everything open, and less does not", async (context) => {
   context.mock.timers.enable({ apis: ["setTimeout"] });
-  const { socket, engine } = await open();
+  const { socket, engine } = await open({}, 50); // however long opening may take
   const outputs = collect(engine.generate([1]));
   await socket.accept(7);
   context.mock.timers.tick(9_000);

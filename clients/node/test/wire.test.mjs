@@ -36,6 +36,13 @@ test("an OUTPUT's columns become tokens by handle, and handles have 32 bits", ()
   assert.deepEqual([...unpackOutput(message)], [[2 ** 32 - 1, { tokenIds: [3, 4] }], [1, { tokenIds: [5] }]]);
 });
 
+test("columns that do not fit together are refused", () => {
+  for (const counts of [column(2, 0), column(1), column(3), column()]) {
+    const message = decode(encode(Op.OUTPUT, { handles: column(7), tokens: column(1, 2), counts }));
+    assert.throws(() => unpackOutput(message), { code: "protocol_error" });
+  }
+});
+
 test("a malformed message is named in the error", () => {
   assert.throws(() => decode(encode(Op.REPLY, { call_id: "1" })), {
     name: "EngineError", code: "protocol_error", message: /callId/,
