@@ -11,7 +11,8 @@ int main(int argc, char** argv) try {
     }
     nanocore::Submit request;
     std::istringstream ids(argv[2]);
-    for (std::string id; std::getline(ids, id, ',');) request.prompt_token_ids.push_back(std::stoi(id));
+    for (std::string id; std::getline(ids, id, ',');)
+        request.prompt_token_ids.push_back(std::stoi(id));
     request.sampling.emplace().temperature = 0.0;
     request.sampling->max_tokens = 32;
 
@@ -31,7 +32,8 @@ int main(int argc, char** argv) try {
         auto stream = engine.submit(request);
         stream.next();
     }  // going out of scope aborts it
-    while (engine.stats().get<uint64_t>("num_requests_running") > 0) engine.poll(std::chrono::milliseconds(10));
+    while (engine.stats().get<uint64_t>("num_requests_running") > 0)
+        engine.poll(std::chrono::milliseconds(10));
     std::cout << "num_aborts: " << engine.stats().get<uint64_t>("num_aborts") << std::endl;
 
     const auto model = engine.welcome().get<nanocore::Map>("model");

@@ -11,7 +11,8 @@ int main(int argc, char** argv) try {
     }
     nanocore::Submit request;
     std::istringstream ids(argv[2]);
-    for (std::string id; std::getline(ids, id, ',');) request.prompt_token_ids.push_back(std::stoi(id));
+    for (std::string id; std::getline(ids, id, ',');)
+        request.prompt_token_ids.push_back(std::stoi(id));
     request.sampling.emplace();
     request.sampling->temperature = 0.0;
     request.sampling->max_tokens = argc == 4 ? std::stoul(argv[3]) : 16;

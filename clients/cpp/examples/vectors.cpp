@@ -1,8 +1,8 @@
 // Checks the library's codec against conformance vectors: `vectors FILE`; exits 1 on a mismatch.
 //
-// A valid message must unpack to what the vector says, whichever side sends it. What an engine sends
-// must pass `decode` if it is valid, and be refused if it is malformed. What a client sends must be
-// encoded byte by byte as in the canonical vectors.
+// A valid message must unpack to what the vector says, whichever side sends it. What an engine
+// sends must pass `decode` if it is valid, and be refused if it is malformed. What a client sends
+// must be encoded byte by byte as in the canonical vectors.
 #include <fstream>
 #include <iostream>
 #include <set>
@@ -21,7 +21,8 @@ const std::set<string> bin_fields{"prompt_token_ids", "handles", "tokens", "coun
 
 string to_hex(const std::vector<uint8_t>& bytes) {
     string hex;
-    for (const auto byte : bytes) (hex += "0123456789abcdef"[byte >> 4]) += "0123456789abcdef"[byte & 15];
+    for (const int byte : bytes)
+        for (const int digit : {byte >> 4, byte & 15}) hex += "0123456789abcdef"[digit];
     return hex;
 }
 string from_hex(const string& hex) {
@@ -67,9 +68,11 @@ template <class T> void set(std::optional<T>& field, const ordered_json& from, c
 string pack_submit(const ordered_json& message) {
     const auto bin = from_hex(message.at("prompt_token_ids"));
     nanocore::Submit submit;
-    for (size_t i = 0; i < bin.size(); i += 4)
-        submit.prompt_token_ids.push_back(static_cast<int32_t>(
-            (bin[i] & 255U) | (bin[i + 1] & 255U) << 8 | (bin[i + 2] & 255U) << 16 | (bin[i + 3] & 255U) << 24));
+    for (size_t i = 0; i < bin.size(); i += 4) {
+        uint32_t token_id = 0;
+        for (size_t k = 0; k < 4; ++k) token_id |= (bin[i + k] & 255U) << 8 * k;
+        submit.prompt_token_ids.push_back(static_cast<int32_t>(token_id));
+    }
     submit.request_id = message.at("request_id");
     set(submit.priority, message, "priority");
     set(submit.cache_salt, message, "cache_salt");
@@ -155,8 +158,8 @@ int main(int argc, char** argv) try {
             ++num_wrong;
         }
     }
-    std::cout << "decoded " << num_decoded << ", encoded " << num_encoded << ", refused " << num_refused
-              << ", left out " << num_left_out << ", wrong " << num_wrong << std::endl;
+    std::cout << "decoded " << num_decoded << ", encoded " << num_encoded << ", refused "
+              << num_refused << ", left out " << num_left_out << ", wrong " << num_wrong << "\n";
     return num_wrong || !num_decoded || !num_encoded || !num_refused ? 1 : 0;
 } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;

@@ -1,8 +1,8 @@
 // A client of a nanocore engine: C++17, cppzmq, msgpack-c.
 //
-// An Engine is one session and belongs, with its Streams, to one thread. Whoever waits, for a stream
-// or a reply, takes in what arrives for everybody and answers PINGs. A program that waits for nothing
-// calls Engine::poll now and then: an engine closes a session that is silent for 30 s.
+// An Engine is one session and belongs, with its Streams, to one thread. Whoever waits, for a
+// stream or a reply, takes in what arrives for everybody and answers PINGs. A program that waits
+// for nothing calls Engine::poll now and then: an engine closes a session that is silent for 30 s.
 #pragma once
 #include <array>
 #include <chrono>
@@ -44,7 +44,7 @@ private:
     shared_ptr<Request> request_;
 };
 
-struct CurveKeys { string server_public, client_public, client_secret; };  // Z85, 40 characters each
+struct CurveKeys { string server_public, client_public, client_secret; };  // Z85, 40 characters
 struct Options {
     milliseconds timeout{10'000};  // for the answer to HELLO
     string name = "nanocore-cpp";  // for the engine's log
@@ -172,13 +172,7 @@ private:
             if (body.get<Version>("protocol").first != 1) throw ProtocolError("not protocol 1");
             return void(welcome_ = body);
         case Op::refused: throw ProtocolError("refused: " + body.get<string>("message"));
-        case Op::accepted:
-            if (const auto found = requests_.find(body.get<string>("request_id")); found != requests_.end()) {
-                found->second->seed = body.get<uint64_t>("seed");
-                found->second->handle = body.get<uint32_t>("handle");
-                handles_[*found->second->handle] = found->second;
-            }
-            return;
+        case Op::accepted: return accept(body);
         case Op::output: return deliver(body);
         case Op::error: return fail(body);
         case Op::ping: return post(Op::pong, Writer().put("nonce", body.get<uint64_t>("nonce", 0)));
@@ -188,6 +182,13 @@ private:
         case Op::bye: throw EngineDead("the engine said BYE: " + body.get<string>("reason", ""));
         default: return;  // PONG
         }
+    }
+    void accept(const Map& body) {
+        const auto found = requests_.find(body.get<string>("request_id"));
+        if (found == requests_.end()) return;
+        found->second->seed = body.get<uint64_t>("seed");
+        found->second->handle = body.get<uint32_t>("handle");
+        handles_[*found->second->handle] = found->second;
     }
     void fail(const Map& body) {
         const EngineError error(body.get<string>("code"), body.get<string>("message"),
@@ -229,7 +230,8 @@ private:
     }
     void end(std::exception_ptr failure) noexcept {
         if (std::exchange(failure_, failure_ ? failure_ : failure)) return;
-        for (const auto& [id, request] : requests_) request->engine = nullptr, request->error = failure;
+        for (const auto& [id, request] : requests_)
+            request->engine = nullptr, request->error = failure;
         requests_.clear(), handles_.clear();
         try {
             outbox_.emplace_back(static_cast<char>(Op::bye), pack(Writer())), flush();

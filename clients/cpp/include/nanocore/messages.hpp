@@ -1,7 +1,7 @@
 // The messages of the nanocore wire protocol 1.3 (PROTOCOL.md): errors, decoding, encoding.
 //
-// What an engine sends is data: it is checked whole, by type, before anybody reads a field of it, and
-// whatever it is, the answer is a ProtocolError. No sockets in here.
+// What an engine sends is data: it is checked whole, by type, before anybody reads a field of it,
+// and whatever is wrong with it, the answer is a ProtocolError. No sockets in here.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -39,7 +39,8 @@ inline void expect(bool ok, string_view what) {
 inline bool is_utf8(string_view text) {
     for (size_t n = 1; !text.empty(); text.remove_prefix(n)) {
         const int lead = text[0] & 0xFF, next = text.size() > 1 ? text[1] & 0xFF : 0;
-        n = lead < 0x80 ? 1 : lead < 0xC2 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF5 ? 4 : 0;
+        const bool leads = lead < 0x80 || (lead >= 0xC2 && lead <= 0xF4);
+        n = !leads ? 0 : lead < 0x80 ? 1 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : 4;
         const bool overlong = (lead == 0xE0 && next < 0xA0) || (lead == 0xF0 && next < 0x90);
         const bool no_character = (lead == 0xED && next > 0x9F) || (lead == 0xF4 && next > 0x8F);
         if (n == 0 || n > text.size() || overlong || no_character) return false;
@@ -54,7 +55,8 @@ class Map {
 public:
     explicit Map(shared_ptr<const msgpack::object> map) : map_(std::move(map)) {
         expect(map_->type == msgpack::type::MAP, "a map");
-        for (const auto& entry : map_->via.map) expect(entry.key.type == msgpack::type::STR, "str keys");
+        for (const auto& entry : map_->via.map)
+            expect(entry.key.type == msgpack::type::STR, "str keys");
     }
     template <class T> T get(string_view name) const {
         return expect(find(name), name), convert(name, static_cast<T*>(nullptr));
@@ -96,12 +98,13 @@ private:
     template <class T> vector<T> as(const msgpack::object& from, vector<T>*) const {
         expect(from.type == msgpack::type::ARRAY, "an array");
         vector<T> to;
-        for (const auto& element : from.via.array) to.push_back(as(element, static_cast<T*>(nullptr)));
+        for (const auto& element : from.via.array)
+            to.push_back(as(element, static_cast<T*>(nullptr)));
         return to;
     }
     template <class T> Column<T> as(const msgpack::object& from, Column<T>*) const {
         const auto& bin = from.via.bin;
-        expect(from.type == msgpack::type::BIN && bin.size % sizeof(T) == 0, "a bin of whole integers");
+        expect(from.type == msgpack::type::BIN && bin.size % sizeof(T) == 0, "a bin column");
         Column<T> to(bin.size / sizeof(T));
         for (size_t i = 0; i < bin.size; ++i)
             to[i / sizeof(T)] |= static_cast<T>((bin.ptr[i] & 0xFFU) << 8 * (i % sizeof(T)));
@@ -141,7 +144,8 @@ inline Message decode(const vector<zmq::message_t>& frames) {
         model.may<Map>("default_sampling");
         for (const auto& file : model.get<vector<Map>>("files", {}))
             file.must<string>("name", "sha256"), file.must<Int>("num_bytes");
-        limits.must<Int>("max_frame_bytes", "max_num_seqs", "ping_interval_ms", "session_timeout_ms");
+        limits.must<Int>("max_frame_bytes", "max_num_seqs");
+        limits.must<Int>("ping_interval_ms", "session_timeout_ms");
         limits.may<Int>("max_request_id_chars", "max_cache_salt_chars", "max_file_chunk_bytes");
         limits.may<optional<Int>>("max_num_queued_reqs", "max_num_queued_tokens");
         break;
@@ -156,7 +160,7 @@ inline Message decode(const vector<zmq::message_t>& frames) {
         const auto counts = body.get<optional<Column<uint32_t>>>("counts", {}).value_or(ones);
         const auto num_tokens = body.get<Column<int32_t>>("tokens", {}).size();
         expect(counts.size() == handles.size(), "a count for each handle");
-        expect(std::accumulate(counts.begin(), counts.end(), Int{0}) == num_tokens, "counts that fit");
+        expect(std::accumulate(counts.begin(), counts.end(), Int{0}) == num_tokens, "right counts");
         for (const auto& event : body.get<vector<Map>>("events", {})) {
             event.must<uint32_t>("handle"), event.may<Text>("message");
             event.may<optional<Int>>("num_cached_tokens", "stop_reason");
@@ -176,9 +180,9 @@ inline Message decode(const vector<zmq::message_t>& frames) {
         body.must<Int>("call_id"), body.may<bool>("ok"), body.may<Text>("message");
         body.may<optional<Column<char>>>("data");
         if (const auto stats = body.get<optional<Map>>("stats", {})) {
-            stats->must<Int>("num_requests_running", "num_requests_waiting", "num_blocks", "num_steps",
-                "num_free_blocks", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions",
-                "num_aborts", "prompt_tokens", "generation_tokens");
+            stats->must<Int>("num_requests_running", "num_requests_waiting", "num_blocks",
+                "num_steps", "num_free_blocks", "prefix_cache_queries", "prefix_cache_hits",
+                "num_preemptions", "num_aborts", "prompt_tokens", "generation_tokens");
             stats->must<double>("kv_cache_usage_perc"), stats->must<bool>("paused");
             stats->may<double>("prefix_cache_hit_rate");
             stats->may<Int>("num_clients", "num_protocol_errors");
