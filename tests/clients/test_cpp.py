@@ -1,0 +1,158 @@
+"""The C++ client of clients/cpp, built from source, against a real engine and the vectors."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nanocore.client import AsyncEngineClient
+from nanocore.protocol.messages import Stats
+from tests.clients.conftest import MAX_TOKENS, ROOT, VECTORS, Chat
+
+SOURCE = ROOT / "clients" / "cpp"
+HEADERS = ("zmq_addon.hpp", "msgpack.hpp", "nlohmann/json.hpp")
+BUILD_TIMEOUT_S = 540.0
+RUN_TIMEOUT_S = 60.0
+
+
+def missing_tools() -> list[str]:
+    """What the build needs and this machine lacks."""
+    tools = [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]
+    if tools:
+        return tools
+    command = ["g++", "-std=c++17", "-x", "c++", "-E", "-"]
+    return [
+        name
+        for name in HEADERS
+        if subprocess.run(
+            command, input=f"#if !__has_include(<{name}>)\n#error\n#endif\n".encode(),
+            capture_output=True, timeout=RUN_TIMEOUT_S, check=False,
+        ).returncode
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the built examples."""
+    if missing := missing_tools():
+        pytest.skip(f"the C++ client cannot be built here: {', '.join(missing)} missing")
+    folder = tmp_path_factory.mktemp("cpp")
+    for command in (
+        ["cmake", "-S", str(SOURCE), "-B", str(folder)],
+        ["cmake", "--build", str(folder), "-j2"],
+    ):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def run(program: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run an example to its end."""
+    return subprocess.run(
+        [str(program), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
+
+
+def ids(token_ids: list[int]) -> str:
+    """Token ids as the examples take them."""
+    return ",".join(map(str, token_ids))
+
+
+def engine_stats(chat: Chat) -> Stats:
+    """The engine's statistics, by the Python SDK."""
+
+    async def ask() -> Stats:
+        async with AsyncEngineClient.connect(chat.endpoint) as client:
+            return await client.stats()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.timeout(600)  # builds
+def test_the_codec_agrees_with_every_vector(programs: Path) -> None:
+    if not VECTORS.exists():
+        pytest.skip(f"{VECTORS.name} is not there")
+    done = run(programs / "vectors", VECTORS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith(", wrong 0")
+
+
+def test_a_wrong_vector_is_noticed(programs: Path, tmp_path: Path) -> None:
+    vector = '{"name": "v", "sender": "client", "frames": ["21", "%s"], "message": {"nonce": 7}}\n'
+    path = tmp_path / "vectors.jsonl"
+    path.write_text(vector % "81a56e6f6e636508")
+    done = run(programs / "vectors", path)
+    assert done.returncode == 1
+    assert "wrong: v" in done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_a_stream_prints_the_tokens_that_the_python_sdk_got(programs: Path, chat: Chat) -> None:
+    done = run(programs / "stream", chat.endpoint, ids(chat.prompt_token_ids), MAX_TOKENS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == [*map(str, chat.answer_token_ids), "finish_reason: stop"]
+
+
+def test_a_stream_ends_at_max_tokens(programs: Path, chat: Chat) -> None:
+    done = run(programs / "stream", chat.endpoint, ids(chat.prompt_token_ids), 3)
+    assert done.stdout.split() == [*map(str, chat.answer_token_ids[:3]), "finish_reason:", "length"]
+
+
+def test_an_error_names_its_code_and_exits_1(programs: Path, chat: Chat) -> None:
+    done = run(programs / "stream", chat.endpoint, ids([1] * 5000), MAX_TOKENS)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("context_length_exceeded: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_endpoint_that_is_none_is_an_error(programs: Path) -> None:
+    done = run(programs / "stream", "nonsense://x", "1")
+    assert done.returncode == 1
+    assert "nonsense://x" in done.stderr
+
+
+def test_tcp_without_keys_is_refused_by_the_client(programs: Path) -> None:
+    done = run(programs / "stream", "tcp://127.0.0.1:9", "1")
+    assert done.returncode == 1
+    assert "CURVE" in done.stderr
+
+
+def test_several_requests_run_at_once_and_one_left_early_is_aborted_once(
+    programs: Path, chat: Chat
+) -> None:
+    before = engine_stats(chat)
+    num_requests = 8
+    done = run(programs / "concurrent", chat.endpoint, ids(chat.prompt_token_ids), num_requests)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    answer = " ".join(map(str, chat.answer_token_ids))
+    assert lines[:num_requests] == [f"cpp-{i + 1}: {answer}" for i in range(num_requests)]
+    after = engine_stats(chat)
+    assert lines[num_requests] == f"num_aborts: {before.num_aborts + 1}"  # still in its session
+    assert after.num_aborts == before.num_aborts + 1
+    assert after.num_requests_running == after.num_requests_waiting == 0
+    assert after.num_protocol_errors == before.num_protocol_errors
+
+
+def test_the_model_card_and_its_files_are_read(programs: Path, chat: Chat) -> None:
+    async def card() -> list[str]:
+        async with AsyncEngineClient.connect(chat.endpoint) as client:
+            model = client.model_card
+            lengths = [f"max_model_len: {model.max_model_len}"]
+            return lengths + [f"{file.name}: {file.num_bytes}" for file in model.files]
+
+    done = run(programs / "concurrent", chat.endpoint, ids(chat.prompt_token_ids), 1)
+    expected = asyncio.run(card())
+    assert len(expected) > 1
+    assert done.stdout.splitlines()[-len(expected) :] == expected
