@@ -151,7 +151,7 @@ def bad(sender: Sender, op: int, name: str, body: Body) -> Line:
 
 
 def strict(sender: Sender, op: int, path: str, wrong: str = "") -> dict[str, bool]:
-    """Marks what only a strict client refuses: PROTOCOL.md, section 10, lets others take it."""
+    """Marks what only a strict client refuses: PROTOCOL.md, section 4, lets others take it."""
     needed = sender == "client" or (path in NEEDED.get(op, ()) and wrong not in LENIENT)
     return {} if needed else {"strict": True}
 
