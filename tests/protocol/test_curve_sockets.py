@@ -273,3 +273,13 @@ def test_an_engine_whose_doorkeeper_has_died_admits_nobody_says_so_and_closes(
             engine.wait(0)
         assert engine.receive() is None
     engine.close()
+
+
+def test_nobody_is_admitted_while_no_doorkeeper_answers(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders
+) -> None:
+    """Left to its defaults, libzmq admits everybody then."""
+    assert engine._authenticator is not None
+    engine._authenticator.close()
+    with stranger(endpoint, keys.client_keys("client").options):
+        assert engine.receive() is None
