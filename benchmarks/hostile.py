@@ -31,6 +31,7 @@ from hostile_engine import TIMEOUT_S, Engine, Phase
 from nanocore.keygen import create_client, create_engine
 
 RESULTS: Final = Path(__file__).parent / "results" / "hostile.json"
+KV_CACHE_BYTES: Final = 64 * 2**20  # soon all in use, so that memory grows by other causes alone
 _SPAWN: Final = multiprocessing.get_context("spawn")
 
 
@@ -48,9 +49,17 @@ class Group:
         theirs.close()
         self._members.append((process, ours))
 
-    def join(self) -> list[dict[str, Any]]:
-        """Their results. EOFError: one of them failed; its traceback is on stderr."""
-        results = [pipe.recv() for _, pipe in self._members]
+    def join(self, watch: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+        """Their results; until they come, watch is called every ten seconds.
+
+        Raises:
+            EOFError: one of them failed; its traceback is on stderr.
+        """
+        results = []
+        for _, pipe in self._members:
+            while not pipe.poll(10.0):
+                watch()
+            results.append(pipe.recv())
         for process, _ in self._members:
             process.join()
         return results
@@ -68,7 +77,7 @@ def run(
     seed: int,
 ) -> dict[str, Any]:
     """One whole run in this folder; see the module's docstring. Returns its report."""
-    engine = Engine(folder)
+    engine = Engine(folder, "--kv-cache-memory-bytes", str(KV_CACHE_BYTES))
     stats = engine.stats()
     num_descriptors, memory = engine.num_descriptors(), engine.memory_mib()
     bystanders, stop = _start_bystanders(engine, num_bystanders)
@@ -76,7 +85,7 @@ def run(
     with _phase(phases, "quiet", engine):
         time.sleep(quiet_s)
     with _phase(phases, "attack", engine) as attack:
-        sent, answers, cpu_s = _attack(
+        sent, answers, cpu_s, rss_mib = _attack(
             engine, num_attackers, num_messages, messages_per_s, num_connections, seed
         )
     memory_after = engine.memory_mib()
@@ -110,6 +119,7 @@ def run(
         "requests_left": stats_after["num_requests_running"] + stats_after["num_requests_waiting"],
         "memory_mib_before": memory,
         "memory_mib_after_attack": memory_after,
+        "rss_mib_during_attack": rss_mib,
         "attackers_cores": round(cpu_s / attack.length_s, 2),
         "bystanders": {
             "num_requests": len(requests),
@@ -179,8 +189,10 @@ def _attack(
     messages_per_s: float,
     num_connections: int,
     seed: int,
-) -> tuple[Counter[str], Counter[str], float]:
-    """(messages sent by kind, answers by code or op, CPU seconds of the attackers)."""
+) -> tuple[Counter[str], Counter[str], float, list[float]]:
+    """(messages sent by kind, answers by code or op, CPU seconds of the attackers, the engine's
+    resident MiB every ten seconds)."""
+    rss_mib: list[float] = []
     until_end, stop = Group(), _SPAWN.Event()
     until_end.start(peers.never_read, engine.endpoint, seed, stop)
     attackers = Group()
@@ -193,7 +205,7 @@ def _attack(
             messages_per_s / num_attackers,
         )
     attackers.start(peers.churn, engine.endpoint, seed, num_connections)
-    results = attackers.join()
+    results = attackers.join(lambda: rss_mib.append(engine.memory_mib()["rss"]))
     stop.set()
     results += until_end.join()
     sent: Counter[str] = Counter()
@@ -201,7 +213,7 @@ def _attack(
     for result in results:
         sent.update(result["sent"])
         answers.update(result["answers"])
-    return sent, answers, sum(result["cpu_s"] for result in results)
+    return sent, answers, sum(result["cpu_s"] for result in results), rss_mib
 
 
 def _burn(num_processes: int, cores: float, seconds: float) -> None:
