@@ -21,7 +21,7 @@ from nanocore.conformance.engine_rules import ENGINE_RULES
 from nanocore.conformance.report import Check, Result, as_json, summary
 from nanocore.protocol.endpoint_lock import EndpointLock
 from nanocore.protocol.errors import ConfigError, StartError
-from nanocore.protocol.sockets import EngineSocket, PeerSocket
+from nanocore.protocol.sockets import EngineSocket, PeerSocket, client_keys
 
 Bench = TypeVar("Bench")
 PATIENCE_S = 10.0
@@ -55,6 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--listen", metavar="ENDPOINT", help="with --client: where to play the engine; "
         "by default an ipc endpoint in a temporary folder",
     )  # fmt: skip
+    parser.add_argument(
+        "--curve-dir", metavar="FOLDER", help="with --engine tcp://HOST:PORT: a client's keys"
+    )
     parser.add_argument("--rule", action="append", metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--list", action="store_true", help="name all rules, and do nothing else")
     parser.add_argument("--json", action="store_true", help="report as JSON")
@@ -85,9 +88,10 @@ def _check_engine(args: argparse.Namespace) -> bool:
     if args.command or args.listen:
         raise ConfigError("CMD and --listen go with --client: --engine needs neither")
     rules = _chosen(ENGINE_RULES.all, args)
-    bench = EngineBench(lambda: PeerSocket(args.engine), args.patience_s)
     if args.list:
         return _list(rules)
+    keys = client_keys(args.engine, args.curve_dir)
+    bench = EngineBench(lambda: PeerSocket(args.engine, keys), args.patience_s)
     if not bench.answers():
         raise ConfigError(
             f"no engine answers at {args.engine} within {args.patience_s:g} s: start one there, "
