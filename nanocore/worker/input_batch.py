@@ -22,6 +22,7 @@ from nanocore.protocol.plan import NewRow, SchedulerOutput
 from nanocore.worker.block_table import BlockTable
 from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # as good as any temperature above it
 _TOKEN_DTYPE = np.dtype("<i4")
 
 
@@ -210,7 +211,7 @@ class InputBatch:
         self.num_computed[row] = new.num_computed_tokens
         self.blocks.set_row(row, block_ids)
         self.greedy[row] = sampling.greedy
-        self.temperature[row] = sampling.temperature
+        self.temperature[row] = min(sampling.temperature, _MAX_FLOAT32)
         top_k_off = sampling.top_k <= 0
         self.top_k[row] = self.vocab_size if top_k_off else min(sampling.top_k, self.vocab_size)
         self.top_p[row] = sampling.top_p

@@ -128,6 +128,13 @@ def test_sampling_columns_follow_their_rows() -> None:
     assert sampling.seed_R.tolist() == [100, 101, 102]
 
 
+def test_a_temperature_above_every_float32_stays_finite() -> None:
+    batch = make_batch()
+    plan = plan_adding((0, EngineSamplingParams(temperature=1e308)))
+    batch.apply(plan)
+    assert sampling_of(batch, plan).temperature_R[0].item() == float(np.finfo(np.float32).max)
+
+
 def test_filters_of_greedy_rows_do_not_count() -> None:
     batch = make_batch()
     plan = plan_adding((0, EngineSamplingParams(temperature=0.0, top_k=5)))
