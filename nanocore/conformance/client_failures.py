@@ -26,7 +26,7 @@ def refusal_ends_the_client(bench: ClientBench) -> None:
         client.gives_up("too old for me", "2", "efused")
 
 
-@CLIENT_SCENARIOS.add("HELLO")
+@CLIENT_SCENARIOS.add("16. Writing a client")
 def another_major_in_welcome_ends_the_client(bench: ClientBench) -> None:
     """A WELCOME that claims to speak another major version."""
     with bench.client() as client:

@@ -370,7 +370,8 @@ class FakeEngine(threading.Thread):
 
     def _send(self, client: Client, message: Message, *, copies: bool = False) -> None:
         for one in self._clients.values() if copies else [client]:
-            if one.waiting and isinstance(message, Output) and self.has("drops-for-slow"):
+            quiet = isinstance(message, Output) and not message.events
+            if one.waiting and quiet and self.has("drops-for-slow"):
                 continue
             one.waiting.append(encode(message))
             self._flush(one)

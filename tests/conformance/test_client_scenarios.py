@@ -13,7 +13,7 @@ from nanocore.conformance.client_scenarios import CLIENT_SCENARIOS
 from nanocore.protocol.sockets import EngineSocket
 from tests.conformance import stream_client
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 SHORT_PATIENCE_S = 3.0
 """For clients that owe something: it never comes, however long one waits."""
 SILENCE_S = 1.0
