@@ -113,6 +113,8 @@ def _check_client(args: argparse.Namespace) -> bool:
             "--client needs a command with {endpoint} in it: "
             "-- CMD {endpoint} {prompt} {max_tokens}"
         )
+    if args.curve_dir:
+        raise ConfigError("--curve-dir goes with --engine: a client is checked over ipc://")
     with _endpoint(args.listen) as endpoint:
         lock = EndpointLock(endpoint)
         socket = EngineSocket(endpoint)

@@ -41,7 +41,7 @@ from nanocore.protocol.messages import (
     Welcome,
 )
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.sockets import EngineSocket, SendResult
+from nanocore.protocol.sockets import EngineKeys, EngineSocket, SendResult
 from tests.conformance.fake_model import (
     BLOCK_SIZE,
     CHUNK_BYTES,
@@ -64,9 +64,9 @@ from tests.conformance.fake_model import (
 class FakeEngine(threading.Thread):
     """Serves until `stop`. defects: names of what it does wrong."""
 
-    def __init__(self, endpoint: str, *defects: str) -> None:
+    def __init__(self, endpoint: str, *defects: str, keys: EngineKeys | None = None) -> None:
         super().__init__(name="fake engine", daemon=True)
-        self._socket = EngineSocket(endpoint)
+        self._socket = EngineSocket(endpoint, keys)
         self._defects = {*defects}
         self._decoder = engine_decoder()
         self._clients: dict[bytes, Client] = {}
@@ -385,9 +385,11 @@ class FakeEngine(threading.Thread):
 
 
 @contextmanager
-def fake_engine(endpoint: str, *defects: str) -> Iterator[FakeEngine]:
+def fake_engine(
+    endpoint: str, *defects: str, keys: EngineKeys | None = None
+) -> Iterator[FakeEngine]:
     """A fake engine that runs."""
-    engine = FakeEngine(endpoint, *defects)
+    engine = FakeEngine(endpoint, *defects, keys=keys)
     engine.start()
     try:
         yield engine

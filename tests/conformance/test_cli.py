@@ -14,6 +14,7 @@ from nanocore.conformance.client_scenarios import CLIENT_SCENARIOS
 from nanocore.conformance.engine_rules import ENGINE_RULES
 from tests.conformance import stream_client
 from tests.conformance.fake_engine import fake_engine
+from tests.protocol.keys import free_port, make_key_folders
 
 PROTOCOL = (Path(__file__).parents[2] / "PROTOCOL.md").read_text("utf-8")
 CLIENT = [sys.executable, stream_client.__file__, "{endpoint}", "{prompt}", "{max_tokens}"]
@@ -96,6 +97,20 @@ def test_a_client_is_played_to_where_it_was_told(
     assert code == 0
 
 
+def test_an_engine_on_tcp_is_checked_with_a_clients_keys(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folders, endpoint = make_key_folders(tmp_path), f"tcp://127.0.0.1:{free_port()}"
+    rules = ("--rule", "stats-are-told", "--rule", "late-reader-gets-everything")
+    folder = str(folders.client("conformance"))
+    with fake_engine(endpoint, keys=folders.engine_keys):
+        code, out, _ = run(capsys, "--engine", endpoint, "--curve-dir", folder, *rules)
+        assert (code, out.splitlines()[-1]) == (0, "2 passed, 0 failed, 0 skipped")
+        code, _, error = run(capsys, "--engine", endpoint)
+    assert code == 2
+    assert "curve_dir" in error
+
+
 def test_all_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, checks in (
         (("--engine", "ipc:///none", "--list"), ENGINE_RULES.all),
@@ -113,6 +128,7 @@ def test_all_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (("--engine", "what:ever", "--rule", "stats-are-told"), "what:ever"),
         (("--engine", "ipc:///none", "--listen", "ipc:///x"), "--engine needs neither"),
         (("--client",), "needs a command"),
+        (("--client", "--curve-dir", "x", "--", "c", "{endpoint}"), "goes with --engine"),
         (("--client", "--", "client", "{prompt}"), "needs a command"),
         (("--engine", "ipc:///none", "--patience-s", "0.1"), "no engine answers at ipc:///none"),
     ],
