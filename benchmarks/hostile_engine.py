@@ -35,6 +35,8 @@ class Engine:
         self._stderr = folder / "log"
         with self._stderr.open("wb") as log:
             command = [sys.executable, "-m", "nanocore.engine_core", "--listen", self.endpoint]
+            # In bfloat16 two tokens are often equally likely, and who else is in the batch decides.
+            command += ["--dtype", "float32"]
             self._process = subprocess.Popen([*command, *flags], stderr=log)
         self._proc = Path(f"/proc/{self._process.pid}")
 

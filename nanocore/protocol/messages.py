@@ -206,7 +206,7 @@ class Error(Message, frozen=True):
     op = Op.ERROR
     code: Annotated[str, limited(enum=get_args(ErrorCode))]
     message: str
-    request_id: RequestId | None = None
+    request_id: str | None = None
     retry_after_s: Annotated[float, limited(minimum=0)] | None = None
 
 
