@@ -20,20 +20,20 @@ try {
   const tokenizer = await Tokenizer.load(engine);
   const system = values.system === undefined ? [] : [{ role: "system", content: values.system }];
   const prompt = tokenizer.encodeChat([...system, { role: "user", content: question }]);
-  const sampling = { ...engine.welcome.model.defaultSampling }; // what the model's makers recommend
+  const sampling = { ...engine.welcome.model.default_sampling }; // what the model's makers recommend
   if (values.temperature !== undefined) sampling.temperature = Number(values.temperature);
-  if (values["max-tokens"] !== undefined) sampling.maxTokens = Number(values["max-tokens"]);
+  if (values["max-tokens"] !== undefined) sampling.max_tokens = Number(values["max-tokens"]);
 
   const interrupt = new AbortController();
   process.once("SIGINT", () => interrupt.abort(new Error("interrupted")));
   const incremental = new IncrementalText((tokenIds) => tokenizer.decode(tokenIds), prompt);
   const stops = new StopStrings(values.stop);
   for await (const output of engine.generate(prompt, sampling, { signal: interrupt.signal })) {
-    const { text, stop } = stops.push(incremental.push(output.tokenIds));
+    const { text, stop } = stops.push(incremental.push(output.token_ids));
     process.stdout.write(text);
     if (stop !== undefined) break; // which aborts the request
-    if (output.finishReason) process.stdout.write(stops.flush());
-    if (output.finishReason === "error") throw new Error(output.message);
+    if (output.finish_reason) process.stdout.write(stops.flush());
+    if (output.finish_reason === "error") throw new Error(output.message);
   }
   process.stdout.write("\n");
 } finally {

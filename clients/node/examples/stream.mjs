@@ -14,10 +14,10 @@ if (!prompt) {
 let engine;
 try {
   engine = await Engine.connect(endpoint);
-  const sampling = { temperature: 0, maxTokens: Number(maxTokens) };
-  for await (const { tokenIds, finishReason } of engine.generate(prompt.split(",").map(Number), sampling)) {
-    for (const tokenId of tokenIds) console.log(tokenId);
-    if (finishReason) console.log(`finish_reason: ${finishReason}`);
+  const sampling = { temperature: 0, max_tokens: Number(maxTokens) };
+  for await (const { token_ids, finish_reason } of engine.generate(prompt.split(",").map(Number), sampling)) {
+    for (const tokenId of token_ids) console.log(tokenId);
+    if (finish_reason) console.log(`finish_reason: ${finish_reason}`);
   }
 } catch (error) {
   console.error(`${error.code ?? error.name}: ${error.message}`.replaceAll("\n", " "));

@@ -13,7 +13,7 @@ const CACHE = join(process.env.XDG_CACHE_HOME || join(homedir(), ".cache"), "nan
 
 /** A file of the model as text, from the cache if it is there; undefined if the model has none. */
 async function modelFile(engine, name) {
-  const entry = engine.welcome.model.files.find((file) => file.name === name);
+  const entry = engine.welcome.model.files?.find((file) => file.name === name);
   if (!entry) return undefined;
   const path = join(CACHE, entry.sha256);
   const cached = await readFile(path).catch((error) => {

@@ -1,95 +1,68 @@
 /**
- * Engine: a session with one engine over one socket, and the streams of its requests.
- *
- * One loop receives, answers PING and hands out what arrives. Every wait ends: BYE, a malformed message, an error that
- * names no request or 10 s of silence fail whatever is open.
+ * A session with one engine over one socket, and the streams of its requests. One loop receives, answers PING and hands
+ * out what arrives. BYE, a malformed message, an error that names no request and 10 s of silence fail what is open.
  */
 import { createHash, randomUUID } from "node:crypto";
 import { EventEmitter, on, once } from "node:events";
 import { Dealer } from "zeromq";
-import { Op, PROTOCOL_VERSION } from "./schema.js";
-import type { EngineMessage, Output, Reply, SamplingParams, Stats, Welcome } from "./schema.js";
-import { EngineError, decode, encode, packInt32, toWire, unpackOutput } from "./wire.js";
+import { EngineError, Op, PROTOCOL_VERSION, decode, encode, packInt32, unpackOutput } from "./wire.js";
+import type { Output, Reply, SamplingParams, Stats, Welcome } from "./wire.js";
 
-export { Op, type Output, type Reply, type SamplingParams, type Stats, type Welcome } from "./schema.js";
 export * from "./wire.js";
-export type ControlOperation = "stats" | "reset_prefix_cache" | "pause" | "resume" | "read_file";
 /** Z85 text of 40 characters each, by zeromq's names: the engine's public key, and the client's own two. */
 export type CurveKeys = { curveServerKey: string; curvePublicKey: string; curveSecretKey: string };
-export type GenerateOptions = { requestId?: string; priority?: number; cacheSalt?: string; signal?: AbortSignal };
-/** A socket of whole messages, such as a zeromq Dealer: silence for receiveTimeout ms is an error "EAGAIN". */
-export type FrameSocket = Pick<Dealer, "receiveTimeout" | "send" | "close"> & AsyncIterable<Uint8Array[]>;
+export type GenerateOptions = { request_id?: string; priority?: number; cache_salt?: string; signal?: AbortSignal };
 
-const SILENCE_MS = 10_000;
-const MAX_FILE_BYTES = 64 * 2 ** 20;
+const newEmitter = () => new EventEmitter().setMaxListeners(0).on("error", () => {}); // an error may have no listener
 
-export class Engine implements AsyncDisposable {
+export class Engine {
   /** What the engine said of itself: model card, limits, capabilities. */
-  readonly welcome!: Welcome;
+  welcome!: Welcome;
   #error: EngineError | undefined;
   #sending = Promise.resolve();
   #numCalls = 0;
-  #answers = new EventEmitter().setMaxListeners(0).on("error", () => {}); // "welcome" and, by call ids, replies
-  #streams = new Map<string, EventEmitter>(); // by request id; of requests that have not ended; they emit "news"
+  #answers = newEmitter(); // emits "welcome" and, by call ids, replies
+  #streams = new Map<string, EventEmitter>(); // of requests that have not ended, by request id; they emit "output"
   #requestIds = new Map<number, string>(); // by handle
 
-  private constructor(private readonly socket: FrameSocket) {}
+  private constructor(private readonly socket: Dealer) {}
 
-  /** Open a session. Throws EngineError if no engine answers within timeoutMs, or if it refuses. */
-  static async connect(endpoint: string, { keys, timeoutMs }: { keys?: CurveKeys; timeoutMs?: number } = {}) {
-    const limits = { sendHighWaterMark: 1000, receiveHighWaterMark: 1000, maxMessageSize: 16 * 2 ** 20 };
-    const socket = new Dealer({ ...limits, ...keys, sendTimeout: SILENCE_MS, linger: 200 });
-    socket.connect(endpoint);
-    return Engine.open(socket, timeoutMs);
-  }
-
-  /** Open a session over any socket of whole messages; the session owns it. */
-  static async open(socket: FrameSocket, timeoutMs = SILENCE_MS): Promise<Engine> {
-    const engine = new Engine(socket);
-    socket.receiveTimeout = timeoutMs;
+  /** Open a session. It fails when the engine refuses, or is silent for timeoutMs, now or later. */
+  static async connect(endpoint: string, { keys, timeoutMs = 10_000 }: { keys?: CurveKeys; timeoutMs?: number } = {}) {
+    if (endpoint.startsWith("tcp:") && !keys) throw new EngineError("invalid_request", `${endpoint} needs CURVE keys`);
+    const limits = { sendHighWaterMark: 1000, receiveHighWaterMark: 1000, maxMessageSize: 16 * 2 ** 20, linger: 200 };
+    const engine = new Engine(new Dealer({ ...limits, ...keys, sendTimeout: timeoutMs, receiveTimeout: timeoutMs }));
+    engine.socket.connect(endpoint);
     engine.#receive().catch((error) => engine.#fail(error));
-    const hello = { protocol: PROTOCOL_VERSION, client: "nanocore-client (node)" };
-    (engine as { welcome: Welcome }).welcome = await engine.#call("welcome", Op.HELLO, hello);
+    engine.#send(Op.HELLO, { protocol: PROTOCOL_VERSION, client: "nanocore-client (node)" });
+    [engine.welcome] = await once(engine.#answers, "welcome");
     return engine;
   }
 
-  /**
-   * Submit a request and stream its output. Leaving the loop, or the signal, aborts it. Without sampling parameters the
-   * model card's defaults apply. Throws EngineError, or the signal's reason.
-   */
+  /** Submit a request and stream its output. Leaving the loop aborts it; so does the signal, with an AbortError. */
   async *generate(promptTokenIds: ArrayLike<number>, sampling?: SamplingParams, options: GenerateOptions = {}) {
-    const { requestId = randomUUID(), signal, ...rest } = options;
-    signal?.throwIfAborted();
-    if (this.#error) throw this.#error;
-    if (this.#streams.has(requestId)) throw new EngineError("duplicate_request_id", `${requestId} is in use`);
-    this.#send(Op.SUBMIT, toWire({ requestId, promptTokenIds: packInt32(promptTokenIds), sampling, ...rest }));
-    const stream = new EventEmitter();
-    const news = on(stream, "news"); // collects from now on
-    this.#streams.set(requestId, stream);
-    let left = false;
-    const leave = () => {
-      if (!left && this.#streams.get(requestId) === stream) this.#send(Op.ABORT, { request_ids: [requestId] });
-      left = true;
-      stream.emit("news"); // for a reader who waits while the signal comes
-    };
-    signal?.addEventListener("abort", leave);
+    const { request_id = randomUUID(), signal, ...fields } = options;
+    if (this.#streams.has(request_id)) throw new EngineError("duplicate_request_id", `${request_id} is in use`);
+    const stream = newEmitter();
+    const outputs = on(stream, "output", { signal });
+    this.#send(Op.SUBMIT, { request_id, prompt_token_ids: packInt32(promptTokenIds), sampling, ...fields });
+    this.#streams.set(request_id, stream);
     try {
-      for await (const [output, error] of news as AsyncIterable<[Output?, EngineError?]>) {
-        signal?.throwIfAborted();
-        if (!output) throw error;
+      for await (const [output] of outputs as AsyncIterable<[Output]>) {
         yield output;
-        if (output.finishReason) return;
+        if (output.finish_reason) return;
       }
     } finally {
-      signal?.removeEventListener("abort", leave);
-      leave();
+      if (this.#streams.get(request_id) === stream) this.#send(Op.ABORT, { request_ids: [request_id] });
     }
   }
 
   /** Run a CONTROL operation; the reply's `ok` says whether it was done. */
-  control(operation: ControlOperation, args: { file?: string; offset?: number } = {}): Promise<Reply> {
-    const callId = ++this.#numCalls;
-    return this.#call(`${callId}`, Op.CONTROL, { call_id: callId, operation, ...args });
+  async control(operation: string, args: { file?: string; offset?: number } = {}): Promise<Reply> {
+    const call_id = ++this.#numCalls;
+    this.#send(Op.CONTROL, { call_id, operation, ...args });
+    const [reply] = await once(this.#answers, `${call_id}`);
+    return reply;
   }
 
   /** The engine's counters and gauges. */
@@ -101,88 +74,66 @@ export class Engine implements AsyncDisposable {
 
   /** One of the model card's files, its digest verified. */
   async readFile(name: string): Promise<Uint8Array> {
-    const chunkBytes = this.welcome.limits.maxFileChunkBytes;
-    const { numBytes, sha256 } = this.welcome.model.files.find((file) => file.name === name) ?? { numBytes: NaN };
-    if (!(numBytes <= MAX_FILE_BYTES)) throw new EngineError("invalid_request", `file ${name} is none, or too large`);
-    const content = new Uint8Array(numBytes);
-    const offsets = Array.from({ length: Math.ceil(numBytes / chunkBytes) }, (_, i) => i * chunkBytes).values();
-    const fetchChunks = async () => {
-      for (let offset of offsets) {
-        for (const end = Math.min(offset + chunkBytes, numBytes); offset < end; ) {
-          const { data, message } = await this.control("read_file", { file: name, offset });
-          if (!data?.length) throw new EngineError("protocol_error", `file ${name} ends at byte ${offset}: ${message}`);
-          content.set(data.subarray(0, end - offset), offset);
-          offset += data.length;
-        }
-      }
-    };
-    await Promise.all([fetchChunks(), fetchChunks(), fetchChunks(), fetchChunks()]);
-    if (createHash("sha256").update(content).digest("hex") === sha256) return content;
+    const file = this.welcome.model.files?.find((file) => file.name === name && file.num_bytes <= 2 ** 26);
+    if (!file) throw new EngineError("invalid_request", `the model has no file ${name} of at most 64 MiB`);
+    const content = Buffer.alloc(file.num_bytes);
+    for (let offset = 0; offset < content.length; ) {
+      const { data, message } = await this.control("read_file", { file: name, offset });
+      if (!data?.length) throw new EngineError("protocol_error", `file ${name} ends at ${offset}: ${message}`);
+      content.set(data.subarray(0, content.length - offset), offset);
+      offset += data.length;
+    }
+    if (createHash("sha256").update(content).digest("hex") === file.sha256) return content;
     throw new EngineError("protocol_error", `file ${name} does not have the digest that the model card gives`);
   }
 
   /** Say BYE and close; open requests fail. Idempotent. */
   async close(): Promise<void> {
-    this.#send(Op.BYE, { reason: "the client is done" });
+    if (!this.#error) this.#send(Op.BYE, { reason: "the client is done" });
+    this.#fail(new EngineError("no_session", "this client is closed"), this.#sending);
     await this.#sending;
-    this.#fail(new EngineError("no_session", "this client is closed"));
-  }
-
-  [Symbol.asyncDispose] = () => this.close();
-
-  /** Send what has one answer, and wait for it. */
-  async #call(answer: string, op: number, body: object): Promise<any> {
-    if (this.#error) throw this.#error;
-    this.#send(op, body);
-    return (await once(this.#answers, answer))[0];
   }
 
   /** Queue one message: the socket takes one at a time. */
-  #send(op: number, body: object): void {
+  #send(op: Op, body: object): void {
+    if (this.#error) throw this.#error;
     const frames = encode(op, body);
-    const limit = this.welcome?.limits.maxFrameBytes ?? Infinity;
-    if (frames[1].length > limit) throw new EngineError("invalid_request", `a message may have at most ${limit} bytes`);
-    if (this.#error) return;
     this.#sending = this.#sending.then(() => this.socket.send(frames)).catch((error) => this.#fail(error));
   }
 
   async #receive(): Promise<void> {
-    for await (const frames of this.socket) this.#take(decode(frames));
-  }
-
-  #take(message: EngineMessage): void {
-    if (message.op === Op.OUTPUT) {
-      for (const [handle, output] of unpackOutput(message)) {
-        const requestId = this.#requestIds.get(handle) ?? "";
-        this.#streams.get(requestId)?.emit("news", output);
-        if (output.finishReason) this.#requestIds.delete(handle) && this.#streams.delete(requestId);
+    for await (const frames of this.socket) {
+      const message = decode(frames);
+      if (message.op === Op.OUTPUT) {
+        for (const [handle, output] of unpackOutput(message)) {
+          const requestId = this.#requestIds.get(handle) ?? "";
+          this.#streams.get(requestId)?.emit("output", output);
+          if (output.finish_reason) this.#requestIds.delete(handle) && this.#streams.delete(requestId);
+        }
+      } else if (message.op === Op.PING) this.#send(Op.PONG, { nonce: message.nonce });
+      else if (message.op === Op.ACCEPTED) this.#requestIds.set(message.handle, message.request_id);
+      else if (message.op === Op.REPLY) this.#answers.emit(`${message.call_id}`, message);
+      else if (message.op === Op.WELCOME) this.#answers.emit("welcome", message);
+      else if (message.op === Op.REFUSED) throw new EngineError("protocol_error", message.message);
+      else if (message.op === Op.BYE) throw new EngineError("engine_dead", `engine stopped: ${message.reason ?? ""}`);
+      else if (message.op === Op.ERROR) {
+        const error = new EngineError(message.code, message.message, message.retry_after_s ?? undefined);
+        if (!message.request_id || error.code === "engine_dead" || error.code === "no_session") throw error;
+        this.#streams.get(message.request_id)?.emit("error", error);
+        this.#streams.delete(message.request_id);
       }
-    } else if (message.op === Op.PING) this.#send(Op.PONG, { nonce: message.nonce });
-    else if (message.op === Op.ACCEPTED) this.#requestIds.set(message.handle, message.requestId);
-    else if (message.op === Op.WELCOME) {
-      this.socket.receiveTimeout = SILENCE_MS; // the loop's next receiving heeds it
-      this.#answers.emit("welcome", message);
-    } else if (message.op === Op.REPLY) this.#answers.emit(`${message.callId}`, message);
-    else if (message.op === Op.REFUSED) throw new EngineError("protocol_error", message.message);
-    else if (message.op === Op.BYE) throw new EngineError("engine_dead", `the engine has stopped: ${message.reason}`);
-    else if (message.op === Op.ERROR) {
-      const error = new EngineError(message.code, message.message, message.retryAfterS);
-      if (!message.requestId || error.code === "engine_dead" || error.code === "no_session") throw error;
-      this.#streams.get(message.requestId)?.emit("news", undefined, error);
-      this.#streams.delete(message.requestId);
     }
   }
 
-  /** End the session: everyone who waits gets the error. The first one counts. */
-  #fail(cause: unknown): void {
+  /** End the session, after lastWords: everyone who waits gets the error. The first one counts. */
+  #fail(cause: Error & { code?: string }, lastWords = Promise.resolve()): void {
     if (this.#error) return;
-    const error = (this.#error = cause instanceof EngineError ? cause : this.#socketError(cause as Error));
-    this.socket.close();
-    this.#answers.emit("error", error);
-    for (const stream of this.#streams.values()) stream.emit("news", undefined, error);
-  }
-  #socketError({ code, message }: Error & { code?: string }): EngineError {
-    if (code !== "EAGAIN") return new EngineError("protocol_error", `the socket failed: ${message}`);
-    return new EngineError("engine_dead", `the engine was silent for ${this.socket.receiveTimeout / 1000} s`);
+    const silence = `the engine was silent for ${this.socket.receiveTimeout / 1000} s`;
+    if (cause instanceof EngineError) this.#error = cause;
+    else if (cause.code === "EAGAIN") this.#error = new EngineError("engine_dead", silence);
+    else this.#error = new EngineError("protocol_error", `the socket failed: ${cause.message}`);
+    void lastWords.then(() => this.socket.close());
+    for (const emitter of [this.#answers, ...this.#streams.values()]) emitter.emit("error", this.#error);
+    this.#streams.clear();
   }
 }

@@ -1,32 +1,84 @@
 /**
- * The wire format of PROTOCOL.md: messages to frames and back, token ids to columns and back.
- *
- * A decoded message has its names in camelCase, its defaults filled in and no unknown fields. Whatever is no message
- * raises EngineError "protocol_error".
+ * PROTOCOL.md's messages, by its own names, to frames and back, and its columns of integers. Of what engines send, the
+ * fields that this client acts on are checked. Fields with a question mark may be missing, and then have their default.
  */
 import { decode as unpackBody, encode as packBody } from "@msgpack/msgpack";
-import { FROM_ENGINE, check, isMap, snake } from "./schema.js";
-import type { EngineMessage, Op, Output, Schema } from "./schema.js";
 
-/** Those of PROTOCOL.md, section 8; later versions may add some. */
-export type ErrorCode = "invalid_request" | "context_length_exceeded" | "duplicate_request_id" | "overloaded"
-  | "engine_dead" | "protocol_error" | "unknown_op" | "no_session" | (string & {});
+export const PROTOCOL_VERSION = [1, 3];
+export enum Op {
+  HELLO = 0x01, WELCOME = 0x02, REFUSED = 0x03, SUBMIT = 0x10, ACCEPTED = 0x11, OUTPUT = 0x12, ERROR = 0x13,
+  ABORT = 0x14, PING = 0x20, PONG = 0x21, CONTROL = 0x30, REPLY = 0x31, BYE = 0x41,
+}
 
-/** Every error that this package raises on purpose. retryAfterS: with "overloaded", when to try again, in seconds. */
+export interface SamplingParams {
+  temperature?: number; top_p?: number; top_k?: number; min_p?: number; seed?: number | null;
+  max_tokens?: number | null; stop_token_ids?: number[]; ignore_eos?: boolean; skip_reading_prefix_cache?: boolean;
+}
+export interface ModelCard {
+  model: string; architecture: string; dtype: string; vocab_size: number; max_model_len: number;
+  eos_token_ids: number[]; block_size: number; num_blocks: number;
+  default_sampling?: SamplingParams; files?: { name: string; num_bytes: number; sha256: string }[];
+}
+export interface Welcome {
+  protocol: [number, number]; session: string; engine_instance: string;
+  model: ModelCard; limits: Record<string, number | null>; capabilities?: string[];
+}
+export type Stats = Record<string, number | boolean>;
+export type Reply = { ok?: boolean; message?: string | null; stats?: Stats | null; data?: Uint8Array | null };
+/** News of a request: new tokens; with the first, how many of the prompt were cached; with the last, how it ended. */
+export interface Output {
+  token_ids: number[]; num_cached_tokens?: number | null; stop_reason?: number | null; message?: string | null;
+  finish_reason?: "stop" | "length" | "abort" | "error" | null;
+}
+/** A message of an engine: its op, and the fields of its body. */
+export type EngineMessage = { op: Op; [field: string]: any };
+
+/** What this package throws. code: section 12 of PROTOCOL.md. retryAfterS: if "overloaded", when to try again. */
 export class EngineError extends Error {
   override readonly name = "EngineError";
-  constructor(readonly code: ErrorCode, message: string, readonly retryAfterS?: number) {
+  constructor(readonly code: string, message: string, readonly retryAfterS?: number) {
     super(message);
   }
 }
 
-/** Throws Error at text that is no UTF-8, as which the msgpack library takes any bytes, and at nesting without end. */
-function checkText(value: unknown, raw: any): void {
-  if (typeof value === "string") utf8.decode(raw);
-  else if (value instanceof Object && !(value instanceof Uint8Array))
-    for (const [key, item] of Object.entries(value)) checkText(item, raw[key]);
+const EMPTY = new Uint8Array();
+const isMap = (value: unknown) => Object.getPrototypeOf(value ?? 0) === Object.prototype;
+const isText = (value: unknown) => typeof value === "string";
+const isCount = (value: any) => Number.isSafeInteger(value) && value >= 0;
+const isOurs = (version: any) => version?.length === 2 && version[0] === PROTOCOL_VERSION[0] && isCount(version[1]);
+const isColumn = (value: any) => value instanceof Uint8Array && value.length % 4 === 0;
+const isEvent = (value: any) => isMap(value) && isCount(value.handle) && isText(value.finish_reason ?? "");
+/** What must hold for the bodies that engines send; they send no other ops. */
+const CHECKS: Partial<Record<Op, (body: any) => boolean>> = {
+  [Op.WELCOME]: ({ protocol, model, limits }) => isOurs(protocol) && isMap(model) && isMap(limits),
+  [Op.REFUSED]: () => true,
+  [Op.ACCEPTED]: ({ request_id, handle }) => isText(request_id) && isCount(handle),
+  [Op.OUTPUT]: ({ handles = EMPTY, tokens = EMPTY, counts, events = [] }) =>
+    [handles, tokens, counts ?? EMPTY].every(isColumn) && Array.isArray(events) && events.every(isEvent),
+  [Op.ERROR]: ({ code, message, request_id }) => [code, message, request_id ?? ""].every(isText),
+  [Op.PING]: ({ nonce = 0 }) => isCount(nonce),
+  [Op.PONG]: () => true,
+  [Op.REPLY]: ({ call_id, data }) => isCount(call_id) && (data ?? EMPTY) instanceof Uint8Array,
+  [Op.BYE]: () => true,
+};
+
+/** The two frames of a message; undefined fields are left out. */
+export function encode(op: Op, body: object): [Uint8Array, Uint8Array] {
+  return [Uint8Array.of(op), packBody(body, { ignoreUndefined: true })];
 }
-const utf8 = new TextDecoder("utf-8", { fatal: true });
+
+/** Decode and check one message of an engine. Throws EngineError "protocol_error". */
+export function decode([op, bytes, ...more]: Uint8Array[]): EngineMessage {
+  try {
+    if (op?.length !== 1 || !bytes || more.length) throw new Error("not one byte and a body");
+    const body: any = unpackBody(bytes);
+    const code = op[0] as Op;
+    if (!isMap(body) || !CHECKS[code]?.(body)) throw new Error(`no ${Op[code] ?? "op"} of protocol 1`);
+    return { ...body, op: code };
+  } catch (error) {
+    throw new EngineError("protocol_error", `malformed message: ${(error as Error).message}`);
+  }
+}
 
 /** Integers as an int32 little-endian column, on any host. */
 export function packInt32(values: ArrayLike<number>): Uint8Array {
@@ -38,48 +90,22 @@ export function packInt32(values: ArrayLike<number>): Uint8Array {
   return column;
 }
 
-/** A value with the wire's names, in all its depth. */
-export function toWire(value: unknown): any {
-  if (typeof value === "string" && !value.isWellFormed())
-    throw new EngineError("invalid_request", "a string with a lone surrogate is no text");
-  if (!isMap(value)) return value;
-  return Object.fromEntries(Object.entries(value).map(([name, field]) => [snake(name), toWire(field)]));
+function unpackColumn(column: Uint8Array, get: "getInt32" | "getUint32"): number[] {
+  const view = new DataView(column.buffer, column.byteOffset, column.length);
+  return Array.from({ length: column.length / 4 }, (_, i) => view[get](4 * i, true));
 }
 
-/** The two frames of a message; names are the wire's, undefined fields are left out. */
-export function encode(op: number, body: object): [Uint8Array, Uint8Array] {
-  return [Uint8Array.of(op), packBody(body, { ignoreUndefined: true })];
-}
-
-/** The op and the raw body of a message of either side. Throws Error at what has not the form of one. */
-export function unpack(frames: Uint8Array[]): { op: number; body: unknown } {
-  const [op, bytes] = frames as [Uint8Array, Uint8Array];
-  if (frames.length !== 2 || op.length !== 1) throw new Error("a message is an op byte and a body, in two frames");
-  const body = unpackBody(bytes);
-  checkText(body, unpackBody(bytes, { rawStrings: true })); // the same, with text as bytes
-  return { op: op[0]!, body };
-}
-
-/** Decode and check one message of an engine. */
-export function decode(frames: Uint8Array[]): EngineMessage {
-  try {
-    const { op, body } = unpack(frames);
-    if (!(op in FROM_ENGINE)) throw new Error(`engines send no op ${op}`);
-    return { op, ...check(body, FROM_ENGINE[op as keyof Schema], `op ${op}`) } as EngineMessage;
-  } catch (error) {
-    throw new EngineError("protocol_error", `malformed message: ${(error as Error).message}`);
-  }
-}
-
-/** An OUTPUT's news by handle. */
-export function unpackOutput({ handles, tokens, counts, events }: Schema[typeof Op.OUTPUT]): Map<number, Output> {
+/** An OUTPUT's news by handle. Throws EngineError "protocol_error" if its columns do not fit together. */
+export function unpackOutput({ handles = EMPTY, tokens = EMPTY, counts, events = [] }: EngineMessage) {
   const outputs = new Map<number, Output>();
+  const tokenIds = unpackColumn(tokens, "getInt32");
+  const numTokens = counts && unpackColumn(counts, "getUint32");
   let end = 0;
-  handles.forEach((handle, i) => {
-    outputs.set(handle, { tokenIds: [...tokens.subarray(end, (end += counts ? counts[i] ?? NaN : 1))] });
+  unpackColumn(handles, "getUint32").forEach((handle, i) => {
+    outputs.set(handle, { token_ids: tokenIds.slice(end, (end += numTokens ? numTokens[i] ?? NaN : 1)) });
   });
-  if (end !== tokens.length || (counts ?? handles).length !== handles.length)
+  if (end !== tokenIds.length || (counts ?? handles).length !== handles.length)
     throw new EngineError("protocol_error", "the columns of an OUTPUT do not fit together");
-  for (const { handle, ...event } of events) outputs.set(handle, { tokenIds: [], ...outputs.get(handle), ...event });
+  for (const { handle, ...event } of events) outputs.set(handle, { token_ids: [], ...outputs.get(handle), ...event });
   return outputs;
 }

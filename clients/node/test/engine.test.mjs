@@ -1,15 +1,9 @@
 import assert from "node:assert/strict";
 import { createHash } from "node:crypto";
 import { test } from "node:test";
-import { curveKeyPair, Router } from "zeromq";
-import { encode, Engine, Op, unpack } from "nanocore-client";
-import { column, FakeSocket, welcome } from "./fake_socket.mjs";
-
-async function open(model, timeoutMs) {
-  const socket = new FakeSocket();
-  socket.receive(Op.WELCOME, welcome(model));
-  return { socket, engine: await Engine.open(socket, timeoutMs) };
-}
+import { curveKeyPair } from "zeromq";
+import { Engine, Op } from "nanocore-client";
+import { column, open, PlayedEngine, welcome } from "./played_engine.mjs";
 
 async function collect(outputs) {
   const all = [];
@@ -17,201 +11,185 @@ async function collect(outputs) {
   return all;
 }
 
-test("the session opens with HELLO and tells what the engine said of itself", async () => {
-  const { socket, engine } = await open();
-  assert.deepEqual((await socket.message(Op.HELLO)).protocol, [1, 3]);
-  assert.equal(engine.welcome.model.vocabSize, 8);
-  assert.equal(engine.welcome.model.defaultSampling.temperature, 1);
+test("the session opens with HELLO and tells what the engine said of itself", async (context) => {
+  const { played, engine } = await open(context);
+  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 3]);
+  assert.equal(engine.welcome.model.vocab_size, 8);
   await engine.close();
-  assert.equal(socket.count(Op.BYE), 1);
-  assert.ok(socket.closed);
+  assert.equal(await played.count(Op.BYE), 1);
 });
 
-test("an engine that refuses is told in an error", async () => {
-  const socket = new FakeSocket();
-  socket.receive(Op.REFUSED, { message: "another version", supported: [[2, 0]] });
-  await assert.rejects(Engine.open(socket), { code: "protocol_error", message: "another version" });
-  assert.ok(socket.closed);
+test("an engine that refuses is told in an error", async (context) => {
+  const played = await PlayedEngine.start(context, { welcome: null });
+  const connecting = assert.rejects(Engine.connect(played.endpoint), { code: "protocol_error", message: "other version" });
+  await played.message(Op.HELLO);
+  played.say(Op.REFUSED, { message: "other version", supported: [[2, 0]] });
+  await connecting;
 });
 
-test("PING is answered with its nonce", async () => {
-  const { socket, engine } = await open();
-  socket.receive(Op.PING, { nonce: 2 ** 53 - 1 });
-  assert.deepEqual(await socket.message(Op.PONG), { nonce: 2 ** 53 - 1 });
+test("a WELCOME of another major version opens no session", async (context) => {
+  const played = await PlayedEngine.start(context, { welcome: { ...welcome(), protocol: [2, 0] } });
+  await assert.rejects(Engine.connect(played.endpoint), { code: "protocol_error", message: /WELCOME/ });
+});
+
+test("PING is answered with its nonce", async (context) => {
+  const { played, engine } = await open(context);
+  played.say(Op.PING, { nonce: 2 ** 53 - 1 });
+  assert.deepEqual(await played.message(Op.PONG), { nonce: 2 ** 53 - 1 });
   await engine.close();
 });
 
-test("each request gets its own tokens, with counts, and its end", async () => {
-  const { socket, engine } = await open();
-  const requests = ["a", "b"].map((requestId) => collect(engine.generate([1], { maxTokens: 3 }, { requestId })));
-  await socket.accept(7, 0);
-  await socket.accept(9, 1);
-  socket.receive(Op.OUTPUT, { handles: column(9, 7, 5), tokens: column(1, 2, 0), events: [{ handle: 7, num_cached_tokens: 1 }] });
-  socket.receive(Op.OUTPUT, {
+test("each request gets its own tokens, with counts, and its end", async (context) => {
+  const { played, engine } = await open(context);
+  const requests = ["a", "b"].map((request_id) => collect(engine.generate([1], { max_tokens: 3 }, { request_id })));
+  await played.accept(7, 0);
+  await played.accept(9, 1);
+  played.say(Op.OUTPUT, {
+    handles: column(9, 7, 5), tokens: column(1, 2, 0), events: [{ handle: 7, num_cached_tokens: 1 }],
+  });
+  played.say(Op.OUTPUT, {
     handles: column(7, 9), tokens: column(3, 4, 5), counts: column(2, 1),
     events: [{ handle: 9, finish_reason: "stop", stop_reason: 5 }, { handle: 8, finish_reason: "stop" }],
   });
-  socket.receive(Op.OUTPUT, { events: [{ handle: 7, finish_reason: "length" }] });
+  played.say(Op.OUTPUT, { events: [{ handle: 7, finish_reason: "length" }] });
   const [a, b] = await Promise.all(requests);
-  assert.deepEqual(a, [{ tokenIds: [2], numCachedTokens: 1 }, { tokenIds: [3, 4] }, { tokenIds: [], finishReason: "length" }]);
-  assert.deepEqual(b, [{ tokenIds: [1] }, { tokenIds: [5], finishReason: "stop", stopReason: 5 }]);
-  assert.equal(socket.count(Op.ABORT), 0);
+  assert.deepEqual(a, [
+    { token_ids: [2], num_cached_tokens: 1 }, { token_ids: [3, 4] }, { token_ids: [], finish_reason: "length" },
+  ]);
+  assert.deepEqual(b, [{ token_ids: [1] }, { token_ids: [5], finish_reason: "stop", stop_reason: 5 }]);
+  assert.deepEqual((await played.message(Op.SUBMIT)).sampling, { max_tokens: 3 });
   await engine.close();
+  assert.equal(await played.count(Op.ABORT), 0);
 });
 
-test("leaving the loop aborts once, and not after the end", async () => {
-  const { socket, engine } = await open();
-  const outputs = engine.generate([1], undefined, { requestId: "a" });
+test("leaving the loop aborts once, and not after the end", async (context) => {
+  const { played, engine } = await open(context);
+  const outputs = engine.generate([1], undefined, { request_id: "a" });
   const first = outputs.next();
-  await socket.accept(7);
-  socket.receive(Op.OUTPUT, { handles: column(7), tokens: column(1) });
+  await played.accept(7);
+  played.say(Op.OUTPUT, { handles: column(7), tokens: column(1) });
   await first;
   await outputs.return();
   await outputs.return();
-  assert.deepEqual(await socket.message(Op.ABORT), { request_ids: ["a"] });
-  socket.receive(Op.OUTPUT, { events: [{ handle: 7, finish_reason: "abort" }] });
-  socket.receive(Op.PING, {});
-  await socket.message(Op.PONG); // so the end was taken in, and the id is free
-  const again = collect(engine.generate([1], undefined, { requestId: "a" }));
-  await socket.accept(8, 1);
-  socket.receive(Op.OUTPUT, { handles: column(8), tokens: column(4), events: [{ handle: 8, finish_reason: "stop" }] });
-  assert.deepEqual(await again, [{ tokenIds: [4], finishReason: "stop" }]);
+  assert.deepEqual(await played.message(Op.ABORT), { request_ids: ["a"] });
+  played.say(Op.OUTPUT, { events: [{ handle: 7, finish_reason: "abort" }] });
+  await played.ping(); // so the end was taken in, and the id is free
+  const again = collect(engine.generate([1], undefined, { request_id: "a" }));
+  await played.accept(8, 1);
+  played.say(Op.OUTPUT, { handles: column(8), tokens: column(4), events: [{ handle: 8, finish_reason: "stop" }] });
+  assert.deepEqual(await again, [{ token_ids: [4], finish_reason: "stop" }]);
   await engine.close();
-  assert.equal(socket.count(Op.ABORT), 1);
+  assert.equal(await played.count(Op.ABORT), 1);
 });
 
-test("a signal aborts at once and once, and its reason is thrown", async () => {
-  const { socket, engine } = await open();
+test("a signal aborts at once and once, as an AbortError", async (context) => {
+  const { played, engine } = await open(context);
   const controller = new AbortController();
-  const outputs = collect(engine.generate([1], undefined, { requestId: "a", signal: controller.signal }));
-  await socket.accept(7);
-  controller.abort(new Error("enough"));
-  await assert.rejects(outputs, /enough/);
+  const outputs = collect(engine.generate([1], undefined, { signal: controller.signal }));
+  await played.accept(7);
+  const reason = new Error("enough");
+  controller.abort(reason);
+  await assert.rejects(outputs, { name: "AbortError", cause: reason });
+  const { request_id } = await played.message(Op.SUBMIT);
+  assert.deepEqual(await played.message(Op.ABORT), { request_ids: [request_id] });
+  await assert.rejects(engine.generate([1], undefined, { signal: controller.signal }).next(), { name: "AbortError" });
   await engine.close();
-  assert.equal(socket.count(Op.ABORT), 1);
+  assert.deepEqual([await played.count(Op.SUBMIT), await played.count(Op.ABORT)], [1, 1]);
 });
 
-test("a signal aborts although nobody reads", async () => {
-  const { socket, engine } = await open();
-  const controller = new AbortController();
-  const outputs = engine.generate([1], undefined, { signal: controller.signal });
-  const first = outputs.next();
-  await socket.accept(7);
-  socket.receive(Op.OUTPUT, { handles: column(7), tokens: column(1) });
-  await first;
-  controller.abort(new Error("enough"));
-  await socket.message(Op.ABORT);
-  await assert.rejects(outputs.next(), /enough/);
-  await engine.close();
-  assert.equal(socket.count(Op.ABORT), 1);
-});
-
-test("an error about a request is its own, typed", async () => {
-  const { socket, engine } = await open();
-  const refused = collect(engine.generate([1], undefined, { requestId: "a" }));
-  await socket.message(Op.SUBMIT);
-  socket.receive(Op.ERROR, { code: "overloaded", message: "full", request_id: "a", retry_after_s: 1.5 });
-  await assert.rejects(refused, { name: "EngineError", code: "overloaded", retryAfterS: 1.5 });
-  const next = collect(engine.generate([1], undefined, { requestId: "a" }));
-  await socket.accept(1, 1);
-  socket.receive(Op.OUTPUT, { events: [{ handle: 1, finish_reason: "length" }] });
+test("an error about a request is its own, typed", async (context) => {
+  const { played, engine } = await open(context);
+  const refused = collect(engine.generate([1], undefined, { request_id: "a" }));
+  await played.message(Op.SUBMIT);
+  played.say(Op.ERROR, { code: "overloaded", message: "full", request_id: "a", retry_after_s: 1.5 });
+  await assert.rejects(refused, { name: "EngineError", code: "overloaded", message: "full", retryAfterS: 1.5 });
+  const next = collect(engine.generate([1], undefined, { request_id: "a" }));
+  await played.accept(1, 1);
+  played.say(Op.OUTPUT, { events: [{ handle: 1, finish_reason: "length" }] });
   assert.equal((await next).length, 1);
   await engine.close();
-  assert.equal(socket.count(Op.ABORT), 0);
+  assert.equal(await played.count(Op.ABORT), 0);
 });
 
-test("an id in use, too large a prompt and a lone surrogate are refused here", async () => {
-  const { socket, engine } = await open();
-  const running = engine.generate([1], undefined, { requestId: "a" });
-  const first = running.next();
-  await socket.accept(1);
-  await assert.rejects(engine.generate([1], undefined, { requestId: "a" }).next(), { code: "duplicate_request_id" });
-  await assert.rejects(engine.generate(new Array(300).fill(1)).next(), { code: "invalid_request" });
-  await assert.rejects(engine.generate([1], undefined, { cacheSalt: "\ud800" }).next(), { code: "invalid_request" });
-  assert.equal(socket.count(Op.SUBMIT), 1);
-  await Promise.all([assert.rejects(first, { code: "no_session" }), engine.close()]);
+test("an id in use is refused here, and close fails what is open", async (context) => {
+  const { played, engine } = await open(context);
+  const first = engine.generate([1], undefined, { request_id: "a" }).next();
+  await played.accept(1);
+  await assert.rejects(engine.generate([1], undefined, { request_id: "a" }).next(), { code: "duplicate_request_id" });
+  await Promise.all([assert.rejects(first, { code: "no_session" }), engine.close(), engine.close()]);
+  assert.equal(await played.count(Op.SUBMIT), 1);
+  assert.equal(await played.count(Op.BYE), 1);
 });
 
 const ends = {
-  BYE: [(socket) => socket.receive(Op.BYE, { reason: "told to stop" }), "engine_dead"],
-  "ERROR engine_dead": [(socket) => socket.receive(Op.ERROR, { code: "engine_dead", message: "" }), "engine_dead"],
-  "an ERROR about nothing": [(socket) => socket.receive(Op.ERROR, { code: "protocol_error", message: "" }), "protocol_error"],
-  "a malformed message": [(socket) => socket.receiveFrames([Uint8Array.of(0x12)]), "protocol_error"],
-  "an unknown op": [(socket) => socket.receive(0x40, {}), "protocol_error"],
+  BYE: [(played) => played.say(Op.BYE, { reason: "told to stop" }), "engine_dead"],
+  "ERROR engine_dead": [(played) => played.say(Op.ERROR, { code: "engine_dead", message: "" }), "engine_dead"],
+  "an ERROR about nothing": [(played) => played.say(Op.ERROR, { code: "unknown_op", message: "" }), "unknown_op"],
+  "a malformed message": [(played) => played.sayFrames([Uint8Array.of(0x12)]), "protocol_error"],
+  "an unknown op": [(played) => played.say(0x40, {}), "protocol_error"],
 };
 for (const [name, [end, code]] of Object.entries(ends)) {
-  test(`${name} fails everything open, after what has arrived was read`, async () => {
-    const { socket, engine } = await open();
+  test(`${name} fails everything open, after what has arrived was read`, async (context) => {
+    const { played, engine } = await open(context);
     const outputs = engine.generate([1]);
     const first = outputs.next();
     const stats = assert.rejects(engine.stats(), { code });
-    await socket.accept(7);
-    socket.receive(Op.OUTPUT, { handles: column(7), tokens: column(1) });
-    end(socket);
-    assert.deepEqual((await first).value.tokenIds, [1]);
+    await played.accept(7);
+    played.say(Op.OUTPUT, { handles: column(7), tokens: column(1) });
+    end(played);
+    assert.deepEqual((await first).value.token_ids, [1]);
     await assert.rejects(outputs.next(), { code });
     await stats;
     await assert.rejects(engine.generate([1]).next(), { code });
     await assert.rejects(engine.control("pause"), { code });
-    assert.ok(socket.closed);
-    assert.equal(socket.count(Op.ABORT), 0);
     await engine.close();
   });
 }
 
-test("ten seconds of silence fail everything open, and less does not", async (context) => {
-  context.mock.timers.enable({ apis: ["setTimeout"] });
-  const { socket, engine } = await open({}, 50); // however long opening may take
-  const outputs = collect(engine.generate([1]));
-  await socket.accept(7);
-  context.mock.timers.tick(9_000);
-  socket.receive(Op.PING, {});
-  await socket.message(Op.PONG);
-  context.mock.timers.tick(9_999);
-  assert.ok(!socket.closed);
-  context.mock.timers.tick(1);
-  await assert.rejects(outputs, { code: "engine_dead", message: /10 s/ });
-  assert.ok(socket.closed);
-  await engine.close();
+test("an engine that falls silent is dead, and a request and a call end", async (context) => {
+  const played = await PlayedEngine.start(context);
+  const engine = await Engine.connect(played.endpoint, { timeoutMs: 2000 });
+  const dead = { code: "engine_dead", message: /silent for 2 s/ };
+  await Promise.all([assert.rejects(engine.generate([1]).next(), dead), assert.rejects(engine.stats(), dead)]);
 });
 
-test("an endpoint where nobody answers fails in time, over a real socket", async () => {
-  const silent = new Router({ linger: 0 });
-  await silent.bind("tcp://127.0.0.1:*");
-  await assert.rejects(Engine.connect(silent.lastEndpoint, { timeoutMs: 20 }), { code: "engine_dead" });
-  silent.close();
+test("an endpoint where nobody answers fails in time", async (context) => {
+  const { endpoint } = await PlayedEngine.start(context, { welcome: null });
+  await assert.rejects(Engine.connect(endpoint, { timeoutMs: 20 }), { code: "engine_dead" });
 });
 
-test("a file is read in chunks, also short ones, and its digest verified", async () => {
+test("a file is read in chunks, and its size and digest are verified", async (context) => {
   const content = Buffer.from("0123456789");
   const sha256 = createHash("sha256").update(content).digest("hex");
-  const files = [{ name: "good", num_bytes: 10, sha256 }, { name: "bad", num_bytes: 10, sha256: sha256.replace(/./, "x") }];
-  const { socket, engine } = await open({ files });
+  const good = { name: "good", num_bytes: 10, sha256 };
+  const files = [
+    good, { ...good, name: "bad", sha256: sha256.replace(/./, "x") }, { ...good, name: "long", num_bytes: 9 },
+    { ...good, name: "short", num_bytes: 11 }, { ...good, name: "huge", num_bytes: 2 ** 26 + 1 },
+  ];
+  const { played, engine } = await open(context, { files });
   const serve = async () => {
     for (let i = 0; ; i++) {
-      const { call_id, offset } = await socket.message(Op.CONTROL, i);
-      socket.receive(Op.REPLY, { call_id, data: content.subarray(offset, offset + (offset === 4 ? 3 : 4)) });
+      const { call_id, offset } = await played.message(Op.CONTROL, i);
+      played.say(Op.REPLY, { call_id, data: content.subarray(offset, offset + 4) });
     }
   };
   void serve();
   assert.deepEqual(Buffer.from(await engine.readFile("good")), content);
   await assert.rejects(engine.readFile("bad"), { code: "protocol_error", message: /digest/ });
+  await assert.rejects(engine.readFile("long"), { code: "protocol_error", message: /digest/ });
+  await assert.rejects(engine.readFile("short"), { code: "protocol_error", message: /ends at 10/ });
+  await assert.rejects(engine.readFile("huge"), { code: "invalid_request" });
   await assert.rejects(engine.readFile("none"), { code: "invalid_request" });
   await engine.close();
 });
 
-test("CURVE keys open a session over TCP", async (context) => {
+test("CURVE keys open a session over TCP, and without them there is none", async (context) => {
   const [server, client] = [curveKeyPair(), curveKeyPair()];
-  const router = new Router({ curveServer: true, curveSecretKey: server.secretKey, linger: 0 });
-  await router.bind("tcp://127.0.0.1:*");
-  context.after(() => router.close());
-  const answered = router.receive().then(async ([id, ...frames]) => {
-    assert.equal(unpack(frames).op, Op.HELLO);
-    await router.send([id, ...encode(Op.WELCOME, welcome())]);
-  });
+  const curve = { curveServer: true, curveSecretKey: server.secretKey, endpoint: "tcp://127.0.0.1:*" };
+  const { endpoint } = await PlayedEngine.start(context, curve);
   const keys = { curveServerKey: server.publicKey, curvePublicKey: client.publicKey, curveSecretKey: client.secretKey };
-  const engine = await Engine.connect(router.lastEndpoint, { keys });
-  await answered;
+  const engine = await Engine.connect(endpoint, { keys });
   assert.equal(engine.welcome.session, "s");
   await engine.close();
+  await assert.rejects(Engine.connect(endpoint), { code: "invalid_request", message: /CURVE/ });
 });

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { decode, encode, EngineError, Op, packInt32, toWire, unpackOutput } from "nanocore-client";
-import { column } from "./fake_socket.mjs";
+import { decode, encode, EngineError, Op, packInt32, unpackOutput } from "nanocore-client";
+import { column } from "./played_engine.mjs";
 
 test("a column is little endian", () => {
   assert.deepEqual([...packInt32([1, 258, 2 ** 31 - 1])], [1, 0, 0, 0, 2, 1, 0, 0, 255, 255, 255, 127]);
@@ -10,7 +10,7 @@ test("a column is little endian", () => {
 test("a column is read at any alignment", () => {
   for (const reason of ["", "x", "xx", "xxx"]) {
     const frames = encode(Op.OUTPUT, { reason, handles: column(7), tokens: Uint8Array.of(2, 1, 0, 0) });
-    assert.deepEqual([...unpackOutput(decode(frames))], [[7, { tokenIds: [258] }]]);
+    assert.deepEqual([...unpackOutput(decode(frames))], [[7, { token_ids: [258] }]]);
   }
 });
 
@@ -20,12 +20,6 @@ test("what is no int32 is refused by its column", () => {
   }
 });
 
-test("sampling parameters get the wire's names", () => {
-  assert.deepEqual(toWire({ sampling: { maxTokens: 4, topP: 0.5, stopTokenIds: [1] }, cacheSalt: "s" }), {
-    sampling: { max_tokens: 4, top_p: 0.5, stop_token_ids: [1] }, cache_salt: "s",
-  });
-});
-
 test("undefined fields are not sent", () => {
   assert.deepEqual(Buffer.from(encode(Op.BYE, { reason: undefined })[1]), Buffer.from([0x80]));
 });
@@ -33,7 +27,7 @@ test("undefined fields are not sent", () => {
 test("an OUTPUT's columns become tokens by handle, and handles have 32 bits", () => {
   const handles = Uint8Array.of(255, 255, 255, 255, 1, 0, 0, 0);
   const message = decode(encode(Op.OUTPUT, { handles, tokens: column(3, 4, 5), counts: column(2, 1) }));
-  assert.deepEqual([...unpackOutput(message)], [[2 ** 32 - 1, { tokenIds: [3, 4] }], [1, { tokenIds: [5] }]]);
+  assert.deepEqual([...unpackOutput(message)], [[2 ** 32 - 1, { token_ids: [3, 4] }], [1, { token_ids: [5] }]]);
 });
 
 test("columns that do not fit together are refused", () => {
@@ -45,6 +39,6 @@ test("columns that do not fit together are refused", () => {
 
 test("a malformed message is named in the error", () => {
   assert.throws(() => decode(encode(Op.REPLY, { call_id: "1" })), {
-    name: "EngineError", code: "protocol_error", message: /callId/,
+    name: "EngineError", code: "protocol_error", message: /REPLY/,
   });
 });
