@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL_S: Final = 1.0
 SESSION_TIMEOUT_S: Final = 30.0
 BACKLOG_TIMEOUT_S: Final = 30.0
-BACKLOG_RETRY_S: Final = 0.05
+BACKLOG_RETRY_S: Final = 0.01  # a peer takes some 100 messages at a time
 
 
 class IoThread(threading.Thread):
