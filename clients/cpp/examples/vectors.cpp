@@ -56,7 +56,7 @@ Map to_map(const ordered_json& message) {
         else if (value.is_number_float()) map.put(name, value.get<double>());
         else if (value.is_number_unsigned()) map.put(name, value.get<uint64_t>());
         else if (value.is_number_integer()) map.put(name, value.get<int64_t>());
-        else if (value.is_array() && !value.empty() && value[0].is_string()) map.put(name, value.get<vector<string>>());
+        else if (!value.empty() && value[0].is_string()) map.put(name, value.get<vector<string>>());
         else map.put(name, value.get<vector<int64_t>>());
     }
     return map;
@@ -152,7 +152,7 @@ Outcome play(PlayedEngine& played, const ordered_json& vector) try {
         if (message.contains(name) && !message[name].is_null()) bins[name] = message[name];
     const auto columns = to_map(bins);
     const auto handles = nanocore::column<uint32_t>(columns, "handles");
-    const auto handle = handles.empty() ? 4'000'000'000 : handles[0];
+    const auto handle = handles.empty() ? 4'000'000'000 : handles.back();
     played.next(frames, handle);
     nanocore::Engine engine{played.endpoint};
     if (frames[0] == "\x02" && !same(engine.welcome(), message)) return Outcome::wrong;
@@ -163,7 +163,7 @@ Outcome play(PlayedEngine& played, const ordered_json& vector) try {
     if (handles.empty()) return arrived.empty() ? Outcome::passed : Outcome::wrong;
     const auto tokens = nanocore::column<int32_t>(columns, "tokens");
     const auto counts = nanocore::column<uint32_t>(columns, "counts", {1});
-    const TokenIds expected(tokens.begin(), tokens.begin() + counts[0]);
+    const TokenIds expected(tokens.end() - counts.back(), tokens.end());
     return arrived == expected ? Outcome::passed : Outcome::wrong;
 } catch (const nanocore::ProtocolError& error) {
     const bool malformed = string(error.what()).rfind("malformed message: ", 0) == 0;

@@ -81,6 +81,7 @@ public:
         optional<uint64_t> seed, num_cached_tokens, stop_reason;  // once the engine has told them
         optional<string> finish_reason, message;
         Stream(Engine& engine, const string& id) : request_id(id), engine_(engine) {}
+        Stream(const Stream&) = delete;
         ~Stream() {
             if (finish_reason || error_) return;
             const auto abort = Map().put("request_ids", vector<string>{request_id});
@@ -149,7 +150,7 @@ public:
         const bool arrived = zmq::poll(&item, 1, timeout) > 0;
         try {
             if (arrived) receive();
-            else if (steady_clock::now() - heard_ > milliseconds(10000)) throw EngineDead("engine is silent");
+            else if (steady_clock::now() - heard_ > milliseconds(10'000)) throw EngineDead("silent for 10 s");
             return arrived;
         } catch (const Error&) {
             failure_ = std::current_exception();
@@ -237,7 +238,6 @@ private:
             if (finish_reason) streams_.erase(handle);
         }
     }
-
     zmq::context_t context_;
     zmq::socket_t socket_{context_, zmq::socket_type::dealer};
     steady_clock::time_point heard_ = steady_clock::now();
