@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def test_the_codec_agrees_with_every_vector(programs: Path) -> None:
     assert done.stdout.rstrip().endswith(", wrong 0")
 
 
+def test_the_library_is_one_header_of_at_most_250_lines() -> None:
+    headers = list((SOURCE / "include").rglob("*.hpp"))
+    assert [path.name for path in headers] == ["client.hpp"]
+    lines = headers[0].read_text().splitlines()
+    assert len(lines) <= 250
+    assert max(map(len, lines)) <= 110
+
+
 def test_a_wrong_vector_is_noticed(programs: Path, tmp_path: Path) -> None:
     vector = '{"name": "v", "sender": "client", "frames": ["21", "%s"], "message": {"nonce": 7}}\n'
     path = tmp_path / "vectors.jsonl"
@@ -119,13 +128,20 @@ def test_an_error_names_its_code_and_exits_1(programs: Path, chat: Chat) -> None
 def test_an_endpoint_that_is_none_is_an_error(programs: Path) -> None:
     done = run(programs / "stream", "nonsense://x", "1")
     assert done.returncode == 1
-    assert "nonsense://x" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
-def test_tcp_without_keys_is_refused_by_the_client(programs: Path) -> None:
-    done = run(programs / "stream", "tcp://127.0.0.1:9", "1")
-    assert done.returncode == 1
-    assert "CURVE" in done.stderr
+@pytest.mark.timeout(600)
+def test_it_conforms(programs: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "nanocore.conformance", "--client", "--patience-s", "30", "--",
+            str(programs / "stream"), "{endpoint}", "{prompt}", "{max_tokens}",
+        ],
+        capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 failed, 0 skipped" in done.stdout
 
 
 def test_several_requests_run_at_once_and_one_left_early_is_aborted_once(

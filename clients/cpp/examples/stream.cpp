@@ -9,17 +9,15 @@ int main(int argc, char** argv) try {
         std::cerr << "usage: stream ENDPOINT PROMPT_TOKEN_IDS [MAX_TOKENS]\n";
         return 2;
     }
-    nanocore::Submit request;
+    nanocore::TokenIds prompt;
     std::istringstream ids(argv[2]);
-    for (std::string id; std::getline(ids, id, ',');)
-        request.prompt_token_ids.push_back(std::stoi(id));
-    request.sampling.emplace();
-    request.sampling->temperature = 0.0;
-    request.sampling->max_tokens = argc == 4 ? std::stoul(argv[3]) : 16;
+    for (std::string id; std::getline(ids, id, ',');) prompt.push_back(std::stoi(id));
+    nanocore::Map sampling;
+    sampling.put("temperature", 0.0).put("max_tokens", argc == 4 ? std::stoi(argv[3]) : 16);
 
     nanocore::Engine engine{argv[1]};
-    auto stream = engine.submit(request);
-    while (const auto tokens = stream.next())
+    const auto stream = engine.submit(prompt, sampling);
+    while (const auto tokens = stream->next())
         for (const auto id : *tokens) std::cout << id << std::endl;
     std::cout << "finish_reason: " << *stream->finish_reason << std::endl;
 } catch (const std::exception& error) {

@@ -1,265 +1,250 @@
-// A client of a nanocore engine: C++17, cppzmq, msgpack-c.
-//
-// An Engine is one session and belongs, with its Streams, to one thread. Whoever waits, for a
-// stream or a reply, takes in what arrives for everybody and answers PINGs. A program that waits
-// for nothing calls Engine::poll now and then: an engine closes a session that is silent for 30 s.
+// A client of nanocore engines (PROTOCOL.md 1.3) on cppzmq and msgpack-c. An Engine is a session. It and its
+// Streams, which must go first, belong to one thread: whoever waits takes in what arrives for all and answers
+// PINGs. A program that waits for nothing calls Engine::poll, or the engine ends the session after 30 s.
 #pragma once
-#include <array>
 #include <chrono>
-#include <deque>
 #include <map>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <msgpack.hpp>
 #include <zmq_addon.hpp>
-#include "messages.hpp"
 
 namespace nanocore {
-using std::chrono::milliseconds;
+using std::chrono::milliseconds, std::chrono::steady_clock, std::optional, std::string, std::vector;
+using TokenIds = vector<int32_t>;
+using Bin = msgpack::type::raw_ref;
 
-struct Request {
-    class Engine* engine;  // nullptr: the request has ended
-    string id;
-    optional<uint32_t> handle{};
-    optional<uint64_t> seed{}, num_cached_tokens{}, stop_reason{};
-    optional<string> finish_reason{}, message{};
-    TokenIds unread{};
-    std::exception_ptr error{};
-    bool aborted = false;
+enum class Op : unsigned char {
+    hello = 0x01, welcome = 0x02, refused = 0x03, submit = 0x10, accepted = 0x11, output = 0x12, error = 0x13,
+    abort = 0x14, ping = 0x20, pong = 0x21, control = 0x30, reply = 0x31, bye = 0x41,
 };
 
-/// A request's output. A Stream that goes before its request has ended aborts it.
-class Stream {
-public:
-    explicit Stream(shared_ptr<Request> request) : request_(std::move(request)) {}
-    Stream(Stream&&) = default;
-    Stream& operator=(Stream&& other) noexcept { return request_.swap(other.request_), *this; }
-    ~Stream() { abort(); }
-    /// Waits for tokens: one or more, or nullopt after the last. Throws if the request has failed.
-    optional<TokenIds> next();
-    /// Whether `next` would not wait.
-    bool ready() const { return !request_->engine || !request_->unread.empty(); }
-    /// Asks for an early end, once; `next` goes on until it comes.
-    void abort() noexcept;
-    const Request* operator->() const { return request_.get(); }
+struct Error : std::runtime_error { using runtime_error::runtime_error; };  // the base of the others
+struct ProtocolError : Error { using Error::Error; };  // a malformed message, or no version in common
+struct EngineDead : Error { using Error::Error; };     // it said so, said BYE, or says nothing
+struct EngineError : Error {                           // ERROR, usually of one request
+    string code;                                       // PROTOCOL.md, section 12
+    optional<double> retry_after_s;
+    EngineError(const string& text, const string& code_, optional<double> retry_after_s_)
+        : Error(text), code(code_), retry_after_s(retry_after_s_) {}
+};
+
+/// A map that is sent, in the order of `put`, or was received. The functions msgpack_* are for msgpack-c.
+struct Map {
+    template <class T> Map& put(const string& name, const T& value) {
+        fields_.emplace_back(name, msgpack::object(value, *memory_));
+        return *this;
+    }
+    template <class T> Map& put(const string& name, const optional<T>& value) {  // nullopt is left out
+        return value ? put(name, *value) : *this;
+    }
+    template <class T> T get(const string& name) const try {
+        return find(name).as<T>();
+    } catch (const msgpack::type_error&) {
+        throw ProtocolError("malformed message: " + name + " is missing or has a wrong type");
+    }
+    template <class T> T get(const string& name, T otherwise) const {  // if it is missing, or nil
+        return find(name).is_nil() ? otherwise : get<T>(name);
+    }
+    void msgpack_unpack(const msgpack::object& map) { msgpack::object(map, *memory_).convert(fields_); }
+    void msgpack_object(msgpack::object* map, msgpack::zone& zone) const { *map = {fields_, zone}; }
+    template <class Packer> void msgpack_pack(Packer& packer) const { packer.pack(fields_); }
 
 private:
-    shared_ptr<Request> request_;
+    msgpack::object find(const string& name) const {  // nil if it is missing; the last one counts
+        msgpack::object value;
+        for (const auto& field : fields_) if (field.first == name) value = field.second;
+        return value;
+    }
+    std::shared_ptr<msgpack::zone> memory_ = std::make_shared<msgpack::zone>();
+    msgpack::type::assoc_vector<string, msgpack::object> fields_;
 };
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "columns are copied as they are");
+/// The integers of a column, or `otherwise` if there is none.
+template <class T> vector<T> column(const Map& map, const string& name, const vector<T>& otherwise = {}) {
+    const auto bin = map.get<optional<Bin>>(name, {});
+    if (!bin) return otherwise;
+    if (bin->size % 4 != 0) throw ProtocolError("malformed message: " + name + " is cut");
+    vector<T> integers(bin->size / 4);
+    std::copy_n(bin->ptr, bin->size, reinterpret_cast<char*>(integers.data()));
+    return integers;
+}
 
 struct CurveKeys { string server_public, client_public, client_secret; };  // Z85, 40 characters
-struct Options {
-    milliseconds timeout{10'000};  // for the answer to HELLO
-    string name = "nanocore-cpp";  // for the engine's log
-    optional<CurveKeys> keys{};    // tcp:// needs them
-};
-
 class Engine {
 public:
-    /// Opens a session. Throws EngineDead, ProtocolError, or Error if the endpoint is none.
-    explicit Engine(const string& endpoint, const Options& options = {}) try {
-        if (options.keys) {
-            socket_.set(zmq::sockopt::curve_serverkey, options.keys->server_public);
-            socket_.set(zmq::sockopt::curve_publickey, options.keys->client_public);
-            socket_.set(zmq::sockopt::curve_secretkey, options.keys->client_secret);
-        } else if (endpoint.rfind("tcp://", 0) == 0) {
-            throw Error("tcp:// is served with CURVE only: Options::keys are missing");
+    /// The output of a request, which is aborted if its Stream goes before it has ended.
+    struct Stream {
+        const string request_id;
+        optional<uint64_t> seed, num_cached_tokens, stop_reason;  // once the engine has told them
+        optional<string> finish_reason, message;
+        Stream(Engine& engine, const string& id) : request_id(id), engine_(engine) {}
+        Stream(const Stream&) = delete;
+        ~Stream() {
+            if (finish_reason || error_) return;
+            const auto abort = Map().put("request_ids", vector<string>{request_id});
+            try { engine_.send(Op::abort, abort); } catch (const std::exception&) {}  // the session is over
         }
-        socket_.set(zmq::sockopt::sndhwm, 1000);
-        socket_.set(zmq::sockopt::rcvhwm, 1000);
+        bool ready() const { return finish_reason || error_ || !unread_.empty(); }  // `next` would not wait
+        /// Waits for tokens: one or more, or nullopt after the last. Throws if the request has failed.
+        optional<TokenIds> next() {
+            while (!ready()) engine_.poll();
+            if (!unread_.empty()) return std::exchange(unread_, {});
+            return error_ ? throw *error_ : std::nullopt;
+        }
+    private:
+        friend class Engine;
+        Engine& engine_;
+        optional<EngineError> error_;
+        TokenIds unread_;
+    };
+
+    /// Opens a session; tcp:// needs keys.
+    explicit Engine(const string& endpoint, const optional<CurveKeys>& keys = {}) {
+        if (keys) {
+            socket_.set(zmq::sockopt::curve_serverkey, keys->server_public);
+            socket_.set(zmq::sockopt::curve_publickey, keys->client_public);
+            socket_.set(zmq::sockopt::curve_secretkey, keys->client_secret);
+        }
         socket_.set(zmq::sockopt::maxmsgsize, int64_t{16} << 20);
+        socket_.set(zmq::sockopt::sndtimeo, 10'000);
         socket_.set(zmq::sockopt::linger, 200);  // an ABORT or BYE just sent still leaves
         socket_.connect(endpoint);
-        post(Op::hello, Writer().put("protocol", Version(1, 3)).put("client", options.name));
-        for (const auto deadline = heard_ + options.timeout; !welcome_;) {
-            const auto left = std::chrono::ceil<milliseconds>(deadline - Clock::now());
-            if (left.count() <= 0) throw EngineDead("no engine answered at " + endpoint);
-            poll(left);
-        }
-    } catch (const zmq::error_t& error) {
-        throw Error("endpoint " + endpoint + " cannot be used: " + error.what());
+        send(Op::hello, Map().put("protocol", std::pair(1, 3)).put("client", string("nanocore-cpp")));
+        while (!welcome_) poll();
     }
-    Engine(const Engine&) = delete;
-    ~Engine() { end(std::make_exception_ptr(EngineDead("this client is closed"))); }
-
+    ~Engine() { try { send(Op::bye, Map(), ZMQ_DONTWAIT); } catch (const std::exception&) {} }
     const Map& welcome() const { return *welcome_; }
-
-    Stream submit(Submit submit) {
-        while (submit.request_id.empty()) {
-            const auto id = "cpp-" + std::to_string(++num_requests_);
-            if (!requests_.count(id)) submit.request_id = id;
-        }
-        if (requests_.count(submit.request_id))
-            throw EngineError("duplicate_request_id", submit.request_id + " is in use");
-        const shared_ptr<Request> request(new Request{this, submit.request_id});
-        post(Op::submit, submit);
-        requests_[request->id] = request;
-        wait_sent();
-        return Stream(request);
+    /// `sampling`: PROTOCOL.md, section 9; without it the model card's default_sampling counts.
+    std::shared_ptr<Stream> submit(const TokenIds& prompt_token_ids, const optional<Map>& sampling = {},
+                                   optional<int32_t> priority = {}, optional<string> cache_salt = {}) {
+        const auto stream = std::make_shared<Stream>(*this, "cpp-" + std::to_string(++num_requests_));
+        const Bin prompt(reinterpret_cast<const char*>(prompt_token_ids.data()), 4 * prompt_token_ids.size());
+        send(Op::submit, Map().put("request_id", stream->request_id).put("prompt_token_ids", prompt)
+             .put("sampling", sampling).put("priority", priority).put("cache_salt", cache_salt));
+        unanswered_[stream->request_id] = stream;
+        return stream;
     }
-    /// The REPLY to an operation; its `ok` is false if it could not be done.
-    Map control(const string& operation, const optional<string>& file = {}, uint64_t offset = 0) {
-        Writer map;
-        map.put("call_id", ++call_id_).put("operation", operation).put("file", file);
-        post(Op::control, offset ? map.put("offset", offset) : map);
-        for (reply_.reset(); !reply_;) poll(silence);
+    /// The REPLY to an operation. Throws Error if it was not done.
+    Map control(const string& operation, optional<string> file = {}, optional<uint64_t> offset = {}) {
+        send(Op::control, Map().put("call_id", ++call_id_).put("operation", operation)
+             .put("file", file).put("offset", offset));
+        for (reply_.reset(); !reply_;) poll();
+        if (!reply_->get("ok", true)) throw Error(operation + ": " + reply_->get<string>("message", ""));
         return *reply_;
     }
-    Map stats() { return control("stats").get<Map>("stats"); }
-    /// One of the files in the model card. Its sha256 there is for the caller to compare.
+    /// One of the files in the model card. Its sha256 is there for the caller to compare.
     string read_file(const string& name) {
         for (string content;;) {
-            const auto reply = control("read_file", name, content.size());
-            if (!reply.get("ok", true)) throw Error(reply.get<string>("message"));
-            const auto chunk = reply.get<Column<char>>("data");
+            const auto chunk = control("read_file", name, content.size()).get<string>("data");
             if (chunk.empty()) return content;
-            content.append(chunk.begin(), chunk.end());
-            expect(content.size() <= 64 << 20, "a file of at most 64 MiB");
+            if ((content += chunk).size() > 64 << 20) throw ProtocolError(name + " has more than 64 MiB");
         }
     }
-    /// Takes in what has arrived or arrives in time, and answers PINGs.
-    void poll(milliseconds timeout = milliseconds(0)) {
-        pump(timeout), check();
+    /// Takes in a message if one comes in time, and says if so. An Error thrown here ends the session.
+    bool poll(milliseconds timeout = milliseconds(1000)) {
+        if (failure_) std::rethrow_exception(failure_);
+        zmq::pollitem_t item{socket_.handle(), 0, ZMQ_POLLIN, 0};
+        const bool arrived = zmq::poll(&item, 1, timeout) > 0;
+        try {
+            if (arrived) receive();
+            else if (steady_clock::now() - heard_ > milliseconds(10'000)) throw EngineDead("silent for 10 s");
+            return arrived;
+        } catch (const Error&) {
+            failure_ = std::current_exception();
+        } catch (const std::exception& error) {
+            failure_ = std::make_exception_ptr(ProtocolError(string("malformed message: ") + error.what()));
+        }
+        std::rethrow_exception(failure_);
     }
 
 private:
-    friend class Stream;
-    using Clock = std::chrono::steady_clock;
-    static constexpr milliseconds silence{10'000}, grace{1'000};
-
-    void check() const {
+    void send(Op op, const Map& map, int flags = 0) {
+        msgpack::sbuffer body;
+        msgpack::pack(body, map);
+        zmq::multipart_t frames(&op, 1);
+        frames.addmem(body.data(), body.size());
+        if (!failure_ && !frames.send(socket_, flags))
+            failure_ = std::make_exception_ptr(EngineDead("the engine takes no messages"));
         if (failure_) std::rethrow_exception(failure_);
     }
-    template <class T> void post(Op op, const T& map) {
-        check(), outbox_.emplace_back(static_cast<char>(op), pack(map)), flush();
-    }
-    void wait_sent() {  // for an engine that does not read
-        while (!outbox_.empty()) poll(silence);
-    }
-    void flush() {
-        for (; !outbox_.empty(); outbox_.pop_front()) {
-            const auto& [op, body] = outbox_.front();
-            const std::array<zmq::const_buffer, 2> frames{zmq::buffer(&op, 1), zmq::buffer(body)};
-            if (!zmq::send_multipart(socket_, frames, zmq::send_flags::dontwait)) return;
-        }
-    }
-    void pump(milliseconds timeout) try {
-        if (failure_) return;
-        flush();
-        // A process that was stopped finds what was sent meanwhile only after a moment.
-        const auto left = std::chrono::ceil<milliseconds>(heard_ + silence - Clock::now());
-        const bool late = welcome_ && left.count() <= 0;
-        if (welcome_) timeout = late ? grace : std::min(timeout, left);
-        const int events = outbox_.empty() ? ZMQ_POLLIN : ZMQ_POLLIN | ZMQ_POLLOUT;
-        zmq::pollitem_t item{socket_.handle(), 0, static_cast<short>(events), 0};
-        if (zmq::poll(&item, 1, timeout) == 0 && late) throw EngineDead("the engine is silent");
-        for (int num_messages = 0; num_messages < 64; ++num_messages) {
-            vector<zmq::message_t> frames;
-            const auto out = std::back_inserter(frames);
-            if (!zmq::recv_multipart_n(socket_, out, 2, zmq::recv_flags::dontwait)) break;
-            heard_ = Clock::now();
-            take(decode(frames));
-        }
-        flush();
-    } catch (const zmq::error_t& error) {
-        if (error.num() != EINTR) end(std::make_exception_ptr(Error(error.what())));
-    } catch (const Error&) {
-        end(std::current_exception());
-    } catch (const std::exception& error) {  // more than two frames
-        end(std::make_exception_ptr(ProtocolError(error.what())));
-    }
-    void take(const Message& message) {
-        const auto& [op, body] = message;
-        switch (op) {
+    void receive() {
+        zmq::multipart_t frames(socket_);
+        heard_ = steady_clock::now();
+        if (frames.size() != 2 || frames[0].size() != 1) throw msgpack::parse_error("not two frames");
+        const msgpack::unpack_limit limit(1 << 18, 1 << 10, 1 << 24, 1 << 24, 0, 32);  // the last: depth
+        const auto [data, size] = std::pair(frames[1].data<char>(), frames[1].size());
+        const auto body = msgpack::unpack(data, size, nullptr, nullptr, limit)->as<Map>();
+        switch (Op{*frames[0].data<unsigned char>()}) {
         case Op::welcome:
-            if (body.get<Version>("protocol").first != 1) throw ProtocolError("not protocol 1");
-            return void(welcome_ = body);
-        case Op::refused: throw ProtocolError("refused: " + body.get<string>("message"));
-        case Op::accepted: return accept(body);
+            if (body.get<std::pair<int, int>>("protocol").first != 1) throw ProtocolError("not protocol 1");
+            welcome_ = body;
+            return;
+        case Op::refused: throw ProtocolError("refused: " + body.get<string>("message", ""));
+        case Op::accepted: {
+            const auto handle = body.get<uint32_t>("handle");
+            if (auto node = unanswered_.extract(body.get<string>("request_id"))) {
+                if (const auto stream = node.mapped().lock()) stream->seed = body.get("seed", stream->seed);
+                streams_[handle] = node.mapped();
+            }
+            return;
+        }
         case Op::output: return deliver(body);
-        case Op::error: return fail(body);
-        case Op::ping: return post(Op::pong, Writer().put("nonce", body.get<uint64_t>("nonce", 0)));
+        case Op::error: {
+            const auto code = body.get<string>("code"), message = code + ": " + body.get<string>("message");
+            if (code == "engine_dead" || code == "no_session") throw EngineDead(message);
+            const EngineError error(message, code, body.get<optional<double>>("retry_after_s", {}));
+            if (!body.get<optional<string>>("request_id", {})) throw error;
+            if (auto node = unanswered_.extract(body.get<string>("request_id")))
+                if (const auto stream = node.mapped().lock()) stream->error_ = error;
+            return;
+        }
+        case Op::ping: return send(Op::pong, Map().put("nonce", body.get<uint64_t>("nonce", 0)));
+        case Op::pong: return;
         case Op::reply:
+            body.get<Bin>("data", {});  // of a wrong type it is malformed, whether asked for or not
             if (body.get<uint64_t>("call_id") == call_id_) reply_ = body;
             return;
         case Op::bye: throw EngineDead("the engine said BYE: " + body.get<string>("reason", ""));
-        default: return;  // PONG
+        default: throw ProtocolError("malformed message: not an op of engines");
         }
     }
-    void accept(const Map& body) {
-        const auto found = requests_.find(body.get<string>("request_id"));
-        if (found == requests_.end()) return;
-        found->second->seed = body.get<uint64_t>("seed");
-        found->second->handle = body.get<uint32_t>("handle");
-        handles_[*found->second->handle] = found->second;
-    }
-    void fail(const Map& body) {
-        const EngineError error(body.get<string>("code"), body.get<string>("message"),
-                                body.get<optional<double>>("retry_after_s", {}));
-        const auto request_id = body.get<optional<string>>("request_id", {});
-        if (error.code == "engine_dead") throw EngineDead(error.what());
-        if (!request_id) throw error;
-        if (const auto found = requests_.find(*request_id); found != requests_.end())
-            finish(found->second, std::make_exception_ptr(error));
+    std::shared_ptr<Stream> find(uint32_t handle) const {  // nullptr: unknown, or nobody wants it any more
+        const auto found = streams_.find(handle);
+        return found == streams_.end() ? nullptr : found->second.lock();
     }
     void deliver(const Map& output) {
-        const auto handles = output.get<Column<uint32_t>>("handles", {});
-        const auto tokens = output.get<Column<int32_t>>("tokens", {});
-        const auto counts = output.get<optional<Column<uint32_t>>>("counts", {});
+        const auto handles = column<uint32_t>(output, "handles");
+        const auto tokens = column<int32_t>(output, "tokens");
+        const auto counts = column<uint32_t>(output, "counts", vector<uint32_t>(handles.size(), 1));
+        const auto num_tokens = std::accumulate(counts.begin(), counts.end(), uint64_t{0});
+        if (counts.size() != handles.size() || num_tokens != tokens.size())
+            throw ProtocolError("malformed message: columns do not fit together");
         auto token = tokens.begin();
-        for (size_t i = 0; i < handles.size(); ++i) {
-            const auto last = token + (counts ? (*counts)[i] : 1);
-            if (const auto found = handles_.find(handles[i]); found != handles_.end())
-                found->second->unread.insert(found->second->unread.end(), token, last);
-            token = last;
-        }
+        for (size_t i = 0; i < handles.size(); token += counts[i++])
+            if (const auto stream = find(handles[i]))
+                stream->unread_.insert(stream->unread_.end(), token, token + counts[i]);
         for (const auto& event : output.get<vector<Map>>("events", {})) {
-            const auto found = handles_.find(event.get<uint32_t>("handle"));
-            if (found == handles_.end()) continue;
-            auto& request = *found->second;
-            if (const auto num = event.get<optional<uint64_t>>("num_cached_tokens", {}))
-                request.num_cached_tokens = num;
-            request.finish_reason = event.get<optional<string>>("finish_reason", {});
-            request.stop_reason = event.get<optional<uint64_t>>("stop_reason", {});
-            request.message = event.get<optional<string>>("message", {});
-            if (request.finish_reason) finish(found->second, nullptr);
+            const auto handle = event.get<uint32_t>("handle");
+            const auto finish_reason = event.get<optional<string>>("finish_reason", {});
+            if (const auto stream = find(handle)) {
+                stream->num_cached_tokens = event.get("num_cached_tokens", stream->num_cached_tokens);
+                stream->stop_reason = event.get("stop_reason", stream->stop_reason);
+                stream->message = event.get("message", stream->message);
+                stream->finish_reason = finish_reason;
+            }
+            if (finish_reason) streams_.erase(handle);
         }
     }
-    void finish(const shared_ptr<Request> request, std::exception_ptr error) {
-        request->engine = nullptr;
-        request->error = error;
-        requests_.erase(request->id);
-        if (request->handle) handles_.erase(*request->handle);
-    }
-    void end(std::exception_ptr failure) noexcept {
-        if (std::exchange(failure_, failure_ ? failure_ : failure)) return;
-        for (const auto& [id, request] : requests_)
-            request->engine = nullptr, request->error = failure;
-        requests_.clear(), handles_.clear();
-        try {
-            outbox_.emplace_back(static_cast<char>(Op::bye), pack(Writer())), flush();
-        } catch (const zmq::error_t&) {  // then it cannot be told
-        }
-        socket_.close();
-    }
-
     zmq::context_t context_;
     zmq::socket_t socket_{context_, zmq::socket_type::dealer};
-    Clock::time_point heard_ = Clock::now();
+    steady_clock::time_point heard_ = steady_clock::now();
     optional<Map> welcome_, reply_;
-    uint64_t num_requests_ = 0, call_id_ = 0;
     std::exception_ptr failure_;
-    std::deque<std::pair<char, string>> outbox_;
-    std::map<string, shared_ptr<Request>> requests_;    // those that have not ended
-    std::map<uint32_t, shared_ptr<Request>> handles_;  // of these, the accepted ones
+    uint64_t num_requests_ = 0, call_id_ = 0;
+    std::map<string, std::weak_ptr<Stream>> unanswered_;  // SUBMITs, by request_id
+    std::map<uint32_t, std::weak_ptr<Stream>> streams_;   // by handle
 };
-
-inline optional<TokenIds> Stream::next() {
-    while (!ready()) request_->engine->pump(Engine::silence);
-    if (!request_->unread.empty()) return std::exchange(request_->unread, {});
-    if (request_->error) std::rethrow_exception(request_->error);
-    return std::nullopt;
-}
-inline void Stream::abort() noexcept {
-    if (!request_ || !request_->engine || std::exchange(request_->aborted, true)) return;
-    request_->engine->post(Op::abort, Writer().put("request_ids", vector<string>{request_->id}));
-}
-
 }  // namespace nanocore
