@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -44,3 +46,16 @@ def chat() -> Iterator[Chat]:
 
     with engine(Path(str(resources.files("nanocore") / "demo_model"))) as running:
         yield asyncio.run(ask(running.endpoint))
+
+
+def assert_conforms(*command: str) -> None:
+    """The program nanocore-conformance finds nothing wrong with a client's `stream` command."""
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "nanocore.conformance", "--client", "--patience-s", "30", "--",
+            *command, "{endpoint}", "{prompt}", "{max_tokens}",
+        ],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 failed, 0 skipped" in done.stdout

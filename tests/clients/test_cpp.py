@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from nanocore.client import AsyncEngineClient
 from nanocore.protocol.messages import Stats
-from tests.clients.conftest import MAX_TOKENS, ROOT, VECTORS, Chat
+from tests.clients.conftest import MAX_TOKENS, ROOT, VECTORS, Chat, assert_conforms
 
 SOURCE = ROOT / "clients" / "cpp"
 HEADERS = ("zmq_addon.hpp", "msgpack.hpp", "nlohmann/json.hpp")
@@ -125,23 +124,16 @@ def test_an_error_names_its_code_and_exits_1(programs: Path, chat: Chat) -> None
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_an_endpoint_that_is_none_is_an_error(programs: Path) -> None:
-    done = run(programs / "stream", "nonsense://x", "1")
+@pytest.mark.parametrize("endpoint", ["nonsense://x", "tcp://127.0.0.1:9"])
+def test_an_endpoint_that_cannot_be_used_is_an_error(programs: Path, endpoint: str) -> None:
+    done = run(programs / "stream", endpoint, "1")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.timeout(600)
 def test_it_conforms(programs: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "nanocore.conformance", "--client", "--patience-s", "30", "--",
-            str(programs / "stream"), "{endpoint}", "{prompt}", "{max_tokens}",
-        ],
-        capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 failed, 0 skipped" in done.stdout
+    assert_conforms(str(programs / "stream"))
 
 
 def test_several_requests_run_at_once_and_one_left_early_is_aborted_once(

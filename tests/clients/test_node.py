@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.client.tokenizer import Tokenizer
-from tests.clients.conftest import MAX_TOKENS, QUESTION, ROOT, VECTORS, Chat
+from tests.clients.conftest import MAX_TOKENS, QUESTION, ROOT, VECTORS, Chat, assert_conforms
 
 PACKAGE = ROOT / "clients" / "node"
 TIMEOUT_S = 100.0
@@ -215,3 +215,8 @@ def test_the_library_has_at_most_250_lines_of_at_most_120_columns() -> None:
     lines = [line for path in PACKAGE.glob("src/**/*") for line in path.read_text().splitlines()]
     assert 0 < len(lines) <= 250
     assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.timeout(300)
+def test_it_conforms() -> None:
+    assert_conforms("node", str(PACKAGE / "examples" / "stream.mjs"))

@@ -103,6 +103,7 @@ public:
 
     /// Opens a session; tcp:// needs keys.
     explicit Engine(const string& endpoint, const optional<CurveKeys>& keys = {}) {
+        if (!keys && endpoint.rfind("tcp://", 0) == 0) throw Error("tcp:// needs keys: anybody could answer");
         if (keys) {
             socket_.set(zmq::sockopt::curve_serverkey, keys->server_public);
             socket_.set(zmq::sockopt::curve_publickey, keys->client_public);
@@ -159,7 +160,6 @@ public:
         }
         std::rethrow_exception(failure_);
     }
-
 private:
     void send(Op op, const Map& map, int flags = 0) {
         msgpack::sbuffer body;
