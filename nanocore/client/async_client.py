@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypedDict
+from typing import Self, TypeAlias, TypedDict
 
 from nanocore.client.connection import EngineConnection, EngineHealth
 from nanocore.client.file_cache import FileCache
@@ -34,10 +35,10 @@ HEALTH_TIMEOUT_S = 5.0
 class TokensPrompt(TypedDict):
     """A prompt that is tokenized already."""
 
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int] | array[int]
 
 
-Prompt = str | list[int] | TokensPrompt
+Prompt: TypeAlias = "str | list[int] | array[int] | TokensPrompt"
 
 
 class AsyncEngineClient:
@@ -177,7 +178,8 @@ class AsyncEngineClient:
         """Stream a completion; each output holds everything so far and what is new.
 
         Args:
-            prompt: text, token ids, or {"prompt_token_ids": [...]}.
+            prompt: text, token ids, or {"prompt_token_ids": [...]}. Ids that are an array("i") are
+                sent as they are, which for long prompts is much cheaper than a list.
             request_id: a name for it, unique among this client's running requests.
             priority: lower values go first, in engines with --scheduling-policy priority; others
                 refuse all but 0.
@@ -332,14 +334,14 @@ class AsyncEngineClient:
         await connection.submit(stream, submit)
         return stream
 
-    async def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    async def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):
             return prompt, (await self.get_tokenizer()).encode(prompt)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
-        if isinstance(token_ids, list):
+        if isinstance(token_ids, (list, array)):
             return None, token_ids
         raise InvalidRequestError(
-            f"a prompt is a str, a list of token ids or {{'prompt_token_ids': [...]}}, not "
+            "a prompt is a str, a list or array of token ids or {'prompt_token_ids': [...]}, not "
             f"{type(prompt).__name__}"
         )
 

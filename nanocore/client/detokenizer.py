@@ -6,6 +6,7 @@ when a request ends is dropped, so no output ever ends in half a character.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from tokenizers.decoders import DecodeStream
@@ -27,7 +28,7 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: list[int], skip_special_tokens: bool
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
@@ -35,7 +36,7 @@ class IncrementalDetokenizer:
         context: list[int] = []
         if self._texts is None:
             # The library takes context that ends in half a character for text still to be shown.
-            context = prompt_token_ids[-MAX_CONTEXT_TOKENS:]
+            context = list(prompt_token_ids[-MAX_CONTEXT_TOKENS:])
             while context and tokenizer.decode(context, skip_special_tokens).endswith(REPLACEMENT):
                 context.pop()
         self._stream = self._new_stream(context)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from array import array
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -179,7 +180,7 @@ class LLM:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, dict)):
+    if isinstance(prompts, (str, dict, array)):
         return [cast("Prompt", prompts)]
     batch = list(prompts)
     if batch and isinstance(batch[0], int):

@@ -7,6 +7,8 @@ a frozen dataclass costs eight times as much.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from nanocore.protocol.messages import FinishReason
@@ -61,13 +63,14 @@ class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
 class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     """One request, as of one moment.
 
-    prompt: the text it was made from, if it was text. outputs: one completion.
+    prompt: the text it was made from, if it was text. prompt_token_ids: a list, or the array that
+    was given. outputs: one completion.
     num_cached_tokens: prompt tokens found in the prefix cache; None until the first token.
     """
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from nanocore.client.detokenizer import IncrementalDetokenizer
 from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -32,7 +32,7 @@ class RequestStream:
         self,
         request_id: str,
         prompt: str | None,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         leave: Callable[[RequestStream], None],

@@ -34,9 +34,9 @@ class _SubmitId(msgspec.Struct):
 
 
 class _SubmitPrompt(msgspec.Struct):
-    """The one field of a SUBMIT that may be long."""
+    """The one field of a SUBMIT that may be long; not copied, only measured."""
 
-    prompt_token_ids: bytes = b""
+    prompt_token_ids: memoryview = memoryview(b"")
 
 
 _SUBMIT_ID_DECODER = msgspec.msgpack.Decoder(_SubmitId)
@@ -125,11 +125,13 @@ def _submit_id(body: bytes) -> str | None:
 
 
 def pack_int32(values: Iterable[int]) -> bytes:
-    """Integers as an int32 little-endian column.
+    """Integers as an int32 little-endian column; an array("i") is one already, and only copied.
 
     Raises:
         InvalidRequestError: a value is not an integer in int32's range.
     """
+    if isinstance(values, array) and values.typecode == "i":
+        return _little_endian(values[:] if sys.byteorder == "big" else values).tobytes()
     values = values if isinstance(values, list) else list(values)
     if not values:
         return b""

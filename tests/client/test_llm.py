@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -76,7 +77,9 @@ def test_results_come_in_the_order_of_the_prompts(joining: str) -> None:
     run(scenario())
 
 
-@pytest.mark.parametrize("prompt", ["one", [1, 2], {"prompt_token_ids": [1, 2]}])
+@pytest.mark.parametrize(
+    "prompt", ["one", [1, 2], array("i", [1, 2]), {"prompt_token_ids": [1, 2]}]
+)
 def test_one_prompt_of_any_form_is_a_batch_of_one(joining: str, prompt: Any) -> None:
     async def scenario() -> None:
         async with _served(joining) as (engine, llm):

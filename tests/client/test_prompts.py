@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.client.fake_engine import NO_TEXT, connected
 from tests.client.running import run
 
 
-@pytest.mark.parametrize("prompt", [[5, 6], {"prompt_token_ids": [5, 6]}])
+@pytest.mark.parametrize("prompt", [[5, 6], array("i", [5, 6]), {"prompt_token_ids": [5, 6]}])
 def test_token_ids_are_sent_as_they_are(endpoint: str, prompt: Prompt) -> None:
     async def scenario() -> None:
         async with connected(endpoint) as (engine, client):
@@ -26,7 +27,7 @@ def test_token_ids_are_sent_as_they_are(endpoint: str, prompt: Prompt) -> None:
             engine.finish()
             output = await request
             assert output.prompt is None
-            assert output.prompt_token_ids == [5, 6]
+            assert list(output.prompt_token_ids) == [5, 6]
 
     run(scenario())
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "wire.py"
 KEYS = {
-    "outputs_256", "outputs_256_vllm_layout", "submit_32768", "submit_32768_vllm_layout",
-    "pack_32768", "echo", "ping", "health",
+    "outputs_256", "outputs_256_vllm_layout", "submit_32768_array", "submit_32768_list",
+    "submit_32768_vllm_layout", "pack_32768_list", "echo", "ping", "health",
 }  # fmt: skip
 
 

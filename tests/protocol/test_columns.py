@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +34,12 @@ def test_handles_are_unsigned(values: list[int]) -> None:
 @pytest.mark.parametrize("value", [0, 1, 2**31 - 1, -1, -(2**31), True])
 def test_the_ends_of_the_range_are_in_it(value: int) -> None:
     assert unpack_int32(pack_int32([5, value, 7])).tolist() == [5, value, 7]
+
+
+def test_an_array_of_int32_is_a_column_already() -> None:
+    values = [1, 256, -1]
+    assert pack_int32(array("i", values)) == pack_int32(values)
+    assert pack_int32(array("q", values)) == pack_int32(values)
 
 
 def test_any_iterable_of_integers_is_packed() -> None:
