@@ -25,7 +25,7 @@ net.offline = true
 source.crates-io.replace-with = "debian"
 source.debian.directory = "{CRATES}"
 """
-NEEDED = ("zmq", "rmp-serde", "serde", "serde_derive", "serde_bytes", "serde_json", "indexmap")
+NEEDED = ("zmq", "rmp-serde", "serde", "serde_derive", "serde_bytes", "serde_json", "thiserror")
 BUILD_TIMEOUT_S = 600.0
 RUN_TIMEOUT_S = 60.0
 

@@ -1,27 +1,21 @@
 //! Streams one request's tokens: `stream ENDPOINT PROMPT_TOKEN_IDS [MAX_TOKENS]`, greedily.
 
-use nanocore_client::{Engine, News, Options, Sampling, Submit};
+use nanocore_client::{json, Engine};
 use std::error::Error;
 use std::io::{stdout, Write};
 
 fn stream(endpoint: &str, prompt: &str, max_tokens: &str) -> Result<(), Box<dyn Error>> {
     let prompt = prompt.split(',').map(|id| id.trim().parse()).collect::<Result<Vec<i32>, _>>()?;
-    let max_tokens = Some(max_tokens.parse()?);
-    let sampling = Some(Sampling { temperature: 0.0, max_tokens, ..Sampling::default() });
-    let mut engine = Engine::connect(endpoint, &Options::default())?;
-    let request = engine.submit(&prompt, Submit { sampling, ..Submit::default() })?;
-    while let Some(news) = engine.next(&request)? {
-        match news {
-            News::Tokens(token_ids) => {
-                for token_id in token_ids {
-                    writeln!(stdout(), "{token_id}")?;
-                }
-            }
-            News::Event(event) => {
-                if let Some(reason) = event.finish_reason {
-                    writeln!(stdout(), "finish_reason: {}", reason.0)?;
-                }
-            }
+    let max_tokens: u64 = max_tokens.parse()?;
+    let mut engine = Engine::connect(endpoint, 10_000, None)?;
+    let sampling = json!({ "temperature": 0, "max_tokens": max_tokens });
+    let request = engine.submit(&prompt, json!({ "sampling": sampling }))?;
+    while let Some(news) = engine.next(request)? {
+        for token_id in news.token_ids {
+            writeln!(stdout(), "{token_id}")?;
+        }
+        if let Some(reason) = news.finish_reason {
+            writeln!(stdout(), "finish_reason: {reason}")?;
         }
         stdout().flush()?;
     }

@@ -1,162 +1,78 @@
-//! The messages, in tables like PROTOCOL.md's: `field: type = default`. What has no default is
-//! required, what has its default is not sent, what is not named here is ignored. Serde's derived
-//! types will not do: maps are no arrays here, `str` is no `bin`, and the last of equal keys counts.
+//! MessagePack as JSON, and what must be in it.
 
-use crate::Error;
-use serde::de::{Deserialize, Deserializer, Error as Error_, IgnoredAny, MapAccess, Visitor};
-use serde::ser::{Serialize, SerializeMap, Serializer};
-use std::io::Cursor;
+use crate::Value;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
-/// Lets a type be deserialized through these methods of a visitor only.
-macro_rules! visited {
-    ($name:ident, $($visit:tt)*) => {
-        impl<'de> Deserialize<'de> for $name {
-            fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-                struct Only;
-                impl<'de> Visitor<'de> for Only {
-                    type Value = $name;
-                    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                        f.write_str(stringify!($name))
-                    }
-                    $($visit)*
-                }
-                deserializer.deserialize_any(Only)
-            }
+/// What engines send: an op or a map's name, then its fields. `field?` may be absent; fields that
+/// are not named are ignored. `uint` ends at 2^53 - 1, a `column` has 4 bytes per number.
+const MAPS: &str = "
+    0x02 protocol:version session:str engine_instance:str model:Model limits:Limits
+        capabilities?:[str]; File name:str num_bytes:uint sha256:str;
+    Model model:str architecture:str dtype:str vocab_size:uint max_model_len:uint block_size:uint
+        num_blocks:uint eos_token_ids:[int] default_sampling?:Sampling files?:[File];
+    Sampling temperature?:float top_p?:float top_k?:int min_p?:float seed?:uint|nil ignore_eos?:bool
+        max_tokens?:uint|nil stop_token_ids?:[int] skip_reading_prefix_cache?:bool;
+    Limits max_frame_bytes:uint max_num_seqs:uint max_request_id_chars?:uint ping_interval_ms:uint
+        max_cache_salt_chars?:uint session_timeout_ms:uint max_num_queued_reqs?:uint|nil
+        max_num_queued_tokens?:uint|nil max_file_chunk_bytes?:uint;
+    0x03 message:str supported:[version]; 0x11 request_id:str handle:u32 seed:uint;
+    0x12 handles?:column tokens?:column counts?:column|nil events?:[Event];
+    Event handle:u32 num_cached_tokens?:uint|nil finish_reason?:'stop'|'length'|'abort'|'error'|nil
+        message?:str|nil stop_reason?:int|nil;
+    0x13 code:str message:str request_id?:str|nil retry_after_s?:float|nil;
+    0x20 nonce?:uint; 0x21 nonce?:uint num_steps?:uint|nil; 0x41 reason?:str;
+    0x31 call_id:uint ok?:bool message?:str|nil stats?:Stats|nil data?:bin|nil;
+    Stats num_requests_running:uint num_requests_waiting:uint kv_cache_usage_perc:float
+        num_blocks:uint num_free_blocks:uint prefix_cache_queries:uint prefix_cache_hits:uint
+        num_preemptions:uint num_aborts:uint prompt_tokens:uint generation_tokens:uint num_steps:uint
+        paused:bool prefix_cache_hit_rate?:float num_clients?:uint num_protocol_errors?:uint";
+
+/// Any MessagePack. Of equal keys the last one counts. As JSON, a `bin` is an array of its bytes.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(untagged)]
+pub enum Raw {
+    Map(BTreeMap<String, Raw>),
+    Array(Vec<Raw>),
+    Scalar(Value),
+    Bin(#[serde(with = "serde_bytes")] Vec<u8>),
+}
+
+/// The op and the body of a message from an engine, if it is one.
+pub fn decode(frames: &[Vec<u8>]) -> Option<(u8, Value)> {
+    let (op, body) = frames.split_last().map(|(body, op)| (op.concat(), body))?;
+    let mut reader = rmp_serde::Deserializer::new(std::io::Cursor::new(body));
+    reader.set_max_depth(64); // of maps and arrays in one another: the messages have 4
+    let raw = Raw::deserialize(&mut reader).ok()?;
+    let is_whole = frames.len() == 2 && op.len() == 1 && reader.position() == body.len() as u64;
+    let message = (op.first().copied()?, serde_json::to_value(&raw).ok()?);
+    Some(message).filter(|(op, _)| is_whole && fits(&raw, &format!("0x{op:02x}")))
+}
+
+fn fits(raw: &Raw, kind: &str) -> bool {
+    kind.split('|').any(|kind| match raw {
+        Raw::Map(map) => {
+            let mut maps = MAPS.split(';').map(str::split_whitespace);
+            let fields = maps.find(|fields| fields.clone().next() == Some(kind));
+            fields.map_or(false, |fields| {
+                fields.filter_map(|field| field.split_once(':')).all(|(key, kind)| {
+                    let value = map.get(key.trim_end_matches('?'));
+                    value.map_or(key.ends_with('?'), |value| fits(value, kind))
+                })
+            })
         }
-    };
-}
-
-macro_rules! maps {
-    ($($name:ident $(op $op:literal)? $(impl $all:ident)? { $($field:ident: $type:ty $(= $default:expr)?),* $(,)? })*) => {$(
-        #[derive(Debug, Clone, PartialEq)]
-        pub struct $name { $(pub $field: $type),* }
-        $(impl $name { pub const OP: u8 = $op; })?
-        $(impl $all for $name {
-            fn default() -> Self { decode(&[0x80]).expect("all fields have defaults") }
-        })?
-        impl Serialize for $name {
-            fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-                let mut map = serializer.serialize_map(None)?;
-                $(if true $(&& <$type>::ne(&self.$field, &$default))? {
-                    map.serialize_entry(stringify!($field), &self.$field)?;
-                })*
-                map.end()
-            }
-        }
-        visited!($name, fn visit_map<M: MapAccess<'de>>(self, mut map: M) -> Result<$name, M::Error> {
-            $(let mut $field: Option<$type> = None$(.or(Some($default)))?;)*
-            while let Some(Text(key)) = map.next_key()? {
-                match key.as_str() {
-                    $(stringify!($field) => $field = Some(map.next_value()?),)*
-                    _ => drop(map.next_value::<IgnoredAny>()?),
-                }
-            }
-            $(let $field = $field.ok_or_else(|| Error_::missing_field(stringify!($field)))?;)*
-            Ok($name { $($field),* })
-        });
-    )*};
-}
-
-/// A `str` on the wire.
-#[derive(Debug, Clone, PartialEq, Default, serde::Serialize)]
-pub struct Text(pub String);
-visited! { Text, fn visit_str<E>(self, text: &str) -> Result<Text, E> { Ok(Text(text.into())) } }
-
-/// A `bin` on the wire.
-#[derive(Debug, Clone, PartialEq, Default, serde::Serialize)]
-pub struct Bin(#[serde(with = "serde_bytes")] pub Vec<u8>);
-visited! { Bin, fn visit_bytes<E>(self, bytes: &[u8]) -> Result<Bin, E> { Ok(Bin(bytes.into())) } }
-
-/// 0 to 2^53 - 1.
-#[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
-pub struct Int(pub u64);
-visited! { Int,
-    fn visit_i64<E: Error_>(self, number: i64) -> Result<Int, E> { self.visit_u64(number as u64) }
-    fn visit_u64<E: Error_>(self, number: u64) -> Result<Int, E> {
-        Some(Int(number)).filter(|_| number < 1 << 53).ok_or_else(|| E::custom("not below 2^53"))
-    }
-}
-
-/// "stop", "length", "abort" or "error".
-#[derive(Debug, Clone, PartialEq, serde::Serialize)]
-pub struct FinishReason(pub String);
-visited! { FinishReason,
-    fn visit_str<E: Error_>(self, text: &str) -> Result<FinishReason, E> {
-        let known = ["stop", "length", "abort", "error"].contains(&text);
-        known.then(|| FinishReason(text.into())).ok_or_else(|| E::custom("no such finish_reason"))
-    }
-}
-
-maps! {
-    Sampling impl Default {
-        temperature: f64 = 1.0, top_p: f64 = 1.0, top_k: i64 = 0, min_p: f64 = 0.0,
-        seed: Option<u64> = None, max_tokens: Option<u64> = None, stop_token_ids: Vec<i64> = vec![],
-        ignore_eos: bool = false, skip_reading_prefix_cache: bool = false,
-    }
-    ModelFile { name: Text, num_bytes: u64, sha256: Text }
-    ModelCard {
-        model: Text, architecture: Text, dtype: Text, vocab_size: u64, max_model_len: u64,
-        eos_token_ids: Vec<i64>, block_size: u64, num_blocks: u64,
-        default_sampling: Sampling = Sampling::default(), files: Vec<ModelFile> = vec![],
-    }
-    Limits {
-        max_frame_bytes: u64, max_num_seqs: u64, max_request_id_chars: u64 = 256,
-        max_cache_salt_chars: u64 = 1024, ping_interval_ms: u64, session_timeout_ms: u64,
-        max_num_queued_reqs: Option<u64> = None, max_num_queued_tokens: Option<u64> = None,
-        max_file_chunk_bytes: u64 = 65536,
-    }
-    Event {
-        handle: u32, num_cached_tokens: Option<u64> = None, finish_reason: Option<FinishReason> = None,
-        stop_reason: Option<i64> = None, message: Option<Text> = None,
-    }
-    Stats {
-        num_requests_running: u64, num_requests_waiting: u64, kv_cache_usage_perc: f64,
-        num_blocks: u64, num_free_blocks: u64, prefix_cache_queries: u64, prefix_cache_hits: u64,
-        num_preemptions: u64, num_aborts: u64, prompt_tokens: u64, generation_tokens: u64,
-        num_steps: u64, paused: bool, prefix_cache_hit_rate: f64 = 0.0, num_clients: u64 = 0,
-        num_protocol_errors: u64 = 0,
-    }
-    Hello op 0x01 { protocol: [u64; 2], client: Text = Text::default() }
-    Welcome op 0x02 {
-        protocol: [u64; 2], session: Text, engine_instance: Text, model: ModelCard, limits: Limits,
-        capabilities: Vec<Text> = vec![],
-    }
-    Refused op 0x03 { message: Text, supported: Vec<[u64; 2]> }
-    Submit op 0x10 impl Default {
-        request_id: Text = Text::default(), prompt_token_ids: Bin = Bin::default(),
-        sampling: Option<Sampling> = None,
-        priority: i32 = 0, cache_salt: Option<Text> = None,
-    }
-    Accepted op 0x11 { request_id: Text, handle: u32, seed: u64 }
-    Output op 0x12 {
-        handles: Bin = Bin::default(), tokens: Bin = Bin::default(), counts: Option<Bin> = None,
-        events: Vec<Event> = vec![],
-    }
-    Failure op 0x13 {
-        code: Text, message: Text, request_id: Option<Text> = None, retry_after_s: Option<f64> = None,
-    }
-    Abort op 0x14 { request_ids: Vec<Text> }
-    Ping op 0x20 { nonce: Int = Int(0) }
-    Pong op 0x21 { nonce: Int = Int(0), num_steps: Option<Int> = None }
-    Control op 0x30 { call_id: Int, operation: Text, file: Option<Text> = None, offset: Int = Int(0) }
-    Reply op 0x31 {
-        call_id: Int, ok: bool = true, message: Option<Text> = None, stats: Option<Stats> = None,
-        data: Option<Bin> = None,
-    }
-    Bye op 0x41 { reason: Text = Text::default() }
-}
-
-pub fn encode(body: &impl Serialize) -> Vec<u8> {
-    rmp_serde::to_vec(body).expect("memory takes every message")
-}
-
-/// A message's body: one map, and nothing after it.
-pub fn decode<T: for<'de> Deserialize<'de>>(bytes: &[u8]) -> Result<T, Error> {
-    let mut reader = rmp_serde::Deserializer::new(Cursor::new(bytes));
-    reader.set_max_depth(64); // maps and arrays in one another: the messages have 4
-    let body = T::deserialize(&mut reader).map_err(|error| Error::Protocol(error.to_string()))?;
-    match bytes.len() as u64 - reader.position() {
-        0 => Ok(body),
-        excess => Err(Error::Protocol(format!("{excess} bytes follow the body"))),
-    }
+        Raw::Array(items) => match kind.strip_prefix('[') {
+            Some(item) => items.iter().all(|value| fits(value, item.trim_end_matches(']'))),
+            None => kind == "version" && items.len() == 2 && items.iter().all(|v| fits(v, "uint")),
+        },
+        Raw::Bin(bytes) => kind == "bin" || kind == "column" && bytes.len() % 4 == 0,
+        Raw::Scalar(Value::Number(number)) => match (kind, number.as_i64()) {
+            ("int", Some(number)) => number.unsigned_abs() < 1 << 53,
+            ("uint", Some(number)) => (0..1 << 53).contains(&number),
+            ("u32", Some(number)) => (0..1 << 32).contains(&number),
+            _ => kind == "float",
+        },
+        Raw::Scalar(Value::String(text)) => kind == "str" || kind == format!("'{text}'"),
+        Raw::Scalar(scalar) => kind == if scalar.is_null() { "nil" } else { "bool" },
+    })
 }
