@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.client import AsyncEngineClient
-from tests.clients.conftest import MAX_TOKENS, ROOT, VECTORS, Chat
+from tests.clients.conftest import MAX_TOKENS, ROOT, VECTORS, Chat, assert_conforms
 
 CRATE = ROOT / "clients" / "rust"
 CRATES = Path("/usr/share/cargo/registry")  # where Debian's librust-*-dev packages put sources
@@ -138,7 +138,17 @@ def test_it_reads_the_models_files(crate: Crate, chat: Chat) -> None:
     assert "1 passed" in run.stdout
 
 
-@pytest.mark.skipif(not VECTORS.exists(), reason=f"{VECTORS.name} is not there")
+def test_it_conforms(crate: Crate) -> None:
+    assert_conforms(str(crate.target / "debug" / "examples" / "stream"))
+
+
+def test_the_library_has_at_most_250_lines() -> None:
+    sources = (CRATE / "src").glob("*.rs")
+    lines = [line for path in sources for line in path.read_text("utf-8").splitlines()]
+    assert len(lines) <= 250
+    assert max(map(len, lines)) <= 100
+
+
 def test_the_vectors_pass(crate: Crate) -> None:
     run = crate.example("vectors", str(VECTORS))
     assert run.returncode == 0, run.stdout + run.stderr

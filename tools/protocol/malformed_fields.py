@@ -127,7 +127,7 @@ NEEDED = {
 }
 """What every client acts on, so that every client must notice another type there, or nothing."""
 LENIENT = ("bin", "nil", "bool")
-"""Types that some languages' msgpack libraries take for others."""
+"""Types that some languages' msgpack libraries take for others, as they do a str for a bin."""
 
 
 def good(sender: Sender, op: int) -> Body:
@@ -152,7 +152,9 @@ def bad(sender: Sender, op: int, name: str, body: Body) -> Line:
 
 def strict(sender: Sender, op: int, path: str, wrong: str = "") -> dict[str, bool]:
     """Marks what only a strict client refuses: PROTOCOL.md, section 4, lets others take it."""
-    needed = sender == "client" or (path in NEEDED.get(op, ()) and wrong not in LENIENT)
+    is_str_for_bin = FIELDS[sender][op].get(path, "").startswith("bin") and wrong == "str"
+    is_lenient = wrong in LENIENT or is_str_for_bin
+    needed = sender == "client" or (path in NEEDED.get(op, ()) and not is_lenient)
     return {} if needed else {"strict": True}
 
 

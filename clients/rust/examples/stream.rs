@@ -10,7 +10,7 @@ fn stream(endpoint: &str, prompt: &str, max_tokens: &str) -> Result<(), Box<dyn 
     let mut engine = Engine::connect(endpoint, 10_000, None)?;
     let sampling = json!({ "temperature": 0, "max_tokens": max_tokens });
     let request = engine.submit(&prompt, json!({ "sampling": sampling }))?;
-    while let Some(news) = engine.next(request)? {
+    while let Some(news) = engine.next(&request)? {
         for token_id in news.token_ids {
             writeln!(stdout(), "{token_id}")?;
         }

@@ -1,11 +1,8 @@
 //! A client of the nanocore inference engine: token ids in, token ids out. See README.md.
 
-pub mod wire;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 pub use serde_json::{json, Value};
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use wire::Raw;
-
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// With a `request_id`, or `refused` by a control, it leaves the session open.
@@ -31,46 +28,78 @@ impl From<zmq::Error> for Error {
 
 /// New tokens of a request, or how many were cached, or its end, which has a `finish_reason`.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
-#[serde(default)]
 pub struct News {
+    #[serde(skip)]
     pub token_ids: Vec<i32>,
+    pub handle: u32,
     pub num_cached_tokens: Option<u64>,
     pub finish_reason: Option<String>,
     pub stop_reason: Option<i64>,
     pub message: Option<String>,
 }
 
-/// An open session, for one thread at a time: whoever waits for something takes in all that comes.
-/// Dropping it ends the session and aborts its requests.
+/// Any MessagePack. As JSON, a `bin` is an array of its bytes.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(untagged)]
+pub enum Raw {
+    Map(BTreeMap<String, Raw>),
+    Array(Vec<Raw>),
+    Scalar(Value),
+    Bin(#[serde(with = "serde_bytes")] Vec<u8>),
+}
+
+/// The fields of all messages that a client acts on; the others are ignored.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Body<'a> {
+    protocol: Option<[u64; 2]>,
+    request_id: Option<String>,
+    handle: Option<u32>,
+    handles: &'a [u8],
+    tokens: &'a [u8],
+    #[serde(borrow)]
+    counts: Option<&'a serde_bytes::Bytes>,
+    events: Vec<News>,
+    nonce: u64,
+    call_id: Option<u64>,
+    ok: Option<bool>,
+    stats: Value,
+    #[serde(borrow)]
+    data: Option<&'a serde_bytes::Bytes>,
+    #[serde(alias = "reason")]
+    message: Option<String>,
+}
+
+/// An open session, for one thread: whoever waits takes in all that comes. Dropping it says BYE.
 pub struct Engine {
     /// What the engine said of itself, for instance `welcome["model"]["max_model_len"]`.
     pub welcome: Value,
     socket: zmq::Socket,
-    streams: HashMap<u64, VecDeque<Result<News>>>, // by request, until read to the end
-    handles: HashMap<u64, u64>,                    // to requests
+    streams: HashMap<String, VecDeque<Result<News>>>, // by request id, until read to the end
+    handles: HashMap<u32, String>,                    // to request ids
+    reply: Option<(u64, Result<(Value, Vec<u8>)>)>,   // the last, with its call_id
     num_ids: u64,
-    reply: Value,
     over: Result<()>,
 }
 
 impl Engine {
-    /// An engine that is silent for `timeout_ms`, usually 10000, is given up. `keys` are for tcp://,
-    /// as Z85 text: the engine's public one, the client's public one and the client's secret one.
+    /// An engine silent for `timeout_ms`, usually 10000, is given up. tcp:// needs `keys`, as Z85
+    /// text: the public one of the engine, the public one of the client and its secret one.
     pub fn connect(endpoint: &str, timeout_ms: i32, keys: Option<[&str; 3]>) -> Result<Engine> {
         let socket = zmq::Context::new().socket(zmq::DEALER)?; // its high-water marks are 1000
         socket.set_rcvtimeo(timeout_ms)?;
-        socket.set_sndtimeo(timeout_ms)?;
         socket.set_linger(200)?; // for the BYE
         socket.set_maxmsgsize(16 << 20)?;
         if let Some([server, public, secret]) = keys {
             socket.set_curve_serverkey(server.as_bytes())?;
             socket.set_curve_publickey(public.as_bytes())?;
             socket.set_curve_secretkey(secret.as_bytes())?;
+        } else if endpoint.starts_with("tcp://") {
+            return Err(error("refused", "tcp:// needs keys: anybody could answer there"));
         }
         socket.connect(endpoint)?;
-        let (welcome, streams, handles, num_ids, reply) = Default::default();
-        let over = Ok(());
-        let mut engine = Engine { welcome, socket, streams, handles, num_ids, reply, over };
+        let (welcome, streams, handles, reply, num_ids) = Default::default();
+        let mut engine = Engine { welcome, socket, streams, handles, reply, num_ids, over: Ok(()) };
         engine.send(0x01, json!({ "protocol": [1, 3], "client": "nanocore-rust" }))?;
         while engine.welcome.is_null() {
             engine.poll(true)?;
@@ -78,24 +107,26 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Starts a request and numbers it. `fields`: an object with `sampling` and others of SUBMIT.
-    pub fn submit(&mut self, prompt: &[i32], fields: Value) -> Result<u64> {
-        let mut body: BTreeMap<String, Raw> = typed(&fields)?;
-        let prompt: Vec<u8> = prompt.iter().flat_map(|id| id.to_le_bytes()).collect();
+    /// Starts a request and names it. `fields`: an object with `sampling` and others of SUBMIT.
+    pub fn submit(&mut self, prompt: &[i32], fields: Value) -> Result<String> {
+        let object = BTreeMap::<String, Raw>::deserialize(fields);
+        let mut body = object.map_err(|cause| error("refused", cause))?;
         self.num_ids += 1;
-        body.insert("request_id".into(), Raw::Scalar(self.num_ids.to_string().into()));
+        let request_id = self.num_ids.to_string();
+        body.insert("request_id".into(), Raw::Scalar(json!(request_id)));
+        let prompt = prompt.iter().flat_map(|id| id.to_le_bytes()).collect();
         body.insert("prompt_token_ids".into(), Raw::Bin(prompt));
         self.send(0x10, body)?;
-        self.streams.insert(self.num_ids, VecDeque::new());
-        Ok(self.num_ids)
+        self.streams.insert(request_id.clone(), VecDeque::new());
+        Ok(request_id)
     }
 
     /// Waits for news of a request. None: all of it was told, or it was aborted.
-    pub fn next(&mut self, request: u64) -> Result<Option<News>> {
-        while let Some(stream) = self.streams.get_mut(&request) {
+    pub fn next(&mut self, request_id: &str) -> Result<Option<News>> {
+        while let Some(stream) = self.streams.get_mut(request_id) {
             if let Some(told) = stream.pop_front() {
                 if !matches!(told, Ok(News { finish_reason: None, .. })) {
-                    self.streams.remove(&request);
+                    self.streams.remove(request_id); // nothing follows
                 }
                 return told.map(Some);
             }
@@ -105,86 +136,75 @@ impl Engine {
     }
 
     /// Ends a request, and forgets what was not read of it.
-    pub fn abort(&mut self, request: u64) -> Result<()> {
-        self.streams.remove(&request);
-        self.send(0x14, json!({ "request_ids": [request.to_string()] }))
+    pub fn abort(&mut self, request_id: &str) -> Result<()> {
+        self.streams.remove(request_id);
+        self.send(0x14, json!({ "request_ids": [request_id] }))
     }
 
-    /// Does a CONTROL, for instance `json!({"operation": "stats"})`, and returns its REPLY.
-    pub fn control(&mut self, fields: Value) -> Result<Value> {
-        let mut body: BTreeMap<String, Value> = typed(&fields)?;
+    /// Does a CONTROL, for instance `json!({"operation": "stats"})`; returns its stats and data.
+    pub fn control(&mut self, mut fields: Value) -> Result<(Value, Vec<u8>)> {
         self.num_ids += 1;
-        body.insert("call_id".into(), self.num_ids.into());
-        self.send(0x30, body)?;
-        while self.reply["call_id"] != self.num_ids {
+        fields["call_id"] = self.num_ids.into();
+        self.send(0x30, fields)?;
+        while self.reply.as_ref().map_or(true, |(id, _)| *id != self.num_ids) {
             self.poll(true)?;
         }
-        match self.reply["ok"] == false {
-            true => Err(error("refused", text(&self.reply["message"]))),
-            false => Ok(self.reply.take()),
-        }
-    }
-
-    /// A file of the model card, of at most 64 MiB. Its digest is not checked.
-    pub fn read_file(&mut self, name: &str) -> Result<Vec<u8>> {
-        let mut content = Vec::new();
-        while content.len() <= 64 << 20 {
-            let (operation, offset) = ("read_file", content.len());
-            let control = json!({ "operation": operation, "file": name, "offset": offset });
-            content.append(&mut typed(&self.control(control)?["data"])?);
-            if content.len() == offset {
-                return Ok(content);
-            }
-        }
-        Err(error("refused", "the file has more than 64 MiB"))
+        self.reply.take().expect("the loop ends with it").1
     }
 
     /// Takes in one message, if need be after waiting for it; false if none came.
     pub fn poll(&mut self, wait: bool) -> Result<bool> {
         self.over.clone()?;
         self.over = match self.socket.recv_multipart(if wait { 0 } else { zmq::DONTWAIT }) {
-            Err(zmq::Error::EINTR) => return Ok(false),
+            Err(zmq::Error::EINTR) => return Ok(false), // a signal
             Err(zmq::Error::EAGAIN) if !wait => return Ok(false),
             received => received.map_err(Error::from).and_then(|frames| self.take(&frames)),
         };
         self.over.clone().map(|()| true)
     }
 
-    fn send(&self, op: u8, body: impl serde::Serialize) -> Result<()> {
+    fn send(&self, op: u8, body: impl Serialize) -> Result<()> {
         self.over.clone()?;
-        let body = rmp_serde::to_vec(&body).expect("memory takes every message");
-        Ok(self.socket.send_multipart([vec![op], body], 0)?)
+        let body = rmp_serde::to_vec(&body).map_err(|cause| error("refused", cause))?;
+        Ok(self.socket.send_multipart([vec![op], body], zmq::DONTWAIT)?)
     }
 
     fn take(&mut self, frames: &[Vec<u8>]) -> Result<()> {
-        let malformed = || error("malformed", format!("{} frames", frames.len()));
-        let (op, body) = wire::decode(frames).ok_or_else(malformed)?;
+        let is_map = |body: &[u8]| matches!(body.first(), Some(0x80..=0x8f | 0xde | 0xdf));
+        let (op, bytes) = match frames {
+            [op, body] if op.len() == 1 && is_map(body) => (op[0], &body[..]),
+            _ => return Err(error("malformed", "not an op byte and a map, in two frames")),
+        };
+        let body: Body = read(bytes)?;
+        let missing = || error("malformed", format!("op 0x{op:02x} without a field that it needs"));
         match op {
-            0x02 => self.welcome = body,
-            0x03 => return Err(error("refused", text(&body["message"]))),
-            0x11 => drop(self.handles.insert(number(&body["handle"]), number(&body["request_id"]))),
-            0x12 => return self.deliver(&body),
-            0x13 => match typed::<Error>(&body)? {
-                error if error.request_id.is_some() && error.code != "engine_dead" => {
-                    self.push(number(&body["request_id"]), Err(error))
-                }
-                error => return Err(error),
+            0x02 if matches!(body.protocol, Some([1, _])) => {
+                self.welcome = json!(read::<Raw>(bytes)?)
+            }
+            0x03 => return Err(error("refused", body.message.unwrap_or_default())),
+            0x11 => self.handles.extend([body.handle.zip(body.request_id).ok_or_else(missing)?]),
+            0x12 => return self.deliver(body),
+            0x13 => match read::<Error>(bytes)? {
+                why if why.request_id.is_none() || why.code == "engine_dead" => return Err(why),
+                why => self.push(&body.request_id.unwrap_or_default(), Err(why)),
             },
-            0x20 => return self.send(0x21, body),
-            0x31 => self.reply = body,
-            0x41 => return Err(error("bye", text(&body["reason"]))),
-            _ => {} // PONG
+            0x20 => return self.send(0x21, json!({ "nonce": body.nonce })),
+            0x21 => {} // PONG
+            0x31 => {
+                let data = body.data.map_or_else(Vec::new, |data| data.to_vec());
+                let refused = error("refused", body.message.unwrap_or_default());
+                let done = body.ok.unwrap_or(true).then(|| (body.stats, data)).ok_or(refused);
+                self.reply = Some((body.call_id.ok_or_else(missing)?, done));
+            }
+            0x41 => return Err(error("bye", body.message.unwrap_or_default())),
+            _ => return Err(error("malformed", "an op, or its version, that is unknown here")),
         }
         Ok(())
     }
 
-    fn deliver(&mut self, output: &Value) -> Result<()> {
-        let column = |name: &str| -> Option<Vec<u32>> {
-            let bytes: Vec<u8> = typed(&output[name]).ok()?; // none if it is nil
-            Some(bytes.chunks(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
-        };
-        let [handles, tokens] = ["handles", "tokens"].map(|name| column(name).unwrap_or_default());
-        let counts = column("counts").unwrap_or_else(|| vec![1; handles.len()]);
+    fn deliver(&mut self, output: Body) -> Result<()> {
+        let (handles, tokens) = (column(output.handles)?, column(output.tokens)?);
+        let counts = output.counts.map_or_else(|| Ok(vec![1; handles.len()]), |c| column(c))?;
         let num_tokens: u64 = counts.iter().map(|&count| u64::from(count)).sum();
         if (counts.len(), num_tokens) != (handles.len(), tokens.len() as u64) {
             return Err(error("malformed", "the columns of an OUTPUT do not fit together"));
@@ -192,24 +212,22 @@ impl Engine {
         let mut tokens = tokens.into_iter().map(|token| token as i32);
         for (handle, count) in handles.into_iter().zip(counts) {
             let token_ids = tokens.by_ref().take(count as usize).collect();
-            self.tell(handle.into(), News { token_ids, ..News::default() });
+            self.tell(News { token_ids, handle, ..News::default() });
         }
-        for event in output["events"].as_array().into_iter().flatten() {
-            self.tell(number(&event["handle"]), typed(event)?);
-        }
+        output.events.into_iter().for_each(|event| self.tell(event));
         Ok(())
     }
 
-    fn tell(&mut self, handle: u64, news: News) {
-        let request = match news.finish_reason {
-            None => self.handles.get(&handle).copied(),
-            Some(_) => self.handles.remove(&handle),
+    fn tell(&mut self, news: News) {
+        let id = match news.finish_reason {
+            None => self.handles.get(&news.handle).cloned(),
+            Some(_) => self.handles.remove(&news.handle),
         };
-        self.push(request.unwrap_or_default(), Ok(news));
+        self.push(&id.unwrap_or_default(), Ok(news));
     }
 
-    fn push(&mut self, request: u64, news: Result<News>) {
-        if let Some(stream) = self.streams.get_mut(&request) {
+    fn push(&mut self, request_id: &str, news: Result<News>) {
+        if let Some(stream) = self.streams.get_mut(request_id) {
             stream.push_back(news);
         }
     }
@@ -217,20 +235,16 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Without room for it, the engine finds out by itself.
-        let _ = self.socket.send_multipart([vec![0x41], vec![0x80]], zmq::DONTWAIT);
+        let _ = self.send(0x41, json!({})); // without room for it, the engine finds out by itself
     }
 }
 
-fn text(value: &Value) -> &str {
-    value.as_str().unwrap_or_default()
+fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T> {
+    rmp_serde::from_slice(body).map_err(|cause| error("malformed", cause))
 }
 
-/// A handle, or the number in a request_id; 0 is none that a request has.
-fn number(value: &Value) -> u64 {
-    value.as_u64().or_else(|| text(value).parse().ok()).unwrap_or_default()
-}
-
-fn typed<'a, T: Deserialize<'a>>(value: &'a Value) -> Result<T> {
-    T::deserialize(value).map_err(|cause| error("malformed", cause))
+fn column(bytes: &[u8]) -> Result<Vec<u32>> {
+    let number = |item: &[u8]| item.try_into().map(u32::from_le_bytes);
+    let numbers: std::result::Result<_, _> = bytes.chunks(4).map(number).collect();
+    numbers.map_err(|_| error("malformed", "a column of an OUTPUT is cut short"))
 }

@@ -9,18 +9,18 @@ fn connect() -> Engine {
 }
 
 fn control(engine: &mut Engine, operation: &str) -> Value {
-    engine.control(json!({ "operation": operation })).expect("a reply")
+    engine.control(json!({ "operation": operation })).expect("a reply").0
 }
 
 fn stat(engine: &mut Engine, name: &str) -> u64 {
-    control(engine, "stats")["stats"][name].as_u64().expect("a number")
+    control(engine, "stats")[name].as_u64().expect("a number")
 }
 
 fn greedy(max_tokens: u64) -> Value {
     json!({ "sampling": { "temperature": 0, "max_tokens": max_tokens, "ignore_eos": true } })
 }
 
-fn read(engine: &mut Engine, request: u64) -> (Vec<i32>, String) {
+fn read(engine: &mut Engine, request: &str) -> (Vec<i32>, String) {
     let (mut token_ids, mut finish_reason) = (Vec::new(), String::new());
     while let Some(news) = engine.next(request).expect("the request succeeds") {
         token_ids.extend(news.token_ids);
@@ -37,13 +37,13 @@ fn several_requests_at_once_get_what_each_gets_alone() {
     let mut alone = HashMap::new();
     for prompt in prompts {
         let request = engine.submit(prompt, greedy(12)).expect("sent");
-        alone.insert(prompt, read(&mut engine, request));
+        alone.insert(prompt, read(&mut engine, &request));
     }
     control(&mut engine, "pause"); // so that all run in the same steps
     let requests = prompts.map(|prompt| (prompt, engine.submit(prompt, greedy(12)).expect("sent")));
     control(&mut engine, "resume");
     for (prompt, request) in requests.into_iter().rev() {
-        let (token_ids, finish_reason) = read(&mut engine, request);
+        let (token_ids, finish_reason) = read(&mut engine, &request);
         assert_eq!((token_ids.len(), &*finish_reason), (12, "length"));
         assert_eq!(alone[prompt].0, token_ids);
     }
@@ -59,7 +59,7 @@ fn one_aborted_and_one_left_are_both_aborted() {
     let aborted = engine.submit(&[1, 2, 3], greedy(50)).expect("sent");
     engine.submit(&[1, 2, 3], greedy(50)).expect("sent");
     assert_eq!(stat(&mut engine, "num_requests_waiting"), num_waiting + 2);
-    engine.abort(aborted).expect("sent");
+    engine.abort(&aborted).expect("sent");
     drop(engine);
     while stat(&mut watcher, "num_aborts") < num_aborts + 2 {}
     control(&mut watcher, "resume");
@@ -73,10 +73,20 @@ fn files_are_as_long_as_the_model_card_says() {
     let files = engine.welcome["model"]["files"].as_array().expect("files").clone();
     assert!(files.iter().any(|file| file["name"] == "tokenizer.json"));
     for file in files {
-        let content = engine.read_file(file["name"].as_str().expect("a name")).expect("a file");
+        let mut content = Vec::new();
+        loop {
+            let (name, offset) = (&file["name"], content.len());
+            let read = json!({ "operation": "read_file", "file": name, "offset": offset });
+            let (_, chunk) = engine.control(read).expect("a chunk");
+            if chunk.is_empty() {
+                break;
+            }
+            content.extend(chunk);
+        }
         assert_eq!(file["num_bytes"], content.len());
     }
-    let refused = engine.read_file("model.safetensors").expect_err("no such file");
+    let read = json!({ "operation": "read_file", "file": "model.safetensors" });
+    let refused = engine.control(read).expect_err("no such file");
     assert_eq!(refused.code, "refused");
     stat(&mut engine, "num_steps"); // the session goes on
 }

@@ -1,7 +1,6 @@
 //! Sessions with an engine that is a script: a ROUTER that answers as each test tells it.
 
-use nanocore_client::wire::Raw;
-use nanocore_client::{json, Engine, Error, News, Value};
+use nanocore_client::{json, Engine, Error, News, Raw, Value};
 use std::thread::{self, JoinHandle};
 
 type Frames = Vec<Vec<u8>>;
@@ -108,15 +107,15 @@ fn ends(handles: &[u32]) -> Value {
     json!({ "events": handles.iter().map(end).collect::<Vec<_>>() })
 }
 
-fn told(token_ids: &[i32]) -> Result<Option<News>, Error> {
-    Ok(Some(News { token_ids: token_ids.into(), ..News::default() }))
+fn told(handle: u32, token_ids: &[i32]) -> Result<Option<News>, Error> {
+    Ok(Some(News { handle, token_ids: token_ids.into(), ..News::default() }))
 }
 
-fn ended() -> Result<Option<News>, Error> {
-    Ok(Some(News { finish_reason: Some("length".into()), ..News::default() }))
+fn ended(handle: u32) -> Result<Option<News>, Error> {
+    Ok(Some(News { handle, finish_reason: Some("length".into()), ..News::default() }))
 }
 
-fn control(engine: &mut Engine, operation: &str) -> Result<Value, Error> {
+fn control(engine: &mut Engine, operation: &str) -> Result<(Value, Vec<u8>), Error> {
     engine.control(json!({ "operation": operation }))
 }
 
@@ -133,15 +132,15 @@ fn outputs_reach_the_requests_they_are_for() {
     });
     let first = engine.submit(&[1, 258], json!({})).unwrap();
     let second = engine.submit(&[1], json!({ "sampling": { "top_k": 4 } })).unwrap();
-    assert_eq!(engine.next(first), told(&[4, 5]));
-    assert_eq!(engine.next(first), told(&[-1]));
-    let cached = News { num_cached_tokens: Some(16), ..News::default() };
-    assert_eq!(engine.next(first), Ok(Some(cached)));
-    assert_eq!(engine.next(first), ended());
-    assert_eq!(engine.next(first), Ok(None));
-    assert_eq!(engine.next(second), told(&[1, 2]));
-    assert_eq!(engine.next(second), ended());
-    assert_eq!(engine.next(second), Ok(None));
+    assert_eq!(engine.next(&first), told(7, &[4, 5]));
+    assert_eq!(engine.next(&first), told(7, &[-1]));
+    let cached = News { handle: 7, num_cached_tokens: Some(16), ..News::default() };
+    assert_eq!(engine.next(&first), Ok(Some(cached)));
+    assert_eq!(engine.next(&first), ended(7));
+    assert_eq!(engine.next(&first), Ok(None));
+    assert_eq!(engine.next(&second), told(u32::MAX, &[1, 2]));
+    assert_eq!(engine.next(&second), ended(u32::MAX));
+    assert_eq!(engine.next(&second), Ok(None));
     peer.join().unwrap();
 }
 
@@ -152,7 +151,7 @@ fn columns_that_do_not_fit_together_end_the_session() {
         peer.send(OUTPUT, tokens(&[7, 8], &[1], Some(&[1, u32::MAX])));
     });
     let request = engine.submit(&[1], json!({})).unwrap();
-    assert_eq!(engine.next(request).unwrap_err().code, "malformed");
+    assert_eq!(engine.next(&request).unwrap_err().code, "malformed");
     assert_eq!(engine.submit(&[1], json!({})).unwrap_err().code, "malformed");
     peer.join().unwrap();
 }
@@ -160,7 +159,7 @@ fn columns_that_do_not_fit_together_end_the_session() {
 #[test]
 fn fields_that_are_no_object_are_refused_before_they_are_sent() {
     let (mut engine, peer) = session(|peer| drop(peer.expect(0x41)));
-    assert_eq!(engine.submit(&[1], json!([1])).unwrap_err().code, "malformed");
+    assert_eq!(engine.submit(&[1], json!([1])).unwrap_err().code, "refused");
     drop(engine);
     peer.join().unwrap();
 }
@@ -179,11 +178,11 @@ fn an_error_of_one_request_is_told_once_and_leaves_the_others_alone() {
     });
     let refused = engine.submit(&[1], json!({})).unwrap();
     let served = engine.submit(&[1], json!({})).unwrap();
-    let error = engine.next(refused).unwrap_err();
+    let error = engine.next(&refused).unwrap_err();
     assert_eq!(error.to_string(), "ERROR overloaded: why");
     assert_eq!((&*error.code, error.retry_after_s), ("overloaded", Some(2.0)));
-    assert_eq!(engine.next(refused), Ok(None));
-    assert_eq!(engine.next(served), ended());
+    assert_eq!(engine.next(&refused), Ok(None));
+    assert_eq!(engine.next(&served), ended(2));
     peer.join().unwrap();
 }
 
@@ -194,8 +193,8 @@ fn an_error_of_no_request_ends_the_session() {
         peer.send(ERROR, json!({ "code": "engine_dead", "message": "why", "request_id": "1" }));
     });
     let request = engine.submit(&[1], json!({})).unwrap();
-    assert_eq!(engine.next(request).unwrap_err().code, "engine_dead");
-    assert_eq!(engine.next(request).unwrap_err().code, "engine_dead");
+    assert_eq!(engine.next(&request).unwrap_err().code, "engine_dead");
+    assert_eq!(engine.next(&request).unwrap_err().code, "engine_dead");
     peer.join().unwrap();
 }
 
@@ -208,8 +207,8 @@ fn an_aborted_request_is_forgotten_and_its_late_outputs_are_ignored() {
         peer.send(0x41, json!({ "reason": "done" }));
     });
     let request = engine.submit(&[1], json!({})).unwrap();
-    engine.abort(request).unwrap();
-    assert_eq!(engine.next(request), Ok(None));
+    engine.abort(&request).unwrap();
+    assert_eq!(engine.next(&request), Ok(None));
     assert_eq!(control(&mut engine, "stats").unwrap_err().code, "bye");
     peer.join().unwrap();
 }
@@ -227,31 +226,21 @@ fn a_ping_is_answered_whoever_waits() {
     peer.join().unwrap();
 }
 
-/// Answers one `read_file` after another with these chunks.
-fn serve_file(peer: &mut Peer, chunks: &[&[u8]]) {
-    let mut offset = 0;
-    for chunk in chunks {
-        let control = peer.expect(0x30);
-        assert_eq!(control["file"], "tokenizer.json");
-        assert_eq!(control["offset"], offset);
-        offset += chunk.len();
-        let call_id = Raw::Scalar(control["call_id"].clone());
-        peer.send(REPLY, map([("call_id", call_id), ("data", Raw::Bin(chunk.to_vec()))]));
-    }
-}
-
 #[test]
-fn a_file_is_read_chunk_by_chunk() {
-    let (mut engine, peer) = session(|peer| serve_file(peer, &[b"abc", b"de", b""]));
-    assert_eq!(engine.read_file("tokenizer.json"), Ok(b"abcde".to_vec()));
+fn a_chunk_of_a_file_is_the_data_of_its_reply() {
+    let (mut engine, peer) = session(|peer| {
+        let call_id = Raw::Scalar(peer.expect(0x30)["call_id"].clone());
+        peer.send(REPLY, map([("call_id", call_id), ("data", Raw::Bin(b"abc".to_vec()))]));
+    });
+    let chunk = engine.control(json!({ "operation": "read_file", "file": "tokenizer.json" }));
+    assert_eq!(chunk, Ok((Value::Null, b"abc".to_vec())));
     peer.join().unwrap();
 }
 
 #[test]
-fn a_file_without_end_is_given_up() {
-    let (mut engine, peer) = session(|peer| serve_file(peer, &[&vec![7; (8 << 20) + 1][..]; 8]));
-    assert_eq!(engine.read_file("tokenizer.json").unwrap_err().code, "refused");
-    peer.join().unwrap();
+fn tcp_without_keys_is_refused() {
+    let error = Engine::connect("tcp://127.0.0.1:9", 1, None).err().unwrap();
+    assert_eq!(error.code, "refused");
 }
 
 #[test]
