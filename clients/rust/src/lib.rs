@@ -77,7 +77,7 @@ pub struct Engine {
     socket: zmq::Socket,
     streams: HashMap<String, VecDeque<Result<News>>>, // by request id, until read to the end
     handles: HashMap<u32, String>,                    // to request ids
-    reply: Option<(u64, Result<(Value, Vec<u8>)>)>,   // the last, with its call_id
+    replies: HashMap<u64, Result<(Value, Vec<u8>)>>,  // by call_id
     num_ids: u64,
     over: Result<()>,
 }
@@ -98,13 +98,13 @@ impl Engine {
             return Err(error("refused", "tcp:// needs keys: anybody could answer there"));
         }
         socket.connect(endpoint)?;
-        let (welcome, streams, handles, reply, num_ids) = Default::default();
-        let mut engine = Engine { welcome, socket, streams, handles, reply, num_ids, over: Ok(()) };
-        engine.send(0x01, json!({ "protocol": [1, 3], "client": "nanocore-rust" }))?;
-        while engine.welcome.is_null() {
-            engine.poll(true)?;
+        let (welcome, streams, handles, replies, num_ids) = Default::default();
+        let mut new = Engine { welcome, socket, streams, handles, replies, num_ids, over: Ok(()) };
+        new.send(0x01, json!({ "protocol": [1, 3], "client": "nanocore-rust" }))?;
+        while new.welcome.is_null() {
+            new.poll(true)?;
         }
-        Ok(engine)
+        Ok(new)
     }
 
     /// Starts a request and names it. `fields`: an object with `sampling` and others of SUBMIT.
@@ -146,10 +146,10 @@ impl Engine {
         self.num_ids += 1;
         fields["call_id"] = self.num_ids.into();
         self.send(0x30, fields)?;
-        while self.reply.as_ref().map_or(true, |(id, _)| *id != self.num_ids) {
+        while !self.replies.contains_key(&self.num_ids) {
             self.poll(true)?;
         }
-        self.reply.take().expect("the loop ends with it").1
+        self.replies.remove(&self.num_ids).expect("the loop ends with it")
     }
 
     /// Takes in one message, if need be after waiting for it; false if none came.
@@ -193,8 +193,8 @@ impl Engine {
             0x31 => {
                 let data = body.data.map_or_else(Vec::new, |data| data.to_vec());
                 let refused = error("refused", body.message.unwrap_or_default());
-                let done = body.ok.unwrap_or(true).then(|| (body.stats, data)).ok_or(refused);
-                self.reply = Some((body.call_id.ok_or_else(missing)?, done));
+                let done = body.ok.unwrap_or(true).then_some((body.stats, data)).ok_or(refused);
+                self.replies.insert(body.call_id.ok_or_else(missing)?, done);
             }
             0x41 => return Err(error("bye", body.message.unwrap_or_default())),
             _ => return Err(error("malformed", "an op, or its version, that is unknown here")),
