@@ -43,6 +43,7 @@ from nanocore.protocol.messages import (
     Op,
 )
 from nanocore.protocol.sockets import MAX_FRAME_BYTES
+from nanocore.protocol.sockets.engine_socket import PEER_HIGH_WATER_MARK
 from tests.protocol.samples import directions
 from tools.protocol.examples import EXAMPLES, MARK, with_examples
 from tools.protocol.schema import make_schema
@@ -148,6 +149,7 @@ def test_the_timings_and_limits_in_the_text_are_those_in_the_code() -> None:
     assert f"nothing for {SESSION_TIMEOUT_S:.0f} s (`session_timeout_ms`)" in PROTOCOL
     assert f"takes nothing for {BACKLOG_TIMEOUT_S:.0f} s is closed" in PROTOCOL
     assert f"silent for {ENGINE_TIMEOUT_S:.0f} s for dead" in PROTOCOL
+    assert f"| SNDHWM, RCVHWM | {PEER_HIGH_WATER_MARK} |" in PROTOCOL
     assert f"| MAXMSGSIZE | {MAX_FRAME_BYTES // 2**20} MiB |" in PROTOCOL
     assert f"at most {MAX_FRAME_BYTES // 2**20} MiB" in PROTOCOL
     assert f"{MAX_FILE_BYTES // 2**20} MiB per file" in PROTOCOL

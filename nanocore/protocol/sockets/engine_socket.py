@@ -19,7 +19,7 @@ from nanocore.protocol.sockets.options import (
     socket_options,
 )
 
-_PEER_HIGH_WATER_MARK: Final = 128
+PEER_HIGH_WATER_MARK: Final = 128
 """Messages that libzmq keeps for one peer, and of one. For a peer that does not read that is 8 MiB
 of the largest, 64 KiB each; of a peer that floods us, more wait on its own side."""
 _MAX_SKIPPED_FRAMES: Final = 1000  # by one call; about a millisecond
@@ -47,8 +47,8 @@ class _BoundSocket:
         self._socket.setsockopt(zmq.BACKLOG, 128)
         if kind == zmq.ROUTER:
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.setsockopt(zmq.SNDHWM, _PEER_HIGH_WATER_MARK)
-            self._socket.setsockopt(zmq.RCVHWM, _PEER_HIGH_WATER_MARK)
+            self._socket.setsockopt(zmq.SNDHWM, PEER_HIGH_WATER_MARK)
+            self._socket.setsockopt(zmq.RCVHWM, PEER_HIGH_WATER_MARK)
         if keys is not None:
             self._authenticator = ClientAuthenticator(self._context, keys.clients)
         old_umask = os.umask(0o077)  # the socket file's mode follows it
