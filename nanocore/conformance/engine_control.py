@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 
 from nanocore.conformance.engine_bench import ENGINE_RULES, EngineBench
 from nanocore.conformance.engine_sessions import longest
@@ -71,11 +72,18 @@ def unknown_operations_are_answered(bench: EngineBench) -> None:
 def pause_keeps_requests_until_resume(bench: EngineBench) -> None:
     """While paused, requests are accepted and get no tokens; after resume they run."""
     peer = bench.session()
+    started_s = time.monotonic()
+    peer.complete("before", max_tokens=3)
+    usual_s = time.monotonic() - started_s
     require(peer.call("pause", 1).ok, "pause to be done", "ok false")
     try:
         require(stats_of(peer).paused, "stats with paused true", "paused false")
         stream = peer.submit("kept", max_tokens=3)
+        # As long as the same request took when nothing was paused.
+        until_s = time.monotonic() + 2 * usual_s
         for _ in range(5):
+            stats_of(peer)
+        while time.monotonic() < until_s:
             stats_of(peer)
         require(not stream.token_ids, "no tokens while paused", stream)
         require(peer.call("pause", 2).ok, "a second pause to be done", "ok false")

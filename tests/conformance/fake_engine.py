@@ -90,7 +90,8 @@ class FakeEngine(threading.Thread):
                 busy = not self._paused and any(c.requests for c in self._clients.values())
                 waiting = any(client.waiting for client in self._clients.values())
                 idle = not self._socket.wait(0 if busy else 1 if waiting else PING_INTERVAL_MS)
-                while (received := self._socket.receive()) is not None:
+                # One message a turn: a peer that sends quickly must not keep steps from running.
+                if (received := self._socket.receive()) is not None:
                     self._receive(*received)
                     idle = False
                 for client in list(self._clients.values()):
