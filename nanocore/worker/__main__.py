@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, ModelFileError, StartError
 from nanocore.protocol.lifeline import signal_at_parent_death
@@ -48,7 +49,8 @@ def main() -> None:
     except EOFError:
         return
     except Exception as error:
-        pipe.send(_failure(error))
+        with suppress(OSError):  # the engine may be leaving already, for another rank's failure
+            pipe.send(_failure(error))
         os._exit(StartError.exit_code)  # at once: other threads may be in the middle of a step
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import select
 import signal
+import socket
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,10 @@ from typing import Any
 import pytest
 
 from nanocore.client import LLM, AsyncEngineClient, EngineDeadError, SamplingParams
+from nanocore.engine_core.config import EngineConfig
+from nanocore.protocol.worker import RankStart
+from nanocore.worker.executors.rank_process import RankProcess
+from nanocore.worker.executors.status_board import StatusBoard
 from tests.end_to_end.engine_process import engine, run_to_exit
 from tests.end_to_end.rank_processes import (
     doomed_engine,
@@ -162,6 +168,27 @@ def test_a_rank_that_hangs_is_named(tiny_model: Path, split: str) -> None:
     flags = (split, "2", "--step-timeout-s", "1.5")
     with doomed_engine(tiny_model, *flags, num_ranks=2, exit_code=70) as (running, pids):
         run(main(running.endpoint))
+
+
+def test_a_rank_that_fails_when_nobody_listens_any_more_ends_without_a_word(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As when two ranks fail at once and the engine leaves with the first one's reason."""
+    board_fd = StatusBoard.create(1)
+    start = RankStart(
+        config=EngineConfig(device="cpu").worker_config(str(tmp_path), max_model_len=64),
+        rank=0, cores=[*os.sched_getaffinity(0)], board_fd=board_fd,
+        reduce_fd=-1, receive_fd=-1, send_fd=-1, rendezvous="",
+    )  # fmt: skip
+    rank = RankProcess(start, [board_fd], timeout_s=5.0)
+    with socket.fromfd(rank.pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        end.shutdown(socket.SHUT_RD)  # what it sends fails; that the engine is gone it cannot see
+    assert select.select([rank.pidfd], [], [], 60)[0]
+    assert "exited with code 70" in str(rank.death())
+    rank.close_pipe()
+    rank.end()
+    os.close(board_fd)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_rank_out_of_memory_ends_all_with_one_message(tmp_path: Path) -> None:
