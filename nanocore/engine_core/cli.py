@@ -24,7 +24,7 @@ from nanocore.engine_core.config import (
 from nanocore.engine_core.parent import ParentLink
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.errors import ConfigError, StartError
-from nanocore.protocol.worker import KVCacheDtype, LoadFormat
+from nanocore.protocol.worker import KVCacheDtype, LoadFormat, Quantization
 
 _EXIT_CODES = """\
 exit codes: 0 clean, 2 usage or configuration, 3 model files, 4 memory, 5 address in use,
@@ -84,6 +84,7 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
     device = parser.add_argument_group("device and kernels")
     device.add_argument("--device", choices=get_args(Device), help="default: cuda where it is")
     device.add_argument("--attention-backend", choices=get_args(AttentionBackend))
+    device.add_argument("--quantization", choices=get_args(Quantization))
     device.add_argument(
         "--tensor-parallel-size", "-tp", "--tp", type=int, help="ranks that share each layer (1)"
     )

@@ -20,11 +20,11 @@ from nanocore.protocol.endpoint import (
 )
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Capability
-from nanocore.protocol.worker import KVCacheDtype, LoadFormat, WorkerConfig
+from nanocore.protocol.worker import KVCacheDtype, LoadFormat, Quantization, WorkerConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-AttentionBackend = Literal["auto", "torch"]
+AttentionBackend = Literal["auto", "cpu", "torch"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 DEFAULT_BLOCK_SIZE = 16
@@ -96,6 +96,8 @@ class EngineConfig:
 
     model: folder in Hugging Face format, or id on the Hugging Face hub; None is the bundled demo
     model. revision: of the hub's model. load_format: "dummy" is random weights.
+    attention_backend: of all kernels; "auto" takes the fastest that is here. quantization: of
+    weights as they are loaded; None keeps them in dtype.
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages that
     share the layers. step_timeout_s: how long a step may take before a rank is blamed for it.
     max_model_len: None takes the model's own, "auto" at most what fits the memory.
@@ -118,6 +120,7 @@ class EngineConfig:
     device: Device = "auto"
     dtype: Dtype = "auto"
     attention_backend: AttentionBackend = "auto"
+    quantization: Quantization | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     step_timeout_s: float = 300.0
@@ -156,6 +159,12 @@ class EngineConfig:
             ("--kv-cache-dtype", self.kv_cache_dtype, get_args(KVCacheDtype)),
         ):
             _require(value in choices, flag, value, f"choose one of {', '.join(choices)}")
+        _require(
+            self.quantization in (None, *get_args(Quantization)),
+            "--quantization",
+            self.quantization,
+            f"choose one of {', '.join(get_args(Quantization))}, or leave it out",
+        )
         _require(
             1 <= self.block_size <= 1024 and self.block_size & (self.block_size - 1) == 0,
             "--block-size",
@@ -279,6 +288,7 @@ class EngineConfig:
             device=self.device,
             dtype=self.dtype,
             attention_backend=self.attention_backend,
+            quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
             block_size=self.block_size,
             max_model_len=max_model_len,

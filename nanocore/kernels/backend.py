@@ -6,18 +6,27 @@ Tensor shape suffixes, here and in the whole worker:
     E hidden size            V vocabulary               M block table width
     N blocks in the cache    S slots (tokens) per block
     L tokens of a context    G query heads per KV head
-    X experts                C experts chosen per token    I inner size of an MLP
+    X experts                C experts chosen per token    I inner size of an MLP, or of any input
+    O output features
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.cpu.library import find_library
+from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.protocol.worker import Quantization
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +38,9 @@ class AttentionMetadata:
     query_start: B + 1 offsets into T, on the host. seq_lens: B context lengths including this
     step's tokens, on the host; seq_lens_B: the same, int32 on the device.
     block_table_BM: int32 block ids of each sequence; entries past its length are arbitrary valid
-    ids. slot_mapping_T: int64, where each token's K and V go: block_id * S + slot; -1 is padding:
-    such a token is stored nowhere. Tokens past query_start[-1] are padding too.
+    ids. positions_T: int64, each token's place in its sequence. slot_mapping_T: int64, where its K
+    and V go: block_id * S + slot; -1 is padding: such a token is stored nowhere. Tokens past
+    query_start[-1] are padding too.
     """
 
     num_decodes: int
@@ -38,12 +48,15 @@ class AttentionMetadata:
     seq_lens: list[int]
     seq_lens_B: Tensor
     block_table_BM: Tensor
+    positions_T: Tensor
     slot_mapping_T: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """One layer's K and V, each [num_blocks, block_size, kv_heads, head_dim].
+
+    Within a block a backend may keep values in an order of its own; zeros are zeros in any.
 
     k_scale_NSK, v_scale_NSK: for quantized caches (see `kv_quantization`), what a token's values
     are to be multiplied by, one number for each KV head. All four are contiguous.
@@ -69,10 +82,76 @@ class AttentionSpec:
     softcap: float = 0.0
 
 
+class Replay(Protocol):
+    """Captured kernels, to be run again on the inputs of any step."""
+
+    def __call__(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor:
+        """What was captured; valid until the next call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QKNorm:
+    """Norms of each head of Q and of K. weights: [D]; for their dtype see `Kernels.rms_norm`."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary embedding in the half-split layout: cos and sin of every position, [L, rotary_dim / 2].
+
+    The first rotary_dim <= D dimensions of a head are turned and the rest passes through (partial
+    RoPE, as in Phi). Both have the model's dtype.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
 class Kernels(Protocol):
-    """A backend. Activations are in the model's dtype; norms and softmax accumulate in float32."""
+    """A backend. Activations are in the model's dtype; norms and softmax accumulate in float32.
+
+    Activations are contiguous but for the first dimension. A kernel may write its result over an
+    operand where it says so.
+    """
 
     name: str
+
+    def pack_linear(
+        self, weight_OI: Tensor, quantization: Quantization | None = None
+    ) -> LinearWeight:
+        """The weight of a linear layer or of an embedding, quantized if so asked.
+
+        The backend may keep weight_OI itself: the caller gives it up.
+        """
+        ...
+
+    def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        """x W^T + b, rounded once to x's dtype; [T, O]."""
+        ...
+
+    def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
+        """x W^T as float32, [R, O]; with a softcap, softcap * tanh(logits / softcap)."""
+        ...
+
+    def embedding(
+        self,
+        token_ids_T: Tensor,
+        weight: LinearWeight,
+        first_token: int,
+        factor: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Rows token_id - first_token of the weight times factor, in dtype; [T, I].
+
+        token_ids_T: int64. Rows of tokens that the weight lacks (another rank has them) are 0.
+        """
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension; x [..., E], weight [E]; x's dtype.
@@ -86,15 +165,7 @@ class Kernels(Protocol):
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual); all [T, E]."""
-        ...
-
-    def rope(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        """Rotary embedding in the half-split layout; cos and sin in x's dtype.
-
-        cos and sin are [T, rotary_dim / 2] with rotary_dim <= D: the first rotary_dim dimensions of
-        a head are turned and the rest passes through (partial RoPE, as in Phi).
-        """
+        """(rms_norm(x + residual), x + residual), the sum perhaps over residual; all [T, E]."""
         ...
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
@@ -121,12 +192,18 @@ class Kernels(Protocol):
         """
         ...
 
-    def store_kv(
-        self, k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, slot_mapping_T: Tensor
-    ) -> None:
-        """Write each token's K and V to its slot. All writes of a layer precede its attention.
+    def rope_and_store_kv(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        qk_norm: QKNorm | None,
+        rotary: Rotary,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """Norm Q and K, turn them by their positions, write K and V to the cache; Q, [T, H, D].
 
-        slot_mapping_T: int64; -1 writes nothing, the others are distinct.
+        qkv: [T, (H + 2 K) D], the heads of Q, then of K, then of V; Q may be written over.
         """
         ...
 
@@ -135,7 +212,19 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Causal attention of each query token over its sequence's blocks; [T, H, D].
 
-        Rows of padding tokens are zero.
+        All writes to the cache of the step precede it. Rows of padding tokens are zero.
+        """
+        ...
+
+    def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
+        """The rows that sample, [R, E]."""
+        ...
+
+    def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
+        """`compute` as a whole that runs without Python, or None if this backend cannot.
+
+        compute calls nothing but this backend's kernels on its operands and views of them; here it
+        runs once on operands of max_tokens rows, without meaning.
         """
         ...
 
@@ -144,8 +233,16 @@ def select_kernels(name: str, device: torch.device) -> Kernels:
     """The backend of this name; "auto" takes the best one that this device can run.
 
     Raises:
-        ValueError: no such backend.
+        ConfigError: it is not there.
     """
-    if name in ("auto", TorchKernels.name):
-        return TorchKernels()
-    raise ValueError(f"no kernel backend {name!r} for {device}; there is: torch")
+    if name != TorchKernels.name and device.type in ("cpu", "meta"):
+        library = find_library()
+        if library is not None:
+            return CpuKernels(library)
+        remedy = "it was installed without a C++ compiler: install g++, then nanocore again"
+        if name == CpuKernels.name:
+            raise ConfigError(f"--attention-backend cpu: {remedy}")
+        logger.warning("computing with torch, which is slower than nanocore's kernels: %s", remedy)
+    elif name == CpuKernels.name:
+        raise ConfigError(f"--attention-backend cpu: the device is {device}; use auto")
+    return TorchKernels()

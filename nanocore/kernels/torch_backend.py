@@ -12,18 +12,63 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.linear_weight import LinearWeight, quantize_weight
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_kv_cache import store_kv
 from nanocore.kernels.torch_moe import moe
+from nanocore.protocol.worker import Quantization
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+    from nanocore.kernels.backend import (
+        AttentionMetadata,
+        AttentionSpec,
+        KVCache,
+        QKNorm,
+        Replay,
+        Rotary,
+    )
 
 
 class TorchKernels:
     """Implements `backend.Kernels`."""
 
     name = "torch"
+
+    def pack_linear(
+        self, weight_OI: Tensor, quantization: Quantization | None = None
+    ) -> LinearWeight:
+        out_features, in_features = weight_OI.shape
+        scale_O = None
+        if quantization is not None:
+            weight_OI, scale_O = quantize_weight(weight_OI)
+        return LinearWeight(out_features, in_features, weight_OI.dtype, weight_OI, scale_O)
+
+    def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        if weight.scale_O is None:
+            return F.linear(x_TI, weight.data, bias_O)
+        y_TO = F.linear(x_TI.float(), weight.data.float()) * weight.scale_O
+        return (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
+
+    def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
+        logits_RV = self.linear(x_RE, weight).float()
+        return logits_RV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_RV
+
+    def embedding(
+        self,
+        token_ids_T: Tensor,
+        weight: LinearWeight,
+        first_token: int,
+        factor: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        local_T = token_ids_T - first_token
+        is_elsewhere_T = (local_T < 0) | (local_T >= weight.out_features)
+        local_T = local_T.masked_fill(is_elsewhere_T, 0)
+        x_TE = F.embedding(local_T, weight.data)
+        if weight.scale_O is not None:
+            x_TE = x_TE * weight.scale_O[local_T, None]
+        x_TE = x_TE.to(dtype)
+        return (x_TE if factor == 1.0 else x_TE * factor).masked_fill_(is_elsewhere_T[:, None], 0)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_float = x.float()
@@ -35,11 +80,6 @@ class TorchKernels:
     ) -> tuple[Tensor, Tensor]:
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
-
-    def rope(self, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        cos, sin = cos_TD[:, None], sin_TD[:, None]
-        first, second, *rest = x_THD.split(cos_TD.shape[-1], dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, *rest), dim=-1)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -59,12 +99,39 @@ class TorchKernels:
     ) -> Tensor:
         return moe(x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC)
 
-    def store_kv(
-        self, k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, slot_mapping_T: Tensor
-    ) -> None:
-        store_kv(k_TKD, v_TKD, cache, slot_mapping_T)
+    def rope_and_store_kv(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        qk_norm: QKNorm | None,
+        rotary: Rotary,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        num_kv_heads, head_dim = cache.k_NSKD.shape[2:]
+        heads = qkv.unflatten(-1, (-1, head_dim))
+        q_THD, k_TKD, v_TKD = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        if qk_norm is not None:
+            q_THD = self.rms_norm(q_THD, qk_norm.q_weight, qk_norm.eps)
+            k_TKD = self.rms_norm(k_TKD, qk_norm.k_weight, qk_norm.eps)
+        cos_TR, sin_TR = rotary.cos[metadata.positions_T], rotary.sin[metadata.positions_T]
+        store_kv(rope(k_TKD, cos_TR, sin_TR), v_TKD, cache, metadata.slot_mapping_T)
+        return rope(q_THD, cos_TR, sin_TR)
 
     def paged_attention(
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         return paged_attention(q_THD, cache, metadata, spec)
+
+    def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
+        return x_TE[index_R]
+
+    def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
+        return None
+
+
+def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotary embedding in the half-split layout; cos and sin of each token, in x's dtype."""
+    cos, sin = cos_TR[:, None], sin_TR[:, None]
+    first, second, *rest = x_THD.split(cos_TR.shape[-1], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, *rest), dim=-1)

@@ -15,6 +15,7 @@ from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
+Quantization = Literal["int8"]
 FailureKind = Literal["config", "model_file", "memory", "internal"]
 
 
@@ -22,6 +23,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What every rank of an engine is told.
 
     folder: the model's. dtype: of weights and activations; "auto" is the checkpoint's.
+    quantization: of the weights as they are loaded; None keeps them in dtype.
     kv_cache_dtype: "auto" is dtype. max_num_batched_tokens: tokens of one step, at most.
     max_model_len: tokens of one request, at most; memory may allow fewer in the end.
     gpu_memory_utilization: share of a GPU's memory that weights, activations and KV may take.
@@ -33,6 +35,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     attention_backend: str
+    quantization: Quantization | None
     kv_cache_dtype: KVCacheDtype
     block_size: int
     max_model_len: int
@@ -53,7 +56,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """A rank that has loaded its part of the model.
 
-    weight_bytes: read from files. kv_block_bytes: of one KV block over the rank's layers.
+    weight_bytes: memory they take. kv_block_bytes: of one KV block over the rank's layers.
     available_kv_bytes: memory that its KV cache may take.
     """
 

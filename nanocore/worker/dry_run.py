@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import select_kernels
+from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import CacheMemoryError
 from nanocore.protocol.worker import WorkerConfig, WorkerInfo
 from nanocore.worker.config.model_config import ModelConfig, load_model_config
 from nanocore.worker.device import dtype_name, select_device, select_dtype, select_kv_format
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.loader import check_weights
 from nanocore.worker.memory import available_bytes, cpu_kv_bytes
 from nanocore.worker.model_runner import ModelRunner
@@ -49,7 +51,7 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     models = [_build(config, model_config, rank) for rank in range(config.num_ranks)]
     if config.load_format != "dummy":
         check_weights(folder, models[0].slots(), models[0].ignored_tensors)
-    weight_bytes = [_parameter_bytes(model) for model in models]
+    weight_bytes = [_weight_bytes(config, model) for model in models]
     kv_bytes = _kv_bytes(config, weight_bytes)
     return [
         _info(config, model, num_bytes, kv)
@@ -69,8 +71,12 @@ def _build(config: WorkerConfig, model_config: ModelConfig, rank: int) -> Decode
     return build_model(model_config, placement)
 
 
-def _parameter_bytes(model: DecoderModel) -> int:
-    return sum(part.target.nbytes for slot in model.slots().values() for part in slot.parts)
+def _weight_bytes(config: WorkerConfig, model: DecoderModel) -> int:
+    """Of a model's weights once they are packed, which it has to itself."""
+    num_bytes = sum(part.target.nbytes for slot in model.slots().values() for part in slot.parts)
+    packer = WeightPacker(TorchKernels(), config.quantization)
+    model.pack(packer)
+    return num_bytes - packer.saved_bytes
 
 
 def _kv_bytes(config: WorkerConfig, weight_bytes: list[int]) -> list[int]:

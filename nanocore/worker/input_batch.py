@@ -28,14 +28,13 @@ _TOKEN_DTYPE = np.dtype("<i4")
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step computes. token_ids_T, positions_T: int64 on the device.
+    """What a step computes. token_ids_T: int64 on the device.
 
     sample_index_R: which of the T tokens' hidden states sample. sample_rows: their rows, on the
     host; sample_positions: the positions the sampled tokens will take.
     """
 
     token_ids_T: Tensor
-    positions_T: Tensor
     attention: AttentionMetadata
     sample_index_R: Tensor
     sample_rows: NDArray[np.int64]
@@ -128,13 +127,13 @@ class InputBatch:
         all_sample = bool(samples_B.all())
         return StepInputs(
             token_ids_T=self.token_table[order.table_rows_T, positions].long(),
-            positions_T=positions,
             attention=AttentionMetadata(
                 num_decodes=order.num_decodes,
                 query_start=order.query_start,
                 seq_lens=seq_lens_B.tolist(),
                 seq_lens_B=self._to_device(seq_lens_B.astype(np.int32)),
                 block_table_BM=self.blocks.select(rows_B, plan.group),
+                positions_T=positions,
                 slot_mapping_T=self._to_device(slots_T),
             ),
             sample_index_R=order.last_token_B

@@ -15,14 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels, KVCache
+from nanocore.kernels.backend import AttentionMetadata, Kernels, KVCache, Replay, Rotary
 from nanocore.kernels.kv_quantization import KVCacheFormat
+from nanocore.protocol.worker import Quantization
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.input_batch import InputBatch, StepInputs
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.placement import Placement
-from nanocore.worker.rope import RotaryTable
 from nanocore.worker.sampling.sampler import sample
 
 NOTHING_SAMPLED = ModelRunnerOutput(rows=b"", token_ids=b"")
@@ -60,7 +61,8 @@ class ModelRunner:
         self.device = model.placement.device
         self.links = links or StageLinks()
         self.kv_caches: list[KVCache] = []
-        self.rotary: dict[str, RotaryTable] = {}
+        self.rotary: dict[str, Rotary] = {}
+        self._replay: Replay | None = None
 
     @torch.inference_mode()
     def allocate(
@@ -70,8 +72,9 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        max_num_batched_tokens: int,
     ) -> None:
-        """Allocate the KV cache and the persistent batch, and compute the rotary tables."""
+        """Allocate the KV cache and the persistent batch, compute the rotary tables, capture."""
         self.kv_caches = [
             self._kv_cache(kv_format, (num_blocks, block_size, layer.attention.num_kv_heads))
             for layer in self.model.layers
@@ -81,11 +84,21 @@ class ModelRunner:
             max_num_seqs, max_model_len, block_size, self.config.vocab_size,
             self.device, self.placement.pp_size,
         )  # fmt: skip
+        if self.placement.num_ranks == 1:
+            self._replay = self.kernels.capture(
+                self._compute, max_num_batched_tokens, max_num_seqs
+            )
 
     def kv_block_bytes(self, kv_format: KVCacheFormat, block_size: int) -> int:
         """Bytes that one block takes over this rank's layers, K and V."""
         num_heads = sum(layer.attention.num_kv_heads for layer in self.model.layers)
         return 2 * block_size * num_heads * kv_format.bytes_per_head(self.config.head_dim)
+
+    def pack(self, quantization: Quantization | None) -> int:
+        """Give the loaded weights to the backend; returns the bytes that saves."""
+        packer = WeightPacker(self.kernels, quantization)
+        self.model.pack(packer)
+        return packer.saved_bytes
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -96,12 +109,9 @@ class ModelRunner:
         if plan.num_tokens == 0:
             return NOTHING_SAMPLED
         inputs = self.batch.prepare(plan)
-        hidden_TE = self._forward(inputs)
-        if self.links.send is not None:
-            self.links.send.send(hidden_TE)
-        if not self.placement.is_last_stage or len(inputs.sample_rows) == 0:
+        logits_RV = self._run_model(inputs)
+        if logits_RV is None:
             return NOTHING_SAMPLED
-        logits_RV = self.model.compute_logits(hidden_TE[inputs.sample_index_R])
         token_ids_R = self.sample(logits_RV, inputs.sample_rows, inputs.sample_positions)
         self.batch.append(inputs.sample_rows, token_ids_R)
         return ModelRunnerOutput(
@@ -123,16 +133,35 @@ class ModelRunner:
             self.placement.tp,
         )
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        model, config = self.model, self.config
-        rotary = {kind: table(inputs.positions_T) for kind, table in self.rotary.items()}
-        context = StepContext(self.kernels, inputs.attention, rotary)
+    def _run_model(self, inputs: StepInputs) -> Tensor | None:
+        """Logits of the rows that sample, or None where there are none."""
+        token_ids_T, metadata = inputs.token_ids_T, inputs.attention
+        if self._replay is not None:
+            logits_RV = self._replay(token_ids_T, metadata, inputs.sample_index_R)
+            return logits_RV if len(logits_RV) else None
         if self.links.receive is None:
-            x_TE = model.embed(inputs.token_ids_T)
+            x_TE = self.model.embed(token_ids_T, self.kernels)
         else:
-            shape = len(inputs.positions_T), config.hidden_size
+            shape = len(token_ids_T), self.config.hidden_size
             x_TE = self.links.receive.recv(shape, self.placement.dtype)
-        return model.forward(x_TE, self.kv_caches, context)
+        hidden_TE = self._forward(x_TE, metadata)
+        if self.links.send is not None:
+            self.links.send.send(hidden_TE)
+        if not self.placement.is_last_stage or len(inputs.sample_rows) == 0:
+            return None
+        return self.model.compute_logits(hidden_TE[inputs.sample_index_R], self.kernels)
+
+    def _forward(self, x_TE: Tensor, metadata: AttentionMetadata) -> Tensor:
+        context = StepContext(self.kernels, metadata, self.rotary)
+        return self.model.forward(x_TE, self.kv_caches, context)
+
+    def _compute(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor:
+        """A whole step of a rank that needs no other."""
+        hidden_TE = self._forward(self.model.embed(token_ids_T, self.kernels), metadata)
+        hidden_RE = self.kernels.select_rows(hidden_TE, sample_index_R)
+        return self.model.compute_logits(hidden_RE, self.kernels)
 
     def _kv_cache(self, kv_format: KVCacheFormat, shape_NSK: tuple[int, int, int]) -> KVCache:
         shape_NSKD = (*shape_NSK, self.config.head_dim)

@@ -30,6 +30,11 @@ class Placement:
     pp_size: int = 1
 
     @property
+    def num_ranks(self) -> int:
+        """Of the whole model."""
+        return self.tp.size * self.pp_size
+
+    @property
     def is_first_stage(self) -> bool:
         """Whether token ids enter here."""
         return self.pp_rank == 0

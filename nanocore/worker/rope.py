@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from nanocore.kernels.backend import Rotary
+
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 
 
@@ -48,23 +50,17 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
 
 
-class RotaryTable:
-    """cos and sin of every position below max_len, each [max_len, rotary_dim / 2].
+def rotary_table(
+    config: RopeConfig, max_len: int, dtype: torch.dtype, device: torch.device
+) -> Rotary:
+    """cos and sin of every position below max_len, in dtype; they are computed in float32.
 
-    max_len: the served length (dynamic NTK depends on it). dtype: of the table; it is computed in
-    float32.
+    max_len: the served length (dynamic NTK depends on it).
     """
-
-    def __init__(self, config: RopeConfig, max_len: int, dtype: torch.dtype,
-                 device: torch.device) -> None:  # fmt: skip
-        positions = torch.arange(max_len, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(config, max_len))
-        scale = attention_scaling(config)
-        self.cos = (angles.cos() * scale).to(device, dtype)
-        self.sin = (angles.sin() * scale).to(device, dtype)
-
-    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[positions_T], self.sin[positions_T]
+    positions = torch.arange(max_len, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(config, max_len))
+    scale = attention_scaling(config)
+    return Rotary((angles.cos() * scale).to(device, dtype), (angles.sin() * scale).to(device, dtype))
 
 
 def inverse_frequencies(config: RopeConfig, max_len: int) -> Tensor:

@@ -69,6 +69,7 @@ class Worker:
             weight_bytes = load_weights(
                 Path(self._config.folder), model.slots(), model.ignored_tensors, self._progress
             )
+        weight_bytes -= self._runner.pack(self._config.quantization)
         return WorkerInfo(
             device=str(self.device),
             dtype=dtype_name(self._placement.dtype),
@@ -82,8 +83,9 @@ class Worker:
         """Make the KV cache and the persistent batch."""
         config = self._config
         self._runner.allocate(
-            self._kv_format, num_blocks, config.block_size, config.max_num_seqs, max_model_len
-        )
+            self._kv_format, num_blocks, config.block_size, config.max_num_seqs, max_model_len,
+            config.max_num_batched_tokens,
+        )  # fmt: skip
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step; returns the tokens it sampled."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanocore.kernels.backend import AttentionSpec, KVCache
+from nanocore.kernels.backend import AttentionSpec, Kernels, KVCache, QKNorm
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Slots
 from nanocore.worker.placement import Placement
 
@@ -53,16 +54,19 @@ class Attention:
             slots |= self.q_norm.slots(f"{prefix}q_norm") | self.k_norm.slots(f"{prefix}k_norm")
         return slots
 
+    def pack(self, packer: WeightPacker) -> None:
+        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        self.qkv_proj.pack(packer)
+        self.o_proj.pack(packer)
+
     def __call__(self, x_TE: Tensor, cache: KVCache, context: StepContext) -> Tensor:
         kernels, metadata = context.kernels, context.metadata
-        q, k, v = self.qkv_proj(x_TE).split(self.qkv_proj.sizes, dim=-1)
-        q_THD = q.unflatten(-1, (self.num_heads, self.head_dim))
-        k_TKD = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v_TKD = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        qk_norm = None
         if self.q_norm and self.k_norm:
-            q_THD, k_TKD = self.q_norm(q_THD, kernels), self.k_norm(k_TKD, kernels)
-        cos_TR, sin_TR = context.rotary[self.layer_type]
-        q_THD, k_TKD = kernels.rope(q_THD, cos_TR, sin_TR), kernels.rope(k_TKD, cos_TR, sin_TR)
-        kernels.store_kv(k_TKD, v_TKD, cache, metadata.slot_mapping_T)
+            qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        q_THD = kernels.rope_and_store_kv(
+            self.qkv_proj(x_TE, kernels), self.num_heads, qk_norm,
+            context.rotary[self.layer_type], cache, metadata,
+        )  # fmt: skip
         out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
-        return self.o_proj(out_THD.flatten(1))
+        return self.o_proj(out_THD.flatten(1), kernels)

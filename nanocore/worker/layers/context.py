@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from nanocore.kernels.backend import AttentionMetadata, Kernels
+from nanocore.kernels.backend import AttentionMetadata, Kernels, Rotary
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """rotary: cos and sin, each [T, rotary_dim / 2] in the model's dtype, by layer type."""
+    """rotary: of all positions, by layer type."""
 
     kernels: Kernels
     metadata: AttentionMetadata
-    rotary: dict[str, tuple[Tensor, Tensor]]
+    rotary: dict[str, Rotary]

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import KVCache
+from nanocore.kernels.backend import Kernels, KVCache, Rotary
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.embedding import VocabParallelEmbedding
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Slot, Slots, without_parts
 from nanocore.worker.placement import Placement
-from nanocore.worker.rope import RotaryTable
+from nanocore.worker.rope import rotary_table
 
 
 class Layer(Protocol):
@@ -32,6 +34,10 @@ class Layer(Protocol):
 
     def slots(self, prefix: str) -> Slots:
         """Where the checkpoint's tensors with this prefix go."""
+        ...
+
+    def pack(self, packer: WeightPacker) -> None:
+        """Give up the loaded weights for packed ones; `slots` names them no longer."""
         ...
 
     def __call__(
@@ -46,6 +52,10 @@ class MLP(Protocol):
 
     def slots(self, prefix: str) -> Slots:
         """Where the checkpoint's tensors with this prefix go."""
+        ...
+
+    def pack(self, packer: WeightPacker) -> None:
+        """Give up the loaded weights for packed ones; `slots` names them no longer."""
         ...
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor: ...
@@ -72,6 +82,10 @@ class DecoderLayer:
             **self.mlp.slots(f"{prefix}mlp."),
             **self.norm_slots(prefix),
         }
+
+    def pack(self, packer: WeightPacker) -> None:
+        self.attention.pack(packer)
+        self.mlp.pack(packer)
 
     def norm_slots(self, prefix: str) -> Slots:
         """The norms' part of `slots`."""
@@ -100,6 +114,8 @@ class DecoderModel:
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         self.config, self.placement = config, placement
+        # Rounded as in training, where the factor had the model's dtype.
+        self.embedding_factor = torch.tensor(config.embedding_scale, dtype=placement.dtype).item()
         self.layer_range = placement.stage_layers(config.num_layers)
         self.layers = [self.layer_class(placement, config, i) for i in self.layer_range]
         self.embedding = self._vocabulary() if placement.is_first_stage else None
@@ -139,16 +155,25 @@ class DecoderModel:
             names.add("lm_head.weight")
         return frozenset(names)
 
-    def rotary_tables(self, max_len: int) -> dict[str, RotaryTable]:
+    def pack(self, packer: WeightPacker) -> None:
+        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        for layer in self.layers:
+            layer.pack(packer)
+        if self.head is not None:
+            self.head.pack(packer)
+        if self.embedding is not None and self.embedding is not self.head:
+            self.embedding.pack(kernels, None)
+
+    def rotary_tables(self, max_len: int) -> dict[str, Rotary]:
         """cos and sin for positions below max_len, by layer type."""
         dtype, device = self.placement.dtype, self.placement.device
         rope, kinds = self.config.rope, dict.fromkeys(self.config.layer_types)
-        return {kind: RotaryTable(rope[kind], max_len, dtype, device) for kind in kinds}
+        return {kind: rotary_table(rope[kind], max_len, dtype, device) for kind in kinds}
 
-    def embed(self, token_ids_T: Tensor) -> Tensor:
+    def embed(self, token_ids_T: Tensor, kernels: Kernels) -> Tensor:
         """What the first layer gets, [T, E]; first stage only."""
         assert self.embedding is not None, "token ids enter at the first stage"
-        return self.embedding.embed(token_ids_T)
+        return self.embedding.embed(token_ids_T, self.embedding_factor, kernels)
 
     def forward(self, x_TE: Tensor, caches: list[KVCache], context: StepContext) -> Tensor:
         """Hidden states [T, E] after this stage's layers, normed after the last; writes K and V."""
@@ -160,10 +185,10 @@ class DecoderModel:
             return x_TE + residual_TE
         return self.norm.add(x_TE, residual_TE, context.kernels)[0]
 
-    def compute_logits(self, hidden_RE: Tensor) -> Tensor:
+    def compute_logits(self, hidden_RE: Tensor, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, V / tp], for rows that sample; last stage."""
         assert self.head is not None, "logits leave at the last stage"
-        return self.head.logits(hidden_RE)
+        return self.head.logits(hidden_RE, self.config.final_logit_softcapping, kernels)
 
     def _vocabulary(self) -> VocabParallelEmbedding:
         config = self.config

@@ -6,9 +6,11 @@ vocabulary can be split.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.backend import Kernels
+from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Part
 from nanocore.worker.placement import Placement
 
@@ -21,22 +23,30 @@ class VocabParallelEmbedding:
         range_size = -(-vocab_size // self.tp.size)
         self.first_token = min(self.tp.rank * range_size, vocab_size)
         self.num_tokens = min(range_size, vocab_size - self.first_token)
+        self.dtype = placement.dtype
         self.weight = placement.empty(self.num_tokens, hidden_size)
+        self.packed: LinearWeight
 
     def parts(self) -> list[Part]:
         """What this rank keeps of the checkpoint's matrix."""
         rows = slice(self.first_token, self.first_token + self.num_tokens)
         return [Part(self.weight, (rows,))]
 
-    def embed(self, token_ids_T: Tensor) -> Tensor:
-        """Embeddings, [T, E]."""
-        if self.tp.size == 1:
-            return F.embedding(token_ids_T, self.weight)
-        local_T = token_ids_T - self.first_token
-        is_elsewhere_T = (local_T < 0) | (local_T >= self.num_tokens)
-        x_TE = F.embedding(local_T.masked_fill(is_elsewhere_T, 0), self.weight)
-        return self.tp.all_reduce(x_TE.masked_fill(is_elsewhere_T[:, None], 0))
+    def pack(self, packer: WeightPacker) -> None:
+        """Give up the loaded weight for a packed one; `parts` names it no longer."""
+        self.packed = packer.linear(self.weight)
+        del self.weight
 
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Logits of this rank's tokens, float32 [R, num_tokens]."""
-        return F.linear(hidden_RE, self.weight).float()
+    def pack_as_embedding(self, packer: WeightPacker) -> None:
+        """Likewise, where nothing but `embed` needs it."""
+        self.packed = packer.embedding(self.weight)
+        del self.weight
+
+    def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:
+        """Embeddings times factor, [T, E]."""
+        x_TE = kernels.embedding(token_ids_T, self.packed, self.first_token, factor, self.dtype)
+        return x_TE if self.tp.size == 1 else self.tp.all_reduce(x_TE)
+
+    def logits(self, hidden_RE: Tensor, softcap: float, kernels: Kernels) -> Tensor:
+        """Logits of this rank's tokens, float32 [R, num_tokens]; see `Kernels.logits`."""
+        return kernels.logits(hidden_RE, self.packed, softcap)

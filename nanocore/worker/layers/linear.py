@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.backend import Kernels
+from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Part, Slot, Slots, whole
 from nanocore.worker.placement import Placement
 
@@ -57,6 +59,7 @@ class ColumnParallelLinear:
         self.parts = parts
         self.sizes = [rows.size for rows in parts]
         self.weight = placement.empty(sum(self.sizes), in_features)
+        self.packed: LinearWeight
         self.bias = placement.empty(sum(self.sizes)) if bias else None
 
     def slots(self, *names: str) -> Slots:
@@ -76,8 +79,13 @@ class ColumnParallelLinear:
             offset += rows.total
         return {f"{name}.weight": Slot((offset, self.in_features), parts)}
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def pack(self, packer: WeightPacker) -> None:
+        """Give up the loaded weight for a packed one; `slots` names it no longer."""
+        self.packed = packer.linear(self.weight)
+        del self.weight
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return kernels.linear(x, self.packed, self.bias)
 
     def _slots(self, stacked: Tensor, rest: tuple[int, ...], names: list[str]) -> Slots:
         return {
@@ -105,6 +113,7 @@ class RowParallelLinear:
         self.in_features = in_features
         self.columns = Rows.share(placement, in_features, what)
         self.weight = placement.empty(out_features, self.columns.size)
+        self.packed: LinearWeight
         self.bias = placement.empty(out_features) if bias else None
 
     def slots(self, name: str) -> Slots:
@@ -116,10 +125,17 @@ class RowParallelLinear:
             slots[f"{name}.bias"] = whole(self.bias)
         return slots
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self.tp.all_reduce(self.partial_sum(x))
+    def pack(self, packer: WeightPacker) -> None:
+        """Give up the loaded weight for a packed one; `slots` names it no longer."""
+        self.packed = packer.linear(self.weight)
+        del self.weight
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        if self.tp.size == 1:
+            return kernels.linear(x, self.packed, self.bias)
+        y = self.tp.all_reduce(self.partial_sum(x, kernels))
         return y if self.bias is None else y + self.bias
 
-    def partial_sum(self, x: Tensor) -> Tensor:
+    def partial_sum(self, x: Tensor, kernels: Kernels) -> Tensor:
         """What this rank adds to the sum, for callers that have more to add before reducing it."""
-        return F.linear(x, self.weight)
+        return kernels.linear(x, self.packed)

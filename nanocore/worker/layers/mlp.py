@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nanocore.kernels.backend import Kernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Slots
 from nanocore.worker.placement import Placement
 
@@ -37,14 +39,19 @@ class GatedMLP:
             **self.down_proj.slots(f"{prefix}down_proj"),
         }
 
+    def pack(self, packer: WeightPacker) -> None:
+        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        self.gate_up_proj.pack(packer)
+        self.down_proj.pack(packer)
+
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        return self.down_proj(self._inner(x_TE, context))
+        return self.down_proj(self._inner(x_TE, context), context.kernels)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """What this rank adds to the result, before biases."""
-        return self.down_proj.partial_sum(self._inner(x_TE, context))
+        return self.down_proj.partial_sum(self._inner(x_TE, context), context.kernels)
 
     def _inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
         kernels = context.kernels
         activate = kernels.gelu_and_mul if self.uses_gelu else kernels.silu_and_mul
-        return activate(self.gate_up_proj(x_TE))
+        return activate(self.gate_up_proj(x_TE, kernels))

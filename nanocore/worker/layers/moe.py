@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.backend import Kernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
 from nanocore.worker.layers.linear import Rows
+from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Part, Slot, Slots, whole
 from nanocore.worker.placement import Placement
 
@@ -55,6 +57,9 @@ class SparseMLP:
             down = Part(down_EI, (slice(0, hidden_size), inner))
             slots[f"{expert}down_proj.weight"] = Slot(out_shape, [down])
         return slots
+
+    def pack(self, packer: WeightPacker) -> None:
+        """Experts stay as they were loaded: `Kernels.moe` takes them so."""
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         return self.tp.all_reduce(self.partial_sum(x_TE, context))

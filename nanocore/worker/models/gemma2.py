@@ -5,7 +5,6 @@ Every other layer has a window. Norm weights are stored less one, and embeddings
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import KVCache
@@ -43,18 +42,6 @@ class Gemma2Layer(DecoderLayer):
 
 
 class Gemma2Model(DecoderModel):
-    """Scaled embeddings and capped logits."""
+    """Its checkpoints use the common names for the rest."""
 
     layer_class = Gemma2Layer
-
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
-        super().__init__(config, placement)
-        # Rounded as in training, where the factor had the model's dtype.
-        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=placement.dtype).item()
-
-    def embed(self, token_ids_T: Tensor) -> Tensor:
-        return super().embed(token_ids_T) * self.embedding_scale
-
-    def compute_logits(self, hidden_RE: Tensor) -> Tensor:
-        logits_RV, cap = super().compute_logits(hidden_RE), self.config.final_logit_softcapping
-        return logits_RV.div_(cap).tanh_().mul_(cap) if cap else logits_RV

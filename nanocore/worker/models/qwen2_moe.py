@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.backend import Kernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.moe import SparseDecoderLayer, SparseMLP
+from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Slots, whole
 from nanocore.worker.placement import Placement
 
@@ -36,6 +38,9 @@ class SharedExpertMLP(SparseMLP):
             **self.shared_expert.slots(f"{prefix}shared_expert."),
             f"{prefix}shared_expert_gate.weight": whole(self.shared_gate_1E),
         }
+
+    def pack(self, packer: WeightPacker) -> None:
+        self.shared_expert.pack(packer)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         gate_T1 = F.linear(x_TE, self.shared_gate_1E).sigmoid()

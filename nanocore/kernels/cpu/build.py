@@ -1,0 +1,29 @@
+"""How the CPU kernels are compiled: the flags of each instruction set, the best first.
+
+Read by setup.py, which has nothing of nanocore but this file, and by `library`, which looks for
+what it made. One source for all: what an instruction set lacks is decided by the compiler's macros.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Final
+
+_AVX512: Final = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
+                  "-mprefer-vector-width=512")  # fmt: skip
+
+_X86: Final = {
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512": _AVX512,
+    "avx2": ("-mavx2", "-mfma"),
+}
+
+INSTRUCTION_SETS: Final[dict[str, tuple[str, ...]]] = {
+    **(_X86 if platform.machine() in ("x86_64", "AMD64") else {}),
+    "plain": (),
+}
+"""Compiler flags by name."""
+
+COMPILE_FLAGS: Final = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread",
+                        "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-warning-option")  # fmt: skip
+LINK_FLAGS: Final = ("-pthread",)

@@ -1,0 +1,321 @@
+"""The native CPU kernels as a backend: a Python call for each, or a whole step in one.
+
+Every number of rows, chunking and batch gives a token the same bits (see multiply.h). K and V lie
+in the cache as products read them (rows.h), which needs blocks and heads of whole 16 values; other
+shapes and quantized caches, and experts, are computed by the torch backend. Shape suffixes: see
+`backend`.
+"""
+
+from __future__ import annotations
+
+import logging
+from ctypes import byref
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanocore.kernels.cpu.library import (
+    CacheLayoutStruct,
+    Library,
+    LinearWeightStruct,
+    NormWeightStruct,
+    StepStruct,
+)
+from nanocore.kernels.cpu.program import (
+    SAMPLES,
+    NotRecordable,
+    Program,
+    Recording,
+    Workspace,
+    record,
+)
+from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.protocol.worker import Quantization
+from nanocore.kernels.torch_backend import TorchKernels
+
+if TYPE_CHECKING:
+    from nanocore.kernels.backend import (
+        AttentionMetadata,
+        AttentionSpec,
+        KVCache,
+        QKNorm,
+        Replay,
+        Rotary,
+    )
+
+logger = logging.getLogger(__name__)
+
+_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+_KINDS: Final = {**_DTYPES, torch.int8: 2}
+_SILU, _GELU = 0, 1
+_TILE_COLUMNS = 32
+_LARGEST_VECTOR = 16
+_PAGE_BYTES = 2 << 20
+
+
+class CpuKernels:
+    """Implements `backend.Kernels`."""
+
+    name = "cpu"
+
+    def __init__(self, library: Library) -> None:
+        self._workspace = Workspace(library)
+        self._library = library
+        self._torch = TorchKernels()
+        self._recording: Recording | None = None
+
+    def pack_linear(
+        self, weight_OI: Tensor, quantization: Quantization | None = None
+    ) -> LinearWeight:
+        out_features, in_features = weight_OI.shape
+        dtype = weight_OI.dtype if quantization is None else torch.int8
+        scale_O = None
+        if quantization is not None:
+            scale_O = torch.empty(-(-out_features // _TILE_COLUMNS) * _TILE_COLUMNS)
+        weight = LinearWeight(out_features, in_features, dtype, torch.empty(0), scale_O)
+        struct = _weight_struct(weight)
+        packed = _huge_pages(self._library.packed_bytes(byref(struct)))
+        struct.packed = packed.data_ptr()
+        weight_OI = weight_OI.contiguous()
+        self._library.pack(
+            self._workspace.handle, _DTYPES[weight_OI.dtype], weight_OI.data_ptr(), byref(struct)
+        )
+        return LinearWeight(out_features, in_features, dtype, packed, scale_O)
+
+    def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        return self._linear(x_TI, weight, bias_O, x_TI.dtype)
+
+    def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
+        logits_RV = self._linear(x_RE, weight, None, torch.float32)
+        if softcap:
+            width = logits_RV.shape[1]
+            self._run("softcap", logits_RV, logits_RV.data_ptr(), width, softcap, dtype=None)
+        return logits_RV
+
+    def embedding(
+        self,
+        token_ids_T: Tensor,
+        weight: LinearWeight,
+        first_token: int,
+        factor: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        out_TE = self._empty(token_ids_T, weight.in_features, dtype)
+        step = StepStruct(token_ids=token_ids_T.data_ptr())
+        arguments = byref(_weight_struct(weight)), first_token, factor, out_TE.data_ptr()
+        self._run("embedding", out_TE, *arguments, step=step)
+        return out_TE
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self._norm(x, None, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._norm(x, residual, weight, eps), residual
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return self._gate(x, _SILU)
+
+    def gelu_and_mul(self, x: Tensor) -> Tensor:
+        return self._gate(x, _GELU)
+
+    def moe(
+        self,
+        x_TE: Tensor,
+        gate_up_XIE: Tensor,
+        down_XEI: Tensor,
+        expert_ids_TC: Tensor,
+        weights_TC: Tensor,
+    ) -> Tensor:
+        self._refuse_recording("experts")
+        return self._torch.moe(x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC)
+
+    def rope_and_store_kv(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        qk_norm: QKNorm | None,
+        rotary: Rotary,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        if not _is_native(cache, qkv.dtype):
+            self._refuse_recording("this KV cache")
+            return self._torch.rope_and_store_kv(
+                qkv, num_heads, qk_norm, rotary, cache, metadata
+            )
+        if not qkv.is_contiguous():
+            qkv = qkv.contiguous()
+        q_norm = k_norm = NormWeightStruct()
+        if qk_norm is not None:
+            q_norm = _norm_struct(qk_norm.q_weight, qk_norm.eps)
+            k_norm = _norm_struct(qk_norm.k_weight, qk_norm.eps)
+        head_dim = cache.k_NSKD.shape[3]
+        self._run(
+            "rope", qkv, qkv.data_ptr(), num_heads, byref(_cache_struct(cache)), byref(q_norm),
+            byref(k_norm), rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.cos.shape[1],
+            step=self._step(metadata),
+        )  # fmt: skip
+        return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
+
+    def paged_attention(
+        self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        if not _is_native(cache, q_THD.dtype):
+            self._refuse_recording("this KV cache")
+            return self._torch.paged_attention(q_THD, cache, metadata, spec)
+        num_heads, head_dim = q_THD.shape[1:]
+        out = self._empty(q_THD, num_heads * head_dim, q_THD.dtype)
+        self._run(
+            "attention", out, q_THD.data_ptr(), q_THD.stride(0), num_heads,
+            byref(_cache_struct(cache)), spec.scale, spec.window, spec.softcap, out.data_ptr(),
+            step=self._step(metadata),
+        )  # fmt: skip
+        return out.unflatten(1, (num_heads, head_dim))
+
+    def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
+        if self._recording is None:
+            return x_TE[index_R]
+        self._recording.rows = SAMPLES
+        out_RE = self._empty(x_TE, x_TE.shape[1], x_TE.dtype)
+        self._run("select", out_RE, x_TE.data_ptr(), x_TE.shape[1], out_RE.data_ptr())
+        return out_RE
+
+    def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
+        assert self._recording is None, "one capture at a time"
+        placeholder = torch.zeros(max_tokens, dtype=torch.int64)
+
+        def run(recording: Recording) -> Tensor:
+            self._recording = recording
+            return compute(placeholder, None, placeholder)  # type: ignore[arg-type]
+
+        try:
+            program, result = record(self._workspace, max_tokens, max_samples, run)
+        except NotRecordable as reason:
+            logger.info("kernels are called one by one, because a step has %s", reason)
+            return None
+        finally:
+            self._recording = None
+        return _Captured(program, result)
+
+    def _linear(
+        self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        out_TO = self._empty(x_TI, weight.out_features, out_dtype)
+        self._run(
+            "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(_weight_struct(weight)),
+            None if bias_O is None else bias_O.data_ptr(), _DTYPES[out_dtype], out_TO.data_ptr(),
+            out_TO.stride(0),
+        )  # fmt: skip
+        return out_TO
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        size = x.shape[-1]
+        rows = x if x.dim() == 2 else x.reshape(-1, size)
+        out = self._empty(rows, size, x.dtype)
+        self._run(
+            "rms_norm", rows, rows.data_ptr(), rows.stride(0),
+            None if residual is None else residual.data_ptr(), byref(_norm_struct(weight, eps)),
+            size, out.data_ptr(),
+        )  # fmt: skip
+        return out.view(x.shape)
+
+    def _gate(self, x: Tensor, gate: int) -> Tensor:
+        size = x.shape[1] // 2
+        out = self._empty(x, size, x.dtype)
+        self._run("gate", x, x.data_ptr(), size, gate, out.data_ptr())
+        return out
+
+    def _empty(self, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """A result with as many rows as `like`."""
+        if self._recording is not None:
+            return self._recording.empty(width, dtype)
+        return torch.empty(len(like), width, dtype=dtype)
+
+    def _run(
+        self, kernel: str, rows: Tensor, *arguments: Any, step: Any = None, dtype: Any = ...
+    ) -> None:
+        """Record a kernel, or run it at once on the rows of this tensor."""
+        head = () if dtype is None else (_DTYPES[rows.dtype],)
+        if self._recording is not None:
+            self._recording.program.append(kernel, self._recording.rows, *head, *arguments)
+            return
+        program = Program(self._workspace)
+        program.append(kernel, len(rows), *head, *arguments)
+        program.run(step or StepStruct())
+
+    def _step(self, metadata: AttentionMetadata) -> StepStruct | None:
+        return None if self._recording is not None else _step_struct(metadata)
+
+    def _refuse_recording(self, what: str) -> None:
+        if self._recording is not None:
+            raise NotRecordable(what)
+
+
+class _Captured:
+    """Implements `backend.Replay`."""
+
+    def __init__(self, program: Program, result: Tensor) -> None:
+        self._program, self._result = program, result
+
+    def __call__(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor:
+        step = _step_struct(metadata)
+        step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
+        step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
+        self._program.run(step)
+        return self._result[: len(sample_index_R)]
+
+
+def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
+    """Whether K and V lie in the cache in the native kernels' order."""
+    block_size, head_dim = cache.k_NSKD.shape[1], cache.k_NSKD.shape[3]
+    is_whole = block_size % _LARGEST_VECTOR == 0 and head_dim % _LARGEST_VECTOR == 0
+    return is_whole and cache.k_NSKD.dtype == dtype
+
+
+def _huge_pages(num_bytes: int) -> Tensor:
+    """Zeroed memory in pages of 2 MiB where the system has them: weights are read as streams."""
+    memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % _PAGE_BYTES
+    return torch.from_numpy(memory[start : start + num_bytes])
+
+
+def _weight_struct(weight: LinearWeight) -> LinearWeightStruct:
+    scale = weight.scale_O
+    return LinearWeightStruct(
+        _KINDS[weight.dtype], weight.data.data_ptr(), None if scale is None else scale.data_ptr(),
+        weight.in_features, weight.out_features,
+    )  # fmt: skip
+
+
+def _norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
+    return NormWeightStruct(weight.data_ptr(), weight.dtype == torch.float32, eps)
+
+
+def _cache_struct(cache: KVCache) -> CacheLayoutStruct:
+    _, block_size, num_heads, head_dim = cache.k_NSKD.shape
+    k, v = cache.k_NSKD.data_ptr(), cache.v_NSKD.data_ptr()
+    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size)
+
+
+def _step_struct(metadata: AttentionMetadata) -> StepStruct:
+    """The part of a step that attention needs; metadata must outlive it."""
+    table_BM = metadata.block_table_BM
+    assert table_BM.stride(1) == 1 and table_BM.dtype == torch.int32, "rows of block ids"
+    query_start = np.array(metadata.query_start, np.int64)
+    step = StepStruct(
+        num_seqs=len(metadata.seq_lens),
+        positions=metadata.positions_T.data_ptr(),
+        slots=metadata.slot_mapping_T.data_ptr(),
+        query_start=query_start.ctypes.data,
+        seq_lens=metadata.seq_lens_B.data_ptr(),
+        block_table=table_BM.data_ptr(),
+        block_table_stride=table_BM.stride(0),
+    )
+    step.kept = query_start
+    return step

@@ -1,0 +1,159 @@
+"""The compiled kernels: which of the libraries this machine can run, and their C interface.
+
+setup.py compiles the same sources once for each instruction set, as extension modules that are
+loaded by ctypes and not imported (so they need no Python headers, and calls release the
+interpreter). Where no compiler was at hand there are none, and the torch backend serves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Iterator
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from typing import Final
+
+from nanocore.kernels.cpu.build import INSTRUCTION_SETS
+
+_ABI_VERSION: Final = 1
+
+
+class LinearWeightStruct(ctypes.Structure):
+    """`LinearWeight` of linear.h."""
+
+    _fields_ = (
+        ("kind", c_int),
+        ("packed", c_void_p),
+        ("scale", c_void_p),
+        ("in_features", c_int64),
+        ("out_features", c_int64),
+    )
+
+
+class NormWeightStruct(ctypes.Structure):
+    """`NormWeight` of rows.h; without data there is no norm."""
+
+    _fields_ = (("data", c_void_p), ("is_float", ctypes.c_bool), ("eps", c_float))
+
+
+class CacheLayoutStruct(ctypes.Structure):
+    """`CacheLayout` of program.cpp."""
+
+    _fields_ = (
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("num_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+    )
+
+
+class StepStruct(ctypes.Structure):
+    """`Step` of program.cpp."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("num_samples", c_int64),
+        ("num_seqs", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("query_start", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_table", c_void_p),
+        ("block_table_stride", c_int64),
+        ("sample_index", c_void_p),
+    )
+
+
+_KERNEL: Final = (c_void_p, c_int64, c_int)  # program, rows, dtype
+_SIGNATURES: Final = {
+    "abi_version": (c_int, ()),
+    "is_supported": (c_int, ()),
+    "workspace_new": (c_void_p, (POINTER(c_int), c_int)),
+    "workspace_free": (None, (c_void_p,)),
+    "program_new": (c_void_p, (c_void_p,)),
+    "program_free": (None, (c_void_p,)),
+    "program_run": (None, (c_void_p, POINTER(StepStruct))),
+    "packed_bytes": (c_int64, (POINTER(LinearWeightStruct),)),
+    "pack": (None, (c_void_p, c_int, c_void_p, POINTER(LinearWeightStruct))),
+    "embedding": (
+        None,
+        (*_KERNEL, POINTER(LinearWeightStruct), c_int64, c_float, c_void_p),
+    ),
+    "rms_norm": (
+        None,
+        (*_KERNEL, c_void_p, c_int64, c_void_p, POINTER(NormWeightStruct), c_int64, c_void_p),
+    ),
+    "linear": (
+        None,
+        (*_KERNEL, c_void_p, c_int64, POINTER(LinearWeightStruct), c_void_p, c_int, c_void_p,
+         c_int64),
+    ),
+    "gate": (None, (*_KERNEL, c_void_p, c_int64, c_int, c_void_p)),
+    "rope": (
+        None,
+        (*_KERNEL, c_void_p, c_int64, POINTER(CacheLayoutStruct), POINTER(NormWeightStruct),
+         POINTER(NormWeightStruct), c_void_p, c_void_p, c_int64),
+    ),
+    "attention": (
+        None,
+        (*_KERNEL, c_void_p, c_int64, c_int64, POINTER(CacheLayoutStruct), c_float, c_int64,
+         c_float, c_void_p),
+    ),
+    "select": (None, (*_KERNEL, c_void_p, c_int64, c_void_p)),
+    "softcap": (None, (c_void_p, c_int64, c_void_p, c_int64, c_float)),
+}  # fmt: skip
+"""Result and arguments of `nanocore_*` in program.cpp."""
+
+
+class Library:
+    """One compiled library. Its functions are attributes, without their prefix.
+
+    Raises:
+        OSError: it cannot be loaded.
+        RuntimeError: it was compiled from other sources than these.
+    """
+
+    def __init__(self, path: str, instruction_set: str) -> None:
+        self.instruction_set = instruction_set
+        loaded = ctypes.CDLL(path)
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(loaded, f"nanocore_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+            if name == "abi_version" and function() != _ABI_VERSION:
+                raise RuntimeError(
+                    f"{path} has interface {function()} and not {_ABI_VERSION}: it was compiled "
+                    "from other sources; install nanocore again"
+                )
+
+
+def find_library() -> Library | None:
+    """The best library for this machine, or None if none was compiled.
+
+    NANOCORE_CPU_ISA names another instruction set to use, for tests and comparisons.
+
+    Raises:
+        ValueError: NANOCORE_CPU_ISA names none that is here and can run.
+    """
+    wanted = os.environ.get("NANOCORE_CPU_ISA")
+    for library in _libraries():
+        if wanted in (None, library.instruction_set):
+            return library
+    if wanted is not None:
+        runnable = ", ".join(library.instruction_set for library in _libraries()) or "none"
+        raise ValueError(f"NANOCORE_CPU_ISA={wanted}: compiled and runnable here: {runnable}")
+    return None
+
+
+def _libraries() -> Iterator[Library]:
+    """Those that were compiled and that this machine can run, the best first."""
+    for name in INSTRUCTION_SETS:
+        spec = importlib.util.find_spec(f"nanocore.kernels.cpu._{name}")
+        if spec is None or spec.origin is None:
+            continue
+        library = Library(spec.origin, name)
+        if library.is_supported():
+            yield library

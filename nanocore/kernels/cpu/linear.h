@@ -1,0 +1,266 @@
+// Linear layers: y = x W^T + b, with weights packed once for every number of rows.
+//
+// Packed weights are tiles of 32 output features (padded with zeros), each [K][32] of float32 or
+// int8, or [K / 2][32][2] of bfloat16: a tile is one stream of memory, and with few rows the layer
+// takes as long as reading it. With many rows a block of them is kept in the second-level cache
+// while tiles pass by. int8 has a scale for each output feature.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "multiply.h"
+#include "pool.h"
+
+namespace nanocore {
+
+constexpr int kTileColumns = 32;
+constexpr int64_t kRowBlockBytes = 512 << 10;  // of packed rows; half of a second-level cache
+constexpr int64_t kItemBytes = 96 << 10;       // of weights: what a thread claims at a time
+
+// Memory that grows to what was needed once, on a cache line.
+class Scratch {
+   public:
+    ~Scratch() { std::free(data_); }
+    Scratch() = default;
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+
+    float* of(int64_t num_bytes) {
+        if (num_bytes > size_) {
+            std::free(data_);
+            size_ = (num_bytes + 4095) / 4096 * 4096;
+            data_ = static_cast<float*>(std::aligned_alloc(64, size_));
+            if (!data_) std::abort();  // as the system does when memory is not there
+        }
+        return data_;
+    }
+
+   private:
+    float* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+// What a run of kernels shares. `panel` is one for each thread.
+struct Workspace {
+    explicit Workspace(const std::vector<int>& cores) : pool(cores), panel(cores.size()) {}
+    Pool pool;
+    Scratch rows;
+    std::vector<Scratch> panel;
+    std::vector<int64_t> first_item;
+};
+
+struct LinearWeight {
+    Kind kind;
+    const void* packed;
+    const float* scale;  // of each output feature; int8 only
+    int64_t in_features;
+    int64_t out_features;
+
+    int64_t padded_in() const {
+        return kind == Kind::kFloat32 ? in_features : (in_features + 1) / 2 * 2;
+    }
+    int64_t element_bytes() const {
+        return kind == Kind::kFloat32 ? 4 : kind == Kind::kBFloat16 ? 2 : 1;
+    }
+    int64_t tile_bytes() const { return padded_in() * kTileColumns * element_bytes(); }
+    int64_t num_tiles() const { return (out_features + kTileColumns - 1) / kTileColumns; }
+};
+
+// Where the columns of vector `vector` of a tile begin, at k; see Kind.
+template <Kind kind>
+NANOCORE_INLINE const void* tile_address(const void* tile, int64_t k, int vector) {
+    const int64_t index = k * kTileColumns + vector * kLanes;
+    if constexpr (kind == Kind::kInt8) return static_cast<const int8_t*>(tile) + index;
+    else return static_cast<const float*>(tile) + index;
+}
+
+// R rows, packed as [units][R], times one tile: products[R][32].
+template <typename T, Kind kind, int R>
+__attribute__((noinline)) void multiply_tile(const float* packed_rows, const void* tile, int num_k,
+                                             float* products) {
+    constexpr int C = std::min(kColumns<R>, kTileColumns / kLanes);
+    for (int first = 0; first < kTileColumns / kLanes; first += C) {
+        F acc[R][C] = {};
+        multiply<T, kind, R, C, 1, R>(
+            packed_rows, [&](int k, int c) { return tile_address<kind>(tile, k, first + c); },
+            num_k, acc);
+        for (int r = 0; r < R; ++r)
+            for (int c = 0; c < C; ++c)
+                store(acc[r][c], products + r * kTileColumns + (first + c) * kLanes);
+    }
+}
+
+// Products of some rows with one tile of `columns` features, scaled, with the bias, as results.
+template <typename T, typename Out>
+__attribute__((noinline)) void finish_tile(const float* products, int rows, const float* scale,
+                                           const T* bias, int columns, Out* out,
+                                           int64_t out_stride) {
+    for (int first = 0; first < columns; first += kLanes) {
+        const int count = std::min(columns - first, kLanes);
+        const F factor = scale ? load(scale + first) : broadcast(1.0f);
+        const F added = bias ? load_some(bias + first, count) : F{};
+        for (int r = 0; r < rows; ++r) {
+            F y = load(products + r * kTileColumns + first);
+            if (scale) y *= factor;
+            if (bias) y += added;
+            Out* to = out + r * out_stride + first;
+            if (count == kLanes) store(y, to);
+            else store_some(y, to, count);
+        }
+    }
+}
+
+// An int8 tile as bfloat16, exactly.
+inline void widen_tile(const int8_t* tile, int64_t num_k, uint32_t* to) {
+    for (int64_t k = 0; k < num_k; k += 2)
+        for (int vector = 0; vector < kTileColumns / kLanes; ++vector) {
+            const int8_t* from = tile + k * kTileColumns + vector * kLanes;
+            U pair = (reinterpret_cast<U>(load(from)) >> 16) |
+                     reinterpret_cast<U>(load(from + kTileColumns));
+            *reinterpret_cast<UAny*>(to + k / 2 * kTileColumns + vector * kLanes) = pair;
+        }
+}
+
+template <typename T, typename Out>
+struct LinearCall {
+    LinearWeight weight;
+    const T* bias;
+    const T* x;
+    int64_t x_stride;
+    Out* out;
+    int64_t out_stride;
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        if (weight.kind == Kind::kInt8) return run_as<Kind::kInt8>(workspace);
+        // Others are kept in the type of activations.
+        run_as<sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32>(workspace);
+    }
+
+   private:
+    template <Kind kind>
+    void run_as(Workspace& workspace) const {
+        if (rows == 0) return;
+        const int64_t units = num_units<T, kind>(weight.in_features);
+        const int64_t num_panels = (rows + kMaxRows - 1) / kMaxRows;
+        float* packed = workspace.rows.of(num_panels * kMaxRows * units * 4);
+        const auto pack = [&](int64_t panel, int) {
+            with_rows(panel_rows(panel), [&](auto R) {
+                pack_rows<T, kind, R>(x + panel * kMaxRows * x_stride, x_stride, panel_rows(panel),
+                                      weight.in_features, packed + panel * kMaxRows * units);
+            });
+        };
+        workspace.pool.loop(num_panels, pack);
+
+        const int64_t panel_bytes = kMaxRows * units * 4;
+        const int64_t block = std::max<int64_t>(1, kRowBlockBytes / panel_bytes);
+        const int64_t num_blocks = (num_panels + block - 1) / block;
+        const int64_t group = std::max<int64_t>(1, kItemBytes / weight.tile_bytes());
+        const int64_t num_groups = (weight.num_tiles() + group - 1) / group;
+        workspace.pool.loop(num_blocks * num_groups, [&](int64_t item, int thread) {
+            const int64_t first = item / num_groups * block, tiles = item % num_groups * group;
+            const int64_t last = std::min(first + block, num_panels);
+            const int64_t stop = std::min(tiles + group, weight.num_tiles());
+            for (int64_t tile = tiles; tile < stop; ++tile)
+                times_tile<kind>(packed, units, first, last, tile, workspace.panel[thread]);
+        });
+    }
+
+    int panel_rows(int64_t panel) const {
+        return static_cast<int>(std::min<int64_t>(kMaxRows, rows - panel * kMaxRows));
+    }
+
+    template <Kind kind>
+    void times_tile(const float* packed, int64_t units, int64_t first, int64_t last, int64_t tile,
+                    Scratch& scratch) const {
+        const void* columns =
+            static_cast<const char*>(weight.packed) + tile * weight.tile_bytes();
+        if constexpr (kind == Kind::kInt8)
+            if (last - first > 1) {  // once for all panels
+                uint32_t* wide = reinterpret_cast<uint32_t*>(
+                    scratch.of(weight.padded_in() * kTileColumns * 2));
+                widen_tile(static_cast<const int8_t*>(columns), weight.padded_in(), wide);
+                return times_panels<Kind::kBFloat16>(packed, units, first, last, tile, wide);
+            }
+        times_panels<kind>(packed, units, first, last, tile, columns);
+    }
+
+    template <Kind kind>
+    void times_panels(const float* packed, int64_t units, int64_t first, int64_t last,
+                      int64_t tile, const void* columns) const {
+        const int64_t column = tile * kTileColumns;
+        const int width = static_cast<int>(
+            std::min<int64_t>(kTileColumns, weight.out_features - column));
+        alignas(64) float products[kMaxRows * kTileColumns];
+        for (int64_t panel = first; panel < last; ++panel) {
+            with_rows(panel_rows(panel), [&](auto R) {
+                multiply_tile<T, kind, R>(packed + panel * kMaxRows * units, columns,
+                                          static_cast<int>(weight.padded_in()), products);
+            });
+            finish_tile(products, panel_rows(panel), weight.scale ? weight.scale + column : nullptr,
+                        bias ? bias + column : nullptr, width,
+                        out + panel * kMaxRows * out_stride + column, out_stride);
+        }
+    }
+};
+
+// Packs rows of T, [out_features, in_features], into `to`; with kind int8 they are quantized: the
+// largest magnitude of an output feature becomes 127. scale: [num_tiles * 32], of int8.
+template <typename T>
+inline void pack_weight(Pool& pool, const T* from, const LinearWeight& weight, void* to,
+                        float* scale) {
+    const int64_t num_k = weight.in_features;
+    pool.loop(weight.num_tiles(), [&](int64_t tile, int) {
+        char* start = static_cast<char*>(to) + tile * weight.tile_bytes();
+        std::memset(start, 0, weight.tile_bytes());
+        for (int64_t column = 0; column < kTileColumns; ++column) {
+            const int64_t feature = tile * kTileColumns + column;
+            const bool is_there = feature < weight.out_features;
+            const T* row = from + (is_there ? feature * num_k : 0);
+            if (weight.kind == Kind::kInt8) {
+                float largest = 0.0f;
+                if (is_there)
+                    for (int64_t k = 0; k < num_k; ++k)
+                        largest = std::max(largest, std::fabs(to_float(row[k])));
+                scale[feature] = largest / 127.0f;
+                const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+                if (is_there)
+                    for (int64_t k = 0; k < num_k; ++k)
+                        reinterpret_cast<int8_t*>(start)[k * kTileColumns + column] =
+                            static_cast<int8_t>(std::lrintf(to_float(row[k]) * inverse));
+            } else if (is_there && weight.kind == Kind::kFloat32) {
+                for (int64_t k = 0; k < num_k; ++k)
+                    reinterpret_cast<float*>(start)[k * kTileColumns + column] = to_float(row[k]);
+            } else if (is_there) {
+                for (int64_t k = 0; k < num_k; ++k)
+                    from_float(to_float(row[k]),
+                               reinterpret_cast<BFloat16*>(start) +
+                                   (k / 2 * kTileColumns + column) * 2 + k % 2);
+            }
+        }
+    });
+}
+
+// One output feature's weights, unpacked; for the embedding, which a head may share.
+template <typename T>
+inline void unpack_feature(const LinearWeight& weight, int64_t feature, float factor, T* to) {
+    const int64_t tile = feature / kTileColumns, column = feature % kTileColumns;
+    const char* start = static_cast<const char*>(weight.packed) + tile * weight.tile_bytes();
+    const float scale = weight.scale ? weight.scale[feature] : 1.0f;
+    for (int64_t k = 0; k < weight.in_features; ++k) {
+        float value;
+        if (weight.kind == Kind::kFloat32)
+            value = reinterpret_cast<const float*>(start)[k * kTileColumns + column];
+        else if (weight.kind == Kind::kBFloat16)
+            value = to_float(reinterpret_cast<const BFloat16*>(
+                start)[(k / 2 * kTileColumns + column) * 2 + k % 2]);
+        else
+            value = scale * reinterpret_cast<const int8_t*>(start)[k * kTileColumns + column];
+        from_float(value, to + k);
+        if (factor != 1.0f) from_float(to_float(to[k]) * factor, to + k);
+    }
+}
+
+}  // namespace nanocore

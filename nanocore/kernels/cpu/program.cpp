@@ -1,0 +1,227 @@
+// The library's interface: C functions on plain memory, called through ctypes.
+//
+// A program is a list of kernels with their operands, recorded once; running it takes the numbers
+// and arrays of one step. So a step of the whole model is one call, without a look at Python in
+// between. Operands are addresses of the caller's memory, which must live as long as the program.
+
+#include <functional>
+
+#include "attention.h"
+
+#define NANOCORE_API extern "C" __attribute__((visibility("default")))
+
+namespace nanocore {
+
+// What differs between steps. Rows of the batch: see AttentionMetadata in backend.py.
+struct Step {
+    int64_t num_tokens;
+    int64_t num_samples;
+    int64_t num_seqs;
+    const int64_t* token_ids;
+    const int64_t* positions;
+    const int64_t* slots;
+    const int64_t* query_start;
+    const int32_t* seq_lens;
+    const int32_t* block_table;
+    int64_t block_table_stride;
+    const int64_t* sample_index;
+};
+
+// How many rows a kernel works on: the step's tokens, its samples, or a number of its own.
+constexpr int64_t kTokens = -1, kSamples = -2;
+
+inline int64_t count_rows(int64_t rows, const Step& step) {
+    return rows == kTokens ? step.num_tokens : rows == kSamples ? step.num_samples : rows;
+}
+
+struct Program {
+    Workspace* workspace;
+    std::vector<std::function<void(const Step&)>> kernels;
+};
+
+enum class Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
+
+// body(a value of the type)
+template <typename Body>
+void with_type(int dtype, const Body& body) {
+    if (static_cast<Dtype>(dtype) == Dtype::kFloat32) body(float{});
+    else body(BFloat16{});
+}
+
+}  // namespace nanocore
+
+using namespace nanocore;
+
+// Raised whenever a signature below changes; the caller compares.
+NANOCORE_API int nanocore_abi_version() { return 1; }
+
+// Whether this machine has the instructions that this library was compiled to.
+NANOCORE_API int nanocore_is_supported() {
+#if defined(__x86_64__) && !defined(NANOCORE_EMULATE_DOT)
+    __builtin_cpu_init();
+#if defined(__AVX512BF16__)
+    if (!__builtin_cpu_supports("avx512bf16")) return 0;
+#endif
+#if defined(__AVX512F__)
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return 0;
+#endif
+#if defined(__AVX2__)
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+#endif
+#endif
+    return 1;
+}
+
+NANOCORE_API void* nanocore_workspace_new(const int* cores, int num_cores) {
+    return new Workspace(std::vector<int>(cores, cores + num_cores));
+}
+
+NANOCORE_API void nanocore_workspace_free(void* workspace) {
+    delete static_cast<Workspace*>(workspace);
+}
+
+NANOCORE_API void* nanocore_program_new(void* workspace) {
+    return new Program{static_cast<Workspace*>(workspace), {}};
+}
+
+NANOCORE_API void nanocore_program_free(void* program) { delete static_cast<Program*>(program); }
+
+NANOCORE_API void nanocore_program_run(void* program, const Step* step) {
+    for (const auto& kernel : static_cast<Program*>(program)->kernels) kernel(*step);
+}
+
+// Bytes of a packed weight.
+NANOCORE_API int64_t nanocore_packed_bytes(const LinearWeight* weight) {
+    return weight->num_tiles() * weight->tile_bytes();
+}
+
+// Packs `from`, [out_features, in_features] of dtype, into the memory that `weight` names.
+NANOCORE_API void nanocore_pack(void* workspace, int dtype, const void* from,
+                                const LinearWeight* weight) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        pack_weight(static_cast<Workspace*>(workspace)->pool, static_cast<const T*>(from), *weight,
+                    const_cast<void*>(weight->packed), const_cast<float*>(weight->scale));
+    });
+}
+
+// Each of the following appends a kernel. dtype is that of activations, whose rows are contiguous
+// unless a stride (in elements) is given.
+
+template <typename Call, typename Prepare>
+static void append(void* program, int64_t rows, Call call, Prepare prepare) {
+    Program* to = static_cast<Program*>(program);
+    to->kernels.push_back([=, workspace = to->workspace](const Step& step) mutable {
+        call.rows = count_rows(rows, step);
+        prepare(call, step);
+        call.run(*workspace);
+    });
+}
+
+static const auto kNothing = [](auto&, const Step&) {};
+
+NANOCORE_API void nanocore_embedding(void* program, int64_t rows, int dtype,
+                                     const LinearWeight* weight, int64_t first_token, float factor,
+                                     void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        EmbeddingCall<T> call{nullptr, *weight, first_token, factor, static_cast<T*>(out), 0};
+        append(program, rows, call, [](auto& c, const Step& step) { c.token_ids = step.token_ids; });
+    });
+}
+
+NANOCORE_API void nanocore_rms_norm(void* program, int64_t rows, int dtype, const void* x,
+                                    int64_t x_stride, void* residual, const NormWeight* weight,
+                                    int64_t size, void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        NormCall<T> call{static_cast<const T*>(x), x_stride, static_cast<T*>(residual), *weight,
+                         size, static_cast<T*>(out), 0};
+        append(program, rows, call, kNothing);
+    });
+}
+
+NANOCORE_API void nanocore_linear(void* program, int64_t rows, int dtype, const void* x,
+                                  int64_t x_stride, const LinearWeight* weight, const void* bias,
+                                  int out_dtype, void* out, int64_t out_stride) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const auto append_with = [&](auto* to) {
+            LinearCall<T, std::remove_pointer_t<decltype(to)>> call{
+                *weight, static_cast<const T*>(bias), static_cast<const T*>(x), x_stride, to,
+                out_stride, 0};
+            append(program, rows, call, kNothing);
+        };
+        if (static_cast<Dtype>(out_dtype) == Dtype::kFloat32) append_with(static_cast<float*>(out));
+        else append_with(static_cast<T*>(out));
+    });
+}
+
+NANOCORE_API void nanocore_gate(void* program, int64_t rows, int dtype, const void* x,
+                                int64_t size, int gate, void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        GateCall<T> call{static_cast<const T*>(x), size, static_cast<Gate>(gate),
+                         static_cast<T*>(out), 0};
+        append(program, rows, call, kNothing);
+    });
+}
+
+struct CacheLayout {
+    void *k, *v;
+    int64_t num_heads, head_dim, block_size;
+
+    template <typename T>
+    PagedKV<T> of() const {
+        return {static_cast<T*>(k), static_cast<T*>(v), num_heads, head_dim, block_size};
+    }
+};
+
+NANOCORE_API void nanocore_rope(void* program, int64_t rows, int dtype, void* qkv,
+                                int64_t num_heads, const CacheLayout* cache,
+                                const NormWeight* q_norm, const NormWeight* k_norm, const void* cos,
+                                const void* sin, int64_t rotary_half) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        RopeCall<T> call{static_cast<T*>(qkv), num_heads, cache->of<T>(), *q_norm, *k_norm,
+                         static_cast<const T*>(cos), static_cast<const T*>(sin), rotary_half,
+                         nullptr, nullptr, 0};
+        append(program, rows, call, [](auto& c, const Step& step) {
+            c.positions = step.positions;
+            c.slots = step.slots;
+        });
+    });
+}
+
+NANOCORE_API void nanocore_attention(void* program, int64_t rows, int dtype, const void* q,
+                                     int64_t q_stride, int64_t num_heads, const CacheLayout* cache,
+                                     float scale, int64_t window, float softcap, void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        AttentionCall<T> call{static_cast<const T*>(q), q_stride, static_cast<T*>(out), num_heads,
+                              cache->of<T>(), scale, window, softcap, 0, nullptr, nullptr, nullptr,
+                              0, 0};
+        append(program, rows, call, [](auto& c, const Step& step) {
+            c.num_seqs = step.num_seqs;
+            c.query_start = step.query_start;
+            c.seq_lens = step.seq_lens;
+            c.block_table = step.block_table;
+            c.block_table_stride = step.block_table_stride;
+        });
+    });
+}
+
+NANOCORE_API void nanocore_select(void* program, int64_t rows, int dtype, const void* x,
+                                  int64_t size, void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        SelectCall<T> call{static_cast<const T*>(x), size, nullptr, static_cast<T*>(out), 0};
+        append(program, rows, call, [](auto& c, const Step& step) { c.index = step.sample_index; });
+    });
+}
+
+NANOCORE_API void nanocore_softcap(void* program, int64_t rows, float* x, int64_t size, float cap) {
+    append(program, rows, SoftcapCall{x, size, cap, 0}, kNothing);
+}

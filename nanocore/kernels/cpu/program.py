@@ -1,0 +1,117 @@
+"""Programs of native kernels: one at a time, or a whole step recorded once and replayed.
+
+While a program is recorded the model's own Python code runs on operands without meaning, whose
+first dimension is the largest a step can have; each kernel it calls is appended, with the addresses
+of its operands. A replay runs the list on as many rows as the step has. Kernels' results share
+memory as the recorded code lets go of them. Anything else than kernels and views would be computed
+once and be missing from then on, so torch's results are refused while a program is recorded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from nanocore.kernels.cpu.library import Library, StepStruct
+
+TOKENS: Final = -1
+SAMPLES: Final = -2
+"""Row counts that a step tells; see `Step` in program.cpp."""
+
+
+class NotRecordable(Exception):
+    """A kernel that is not native was called while a program was recorded; the text says which."""
+
+
+class Workspace:
+    """The native threads and their memory: a thread for each core this process may use."""
+
+    def __init__(self, library: Library) -> None:
+        cores = sorted(os.sched_getaffinity(0))
+        self.library = library
+        self.handle = library.workspace_new((ctypes.c_int * len(cores))(*cores), len(cores))
+        weakref.finalize(self, library.workspace_free, self.handle)
+
+
+class Program:
+    """A list of native kernels. Memory that they use must be kept with `keep`."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._library = workspace.library
+        self._kept: list[Any] = [workspace]
+        self._handle = self._library.program_new(workspace.handle)
+        weakref.finalize(self, self._library.program_free, self._handle)
+
+    def append(self, kernel: str, rows: int, *arguments: Any) -> None:
+        """Add a kernel: `nanocore_*` of program.cpp without its first argument."""
+        getattr(self._library, kernel)(self._handle, rows, *arguments)
+
+    def keep(self, *memory: Any) -> None:
+        """Let these live as long as the program."""
+        self._kept.extend(memory)
+
+    def run(self, step: StepStruct) -> None:
+        """Run all kernels on a step; the interpreter is free meanwhile."""
+        self._library.program_run(self._handle, ctypes.byref(step))
+
+
+class Recording(TorchFunctionMode):
+    """A program in the making; while it is entered, torch computes nothing."""
+
+    def __init__(self, workspace: Workspace, max_tokens: int, max_samples: int) -> None:
+        super().__init__()
+        self.program = Program(workspace)
+        self.rows = TOKENS
+        self._max_rows = {TOKENS: max_tokens, SAMPLES: max_samples}
+        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operands = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in operands:
+                raise NotRecordable(f"torch's {func.__name__}")
+        return result
+
+    def empty(self, width: int, dtype: torch.dtype) -> Tensor:
+        """A kernel's result, [rows, width]; its memory is used again once no view of it is left."""
+        max_rows = self._max_rows[self.rows]
+        num_bytes = max_rows * width * dtype.itemsize
+        free = self._free[num_bytes]
+        if free:
+            memory = free.pop()
+        else:
+            # Pages that no step reaches are never touched.
+            memory = np.empty(num_bytes + 64, np.uint8)
+            memory = memory[-memory.ctypes.data % 64 :][:num_bytes]
+            self.program.keep(memory)
+        # torch holds this array, and not the memory itself, for as long as a tensor views it.
+        lease = memory[:]
+        weakref.finalize(lease, free.append, memory)
+        with torch._C.DisableTorchFunction():
+            return torch.from_numpy(lease).view(dtype).view(max_rows, width)
+
+
+def record(
+    workspace: Workspace, max_tokens: int, max_samples: int, run: Callable[[Recording], Tensor]
+) -> tuple[Program, Tensor]:
+    """The program of the kernels that `run` calls, and its result.
+
+    Raises:
+        NotRecordable: it called what is no kernel.
+    """
+    recording = Recording(workspace, max_tokens, max_samples)
+    with recording:
+        result = run(recording)
+    return recording.program, result

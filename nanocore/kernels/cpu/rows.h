@@ -1,0 +1,261 @@
+// Kernels that work on one token's row at a time: embedding, norms, rotation, gates, best token.
+//
+// A row's results depend on that row alone, in a fixed order of additions.
+
+#pragma once
+
+#include "linear.h"
+
+namespace nanocore {
+
+constexpr int64_t kItemValues = 16 << 10;  // of rows: what a thread claims at a time
+
+// body(row) for all rows, several to an item.
+template <typename Body>
+inline void loop_rows(Pool& pool, int64_t rows, int64_t row_values, const Body& body) {
+    const int64_t group = std::max<int64_t>(1, kItemValues / std::max<int64_t>(1, row_values));
+    pool.loop((rows + group - 1) / group, [&](int64_t item, int) {
+        const int64_t stop = std::min(rows, (item + 1) * group);
+        for (int64_t row = item * group; row < stop; ++row) body(row);
+    });
+}
+
+// The weight of a norm. In float32 beside activations of bfloat16 the product is rounded once;
+// otherwise the normed value is rounded before it, too.
+struct NormWeight {
+    const void* data = nullptr;
+    bool is_float = false;
+    float eps = 0.0f;
+};
+
+template <typename T>
+NANOCORE_INLINE F norm_product(F normed, const NormWeight& weight, int64_t at, int count) {
+    if (weight.is_float) {
+        const float* from = static_cast<const float*>(weight.data) + at;
+        return normed * (count == kLanes ? load(from) : load_some(from, count));
+    }
+    const T* from = static_cast<const T*>(weight.data) + at;
+    return rounded(normed, from) * (count == kLanes ? load(from) : load_some(from, count));
+}
+
+// x / rms(x) * weight.
+template <typename T>
+inline void rms_norm_row(const T* x, const NormWeight& weight, int64_t size, T* out) {
+    F sum = {};
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+        F value = load(x + i);
+        sum = multiply_add(value, value, sum);
+    }
+    const int rest = static_cast<int>(size - i);
+    if (rest) {
+        F value = load_some(x + i, rest);
+        sum = multiply_add(value, value, sum);
+    }
+    const F factor = broadcast(1.0f / std::sqrt(sum_lanes(sum) / size + weight.eps));
+    for (i = 0; i + kLanes <= size; i += kLanes)
+        store(norm_product<T>(load(x + i) * factor, weight, i, kLanes), out + i);
+    if (rest)
+        store_some(norm_product<T>(load_some(x + i, rest) * factor, weight, i, rest), out + i,
+                   rest);
+}
+
+template <typename T>
+struct NormCall {
+    const T* x;
+    int64_t x_stride;
+    T* residual;  // x is added to it first, if there is one
+    NormWeight weight;
+    int64_t size;
+    T* out;
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        loop_rows(workspace.pool, rows, size, [&](int64_t row) {
+            const T* from = x + row * x_stride;
+            if (residual) {
+                T* sum = residual + row * size;
+                int64_t i = 0;
+                for (; i + kLanes <= size; i += kLanes) store(load(sum + i) + load(from + i), sum + i);
+                for (; i < size; ++i) from_float(to_float(sum[i]) + to_float(from[i]), sum + i);
+                from = sum;
+            }
+            rms_norm_row(from, weight, size, out + row * size);
+        });
+    }
+};
+
+enum class Gate : int { kSilu = 0, kGelu = 1 };
+
+// act(first half) * second half.
+template <typename T>
+struct GateCall {
+    const T* x;
+    int64_t size;
+    Gate gate;
+    T* out;
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        loop_rows(workspace.pool, rows, 4 * size, [&](int64_t row) {
+            const T *first = x + row * 2 * size, *second = first + size;
+            T* to = out + row * size;
+            int64_t i = 0;
+            for (; i + kLanes <= size; i += kLanes)
+                store(rounded(activate(load(first + i)), to) * load(second + i), to + i);
+            if (const int rest = static_cast<int>(size - i))
+                store_some(rounded(activate(load_some(first + i, rest)), to) *
+                               load_some(second + i, rest),
+                           to + i, rest);
+        });
+    }
+
+   private:
+    F activate(F x) const {
+        if (gate == Gate::kSilu) return x / (exponential(-x) + 1.0f);
+        // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
+        F inner = 0.7978845608f * (x + 0.044715f * (x * x * x));
+        return 0.5f * x * (tanh_of(inner) + 1.0f);
+    }
+};
+
+template <typename T>
+struct EmbeddingCall {
+    const int64_t* token_ids;
+    LinearWeight weight;
+    int64_t first_token;
+    float factor;
+    T* out;
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        loop_rows(workspace.pool, rows, 8 * weight.in_features, [&](int64_t row) {
+            const int64_t feature = token_ids[row] - first_token;
+            T* to = out + row * weight.in_features;
+            if (feature >= 0 && feature < weight.out_features)
+                unpack_feature(weight, feature, factor, to);
+            else std::memset(to, 0, weight.in_features * sizeof(T));  // another rank's token
+        });
+    }
+};
+
+// Paged K and V of one layer. Of each block and KV head K is [D / 2][S][2] and V is [S / 2][D][2]
+// in bfloat16, [D][S] and [S][D] in float32: as `multiply` reads columns, which are keys in one
+// product and dimensions in the other.
+template <typename T>
+struct PagedKV {
+    T* k;
+    T* v;
+    int64_t num_heads;
+    int64_t head_dim;
+    int64_t block_size;
+
+    static constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
+
+    T* block(T* base, int64_t block_id, int64_t head) const {
+        return base + (block_id * num_heads + head) * block_size * head_dim;
+    }
+
+    // zero_next: also the slot that shares this one's pair, which holds nothing yet. It is
+    // multiplied by 0, and what an earlier request left there might be infinite.
+    void put(const T* key, const T* value, int64_t slot, int64_t head, bool zero_next) const {
+        const int64_t block_id = slot / block_size, s = slot % block_size;
+        T *to_k = block(k, block_id, head), *to_v = block(v, block_id, head);
+        for (int64_t d = 0; d < head_dim; ++d)
+            to_k[(d / kPair * block_size + s) * kPair + d % kPair] = key[d];
+        T* row = to_v + (s / kPair * head_dim) * kPair + s % kPair;
+        for (int64_t d = 0; d < head_dim; ++d) row[d * kPair] = value[d];
+        if (kPair == 2 && zero_next)
+            for (int64_t d = 0; d < head_dim; ++d) from_float(0.0f, row + d * kPair + 1);
+    }
+};
+
+// Norms of Q and K where the model has them, their rotation, and K and V to the cache. qkv: rows of
+// all query heads, all KV heads' K, then V; Q is changed in place.
+template <typename T>
+struct RopeCall {
+    T* qkv;
+    int64_t num_heads;
+    PagedKV<T> cache;
+    NormWeight q_norm, k_norm;
+    const T *cos, *sin;  // [positions, rotary_half]
+    int64_t rotary_half;
+    const int64_t* positions;
+    const int64_t* slots;
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        const int64_t head_dim = cache.head_dim, kv_heads = cache.num_heads;
+        const int64_t stride = (num_heads + 2 * kv_heads) * head_dim;
+        loop_rows(workspace.pool, rows, 2 * stride, [&](int64_t row) {
+            T* q = qkv + row * stride;
+            T *k = q + num_heads * head_dim, *v = k + kv_heads * head_dim;
+            for (int64_t head = 0; head < num_heads; ++head)
+                turn(q + head * head_dim, q_norm, positions[row]);
+            for (int64_t head = 0; head < kv_heads; ++head)
+                turn(k + head * head_dim, k_norm, positions[row]);
+            const int64_t slot = slots[row];
+            if (slot < 0) return;
+            const bool next_follows = row + 1 < rows && slots[row + 1] == slot + 1;
+            const bool zero_next = slot % 2 == 0 && !next_follows;
+            for (int64_t head = 0; head < kv_heads; ++head)
+                cache.put(k + head * head_dim, v + head * head_dim, slot, head, zero_next);
+        });
+    }
+
+   private:
+    void turn(T* x, const NormWeight& norm, int64_t position) const {
+        if (norm.data) rms_norm_row(x, norm, cache.head_dim, x);
+        const T *cosines = cos + position * rotary_half, *sines = sin + position * rotary_half;
+        T *first = x, *second = x + rotary_half;
+        int64_t i = 0;
+        for (; i + kLanes <= rotary_half; i += kLanes) {
+            F a = load(first + i), b = load(second + i);
+            F c = load(cosines + i), s = load(sines + i);
+            store(a * c - b * s, first + i);
+            store(b * c + a * s, second + i);
+        }
+        for (; i < rotary_half; ++i) {
+            const float a = to_float(first[i]), b = to_float(second[i]);
+            const float c = to_float(cosines[i]), s = to_float(sines[i]);
+            from_float(a * c - b * s, first + i);
+            from_float(b * c + a * s, second + i);
+        }
+    }
+};
+
+// out[row] = x[index[row]].
+template <typename T>
+struct SelectCall {
+    const T* x;
+    int64_t size;
+    const int64_t* index;
+    T* out;
+    int64_t rows;
+
+    void run(Workspace&) const {
+        for (int64_t row = 0; row < rows; ++row)
+            std::memcpy(out + row * size, x + index[row] * size, size * sizeof(T));
+    }
+};
+
+// cap * tanh(x / cap), in place.
+struct SoftcapCall {
+    float* x;
+    int64_t size;
+    float cap;
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        loop_rows(workspace.pool, rows, size, [&](int64_t row) {
+            float* values = x + row * size;
+            int64_t i = 0;
+            for (; i + kLanes <= size; i += kLanes)
+                store(tanh_of(load(values + i) / cap) * cap, values + i);
+            if (const int rest = static_cast<int>(size - i))
+                store_some(tanh_of(load_some(values + i, rest) / cap) * cap, values + i, rest);
+        });
+    }
+};
+
+}  // namespace nanocore

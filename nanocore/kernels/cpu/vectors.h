@@ -1,0 +1,208 @@
+// Vectors of float32 lanes, and the two storage types of activations, for one instruction set.
+//
+// Everything is compiled once for each instruction set (see build.py), so kLanes is a constant.
+// GCC and Clang vector types give all arithmetic; intrinsics appear where these have no word for it.
+
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace nanocore {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+// Whether products of bfloat16 are summed in pairs. NANOCORE_EMULATE_DOT does it in software, so
+// that everything around the instruction can be tested on machines that lack it.
+#if defined(__AVX512BF16__) || defined(NANOCORE_EMULATE_DOT)
+constexpr bool kDot = true;
+#else
+constexpr bool kDot = false;
+#endif
+
+typedef float F __attribute__((vector_size(kLanes * 4)));
+typedef int32_t I __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t U __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t H __attribute__((vector_size(kLanes * 2)));
+typedef int8_t B __attribute__((vector_size(kLanes)));
+
+// The same, at any address.
+typedef float FAny __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef uint32_t UAny __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef uint16_t HAny __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+typedef int8_t BAny __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+#define NANOCORE_INLINE inline __attribute__((always_inline))
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+NANOCORE_INLINE F broadcast(float x) { return x - F{}; }
+NANOCORE_INLINE U broadcast(uint32_t x) { return x - U{}; }
+
+NANOCORE_INLINE F lane_numbers() {
+    F numbers;
+    for (int i = 0; i < kLanes; ++i) numbers[i] = static_cast<float>(i);
+    return numbers;
+}
+
+// a * b + c, rounded once where the instruction set has it. Never left to the compiler's
+// contraction: results must not depend on which copy of an inlined loop computes them.
+NANOCORE_INLINE F multiply_add(F a, F b, F c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+NANOCORE_INLINE F low_halves(U pairs) { return reinterpret_cast<F>(pairs << 16); }
+NANOCORE_INLINE F high_halves(U pairs) { return reinterpret_cast<F>(pairs & 0xffff0000u); }
+
+// c plus both products of each lane's pair of bfloat16.
+NANOCORE_INLINE F dot_pairs(U a, U b, F c) {
+#if defined(__AVX512BF16__)
+    return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+#else
+    return multiply_add(low_halves(a), low_halves(b),
+                        multiply_add(high_halves(a), high_halves(b), c));
+#endif
+}
+
+NANOCORE_INLINE F maximum(F a, F b) { return a > b ? a : b; }
+
+// Sums of lanes, always in the same order.
+NANOCORE_INLINE float sum_lanes(F x) {
+    float lanes[kLanes];
+    std::memcpy(lanes, &x, sizeof x);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+NANOCORE_INLINE float max_lanes(F x) {
+    float lanes[kLanes];
+    std::memcpy(lanes, &x, sizeof x);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i)
+            lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+// Round to nearest even; NaN stays NaN.
+NANOCORE_INLINE U round_to_bfloat16(F x) {
+    U bits = reinterpret_cast<U>(x);
+    U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return x == x ? rounded : broadcast(uint32_t{0x7fc0});
+}
+
+NANOCORE_INLINE float to_float(float x) { return x; }
+NANOCORE_INLINE float to_float(BFloat16 x) {
+    uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+NANOCORE_INLINE void from_float(float x, float* to) { *to = x; }
+NANOCORE_INLINE void from_float(float x, BFloat16* to) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    to->bits = x == x ? static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)
+                      : uint16_t{0x7fc0};
+}
+
+// A vector of what is stored.
+NANOCORE_INLINE F load(const float* from) { return *reinterpret_cast<const FAny*>(from); }
+NANOCORE_INLINE F load(const BFloat16* from) {
+    H halves = *reinterpret_cast<const HAny*>(from);
+    return reinterpret_cast<F>(__builtin_convertvector(halves, U) << 16);
+}
+NANOCORE_INLINE F load(const int8_t* from) {
+    return __builtin_convertvector(
+        __builtin_convertvector(B(*reinterpret_cast<const BAny*>(from)), I), F);
+}
+NANOCORE_INLINE U load(const uint32_t* from) { return *reinterpret_cast<const UAny*>(from); }
+
+NANOCORE_INLINE void store(F x, float* to) { *reinterpret_cast<FAny*>(to) = x; }
+NANOCORE_INLINE void store(F x, BFloat16* to) {
+    *reinterpret_cast<HAny*>(to) = __builtin_convertvector(round_to_bfloat16(x), H);
+}
+
+// What x becomes when it is stored and loaded again.
+NANOCORE_INLINE F rounded(F x, const float*) { return x; }
+NANOCORE_INLINE F rounded(F x, const BFloat16*) {
+    return reinterpret_cast<F>(round_to_bfloat16(x) << 16);
+}
+
+// The first `count` values; the other lanes are 0.
+template <typename T>
+__attribute__((noinline)) F load_some(const T* from, int count) {
+    T lanes[kLanes] = {};
+    std::memcpy(lanes, from, count * sizeof(T));
+    return load(lanes);
+}
+
+template <typename T>
+__attribute__((noinline)) void store_some(F x, T* to, int count) {
+    T lanes[kLanes];
+    store(x, lanes);
+    std::memcpy(to, lanes, count * sizeof(T));
+}
+
+// exp(x) to about one unit in the last place; 0 below -87.3, where it would be subnormal.
+NANOCORE_INLINE F exponential(F x) {
+    const F least = broadcast(-87.33654f), most = broadcast(88.37626f);
+    F clamped = x < least ? least : x;
+    clamped = clamped > most ? most : clamped;
+    // x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to an integer.
+    const F magic = broadcast(12582912.0f);
+    F shifted = multiply_add(clamped, broadcast(1.44269504f), magic);
+    F n = shifted - magic;
+    F r = multiply_add(n, broadcast(-0.693359375f), clamped);
+    r = multiply_add(n, broadcast(2.12194440e-4f), r);
+    F p = broadcast(1.9875691500e-4f);
+    p = multiply_add(p, r, broadcast(1.3981999507e-3f));
+    p = multiply_add(p, r, broadcast(8.3334519073e-3f));
+    p = multiply_add(p, r, broadcast(4.1665795894e-2f));
+    p = multiply_add(p, r, broadcast(1.6666665459e-1f));
+    p = multiply_add(p, r, broadcast(5.0000001201e-1f));
+    p = multiply_add(p, r * r, r) + 1.0f;
+    I exponent = __builtin_convertvector(n, I) + 127;
+    F power = reinterpret_cast<F>(exponent << 23);
+    F result = p * power;
+    result = x < least ? F{} : result;
+    return x == x ? result : x;
+}
+
+NANOCORE_INLINE F tanh_of(F x) {
+    // Of |x|, where the exponential cannot overflow.
+    F magnitude = x < 0.0f ? -x : x;
+    F e = exponential(magnitude * -2.0f);
+    F t = (1.0f - e) / (1.0f + e);
+    // For small x the difference above loses its digits; x - x^3/3 + 2x^5/15 has them.
+    F square = x * x;
+    F series = magnitude * multiply_add(square,
+                                        multiply_add(square, broadcast(2.0f / 15.0f),
+                                                     broadcast(-1.0f / 3.0f)),
+                                        broadcast(1.0f));
+    t = magnitude < 0.04f ? series : t;
+    return x < 0.0f ? -t : t;
+}
+
+}  // namespace nanocore

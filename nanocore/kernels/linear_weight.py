@@ -1,0 +1,41 @@
+"""The weights of linear layers as backends keep them, and their quantization to int8.
+
+Weight-only: activations stay as they are, and a product is scaled once it is summed up. int8 is
+symmetric with a scale for each output feature, so the layer's result is exactly that of the rounded
+weights (LLM.int8: Dettmers et al. 2022, has the same scales).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LinearWeight:
+    """A weight [out_features, in_features] as one backend keeps it; see `Kernels.pack_linear`.
+
+    data: the backend's own. dtype: of the values in it. scale_O: float32, what integers are to be
+    multiplied by, one number for each output feature (perhaps padded); None for others.
+    """
+
+    out_features: int
+    in_features: int
+    dtype: torch.dtype
+    data: Tensor
+    scale_O: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return self.data.nbytes + (self.scale_O.nbytes if self.scale_O is not None else 0)
+
+
+def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 values [O, I], float32 scales [O]); weight ~ value * scale."""
+    largest_O = weight_OI.float().abs().amax(dim=1)
+    # Multiplied by the inverse, as the native kernels do, so that both round alike.
+    inverse_O1 = torch.where(largest_O > 0, 127.0 / largest_O, 0.0)[:, None]
+    return (weight_OI.float() * inverse_O1).round().to(torch.int8), largest_O / 127.0

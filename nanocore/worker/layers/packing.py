@@ -1,0 +1,33 @@
+"""Loaded weights, handed from the layers to the kernel backend once: packed, perhaps quantized."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nanocore.kernels.backend import Kernels
+from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.protocol.worker import Quantization
+
+
+class WeightPacker:
+    """Packs weights for a backend.
+
+    saved_bytes: how much less memory the packed ones take than the loaded ones took, so far.
+    """
+
+    def __init__(self, kernels: Kernels, quantization: Quantization | None = None) -> None:
+        self._kernels, self._quantization = kernels, quantization
+        self.saved_bytes = 0
+
+    def linear(self, weight_OI: Tensor) -> LinearWeight:
+        """The weight of a linear layer, which the caller gives up."""
+        return self._pack(weight_OI, self._quantization)
+
+    def embedding(self, weight_OI: Tensor) -> LinearWeight:
+        """Likewise of an embedding that is no head: looked up and never multiplied, so as it is."""
+        return self._pack(weight_OI, None)
+
+    def _pack(self, weight_OI: Tensor, quantization: Quantization | None) -> LinearWeight:
+        packed = self._kernels.pack_linear(weight_OI, quantization)
+        self.saved_bytes += weight_OI.nbytes - packed.num_bytes
+        return packed

@@ -1,0 +1,39 @@
+"""Compiles the CPU kernels; everything else about the package is in pyproject.toml.
+
+Each instruction set is an extension of its own. They are optional: without a C++ compiler the
+package installs, and nanocore computes with torch.
+"""
+
+import runpy
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+_FOLDER = Path("nanocore/kernels/cpu")
+_BUILD = runpy.run_path(str(_FOLDER / "build.py"))
+
+
+class BuildExt(build_ext):
+    """Instruction sets are compiled side by side."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or True
+
+
+setup(
+    cmdclass={"build_ext": BuildExt},
+    ext_modules=[
+        Extension(
+            f"nanocore.kernels.cpu._{name}",
+            sources=[str(_FOLDER / "program.cpp")],
+            depends=[str(path) for path in sorted(_FOLDER.glob("*.h"))],
+            extra_compile_args=[*_BUILD["COMPILE_FLAGS"], *flags],
+            extra_link_args=[*_BUILD["LINK_FLAGS"]],
+            language="c++",
+            optional=True,
+        )
+        for name, flags in _BUILD["INSTRUCTION_SETS"].items()
+    ],
+)
