@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", default="", metavar="A,B", help=f"any of {', '.join(PEERS)}")
     parser.add_argument("--vllm-python", metavar="PATH", default=os.environ.get("VLLM_PYTHON"),
                         help="interpreter that has vLLM (or $VLLM_PYTHON)")  # fmt: skip
+    parser.add_argument("--vllm-dtype", default="bfloat16", help="bfloat16 or float32")
     parser.add_argument("--llama-server", metavar="PATH", default=os.environ.get("LLAMA_SERVER"),
                         help="its binary (or $LLAMA_SERVER)")  # fmt: skip
     parser.add_argument("--llama-types", default="bf16", metavar="A,B", help="bf16,q8_0")
@@ -89,6 +90,7 @@ def _peer_commands(arguments: argparse.Namespace, peer: str, model: Path) -> lis
             python = _executable("--vllm-python", arguments.vllm_python)
             command = [
                 python, str(_DRIVERS / "vllm_driver.py"), *common,
+                "--dtype", arguments.vllm_dtype,
                 "--max-model-len", str(arguments.max_model_len),
                 "--kv-cache-gib", str(arguments.kv_cache_gib),
             ]  # fmt: skip

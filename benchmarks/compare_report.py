@@ -120,11 +120,14 @@ def markdown(report: Mapping[str, Any]) -> str:
             engines = workload["engines"]
             cells = [_range(engines[peer]["times_slower_than_ours"], 2) for peer in peers]
             lines += _row([name, *cells])
-    num_noisy = sum(
-        sum(engine["noisy"]) for row in workloads.values() for engine in row["engines"].values()
-    )
-    if num_noisy:
-        lines += ["", f"{num_noisy} of the turns were noisy to the last retry."]
+    noisy = [
+        turn
+        for row in workloads.values()
+        for engine in row["engines"].values()
+        for turn in engine["noisy"]
+    ]
+    if any(noisy):
+        lines += ["", f"Noisy to the last retry: {sum(noisy)} of {len(noisy)} turns."]
     return "\n".join(lines)
 
 

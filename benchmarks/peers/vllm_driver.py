@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--kv-cache-gib", type=int, required=True)
     arguments = parser.parse_args()
@@ -46,7 +47,7 @@ def _serve(answers: Any, arguments: argparse.Namespace) -> None:
         EngineArgs(
             model=arguments.model,
             skip_tokenizer_init=True,
-            dtype="bfloat16",
+            dtype=arguments.dtype,
             max_model_len=arguments.max_model_len,
             max_num_seqs=64,
             max_num_batched_tokens=2048,
@@ -60,7 +61,7 @@ def _serve(answers: Any, arguments: argparse.Namespace) -> None:
         lambda requests: _run(engine, requests),
         versions={"vllm": vllm.__version__, "torch": torch.__version__},
         settings={
-            "dtype": "bfloat16",
+            "dtype": arguments.dtype,
             "preloaded": [Path(p).name for p in os.environ["LD_PRELOAD"].split(":") if p],
             "omp_threads_bind": os.environ["VLLM_CPU_OMP_THREADS_BIND"],
         },
