@@ -71,7 +71,7 @@ def _figures(workload: Workload, turns: Sequence[Turn]) -> dict[str, Any]:
         "canary_gb_per_s": [turn.canary_gb_per_s for turn in turns],
     }
     figures: dict[str, Any] = {
-        name: spread([round(value, 4) for value in values]) for name, values in columns.items()
+        name: spread([round(value, 6) for value in values]) for name, values in columns.items()
     }
     return figures | {"noisy": [turn.noisy for turn in turns]}
 
