@@ -71,7 +71,9 @@ def describe_commit() -> dict[str, Any]:
 
 def describe_command() -> str:
     """The command line, absolute paths cut to their last component."""
-    return "python " + " ".join(re.sub(r"(^|=)/(?:[^/]*/)*(?=[^/])", r"\1", w) for w in sys.argv)
+    return "python " + " ".join(
+        re.sub(r"(^|[=\s])/(?:[^/\s]*/)*(?=[^/])", r"\1", w) for w in sys.argv
+    )
 
 
 def spread(values: list[float]) -> dict[str, Any]:
@@ -142,20 +144,22 @@ class BandwidthCanary:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """CPU seconds since the start: of the whole machine, and of this process with its children."""
+    """CPU seconds since the start: of the whole machine, and of a process with its children."""
 
     wall_s: float
     machine_s: float
     own_s: float
 
     @classmethod
-    def now(cls) -> CpuTimes:
+    def now(cls, root_pid: int | None = None) -> CpuTimes:
+        """Own is this process, or the one given, and its descendants."""
         ticks = os.sysconf("SC_CLK_TCK")
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(
             int, Path("/proc/stat").read_text().split()[1:9]
         )
+        own = _family(os.getpid() if root_pid is None else root_pid)
         busy = user + nice + system + irq + softirq + steal
-        return cls(time.monotonic(), busy / ticks, sum(_family(os.getpid()).values()) / ticks)
+        return cls(time.monotonic(), busy / ticks, sum(own.values()) / ticks)
 
     def foreign_share_since(self, start: CpuTimes) -> float:
         """Share of all cores, 0 to 1, that went to others since `start`."""

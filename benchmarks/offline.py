@@ -13,6 +13,7 @@ import argparse
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -27,7 +28,7 @@ from machine import (
     write_report,
 )
 from models import SHAPES, model_folder
-from workloads import WORKLOAD_NAMES, Workload, make_workload
+from workloads import WORKLOAD_NAMES, BenchmarkRequest, Workload, make_workload, workload_names
 
 from nanocore.client import LLM
 from nanocore.client.outputs import RequestOutput
@@ -82,7 +83,7 @@ def main() -> None:
     folder = model_folder(arguments.model)
     report = _describe_run(model_name, config)
     start_s = time.perf_counter()
-    with LLM(folder, **_engine_arguments(config)) as llm:
+    with LLM(folder, **engine_arguments(config)) as llm:
         report["engine_start_s"] = round(time.perf_counter() - start_s, 3)
         card = llm.model_card
         report["engine"] |= {"dtype": card.dtype, "max_model_len": card.max_model_len,
@@ -107,7 +108,7 @@ def _parse_arguments() -> tuple[argparse.Namespace, EngineConfig]:
         allow_abbrev=False,
     )
     parser.add_argument("--model", default="small", help=f"folder, or one of {', '.join(SHAPES)}")
-    parser.add_argument("--workloads", type=_workload_names, default=list(WORKLOAD_NAMES),
+    parser.add_argument("--workloads", type=workload_names, default=list(WORKLOAD_NAMES),
                         metavar="W1,W2,...")  # fmt: skip
     parser.add_argument("--reps", type=int, default=3, help="repetitions (default: 3)")
     parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True,
@@ -127,16 +128,7 @@ def _parse_arguments() -> tuple[argparse.Namespace, EngineConfig]:
     return arguments, config
 
 
-def _workload_names(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in WORKLOAD_NAMES]
-    if unknown:
-        known = ",".join(WORKLOAD_NAMES)
-        raise argparse.ArgumentTypeError(f"unknown: {','.join(unknown)}; known: {known}")
-    return names
-
-
-def _engine_arguments(config: EngineConfig) -> dict[str, Any]:
+def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     """What differs from the engine's defaults, as LLM takes it."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {name: value for name, value in values.items() if value != getattr(EngineConfig(), name)}
@@ -172,24 +164,10 @@ def _run_rounds(
 
 
 def _run_once(llm: LLM, workload: Workload, canary: BandwidthCanary) -> Repetition:
-    """Submit a workload's requests at once, to an engine that has no cached prefixes."""
-    if not llm.reset_prefix_cache():
-        raise RuntimeError("the engine did not reset its prefix cache: is a request running?")
-    prompts = [list(request.prompt_token_ids) for request in workload.requests]
-    params = [
-        SamplingParams(
-            temperature=0.0,
-            max_tokens=request.num_output_tokens,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        for request in workload.requests
-    ]
+    """Run a workload, with the engine's counters and the machine's noise around it."""
     bandwidth = canary.measure()
     stats, cpu_times = llm.stats(), CpuTimes.now()
-    start_s = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    wall_s = time.perf_counter() - start_s
+    wall_s, outputs = generate(llm, workload.requests)
     foreign_share, after = CpuTimes.now().foreign_share_since(cpu_times), llm.stats()
     bandwidth = min(bandwidth, canary.measure())
     _check_outputs(workload, outputs)
@@ -197,7 +175,7 @@ def _run_once(llm: LLM, workload: Workload, canary: BandwidthCanary) -> Repetiti
     num_out = workload.num_output_tokens
     num_queried = after.prefix_cache_queries - stats.prefix_cache_queries
     num_hit = after.prefix_cache_hits - stats.prefix_cache_hits
-    ttft_ms, tpot_ms = _latencies_ms(outputs)
+    ttft_ms, tpot_ms = latencies_ms(outputs)
     return Repetition(
         wall_s=wall_s,
         output_tokens_per_s=num_out / wall_s,
@@ -214,6 +192,25 @@ def _run_once(llm: LLM, workload: Workload, canary: BandwidthCanary) -> Repetiti
     )
 
 
+def generate(llm: LLM, requests: Sequence[BenchmarkRequest]) -> tuple[float, list[RequestOutput]]:
+    """Submit requests at once to an engine without cached prefixes; seconds and outputs."""
+    prompts = [list(request.prompt_token_ids) for request in requests]
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=request.num_output_tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for request in requests
+    ]
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the engine did not reset its prefix cache: is a request running?")
+    start_s = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - start_s, outputs
+
+
 def _check_outputs(workload: Workload, outputs: list[RequestOutput]) -> None:
     """Figures count only if every request did all of its work."""
     for request, output in zip(workload.requests, outputs, strict=True):
@@ -226,7 +223,7 @@ def _check_outputs(workload: Workload, outputs: list[RequestOutput]) -> None:
             )
 
 
-def _latencies_ms(outputs: list[RequestOutput]) -> tuple[list[float], list[float]]:
+def latencies_ms(outputs: list[RequestOutput]) -> tuple[list[float], list[float]]:
     """Time to first token, and mean time of each token after it, of every request."""
     ttft_ms, tpot_ms = [], []
     for metrics in (output.metrics for output in outputs):

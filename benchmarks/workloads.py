@@ -8,6 +8,7 @@ to. Lengths never change, so repetitions are equal work.
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,3 +95,13 @@ def make_workload(name: str, vocab_size: int, repetition: int) -> Workload:
     description, make_requests = _DEFINITIONS[name]
     draw = _Draw(f"{name}/{repetition}", vocab_size)
     return Workload(name, description, tuple(make_requests(draw)))
+
+
+def workload_names(text: str) -> list[str]:
+    """Names given by commas, for argparse."""
+    names = text.split(",")
+    unknown = [name for name in names if name not in WORKLOAD_NAMES]
+    if unknown:
+        known = ",".join(WORKLOAD_NAMES)
+        raise argparse.ArgumentTypeError(f"unknown: {','.join(unknown)}; known: {known}")
+    return names

@@ -22,9 +22,9 @@ from torch import Tensor
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.protocol.worker import Quantization
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.worker import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class QKNorm:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary embedding in the half-split layout: cos and sin of every position, [L, rotary_dim / 2].
+    """Rotary embedding (half-split): cos and sin of every position, [L, rotary_dim / 2].
 
     The first rotary_dim <= D dimensions of a head are turned and the rest passes through (partial
     RoPE, as in Phi). Both have the model's dtype.

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nanocore.kernels.backend import AttentionMetadata, Kernels, KVCache, Replay, Rotary
 from nanocore.kernels.kv_quantization import KVCacheFormat
-from nanocore.protocol.worker import Quantization
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.protocol.worker import Quantization
 from nanocore.worker.input_batch import InputBatch, StepInputs
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
@@ -85,9 +85,7 @@ class ModelRunner:
             self.device, self.placement.pp_size,
         )  # fmt: skip
         if self.placement.num_ranks == 1:
-            self._replay = self.kernels.capture(
-                self._compute, max_num_batched_tokens, max_num_seqs
-            )
+            self._replay = self.kernels.capture(self._compute, max_num_batched_tokens, max_num_seqs)
 
     def kv_block_bytes(self, kv_format: KVCacheFormat, block_size: int) -> int:
         """Bytes that one block takes over this rank's layers, K and V."""

@@ -60,7 +60,9 @@ def rotary_table(
     positions = torch.arange(max_len, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(config, max_len))
     scale = attention_scaling(config)
-    return Rotary((angles.cos() * scale).to(device, dtype), (angles.sin() * scale).to(device, dtype))
+    return Rotary(
+        (angles.cos() * scale).to(device, dtype), (angles.sin() * scale).to(device, dtype)
+    )
 
 
 def inverse_frequencies(config: RopeConfig, max_len: int) -> Tensor:

@@ -24,6 +24,6 @@ INSTRUCTION_SETS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Compiler flags by name."""
 
-COMPILE_FLAGS: Final = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread",
-                        "-Wall", "-Wextra", "-Wno-psabi", "-Wno-unknown-warning-option")  # fmt: skip
+COMPILE_FLAGS: Final = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden",
+                        "-pthread", "-Wall", "-Wextra", "-Wno-psabi")  # fmt: skip
 LINK_FLAGS: Final = ("-pthread",)

@@ -32,8 +32,8 @@ from nanocore.kernels.cpu.program import (
     record,
 )
 from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.protocol.worker import Quantization
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.protocol.worker import Quantization
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
@@ -76,12 +76,13 @@ class CpuKernels:
             scale_O = torch.empty(-(-out_features // _TILE_COLUMNS) * _TILE_COLUMNS)
         weight = LinearWeight(out_features, in_features, dtype, torch.empty(0), scale_O)
         struct = _weight_struct(weight)
-        packed = _huge_pages(self._library.packed_bytes(byref(struct)))
+        packed = _huge_pages(self._library.call("packed_bytes", byref(struct)))
         struct.packed = packed.data_ptr()
         weight_OI = weight_OI.contiguous()
-        self._library.pack(
-            self._workspace.handle, _DTYPES[weight_OI.dtype], weight_OI.data_ptr(), byref(struct)
-        )
+        self._library.call(
+            "pack", self._workspace.handle, _DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
+            byref(struct),
+        )  # fmt: skip
         return LinearWeight(out_features, in_features, dtype, packed, scale_O)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
@@ -144,9 +145,7 @@ class CpuKernels:
     ) -> Tensor:
         if not _is_native(cache, qkv.dtype):
             self._refuse_recording("this KV cache")
-            return self._torch.rope_and_store_kv(
-                qkv, num_heads, qk_norm, rotary, cache, metadata
-            )
+            return self._torch.rope_and_store_kv(qkv, num_heads, qk_norm, rotary, cache, metadata)
         if not qkv.is_contiguous():
             qkv = qkv.contiguous()
         q_norm = k_norm = NormWeightStruct()
@@ -306,7 +305,7 @@ def _cache_struct(cache: KVCache) -> CacheLayoutStruct:
 def _step_struct(metadata: AttentionMetadata) -> StepStruct:
     """The part of a step that attention needs; metadata must outlive it."""
     table_BM = metadata.block_table_BM
-    assert table_BM.stride(1) == 1 and table_BM.dtype == torch.int32, "rows of block ids"
+    assert table_BM.stride(1) == 1, "a row's block ids are adjacent"
     query_start = np.array(metadata.query_start, np.int64)
     step = StepStruct(
         num_seqs=len(metadata.seq_lens),

@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
-from typing import Final
+from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
@@ -69,7 +69,6 @@ class StepStruct(ctypes.Structure):
 
 _KERNEL: Final = (c_void_p, c_int64, c_int)  # program, rows, dtype
 _SIGNATURES: Final = {
-    "abi_version": (c_int, ()),
     "is_supported": (c_int, ()),
     "workspace_new": (c_void_p, (POINTER(c_int), c_int)),
     "workspace_free": (None, (c_void_p,)),
@@ -109,7 +108,7 @@ _SIGNATURES: Final = {
 
 
 class Library:
-    """One compiled library. Its functions are attributes, without their prefix.
+    """One compiled library. functions: those of `_SIGNATURES`.
 
     Raises:
         OSError: it cannot be loaded.
@@ -119,15 +118,21 @@ class Library:
     def __init__(self, path: str, instruction_set: str) -> None:
         self.instruction_set = instruction_set
         loaded = ctypes.CDLL(path)
+        version = loaded.nanocore_abi_version()
+        if version != _ABI_VERSION:
+            raise RuntimeError(
+                f"{path} has interface {version} and not {_ABI_VERSION}: it was compiled from "
+                "other sources; install nanocore again"
+            )
+        self.functions: dict[str, Callable[..., Any]] = {}
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(loaded, f"nanocore_{name}")
             function.restype, function.argtypes = result, arguments
-            setattr(self, name, function)
-            if name == "abi_version" and function() != _ABI_VERSION:
-                raise RuntimeError(
-                    f"{path} has interface {function()} and not {_ABI_VERSION}: it was compiled "
-                    "from other sources; install nanocore again"
-                )
+            self.functions[name] = function
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What `nanocore_<name>` of program.cpp returns; the interpreter is free meanwhile."""
+        return self.functions[name](*arguments)
 
 
 def find_library() -> Library | None:
@@ -155,5 +160,5 @@ def _libraries() -> Iterator[Library]:
         if spec is None or spec.origin is None:
             continue
         library = Library(spec.origin, name)
-        if library.is_supported():
+        if library.call("is_supported"):
             yield library

@@ -38,8 +38,8 @@ class Workspace:
     def __init__(self, library: Library) -> None:
         cores = sorted(os.sched_getaffinity(0))
         self.library = library
-        self.handle = library.workspace_new((ctypes.c_int * len(cores))(*cores), len(cores))
-        weakref.finalize(self, library.workspace_free, self.handle)
+        self.handle = library.call("workspace_new", (ctypes.c_int * len(cores))(*cores), len(cores))
+        weakref.finalize(self, library.call, "workspace_free", self.handle)
 
 
 class Program:
@@ -48,12 +48,12 @@ class Program:
     def __init__(self, workspace: Workspace) -> None:
         self._library = workspace.library
         self._kept: list[Any] = [workspace]
-        self._handle = self._library.program_new(workspace.handle)
-        weakref.finalize(self, self._library.program_free, self._handle)
+        self._handle = self._library.call("program_new", workspace.handle)
+        weakref.finalize(self, self._library.call, "program_free", self._handle)
 
     def append(self, kernel: str, rows: int, *arguments: Any) -> None:
         """Add a kernel: `nanocore_*` of program.cpp without its first argument."""
-        getattr(self._library, kernel)(self._handle, rows, *arguments)
+        self._library.call(kernel, self._handle, rows, *arguments)
 
     def keep(self, *memory: Any) -> None:
         """Let these live as long as the program."""
@@ -61,7 +61,7 @@ class Program:
 
     def run(self, step: StepStruct) -> None:
         """Run all kernels on a step; the interpreter is free meanwhile."""
-        self._library.program_run(self._handle, ctypes.byref(step))
+        self._library.call("program_run", self._handle, ctypes.byref(step))
 
 
 class Recording(TorchFunctionMode):
@@ -74,9 +74,7 @@ class Recording(TorchFunctionMode):
         self._max_rows = {TOKENS: max_tokens, SAMPLES: max_samples}
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         operands = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
         for x in result if isinstance(result, (tuple, list)) else (result,):

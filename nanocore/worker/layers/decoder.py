@@ -162,7 +162,11 @@ class DecoderModel:
         if self.head is not None:
             self.head.pack(packer)
         if self.embedding is not None and self.embedding is not self.head:
-            self.embedding.pack(kernels, None)
+            # A tied matrix has the same values on the stage that only looks tokens up.
+            if self.config.tie_word_embeddings:
+                self.embedding.pack(packer)
+            else:
+                self.embedding.pack_as_embedding(packer)
 
     def rotary_tables(self, max_len: int) -> dict[str, Rotary]:
         """cos and sin for positions below max_len, by layer type."""

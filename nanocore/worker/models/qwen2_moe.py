@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel

@@ -1,0 +1,88 @@
+"""What compare.py and its drivers say to each other: one JSON object per line.
+
+A driver runs one engine in the interpreter that has it, and stays up. It prints a line when it is
+ready: `versions`, `settings`, and `may_be_stopped`, whether its process group may get SIGSTOP
+while others have their turn. Then each line on stdin is a run,
+`{"requests": [[[token ids], num_output_tokens], ...]}`, answered by what `describe_run` makes. All
+requests are submitted at once, greedy, EOS ignored. The driver ends when stdin does. Only the
+standard library is imported, for this file runs in the interpreters of all engines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, TextIO
+
+Requests = list[tuple[list[int], int]]
+"""Prompts as token ids, each with the number of tokens to generate."""
+
+
+def claim_stdout() -> TextIO:
+    """The stream of our answers; whatever else is printed from here on goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+def serve(
+    answers: TextIO,
+    run: Callable[[Requests], dict[str, Any]],
+    *,
+    versions: dict[str, str],
+    settings: dict[str, Any],
+    may_be_stopped: bool = True,
+) -> None:
+    """Say that the engine is ready, and run what comes until stdin ends."""
+    ready = {"versions": versions, "settings": settings, "may_be_stopped": may_be_stopped}
+    with suppress(BrokenPipeError):  # compare.py has gone
+        print(json.dumps(ready), file=answers)
+        for line in sys.stdin:
+            print(json.dumps(run(json.loads(line)["requests"])), file=answers)
+
+
+def describe_run(
+    wall_s: float,
+    ttft_s: Sequence[float],
+    tpot_s: Sequence[float],
+    token_ids: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """The answer to a run; the sequences have an item per request, in the order of submission.
+
+    wall_s: from the first submission to the last token. ttft_s: from the first submission to a
+    request's first token. tpot_s: mean time of each token after it. token_ids: what was generated.
+    """
+    return {
+        "wall_s": wall_s,
+        "ttft_s": list(ttft_s),
+        "tpot_s": list(tpot_s),
+        "num_output_tokens": [len(ids) for ids in token_ids],
+        "first_token_ids": [ids[0] if ids else None for ids in token_ids],
+    }
+
+
+class TokenClock:
+    """Notes when each request's first and last tokens came, in seconds since `start_s`."""
+
+    def __init__(self, start_s: float, num_requests: int) -> None:
+        self._start_s = start_s
+        self._first_s: list[float | None] = [None] * num_requests
+        self._last_s = [0.0] * num_requests
+
+    def tick(self, index: int, now_s: float) -> None:
+        """A request got tokens."""
+        self._last_s[index] = now_s - self._start_s
+        if self._first_s[index] is None:
+            self._first_s[index] = now_s - self._start_s
+
+    def describe_run(self, wall_s: float, token_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """The answer to a run."""
+        ttft_s = [self._last_s[i] if t is None else t for i, t in enumerate(self._first_s)]
+        tpot_s = [
+            (last - first) / max(1, len(ids) - 1)
+            for first, last, ids in zip(ttft_s, self._last_s, token_ids, strict=True)
+        ]
+        return describe_run(wall_s, ttft_s, tpot_s, token_ids)

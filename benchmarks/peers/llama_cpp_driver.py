@@ -1,0 +1,143 @@
+"""llama.cpp's server behind compare.py's line protocol, over loopback HTTP.
+
+    python llama_cpp_driver.py --server path/to/llama-server --model FOLDER --type bf16 --threads 2
+
+A slot for each of the largest workload's 32 requests, continuous batching. Needs `pip install
+gguf` for the model file, which is written to a temporary folder at start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from line_protocol import Requests, TokenClock, claim_stdout, serve
+
+_NUM_SLOTS = 32
+_SLOT_TOKENS = 1088  # the longest request of the workloads takes 1,032
+_START_TIMEOUT_S = 300.0
+
+
+def main() -> None:
+    """Write the model file, start the server, serve."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--server", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--type", default="bf16")
+    parser.add_argument("--threads", type=int, required=True)
+    arguments = parser.parse_args()
+    answers = claim_stdout()
+    with tempfile.TemporaryDirectory(prefix="nanocore-gguf-") as folder:
+        gguf = f"{folder}/{arguments.type}.gguf"
+        converter = Path(__file__).with_name("gguf_file.py")
+        subprocess.run(
+            [sys.executable, converter, "--model", arguments.model, "--type", arguments.type,
+             "--out", gguf],
+            check=True,
+        )  # fmt: skip
+        flags = [
+            "--threads", str(arguments.threads), "--threads-batch", str(arguments.threads),
+            "--parallel", str(_NUM_SLOTS), "--ctx-size", str(_NUM_SLOTS * _SLOT_TOKENS),
+            "--batch-size", "2048", "--ubatch-size", "512",
+        ]  # fmt: skip
+        port = _free_port()
+        server = subprocess.Popen(
+            [arguments.server, "--model", gguf, "--host", "127.0.0.1", "--port", str(port), *flags],
+            stdin=subprocess.DEVNULL,
+        )
+        try:
+            _wait_ready(server, port)
+            serve(
+                answers,
+                lambda requests: _run(port, requests),
+                versions={"llama.cpp": _version(arguments.server)},
+                settings={"type": arguments.type, "flags": " ".join(flags)},
+            )
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def _run(port: int, requests: Requests) -> dict[str, Any]:
+    """A connection and a thread for each request."""
+    bodies = [
+        json.dumps({
+            "prompt": prompt, "n_predict": num_output_tokens, "ignore_eos": True,
+            "samplers": ["top_k"], "top_k": 1, "temperature": 0.0,
+            "cache_prompt": True, "stream": True, "return_tokens": True,
+        })
+        for prompt, num_output_tokens in requests
+    ]  # fmt: skip
+    with ThreadPoolExecutor(len(requests)) as pool:
+        start_s = time.perf_counter()
+        clock = TokenClock(start_s, len(requests))
+        futures = [
+            pool.submit(_complete, port, body, clock, index) for index, body in enumerate(bodies)
+        ]
+        token_ids = [future.result() for future in futures]
+        return clock.describe_run(time.perf_counter() - start_s, token_ids)
+
+
+def _complete(port: int, body: str, clock: TokenClock, index: int) -> list[int]:
+    """Stream one completion; returns its token ids."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise RuntimeError(f"llama-server answered {response.status}: {response.read()[:500]!r}")
+    token_ids: list[int] = []
+    for line in response:
+        if line.startswith(b"data: "):
+            event = json.loads(line[len(b"data: ") :])
+            if event.get("tokens"):
+                token_ids += event["tokens"]
+                clock.tick(index, time.perf_counter())
+            if event.get("stop"):
+                break
+    connection.close()
+    return token_ids
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _wait_ready(server: subprocess.Popen[bytes], port: int) -> None:
+    deadline_s = time.monotonic() + _START_TIMEOUT_S
+    while time.monotonic() < deadline_s:
+        if server.poll() is not None:
+            raise RuntimeError(f"llama-server ended with exit code {server.returncode}")
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            pass  # it does not listen yet
+        finally:
+            connection.close()
+        time.sleep(0.2)
+    raise RuntimeError(f"llama-server was not ready after {_START_TIMEOUT_S} s")
+
+
+def _version(server: str) -> str:
+    """Its build number and commit, e.g. "version: 6042 (a1b2c3d)"."""
+    result = subprocess.run([server, "--version"], capture_output=True, text=True, check=True)
+    lines = (result.stdout + result.stderr).splitlines()
+    return next((line.removeprefix("version: ") for line in lines if "version" in line), "unknown")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""The comparison runs our engine and others in turn, and counts turns that did all the work."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+DEMO_MODEL = Path(__file__).parents[2] / "nanocore" / "demo_model"
+
+FAKE_DRIVER = """\
+import sys
+sys.path.insert(0, {peers!r})
+from line_protocol import claim_stdout, describe_run, serve
+answers = claim_stdout()
+print("loading")  # goes to the log
+log = open({log!r}, "a")
+
+def run(requests):
+    print(len(requests), [n for _, n in requests], file=log, flush=True)
+    ids = [[7] * (n - {missing}) for _, n in requests]
+    return describe_run(0.5, [0.1] * len(ids), [0.01] * len(ids), ids)
+
+serve(answers, run, versions={{"fake": "1.0"}}, settings={{}})
+print("ended", file=log, flush=True)
+"""
+
+
+@pytest.fixture
+def compare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("compare")
+
+
+@pytest.fixture
+def peer_process(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("peer_process")
+
+
+def fake_driver(folder: Path, missing: int = 0) -> tuple[Path, Path]:
+    """A driver that answers at once, and the file it writes what it was asked to."""
+    log = folder / "fake.log"
+    script = folder / "fake_driver.py"
+    script.write_text(
+        FAKE_DRIVER.format(peers=str(BENCHMARKS / "peers"), log=str(log), missing=missing)
+    )
+    return script, log
+
+
+def tiny_workload(name: str, vocab_size: int, repetition: int) -> Any:
+    workloads = importlib.import_module("workloads")
+    prompts = [(repetition % vocab_size, i, 3) for i in range(2)]
+    requests = tuple(workloads.BenchmarkRequest(prompt, 4) for prompt in prompts)
+    return workloads.Workload(name, "tiny", requests)
+
+
+def run_compare(
+    compare: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str
+) -> dict[str, Any]:
+    for module in ("compare", "compare_rounds"):
+        monkeypatch.setattr(importlib.import_module(module), "make_workload", tiny_workload)
+    common = [
+        "--model",
+        str(DEMO_MODEL),
+        "--threads",
+        "1",
+        "--kv-cache-gib",
+        "1",
+        "--out",
+        str(out),
+    ]
+    monkeypatch.setattr(sys, "argv", ["compare.py", *common, *flags])
+    compare.main()
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
+def test_our_engine_and_another_are_compared(
+    compare: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script, log = fake_driver(tmp_path)
+    flags = ["--driver", f"fake={sys.executable} {script}", "--workloads", "W1,W5"]
+    report = run_compare(
+        compare, monkeypatch, tmp_path / "out.json", *flags, "--reps", "2", "--max-retries", "0"
+    )
+    assert report["engines"]["fake"]["versions"] == {"fake": "1.0"}
+    assert report["engines"]["nanocore"]["versions"]["nanocore"]
+    for workload in report["workloads"].values():
+        ours, fake = workload["engines"]["nanocore"], workload["engines"]["fake"]
+        assert fake["wall_s"]["values"] == [0.5, 0.5]
+        assert fake["output_tokens_per_s"]["median"] == 16.0
+        assert fake["tpot_ms"]["median"] == 10.0
+        assert ours["first_tokens_like_ours"] == 1.0
+        for ratio, wall_s in zip(
+            fake["times_slower_than_ours"]["values"], ours["wall_s"]["values"], strict=True
+        ):
+            assert ratio == pytest.approx(0.5 / wall_s, rel=1e-3)
+    table = capsys.readouterr().out
+    assert "| workload | nanocore | fake |" in table
+    assert "| W1 (output tok/s) |" in table
+    lines = log.read_text().splitlines()
+    # Two cut workloads to warm up, then for each of 2 x 2 turns a short request and the workload.
+    assert lines == ["2 [4, 4]"] * 2 + ["1 [4]", "2 [4, 4]"] * 4 + ["ended"]
+
+
+def test_a_turn_with_too_few_tokens_is_an_error(peer_process: ModuleType, tmp_path: Path) -> None:
+    script, _ = fake_driver(tmp_path, missing=1)
+    command = peer_process.PeerCommand("fake", [sys.executable, str(script)])
+    with peer_process.PeerProcess(command, tmp_path / "log") as peer:
+        peer.wait_ready()
+        with peer.turn(), pytest.raises(peer_process.PeerError, match=r"\[3, 3\].*\[4, 4\]"):
+            peer.run(tiny_workload("W1", 100, 1).requests)
+
+
+def test_an_engine_is_stopped_between_its_turns(peer_process: ModuleType, tmp_path: Path) -> None:
+    script, _ = fake_driver(tmp_path)
+    command = peer_process.PeerCommand("fake", [sys.executable, str(script)])
+    with peer_process.PeerProcess(command, tmp_path / "log") as peer:
+        peer.wait_ready()
+        stopped = os.waitid(os.P_PID, peer.pid, os.WSTOPPED | os.WNOWAIT)
+        assert stopped is not None
+        assert stopped.si_pid == peer.pid
+        with peer.turn():
+            assert peer.run(tiny_workload("W1", 100, 1).requests).wall_s == 0.5
+    assert not Path(f"/proc/{peer.pid}").exists()
+
+
+def test_an_engine_that_does_not_start_is_named_with_its_log_and_the_remedy(
+    peer_process: ModuleType, tmp_path: Path
+) -> None:
+    code = "import sys; sys.exit('no such wheel')"
+    command = peer_process.PeerCommand("fake", [sys.executable, "-c", code], remedy="Install it.")
+    with (
+        peer_process.PeerProcess(command, tmp_path / "log") as peer,
+        pytest.raises(peer_process.PeerError, match="Install it") as caught,
+    ):
+        peer.wait_ready()
+    assert "exit code 1" in str(caught.value)
+    assert "no such wheel" in str(caught.value)
+
+
+def test_a_noisy_turn_is_run_again_with_other_prompts(
+    monkeypatch: pytest.MonkeyPatch, compare: ModuleType
+) -> None:
+    rounds = importlib.import_module("compare_rounds")
+    peers = importlib.import_module("peer_process")
+    monkeypatch.setattr(rounds, "make_workload", tiny_workload)
+    seen: list[tuple[str, int]] = []
+
+    class FakePeer:
+        pid = os.getpid()
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def turn(self) -> Any:
+            return nullcontext()
+
+        def run(self, requests: Any) -> Any:
+            if len(requests) > 1:
+                seen.append((self.name, requests[0].prompt_token_ids[0]))
+            return peers.PeerRun(
+                wall_s=1.0, ttft_s=[], tpot_s=[], num_output_tokens=[], first_token_ids=[]
+            )
+
+    class FakeTimes:
+        def foreign_share_since(self, _start: object) -> float:
+            return 0.0
+
+    readings = iter([40.0, 40.0, 40.0, 40.0, 40.0, 20.0, 40.0, 40.0])
+    monkeypatch.setattr(rounds.CpuTimes, "now", lambda _pid: FakeTimes())
+    monkeypatch.setattr(rounds.BandwidthCanary, "measure", lambda _self: next(readings))
+    comparison = rounds.Comparison([FakePeer(n) for n in "abc"], 10_000, max_retries=1)
+    comparison.run_round("W1", 1)
+    # The order starts with b; a is last, at half the bandwidth, and has another turn.
+    assert seen == [("b", 1), ("c", 1), ("a", 1), ("a", 1001)]
+    assert comparison.discarded["W1"]["a"][0].canary_gb_per_s == 20.0
+    kept = comparison.turns["W1"]["a"]
+    assert [(turn.repetition, turn.noisy) for turn in kept] == [(1001, False)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--peers", "vllm-cpu"], "--vllm-python is missing"),
+        (["--peers", "llama.cpp", "--llama-server", "/nowhere"], "/nowhere: not an executable"),
+        (["--peers", "tgi"], "--peers tgi: unknown"),
+        (["--driver", "nanocore=true"], "a name of its own"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_starts(flags: list[str], message: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("VLLM_PYTHON", "LLAMA_SERVER")}
+    result = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "compare.py"), "--model", str(DEMO_MODEL), *flags],
+        capture_output=True, text=True, check=False, timeout=60, env=environment,
+    )  # fmt: skip
+    assert result.returncode == 1
+    assert message in result.stderr
+
+
+def test_the_least_time_is_weights_over_bandwidth_where_one_request_decodes(
+    compare: ModuleType,
+) -> None:
+    limits, models = importlib.import_module("limits"), importlib.import_module("models")
+    workloads = importlib.import_module("workloads")
+    shape = models.SHAPES["small"]
+    num_weights = sum(a * b for _, (a, *rest) in shape.tensor_shapes() for b in rest)
+    rates = limits.Rates(read_gb_per_s=1.0, gemm_gflop_per_s=1e9)  # multiplying costs nothing
+    requests = [workloads.BenchmarkRequest((1, 2, 3), 11)]
+    read_s = limits.least_time_s(shape, requests, rates)
+    kv_bytes_per_token = 2 * 2 * 4 * 64 * 16
+    num_context = sum(3 + step for step in range(1, 11))
+    assert read_s == pytest.approx(
+        (10 * 2 * num_weights + kv_bytes_per_token * num_context) / 1e9, rel=1e-6
+    )
+    shared = [workloads.BenchmarkRequest((1, 2, 3, i), 1) for i in range(2)]
+    apart = [workloads.BenchmarkRequest((i, 2, 3, 4), 1) for i in range(2)]
+    compute = limits.Rates(read_gb_per_s=1e9, gemm_gflop_per_s=1.0)
+    assert limits.least_time_s(shape, shared, compute) < limits.least_time_s(shape, apart, compute)
