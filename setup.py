@@ -4,6 +4,7 @@ Each instruction set is an extension of its own. They are optional: without a C+
 package installs, and nanocore computes with torch.
 """
 
+import copy
 import runpy
 from pathlib import Path
 
@@ -20,6 +21,12 @@ class BuildExt(build_ext):
     def finalize_options(self):
         super().finalize_options()
         self.parallel = self.parallel or True
+
+    def build_extension(self, ext):
+        """In a folder of its own: all have the same source, and would share its object file."""
+        own = copy.copy(self)
+        own.build_temp = str(Path(self.build_temp) / ext.name.rpartition(".")[2])
+        build_ext.build_extension(own, ext)
 
 
 setup(

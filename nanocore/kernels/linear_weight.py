@@ -37,5 +37,7 @@ def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 values [O, I], float32 scales [O]); weight ~ value * scale."""
     largest_O = weight_OI.float().abs().amax(dim=1)
     # Multiplied by the inverse, as the native kernels do, so that both round alike.
-    inverse_O1 = torch.where(largest_O > 0, 127.0 / largest_O, 0.0)[:, None]
+    # (A number divided by a tensor is its reciprocal times the number, which is rounded twice.)
+    inverse_O = torch.full_like(largest_O, 127.0) / largest_O
+    inverse_O1 = inverse_O.masked_fill(largest_O == 0, 0.0)[:, None]
     return (weight_OI.float() * inverse_O1).round().to(torch.int8), largest_O / 127.0
