@@ -23,8 +23,6 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.protocol.errors import ConfigError
-from nanocore.protocol.worker import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -122,12 +120,13 @@ class Kernels(Protocol):
 
     name: str
 
-    def pack_linear(
-        self, weight_OI: Tensor, quantization: Quantization | None = None
-    ) -> LinearWeight:
+    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
         """The weight of a linear layer or of an embedding, quantized if so asked.
 
         The backend may keep weight_OI itself: the caller gives it up.
+
+        Raises:
+            ValueError: no such quantization.
         """
         ...
 
@@ -233,20 +232,19 @@ def select_kernels(name: str, device: torch.device) -> Kernels:
     """The backend of this name; "auto" takes the best one that this device can run.
 
     Raises:
-        ConfigError: it cannot run here.
-        ValueError: no such backend.
+        ValueError: there is no such backend, or it cannot run here.
     """
     if name not in ("auto", CpuKernels.name, TorchKernels.name):
         raise ValueError(f"no kernel backend {name!r}; there is: auto, cpu, torch")
     if name == TorchKernels.name or (name == "auto" and device.type != "cpu"):
         return TorchKernels()
     if device.type != "cpu":
-        raise ConfigError(f"--attention-backend cpu: the device is {device}; use auto")
+        raise ValueError(f"kernel backend cpu: the device is {device}; use auto")
     library = find_library()
     if library is not None:
         return CpuKernels(library)
     remedy = "nanocore was installed without a C++ compiler: install g++, then nanocore again"
     if name == CpuKernels.name:
-        raise ConfigError(f"--attention-backend cpu: {remedy}")
+        raise ValueError(f"kernel backend cpu: {remedy}")
     logger.warning("computing with torch, which is slower than our kernels: %s", remedy)
     return TorchKernels()

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.linear_weight import LinearWeight, quantize_weight
+from nanocore.kernels.linear_weight import LinearWeight, check_quantization, quantize_weight
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_kv_cache import store_kv
 from nanocore.kernels.torch_moe import moe
-from nanocore.protocol.worker import Quantization
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
@@ -34,9 +33,8 @@ class TorchKernels:
 
     name = "torch"
 
-    def pack_linear(
-        self, weight_OI: Tensor, quantization: Quantization | None = None
-    ) -> LinearWeight:
+    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+        check_quantization(quantization)
         out_features, in_features = weight_OI.shape
         scale_O = None
         if quantization is not None:

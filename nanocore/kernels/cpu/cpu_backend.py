@@ -32,9 +32,8 @@ from nanocore.kernels.cpu.program import (
     Workspace,
     record,
 )
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import LinearWeight, check_quantization
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.protocol.worker import Quantization
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
@@ -67,9 +66,8 @@ class CpuKernels:
         self._torch = TorchKernels()
         self._recording: Recording | None = None
 
-    def pack_linear(
-        self, weight_OI: Tensor, quantization: Quantization | None = None
-    ) -> LinearWeight:
+    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+        check_quantization(quantization)
         out_features, in_features = weight_OI.shape
         dtype = weight_OI.dtype if quantization is None else torch.int8
         scale_O = None
@@ -259,7 +257,7 @@ class _Captured:
     """Implements `backend.Replay`."""
 
     def __init__(self, program: Program, result: Tensor) -> None:
-        self._program, self._result = program, result
+        self.program, self._result = program, result
 
     def __call__(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
@@ -267,7 +265,7 @@ class _Captured:
         step = _step_struct(metadata)
         step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
         step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
-        self._program.run(step)
+        self.program.run(step)
         return self._result[: len(sample_index_R)]
 
 
