@@ -80,6 +80,19 @@ class AttentionSpec:
     softcap: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How rows sample. temperature_R: float32, 0 is greedy. seed_R, position_R: int64."""
+
+    temperature_R: Tensor
+    seed_R: Tensor
+    position_R: Tensor
+
+    def contiguous(self) -> Noise:
+        """The same in tensors without gaps."""
+        return Noise(*(x.contiguous() for x in (self.temperature_R, self.seed_R, self.position_R)))
+
+
 class Replay(Protocol):
     """Captured kernels, to be run again on the inputs of any step."""
 
@@ -212,6 +225,17 @@ class Kernels(Protocol):
         """Causal attention of each query token over its sequence's blocks; [T, H, D].
 
         All writes to the cache of the step precede it. Rows of padding tokens are zero.
+        """
+        ...
+
+    def best_token(
+        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(the greatest value, its column) of each row, float32 and int64 [R]; V is above 0.
+
+        Of equal values the first. logits_RV: float32, of tokens from first_token on. noise: values
+        are logits / temperature plus Gumbel noise of (seed, position, token id), which is the same
+        in each backend but for rounding; logits alone where the temperature is 0.
         """
         ...
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.gumbel_noise import best_with_noise
 from nanocore.kernels.linear_weight import LinearWeight, check_quantization, quantize_weight
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_kv_cache import store_kv
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         AttentionMetadata,
         AttentionSpec,
         KVCache,
+        Noise,
         QKNorm,
         Replay,
         Rotary,
@@ -120,6 +122,14 @@ class TorchKernels:
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         return paged_attention(q_THD, cache, metadata, spec)
+
+    def best_token(
+        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if noise is None:
+            best = logits_RV.max(dim=1)
+            return best.values, best.indices
+        return best_with_noise(logits_RV, first_token, noise)
 
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         return x_TE[index_R]

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         AttentionMetadata,
         AttentionSpec,
         KVCache,
+        Noise,
         QKNorm,
         Replay,
         Rotary,
@@ -173,6 +174,23 @@ class CpuKernels:
             step=self._step(metadata),
         )  # fmt: skip
         return out.unflatten(1, (num_heads, head_dim))
+
+    def best_token(
+        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, width = logits_RV.shape
+        value_R = torch.empty(num_rows)
+        index_R = torch.empty(num_rows, dtype=torch.int64)
+        columns: tuple[int | None, ...] = (None, None, None)
+        if noise is not None:
+            noise = noise.contiguous()
+            columns = (noise.temperature_R.data_ptr(), noise.seed_R.data_ptr(),
+                    noise.position_R.data_ptr())  # fmt: skip
+        self._run(
+            "best_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0), first_token,
+            *columns, value_R.data_ptr(), index_R.data_ptr(), dtype=None,
+        )  # fmt: skip
+        return value_R, index_R
 
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         if self._recording is None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
-_ABI_VERSION: Final = 2
+_ABI_VERSION: Final = 3
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -102,6 +102,11 @@ _SIGNATURES: Final = {
          c_float, c_void_p),
     ),
     "select": (None, (*_KERNEL, c_void_p, c_int64, c_void_p)),
+    "best_token": (
+        None,
+        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p,
+         c_void_p, c_void_p),
+    ),
     "softcap": (None, (c_void_p, c_int64, c_void_p, c_int64, c_float)),
 }  # fmt: skip
 """Result and arguments of `nanocore_*` in program.cpp."""

@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "attention.h"
+#include "sampling.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
 
@@ -54,7 +55,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 2; }
+NANOCORE_API int nanocore_abi_version() { return 3; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -235,4 +236,14 @@ NANOCORE_API void nanocore_select(void* program, int64_t rows, int dtype, const 
 
 NANOCORE_API void nanocore_softcap(void* program, int64_t rows, float* x, int64_t size, float cap) {
     append(program, rows, SoftcapCall{x, size, cap, 0}, kNothing);
+}
+
+NANOCORE_API void nanocore_best_token(void* program, int64_t rows, const float* logits,
+                                      int64_t size, int64_t stride, int64_t first_token,
+                                      const float* temperature, const int64_t* seed,
+                                      const int64_t* position, float* value, int64_t* index) {
+    append(program, rows,
+           BestTokenCall{logits, size, stride, first_token, temperature, seed, position, value,
+                         index, 0},
+           kNothing);
 }

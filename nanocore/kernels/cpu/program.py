@@ -70,7 +70,7 @@ class Program:
         self._library.call("program_run", self._handle, ctypes.byref(step), self._seconds)
 
     def profile(self) -> dict[str, float]:
-        """Seconds that runs have spent in each kind of kernel; from the first call on they count."""
+        """Seconds of runs in each kind of kernel; they are measured from the first call on."""
         if self._seconds is None:
             self._seconds = (ctypes.c_double * len(self._names))()
         totals: dict[str, float] = defaultdict(float)
