@@ -16,16 +16,20 @@ help:
 	@echo "make bench  the offline workloads W1-W5, to benchmarks/results/"
 	@echo "make clean  remove the environment and caches"
 
-$(VENV)/.engine: pyproject.toml constraints-cpu.txt
+# The kernels are compiled with each installation, so tests do with one: it has all that engines need.
+SOURCES := pyproject.toml setup.py constraints-cpu.txt $(wildcard nanocore/kernels/cpu/*.h nanocore/kernels/cpu/*.cpp) nanocore/kernels/cpu/build.py
+
+$(VENV)/.engine: $(SOURCES)
 	@echo "setting up $(VENV) with nanocore[engine]"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) -e ".[engine]"
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.engine
-	@echo "adding nanocore[dev]"
+$(VENV)/.dev: $(SOURCES)
+	@echo "setting up $(VENV) with nanocore[engine,dev]"
+	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) -e ".[engine,dev]"
-	@touch $@
+	@touch $(VENV)/.engine $@
 
 demo: $(VENV)/.engine
 	@$(BIN)/python examples/demo.py

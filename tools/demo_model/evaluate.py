@@ -3,8 +3,8 @@
     python tools/demo_model/evaluate.py [--count 200] [--model FOLDER] [--json FILE]
 
 Each condition is an engine process of its own: default settings; small steps, so that prompts are
-chunked; few KV blocks, so that requests are preempted; and a second round on a warm prefix cache.
-An answer counts only if it is exactly right. The prompts are held out from training.
+chunked; few KV blocks, so that requests are preempted; a second round on a warm prefix cache; and
+quantized weights. An answer counts only if it is exactly right. The prompts are held out from training.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ CONDITIONS = (
     Condition("chunked", {"max_num_batched_tokens": 48, "max_num_seqs": 16}),
     Condition("preempted", {"num_gpu_blocks_override": 80, "max_num_seqs": 64}),
     Condition("prefix hits", rounds=2),
+    Condition("int8 weights", {"quantization": "int8"}),
 )
 
 

@@ -111,20 +111,12 @@ struct AttentionCall {
                 const int64_t token = start + row / group, head = kv_head * group + row % group;
                 last_key[r] = past + token - call.query_start[seq];
                 out[r] = call.out + (token * call.num_heads + head) * head_dim;
-                pack_query(r, call.q + token * call.q_stride + head * head_dim);
+                pack_row<T, kKind, R>(call.q + token * call.q_stride + head * head_dim, head_dim,
+                                      queries + r * kChunk);
                 weights_sum[r] = 0.0f;
                 largest[r] = -std::numeric_limits<float>::infinity();
             }
             std::fill(result, result + R * head_dim, 0.0f);
-        }
-
-        void pack_query(int r, const T* from) {
-            if constexpr (kPaired) {
-                uint32_t* pairs = reinterpret_cast<uint32_t*>(queries);
-                for (int64_t u = 0; u < units; ++u) std::memcpy(pairs + u * R + r, from + 2 * u, 4);
-            } else {
-                for (int64_t u = 0; u < units; ++u) queries[u * R + r] = to_float(from[u]);
-            }
         }
 
         void run() {
@@ -179,8 +171,8 @@ struct AttentionCall {
                     ahead.from[c] = reinterpret_cast<const char*>(values_at(key + at));
                 }
                 F acc[R][C] = {};
-                multiply<T, kKind, R, C, 1, R>(
-                    queries,
+                multiply<T, kKind, R, C>(
+                    PackedRows<R>{queries},
                     [&](int64_t k, int c) -> const void* {
                         return columns[c] + k * call.cache.block_size;
                     },
@@ -262,8 +254,8 @@ struct AttentionCall {
             for (int r = 0; r < R; ++r)
                 for (int c = 0; c < C; ++c)
                     acc[r][c] = load(result + r * head_dim + d + c * kLanes);
-            multiply<T, kKind, R, C, kKeys, 1>(
-                weights,
+            multiply<T, kKind, R, C>(
+                StridedRows<kKeys>{weights},
                 [&](int64_t k, int c) -> const void* { return values + k * head_dim + d + c * kLanes; },
                 length, acc);
             for (int r = 0; r < R; ++r)

@@ -215,7 +215,7 @@ class CpuKernels:
             return None
         finally:
             self._recording = None
-        return _Captured(program, result)
+        return Captured(program, result)
 
     def _linear(
         self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None, out_dtype: torch.dtype
@@ -271,7 +271,7 @@ class CpuKernels:
             raise NotRecordable(what)
 
 
-class _Captured:
+class Captured:
     """Implements `backend.Replay`."""
 
     def __init__(self, program: Program, result: Tensor) -> None:

@@ -78,15 +78,15 @@ NANOCORE_INLINE const void* tile_address(const void* tile, int64_t k, int vector
     else return static_cast<const float*>(tile) + index;
 }
 
-// R rows, packed as [units][R], times one tile: products[R][32].
+// R packed rows times one tile: products[R][32].
 template <typename T, Kind kind, int R>
 __attribute__((noinline)) void multiply_tile(const float* packed_rows, const void* tile, int num_k,
                                              const Prefetch& ahead, float* products) {
     constexpr int C = std::min(kColumns<R>, kTileColumns / kLanes);
     for (int first = 0; first < kTileColumns / kLanes; first += C) {
         F acc[R][C] = {};
-        multiply<T, kind, R, C, 1, R>(
-            packed_rows, [&](int k, int c) { return tile_address<kind>(tile, k, first + c); },
+        multiply<T, kind, R, C>(
+            PackedRows<R>{packed_rows}, [&](int k, int c) { return tile_address<kind>(tile, k, first + c); },
             num_k, acc, ahead);
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < C; ++c)

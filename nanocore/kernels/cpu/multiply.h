@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "vectors.h"
@@ -29,13 +30,34 @@ constexpr int kColumns = R <= 2 ? 4 : 2;
 template <typename T, Kind kind>
 constexpr bool kPairedRows = kDot && kind != Kind::kFloat32 && sizeof(T) == 2;
 
-// Units that K values take in rows: 32 bits each, a pair or a float32. All but float32 columns have
-// an even number of k.
+// Packed rows lie in chunks of 16 units: R rows of a chunk, then of the next. A unit is 32 bits, a
+// pair of bfloat16 or a float32. So packing copies whole vectors, and a tile reads R lines at once.
+constexpr int kChunk = 16;
+
+// Units of K values, rounded up to whole chunks.
 template <typename T, Kind kind>
 NANOCORE_INLINE int64_t num_units(int64_t num_k) {
-    if (kind == Kind::kFloat32) return num_k;
-    return kPairedRows<T, kind> ? (num_k + 1) / 2 : (num_k + 1) / 2 * 2;
+    const int64_t units = kPairedRows<T, kind> ? (num_k + 1) / 2 : num_k;
+    return (units + kChunk - 1) / kChunk * kChunk;
 }
+
+// Rows as `pack_rows` leaves them.
+template <int R>
+struct PackedRows {
+    const float* data;
+
+    NANOCORE_INLINE const float* at(int r, int64_t unit) const {
+        return data + unit / kChunk * (R * kChunk) + r * kChunk + unit % kChunk;
+    }
+};
+
+// Rows of `stride` units, each contiguous.
+template <int stride>
+struct StridedRows {
+    const float* data;
+
+    NANOCORE_INLINE const float* at(int r, int64_t unit) const { return data + r * stride + unit; }
+};
 
 // To the second-level cache; any address may be given.
 NANOCORE_INLINE void prefetch_line(const void* address) { __builtin_prefetch(address, 0, 2); }
@@ -55,14 +77,13 @@ struct NoPrefetch {
     NANOCORE_INLINE void at(int64_t) const {}
 };
 
-// a: units; a(r, u) is a[r * row_step + u * unit_step]. b(k, c): the address of column vector c at
-// k, for bfloat16 at the pair k / 2. num_k: of bfloat16 rounded up to pairs.
-template <typename T, Kind kind, int R, int C, int row_step, int unit_step, typename Address,
+// a: see PackedRows. b(k, c): the address of column vector c at k, for bfloat16 at the pair k / 2.
+// num_k: rounded up to pairs where columns are of bfloat16 or int8.
+template <typename T, Kind kind, int R, int C, typename Rows, typename Address,
           typename Ahead = NoPrefetch>
-NANOCORE_INLINE void multiply(const float* a, const Address& b, int num_k, F (&acc)[R][C],
+NANOCORE_INLINE void multiply(const Rows& a, const Address& b, int num_k, F (&acc)[R][C],
                               const Ahead& ahead = {}) {
     constexpr bool paired = kPairedRows<T, kind>;
-    const uint32_t* pairs = reinterpret_cast<const uint32_t*>(a);
     if constexpr (kind == Kind::kFloat32) {
         for (int k = 0; k < num_k; ++k) {
             ahead.at(k / 2);
@@ -71,7 +92,7 @@ NANOCORE_INLINE void multiply(const float* a, const Address& b, int num_k, F (&a
             for (int c = 0; c < C; ++c) column[c] = load(static_cast<const float*>(b(k, c)));
 #pragma GCC unroll 12
             for (int r = 0; r < R; ++r) {
-                F row = broadcast(a[r * row_step + k * unit_step]);
+                F row = broadcast(*a.at(r, k));
 #pragma GCC unroll 8
                 for (int c = 0; c < C; ++c) acc[r][c] = multiply_add(row, column[c], acc[r][c]);
             }
@@ -99,20 +120,20 @@ NANOCORE_INLINE void multiply(const float* a, const Address& b, int num_k, F (&a
             if constexpr (paired) {
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
-                    U row = broadcast(pairs[r * row_step + k / 2 * unit_step]);
+                    U row = broadcast(*reinterpret_cast<const uint32_t*>(a.at(r, k / 2)));
 #pragma GCC unroll 8
                     for (int c = 0; c < C; ++c) acc[r][c] = dot_pairs(row, column[c], acc[r][c]);
                 }
             } else {
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
-                    F row = broadcast(a[r * row_step + k * unit_step]);
+                    F row = broadcast(*a.at(r, k));
 #pragma GCC unroll 8
                     for (int c = 0; c < C; ++c) acc[r][c] = multiply_add(row, low[c], acc[r][c]);
                 }
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
-                    F row = broadcast(a[r * row_step + (k + 1) * unit_step]);
+                    F row = broadcast(a.at(r, k)[1]);
 #pragma GCC unroll 8
                     for (int c = 0; c < C; ++c) acc[r][c] = multiply_add(row, high[c], acc[r][c]);
                 }
@@ -135,30 +156,29 @@ NANOCORE_INLINE void with_rows(int rows, const Body& body) {
     }
 }
 
-// Rows of T as units [num_units][R]; rows from `rows` on, and k from num_k on, are 0.
+// One row of T into its lines of R packed rows, of which `to` is the first; k from num_k on are 0.
+template <typename T, Kind kind, int R>
+inline void pack_row(const T* x, int64_t num_k, float* to) {
+    constexpr bool paired = kPairedRows<T, kind>;
+    constexpr int64_t values = paired ? 2 * kChunk : kChunk;  // of a chunk
+    for (int64_t k = 0; k < num_k; k += values, to += R * kChunk) {
+        const T* from = x + k;
+        T last[values] = {};
+        if (num_k - k < values) {
+            std::memcpy(last, from, (num_k - k) * sizeof(T));
+            from = last;
+        }
+        if constexpr (paired) std::memcpy(to, from, kChunk * sizeof(float));
+        else
+            for (int i = 0; i < kChunk; i += kLanes) store(load(from + i), to + i);
+    }
+}
+
+// `rows` rows of T and R - rows of zeros. num_k is that of `num_units`.
 template <typename T, Kind kind, int R>
 inline void pack_rows(const T* x, int64_t stride, int rows, int64_t num_k, float* to) {
-    constexpr bool paired = kPairedRows<T, kind>;
-    constexpr int64_t per_unit = paired ? 2 : 1, block = 64;
-    const int64_t units = num_units<T, kind>(num_k), whole = num_k / per_unit;
-    uint32_t* pairs = reinterpret_cast<uint32_t*>(to);
-    // In blocks, so that what is written stays in the first-level cache from row to row.
-    for (int64_t start = 0; start < units; start += block) {
-        const int64_t stop = start + block < units ? start + block : units;
-        for (int r = 0; r < R; ++r) {
-            const T* row = x + r * stride;
-            const int64_t full = r >= rows ? start : stop < whole ? stop : whole;
-            int64_t u = start;
-            if constexpr (paired) {
-                for (; u < full; ++u) std::memcpy(&pairs[u * R + r], row + 2 * u, 4);
-                for (; u < stop; ++u)
-                    pairs[u * R + r] = r < rows && 2 * u < num_k ? row[2 * u].bits : 0u;
-            } else {
-                for (; u < full; ++u) to[u * R + r] = to_float(row[u]);
-                for (; u < stop; ++u) to[u * R + r] = 0.0f;
-            }
-        }
-    }
+    if (rows < R) std::memset(to, 0, num_units<T, kind>(num_k) * R * sizeof(float));
+    for (int r = 0; r < rows; ++r) pack_row<T, kind, R>(x + r * stride, num_k, to + r * kChunk);
 }
 
 }  // namespace nanocore
