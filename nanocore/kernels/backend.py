@@ -233,16 +233,20 @@ def select_kernels(name: str, device: torch.device) -> Kernels:
     """The backend of this name; "auto" takes the best one that this device can run.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: it cannot run here.
+        ValueError: no such backend.
     """
-    if name != TorchKernels.name and device.type in ("cpu", "meta"):
-        library = find_library()
-        if library is not None:
-            return CpuKernels(library)
-        remedy = "it was installed without a C++ compiler: install g++, then nanocore again"
-        if name == CpuKernels.name:
-            raise ConfigError(f"--attention-backend cpu: {remedy}")
-        logger.warning("computing with torch, which is slower than nanocore's kernels: %s", remedy)
-    elif name == CpuKernels.name:
+    if name not in ("auto", CpuKernels.name, TorchKernels.name):
+        raise ValueError(f"no kernel backend {name!r}; there is: auto, cpu, torch")
+    if name == TorchKernels.name or (name == "auto" and device.type != "cpu"):
+        return TorchKernels()
+    if device.type != "cpu":
         raise ConfigError(f"--attention-backend cpu: the device is {device}; use auto")
+    library = find_library()
+    if library is not None:
+        return CpuKernels(library)
+    remedy = "nanocore was installed without a C++ compiler: install g++, then nanocore again"
+    if name == CpuKernels.name:
+        raise ConfigError(f"--attention-backend cpu: {remedy}")
+    logger.warning("computing with torch, which is slower than our kernels: %s", remedy)
     return TorchKernels()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache, select_kernels
 from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, quantize
+from nanocore.kernels.torch_kv_cache import store_kv
 
 HEAD_DIM = 16
 PLAIN = AttentionSpec(scale=HEAD_DIM**-0.5)
@@ -75,12 +76,14 @@ class PagedCase:
             starts.append(starts[-1] + count)
         lengths = [length for length, _ in self.seqs]
         slots = [self.slots(i, n - c, n) for i, (n, c) in enumerate(self.seqs)]
+        positions = [torch.arange(n - c, n) for n, c in self.seqs]
         return AttentionMetadata(
             num_decodes=sum(count == 1 for _, count in self.seqs),
             query_start=starts,
             seq_lens=lengths,
             seq_lens_B=torch.tensor(lengths, dtype=torch.int32),
             block_table_BM=self.block_table,
+            positions_T=torch.cat([*positions, torch.zeros(self.num_padding, dtype=torch.int64)]),
             slot_mapping_T=torch.cat([*slots, torch.full((self.num_padding,), -1)]),
         )
 
@@ -88,14 +91,12 @@ class PagedCase:
         """Attention of the step, [T, H, D], after storing what earlier steps and this one wrote."""
         for i, (length, count) in enumerate(self.seqs):
             past = length - count
-            self.kernels.store_kv(
-                self.k[i][:past], self.v[i][:past], self.cache, self.slots(i, 0, past)
-            )
+            store_kv(self.k[i][:past], self.v[i][:past], self.cache, self.slots(i, 0, past))
         metadata = self.metadata()
         padding = self.draw(self.num_padding, self.kv_heads, HEAD_DIM)
         new_k = [k[n - c :] for k, (n, c) in zip(self.k, self.seqs, strict=True)]
         new_v = [v[n - c :] for v, (n, c) in zip(self.v, self.seqs, strict=True)]
-        self.kernels.store_kv(
+        store_kv(
             torch.cat([*new_k, padding]), torch.cat([*new_v, padding]), self.cache,
             metadata.slot_mapping_T,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from nanocore.kernels.kv_quantization import (
     kv_cache_format,
     quantize,
 )
+from nanocore.kernels.torch_kv_cache import store_kv
 from tests.kernels.paged_case import PagedCase
 
 INT8, FP8 = QUANTIZED_KV_CACHES["int8"], QUANTIZED_KV_CACHES["fp8"]
@@ -86,7 +87,7 @@ def test_padding_tokens_leave_a_quantized_cache_as_it_was(name: str) -> None:
     cache = case.cache
     tensors = [cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK]
     before = [x.clone() for x in tensors if x is not None]
-    case.kernels.store_kv(case.k[0], case.v[0], cache, torch.tensor([-1, -1, -1]))
+    store_kv(case.k[0], case.v[0], cache, torch.tensor([-1, -1, -1]))
     for x, old in zip(tensors, before, strict=True):
         assert x is not None
         assert torch.equal(x.view(torch.uint8), old.view(torch.uint8))

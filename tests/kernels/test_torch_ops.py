@@ -7,7 +7,8 @@ import torch
 
 from nanocore.kernels import torch_kv_cache
 from nanocore.kernels.backend import KVCache
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch_backend import TorchKernels, rope
+from nanocore.kernels.torch_kv_cache import store_kv
 
 KERNELS = TorchKernels()
 
@@ -33,7 +34,7 @@ def test_add_rms_norm_returns_the_sum_as_the_new_residual() -> None:
 def test_rope_turns_each_pair_by_its_angle() -> None:
     x = draw(5, 2, 8)
     angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.1, 0.01, 0.001]))
-    turned = KERNELS.rope(x, angles.cos(), angles.sin())
+    turned = rope(x, angles.cos(), angles.sin())
     pairs = torch.complex(x[..., :4].double(), x[..., 4:].double())
     expected = pairs * torch.exp(1j * angles.double())[:, None]
     torch.testing.assert_close(turned[..., :4].double(), expected.real)
@@ -50,7 +51,7 @@ def test_silu_and_mul_gates_the_second_half_by_the_first() -> None:
 def test_store_kv_writes_only_the_slots_named() -> None:
     cache = KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
     k, v = draw(2, 2, 8), draw(2, 2, 8) + 1
-    KERNELS.store_kv(k, v, cache, torch.tensor([9, 2]))
+    store_kv(k, v, cache, torch.tensor([9, 2]))
     assert torch.equal(cache.k_NSKD[2, 1], k[0])
     assert torch.equal(cache.v_NSKD[0, 2], v[1])
     assert (cache.k_NSKD != 0).any(-1).any(-1).sum() == 2
@@ -64,7 +65,7 @@ def test_a_slot_of_minus_one_writes_nothing(slots: list[int]) -> None:
         if slot >= 0:
             expected_k[slot], expected_v[slot] = k[token], v[token]
     cache = KVCache(torch.full((3, 4, 2, 8), 7.0), torch.full((3, 4, 2, 8), 7.0))
-    KERNELS.store_kv(k, v, cache, torch.tensor(slots))
+    store_kv(k, v, cache, torch.tensor(slots))
     assert torch.equal(cache.k_NSKD.flatten(0, 1), expected_k)
     assert torch.equal(cache.v_NSKD.flatten(0, 1), expected_v)
 
@@ -85,10 +86,8 @@ def test_the_weights_dtype_decides_where_rms_norm_rounds() -> None:
 
 def test_rope_narrower_than_the_head_leaves_the_rest_alone() -> None:
     x, angles = draw(5, 2, 12), draw(5, 3)
-    turned = KERNELS.rope(x, angles.cos(), angles.sin())
-    torch.testing.assert_close(
-        turned[..., :6], KERNELS.rope(x[..., :6], angles.cos(), angles.sin())
-    )
+    turned = rope(x, angles.cos(), angles.sin())
+    torch.testing.assert_close(turned[..., :6], rope(x[..., :6], angles.cos(), angles.sin()))
     assert torch.equal(turned[..., 6:], x[..., 6:])
 
 

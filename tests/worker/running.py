@@ -17,8 +17,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from nanocore.kernels.backend import Kernels
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
@@ -26,6 +30,7 @@ from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
 from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.model_runner import ModelRunner, StageLinks
 from nanocore.worker.models import build_model
@@ -117,14 +122,28 @@ def make_runner(
     placement: Placement,
     links: StageLinks | None = None,
     kv_cache_dtype: str = "auto",
+    backend: str = "cpu",
+    model: DecoderModel | None = None,
 ) -> ModelRunner:
-    """One rank, its weights loaded, ready for plans."""
-    model = build_model(load_model_config(folder), placement)
+    """One rank, its weights loaded, ready for plans. model: to be loaded, or one is built."""
+    model = model or build_model(load_model_config(folder), placement)
     load_weights(folder, model.slots(), model.ignored_tensors)
-    runner = ModelRunner(model, TorchKernels(), links)
+    runner = ModelRunner(model, make_kernels(backend), links)
+    runner.pack(None)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
-    runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    runner.allocate(
+        kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS
+    )
     return runner
+
+
+def make_kernels(backend: str) -> Kernels:
+    """A backend with one thread: ranks are threads in these tests, and would share its pool."""
+    if backend == "torch":
+        return TorchKernels()
+    library = find_library()
+    assert library is not None, "nanocore was installed without a C++ compiler"
+    return CpuKernels(library, cores=sorted(os.sched_getaffinity(0))[:1])
 
 
 def run_script(
@@ -133,13 +152,14 @@ def run_script(
     tp_size: int = 1,
     dtype: torch.dtype = torch.float32,
     kv_cache_dtype: str = "auto",
+    backend: str = "cpu",
 ) -> list[Sample]:
     """What the model says on tp_size ranks of each of the script's stages; all ranks must agree."""
     world = _World(tp_size, script.num_groups)
 
     def run(rank: Communicator) -> list[Sample]:
         placement, links = world.join(rank.rank, dtype)
-        return run_runner(make_runner(folder, placement, links, kv_cache_dtype), script)
+        return run_runner(make_runner(folder, placement, links, kv_cache_dtype, backend), script)
 
     results = run_ranks(tp_size * script.num_groups, run)[-tp_size:]
     whole = []
@@ -183,13 +203,13 @@ class _World:
 def run_runner(runner: ModelRunner, script: Script) -> list[Sample]:
     """What one rank says, with its part of the logits."""
     logits: list[Tensor] = []
-    compute_logits = runner.model.compute_logits
+    sample = runner.sample
 
-    def record_logits(hidden_RE: Tensor) -> Tensor:
-        logits.append(compute_logits(hidden_RE))
-        return logits[-1]
+    def record_logits(logits_RV: Tensor, rows: NDArray, positions: NDArray) -> Tensor:
+        logits.append(logits_RV.clone())
+        return sample(logits_RV, rows, positions)
 
-    runner.model.compute_logits = record_logits  # type: ignore[method-assign]
+    runner.sample = record_logits  # type: ignore[method-assign]
     said = []
     for plan, expected in zip(script.plans, script.samples, strict=True):
         logits.clear()
@@ -200,5 +220,5 @@ def run_runner(runner: ModelRunner, script: Script) -> list[Sample]:
         token_ids = np.frombuffer(result.token_ids, "<i4").tolist()
         assert sorted(rows) == sorted(expected)
         for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
-            said.append(Sample(*expected[row], token_id, logits[0][i].clone()))
+            said.append(Sample(*expected[row], token_id, logits[0][i]))
     return said

@@ -37,7 +37,7 @@ def check_inputs(inputs: StepInputs, before: dict[int, int], executor: FakeExecu
             slots.append(block_id * BLOCK_SIZE + position % BLOCK_SIZE)
         ends.append(len(tokens))
     assert inputs.token_ids_T.tolist() == tokens
-    assert inputs.positions_T.tolist() == positions
+    assert inputs.attention.positions_T.tolist() == positions
     attention = inputs.attention
     assert attention.slot_mapping_T.tolist() == slots
     assert attention.query_start == ends

@@ -69,13 +69,14 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     runner = ModelRunner(model, select_kernels("torch", placement.device))
     config = WorkerConfig(
         folder=str(tiny_model), load_format="dummy", device="cpu", dtype="auto",
-        attention_backend="auto", kv_cache_dtype="auto", block_size=16, max_model_len=1024,
-        max_num_seqs=8, max_num_batched_tokens=300, gpu_memory_utilization=0.9,
+        attention_backend="auto", quantization=None, kv_cache_dtype="auto", block_size=16,
+        max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=300, gpu_memory_utilization=0.9,
         kv_cache_memory_bytes=None, tensor_parallel_size=1, pipeline_parallel_size=1, seed=0,
     )  # fmt: skip
     for slot in model.slots().values():
         for part in slot.parts:
             part.target.zero_()
+    runner.pack(None)
     plans: list[SchedulerOutput] = []
     sampled: list[int] = []
     longest: list[int] = []

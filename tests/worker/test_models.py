@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanocore.worker.communication.communicator import SingleRank
-from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
 from tests.model_families import BUILDERS, Continuation, greedy_continuations
 from tests.worker.running import Sample, Script, make_runner, run_runner, run_script, write_script
@@ -99,11 +100,13 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(("backend", "tp_size"), [("cpu", 1), ("cpu", 2), ("torch", 1)])
 @pytest.mark.parametrize("name", BUILDERS)
-def test_it_says_what_transformers_says(name: str, tp_size: int, family: Families) -> None:
+def test_it_says_what_transformers_says(
+    name: str, backend: str, tp_size: int, family: Families
+) -> None:
     model = family(name)
-    check(run_script(model.folder, model.script(), tp_size), model.expected)
+    check(run_script(model.folder, model.script(), tp_size, backend=backend), model.expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama_biased", "qwen3_moe", "gemma3", "phi3"])
@@ -124,12 +127,15 @@ def test_stages_of_one_layer_say_the_same(family: Families) -> None:
     check(run_script(model.folder, model.script(num_groups=3)), model.expected)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "qwen2_moe"])
-def test_bfloat16_rounds_no_worse_than_transformers_does(name: str, family: Families) -> None:
+def test_bfloat16_rounds_no_worse_than_transformers_does(
+    name: str, backend: str, family: Families
+) -> None:
     folder, exact = family(name).folder, family(name).expected
     rounded = greedy_continuations(folder, PROMPTS, 1, dtype=torch.bfloat16)
     script = write_script(PROMPTS, [said.token_ids[:1] for said in exact])
-    ours = first_logits(run_script(folder, script, dtype=torch.bfloat16))
+    ours = first_logits(run_script(folder, script, dtype=torch.bfloat16, backend=backend))
     exact_RV = torch.stack([said.logits_TV[0] for said in exact])
     rounded_RV = torch.stack([said.logits_TV[0] for said in rounded])
     rounding = rms(rounded_RV - exact_RV)
@@ -153,14 +159,11 @@ def test_an_int8_kv_cache_changes_logits_by_little(
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "phi3"])
 def test_weights_may_be_loaded_and_run_in_inference_mode(name: str, family: Families) -> None:
     """As the worker does: the model is built outside of it."""
-    model = family(name)
-    runner = make_runner(model.folder, Placement(torch.float32, torch.device("cpu")))
-    for slot in runner.model.slots().values():
-        for part in slot.parts:
-            part.target.fill_(torch.nan)
+    saved, placement = family(name), Placement(torch.float32, torch.device("cpu"))
+    model = build_model(load_model_config(saved.folder), placement)
     with torch.inference_mode():
-        load_weights(model.folder, runner.model.slots(), runner.model.ignored_tensors)
-        check(run_runner(runner, model.script()), model.expected)
+        runner = make_runner(saved.folder, placement, model=model)
+        check(run_runner(runner, saved.script()), saved.expected)
 
 
 def test_a_files_own_rotation_table_is_ignored(family: Families, tmp_path: Path) -> None:

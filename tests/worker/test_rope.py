@@ -12,9 +12,9 @@ from nanocore.worker.config.rope_settings import read_shared_rope
 from nanocore.worker.config.settings import Settings
 from nanocore.worker.rope import (
     RopeConfig,
-    RotaryTable,
     attention_scaling,
     inverse_frequencies,
+    rotary_table,
 )
 
 MAX_LEN = 512
@@ -67,8 +67,8 @@ def test_cos_and_sin_are_those_of_transformers_to_the_bit(rope: dict[str, Any]) 
     assert attention_scaling(config) == reference.attention_scaling
     positions = torch.arange(MAX_LEN)
     cos, sin = reference(torch.zeros(1), positions[None])
-    table = RotaryTable(config, MAX_LEN, torch.float32, torch.device("cpu"))
-    for ours, theirs in zip(table(positions), (cos[0], sin[0]), strict=True):
+    table = rotary_table(config, MAX_LEN, torch.float32, torch.device("cpu"))
+    for ours, theirs in zip((table.cos, table.sin), (cos[0], sin[0]), strict=True):
         assert ours.shape == (MAX_LEN, HEAD_DIM // 2)
         assert torch.equal(ours, theirs[:, : HEAD_DIM // 2])
 
@@ -114,7 +114,7 @@ def test_a_partial_rotation_covers_its_part_of_the_head() -> None:
 
 def test_a_table_in_another_dtype_is_rounded_once() -> None:
     config = read(ROPES[7])
-    exact = RotaryTable(config, MAX_LEN, torch.float32, torch.device("cpu"))
-    table = RotaryTable(config, MAX_LEN, torch.bfloat16, torch.device("cpu"))
+    exact = rotary_table(config, MAX_LEN, torch.float32, torch.device("cpu"))
+    table = rotary_table(config, MAX_LEN, torch.bfloat16, torch.device("cpu"))
     assert torch.equal(table.cos, exact.cos.bfloat16())
     assert torch.equal(table.sin, exact.sin.bfloat16())

@@ -9,6 +9,7 @@ shapes and quantized caches, and experts, are computed by the torch backend. Sha
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from ctypes import byref
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,12 +57,12 @@ _PAGE_BYTES = 2 << 20
 
 
 class CpuKernels:
-    """Implements `backend.Kernels`."""
+    """Implements `backend.Kernels`. cores: see `Workspace`."""
 
     name = "cpu"
 
-    def __init__(self, library: Library) -> None:
-        self._workspace = Workspace(library)
+    def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:
+        self._workspace = Workspace(library, cores)
         self._library = library
         self._torch = TorchKernels()
         self._recording: Recording | None = None

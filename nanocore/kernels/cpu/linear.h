@@ -19,6 +19,8 @@ constexpr int kTileColumns = 32;
 constexpr int64_t kRowBlockBytes = 512 << 10;  // of packed rows; half of a second-level cache
 constexpr int64_t kItemBytes = 96 << 10;       // of weights: what a thread claims at a time
 
+constexpr int64_t kPrefetchBytes = 8 << 10;  // how far ahead in a stream of weights
+
 // Memory that grows to what was needed once, on a cache line.
 class Scratch {
    public:
@@ -79,13 +81,13 @@ NANOCORE_INLINE const void* tile_address(const void* tile, int64_t k, int vector
 // R rows, packed as [units][R], times one tile: products[R][32].
 template <typename T, Kind kind, int R>
 __attribute__((noinline)) void multiply_tile(const float* packed_rows, const void* tile, int num_k,
-                                             float* products) {
+                                             const Prefetch& ahead, float* products) {
     constexpr int C = std::min(kColumns<R>, kTileColumns / kLanes);
     for (int first = 0; first < kTileColumns / kLanes; first += C) {
         F acc[R][C] = {};
         multiply<T, kind, R, C, 1, R>(
             packed_rows, [&](int k, int c) { return tile_address<kind>(tile, k, first + c); },
-            num_k, acc);
+            num_k, acc, ahead);
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < C; ++c)
                 store(acc[r][c], products + r * kTileColumns + (first + c) * kLanes);
@@ -172,6 +174,15 @@ struct LinearCall {
         return static_cast<int>(std::min<int64_t>(kMaxRows, rows - panel * kMaxRows));
     }
 
+    // With one panel, what the same stream reaches soon; with more, a share of the next tile.
+    Prefetch prefetch(const void* columns, int64_t panel, int64_t num_panels) const {
+        const int64_t bytes = weight.tile_bytes(), num_pairs = weight.padded_in() / 2;
+        const char* from = static_cast<const char*>(columns);
+        if (num_panels == 1) return {from + kPrefetchBytes, bytes / std::max<int64_t>(1, num_pairs)};
+        const int64_t share = bytes / num_panels;
+        return {from + bytes + panel * share, share / std::max<int64_t>(1, num_pairs)};
+    }
+
     template <Kind kind>
     void times_tile(const float* packed, int64_t units, int64_t first, int64_t last, int64_t tile,
                     Scratch& scratch) const {
@@ -197,7 +208,8 @@ struct LinearCall {
         for (int64_t panel = first; panel < last; ++panel) {
             with_rows(panel_rows(panel), [&](auto R) {
                 multiply_tile<T, kind, R>(packed + panel * kMaxRows * units, columns,
-                                          static_cast<int>(weight.padded_in()), products);
+                                          static_cast<int>(weight.padded_in()),
+                                          prefetch(columns, panel - first, last - first), products);
             });
             finish_tile(products, panel_rows(panel), weight.scale ? weight.scale + column : nullptr,
                         bias ? bias + column : nullptr, width,

@@ -37,14 +37,32 @@ NANOCORE_INLINE int64_t num_units(int64_t num_k) {
     return kPairedRows<T, kind> ? (num_k + 1) / 2 : (num_k + 1) / 2 * 2;
 }
 
+// Memory to be fetched while a product is computed: some of it with every pair of k.
+struct Prefetch {
+    const char* from = nullptr;
+    int64_t bytes_per_pair = 0;
+
+    NANOCORE_INLINE void at(int64_t pair) const {
+        __builtin_prefetch(from + pair * bytes_per_pair);
+        __builtin_prefetch(from + pair * bytes_per_pair + bytes_per_pair / 2);
+    }
+};
+
+struct NoPrefetch {
+    NANOCORE_INLINE void at(int64_t) const {}
+};
+
 // a: units; a(r, u) is a[r * row_step + u * unit_step]. b(k, c): the address of column vector c at
 // k, for bfloat16 at the pair k / 2. num_k: of bfloat16 rounded up to pairs.
-template <typename T, Kind kind, int R, int C, int row_step, int unit_step, typename Address>
-NANOCORE_INLINE void multiply(const float* a, const Address& b, int num_k, F (&acc)[R][C]) {
+template <typename T, Kind kind, int R, int C, int row_step, int unit_step, typename Address,
+          typename Ahead = NoPrefetch>
+NANOCORE_INLINE void multiply(const float* a, const Address& b, int num_k, F (&acc)[R][C],
+                              const Ahead& ahead = {}) {
     constexpr bool paired = kPairedRows<T, kind>;
     const uint32_t* pairs = reinterpret_cast<const uint32_t*>(a);
     if constexpr (kind == Kind::kFloat32) {
         for (int k = 0; k < num_k; ++k) {
+            ahead.at(k / 2);
             F column[C];
 #pragma GCC unroll 8
             for (int c = 0; c < C; ++c) column[c] = load(static_cast<const float*>(b(k, c)));
@@ -57,6 +75,7 @@ NANOCORE_INLINE void multiply(const float* a, const Address& b, int num_k, F (&a
         }
     } else {
         for (int k = 0; k < num_k; k += 2) {
+            ahead.at(k / 2);
             U column[C];
             F low[C], high[C];
 #pragma GCC unroll 8

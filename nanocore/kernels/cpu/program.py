@@ -13,7 +13,7 @@ import ctypes
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -33,10 +33,13 @@ class NotRecordable(Exception):
 
 
 class Workspace:
-    """The native threads and their memory: a thread for each core this process may use."""
+    """The native threads and their memory; for one caller at a time.
 
-    def __init__(self, library: Library) -> None:
-        cores = sorted(os.sched_getaffinity(0))
+    cores: where they run, one on each; by default, all that this process may use.
+    """
+
+    def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:
+        cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
         self.library = library
         self.handle = library.call("workspace_new", (ctypes.c_int * len(cores))(*cores), len(cores))
         weakref.finalize(self, library.call, "workspace_free", self.handle)

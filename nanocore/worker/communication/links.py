@@ -10,7 +10,6 @@ import torch
 
 from nanocore.protocol.worker import RankStart, WorkerConfig
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.communication.process_group import ProcessGroupCommunicator
 from nanocore.worker.communication.shm_channel import ShmChannel
 from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, ShmCommunicator
 from nanocore.worker.model_runner import StageLinks
@@ -50,6 +49,9 @@ def connect(start: RankStart, device: torch.device, hidden_size: int) -> RankLin
 
 
 def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
+    # It imports torch.distributed, which is a tenth of a second of everyone's start.
+    from nanocore.worker.communication.process_group import ProcessGroupCommunicator
+
     tp_size, pp_size = start.config.tensor_parallel_size, start.config.pipeline_parallel_size
     rank, stage = start.rank, start.rank // tp_size
     stages = [list(range(i * tp_size, (i + 1) * tp_size)) for i in range(pp_size)]

@@ -131,10 +131,10 @@ class RowParallelLinear:
         del self.weight
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
-        if self.tp.size == 1:
-            return kernels.linear(x, self.packed, self.bias)
-        y = self.tp.all_reduce(self.partial_sum(x, kernels))
-        return y if self.bias is None else y + self.bias
+        # A rank that is alone adds it before the result is rounded.
+        fused = self.bias if self.tp.size == 1 else None
+        y = self.tp.all_reduce(kernels.linear(x, self.packed, fused))
+        return y if fused is self.bias else y + self.bias
 
     def partial_sum(self, x: Tensor, kernels: Kernels) -> Tensor:
         """What this rank adds to the sum, for callers that have more to add before reducing it."""
