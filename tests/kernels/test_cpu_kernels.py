@@ -256,7 +256,7 @@ def assert_paged_close(kernels: CpuKernels, case: PagedCase) -> None:
         assert_close(out, expected_out, rtol, moved * values)
 
 
-@settings(FEW, max_examples=100)
+@settings(FEW, max_examples=50)
 @given(case=paged_cases())
 def test_rotation_and_paged_attention(kernels: CpuKernels, case: PagedCase) -> None:
     assert_paged_close(kernels, case)
