@@ -1,10 +1,13 @@
 // Many loops of many sizes over one pool: every item runs exactly once, and is done when the loop
 // returns. The counts are plain integers, so ThreadSanitizer sees an item that two threads ran, and
-// a loop that returned too early. There are more threads than cores: some are always late.
+// a loop that returned too early. There are more threads than cores: some are always late. What a
+// late thread might do with the next loop takes very many loops to see; their number is an argument.
 
 #include "pool.h"
 
+#include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <random>
 
@@ -28,14 +31,15 @@ static int run_loops(Pool& pool, int num_loops, int most, std::mt19937& random) 
     return num_wrong;
 }
 
-int main() {
+int main(int, char** arguments) {
+    const int num_short_loops = std::atoi(arguments[1]);
     std::mt19937 random(0);
     int num_wrong = 0;
     for (int num_threads : {1, 2, 3, 6}) {
         std::vector<int> cores;
         for (int i = 0; i < num_threads; ++i) cores.push_back(i % 2);
         Pool pool(cores);
-        num_wrong += run_loops(pool, 1000, 3, random);  // fewer items than threads
+        num_wrong += run_loops(pool, num_short_loops, 4, random);  // some threads are a loop late, or more
         num_wrong += run_loops(pool, 500, 40, random);
         num_wrong += run_loops(pool, 5, 5000, random);
         // Threads that fell asleep are woken, or not needed.
