@@ -23,8 +23,6 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.protocol.errors import ConfigError
-from nanocore.protocol.worker import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +80,19 @@ class AttentionSpec:
     softcap: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How rows sample. temperature_R: float32, 0 is greedy. seed_R, position_R: int64."""
+
+    temperature_R: Tensor
+    seed_R: Tensor
+    position_R: Tensor
+
+    def contiguous(self) -> Noise:
+        """The same in tensors without gaps."""
+        return Noise(*(x.contiguous() for x in (self.temperature_R, self.seed_R, self.position_R)))
+
+
 class Replay(Protocol):
     """Captured kernels, to be run again on the inputs of any step."""
 
@@ -122,12 +133,13 @@ class Kernels(Protocol):
 
     name: str
 
-    def pack_linear(
-        self, weight_OI: Tensor, quantization: Quantization | None = None
-    ) -> LinearWeight:
+    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
         """The weight of a linear layer or of an embedding, quantized if so asked.
 
         The backend may keep weight_OI itself: the caller gives it up.
+
+        Raises:
+            ValueError: no such quantization.
         """
         ...
 
@@ -216,6 +228,17 @@ class Kernels(Protocol):
         """
         ...
 
+    def best_token(
+        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(the greatest value, its column) of each row, float32 and int64 [R]; V is above 0.
+
+        Of equal values the first. logits_RV: float32, of tokens from first_token on. noise: values
+        are logits / temperature plus Gumbel noise of (seed, position, token id), which is the same
+        in each backend but for rounding; logits alone where the temperature is 0.
+        """
+        ...
+
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         """The rows that sample, [R, E]."""
         ...
@@ -233,20 +256,19 @@ def select_kernels(name: str, device: torch.device) -> Kernels:
     """The backend of this name; "auto" takes the best one that this device can run.
 
     Raises:
-        ConfigError: it cannot run here.
-        ValueError: no such backend.
+        ValueError: there is no such backend, or it cannot run here.
     """
     if name not in ("auto", CpuKernels.name, TorchKernels.name):
         raise ValueError(f"no kernel backend {name!r}; there is: auto, cpu, torch")
     if name == TorchKernels.name or (name == "auto" and device.type != "cpu"):
         return TorchKernels()
     if device.type != "cpu":
-        raise ConfigError(f"--attention-backend cpu: the device is {device}; use auto")
+        raise ValueError(f"kernel backend cpu: the device is {device}; use auto")
     library = find_library()
     if library is not None:
         return CpuKernels(library)
     remedy = "nanocore was installed without a C++ compiler: install g++, then nanocore again"
     if name == CpuKernels.name:
-        raise ConfigError(f"--attention-backend cpu: {remedy}")
+        raise ValueError(f"kernel backend cpu: {remedy}")
     logger.warning("computing with torch, which is slower than our kernels: %s", remedy)
     return TorchKernels()

@@ -8,8 +8,41 @@ are splitmix64's and murmur3's finalizers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanocore.kernels.backend import Noise
+
+_CACHED_VALUES: Final = 1 << 18
+"""Logits worked on at a time on a CPU, about what its cache holds with all intermediate results."""
+
+
+def cached_rows(x_RV: Tensor) -> Iterator[slice]:
+    """Rows to work on together: as many as a CPU's cache holds, all of them elsewhere."""
+    num_rows, width = x_RV.shape
+    step = max(1, _CACHED_VALUES // max(1, width)) if x_RV.is_cpu else max(1, num_rows)
+    return (slice(start, start + step) for start in range(0, num_rows, step))
+
+
+def best_with_noise(logits_RV: Tensor, first_token: int, noise: Noise) -> tuple[Tensor, Tensor]:
+    """The reference of `backend.Kernels.best_token`."""
+    num_rows, width = logits_RV.shape
+    token_ids_V = torch.arange(
+        first_token, first_token + width, dtype=torch.int32, device=logits_RV.device
+    )
+    value_R = torch.empty(num_rows, device=logits_RV.device)
+    column_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
+    for rows in cached_rows(logits_RV):
+        temperature_C1 = noise.temperature_R[rows, None]
+        noisy_CV = gumbel_noise(noise.seed_R[rows], noise.position_R[rows], token_ids_V)
+        noisy_CV += logits_RV[rows] / temperature_C1
+        noisy_CV = torch.where(temperature_C1 == 0, logits_RV[rows], noisy_CV)
+        value_R[rows], column_R[rows] = noisy_CV.max(dim=1)
+    return value_R, column_R
 
 
 def gumbel_noise(seed_R: Tensor, position_R: Tensor, token_ids: Tensor) -> Tensor:

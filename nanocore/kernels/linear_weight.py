@@ -33,6 +33,12 @@ class LinearWeight:
         return self.data.nbytes + (self.scale_O.nbytes if self.scale_O is not None else 0)
 
 
+def check_quantization(name: str | None) -> None:
+    """Raises ValueError if weights cannot be stored so."""
+    if name not in (None, "int8"):
+        raise ValueError(f"no quantization {name!r}; there is: int8")
+
+
 def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 values [O, I], float32 scales [O]); weight ~ value * scale."""
     largest_O = weight_OI.float().abs().amax(dim=1)

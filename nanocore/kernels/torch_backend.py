@@ -12,17 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.linear_weight import LinearWeight, quantize_weight
+from nanocore.kernels.gumbel_noise import best_with_noise
+from nanocore.kernels.linear_weight import LinearWeight, check_quantization, quantize_weight
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_kv_cache import store_kv
 from nanocore.kernels.torch_moe import moe
-from nanocore.protocol.worker import Quantization
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
         AttentionMetadata,
         AttentionSpec,
         KVCache,
+        Noise,
         QKNorm,
         Replay,
         Rotary,
@@ -34,9 +35,8 @@ class TorchKernels:
 
     name = "torch"
 
-    def pack_linear(
-        self, weight_OI: Tensor, quantization: Quantization | None = None
-    ) -> LinearWeight:
+    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+        check_quantization(quantization)
         out_features, in_features = weight_OI.shape
         scale_O = None
         if quantization is not None:
@@ -122,6 +122,14 @@ class TorchKernels:
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         return paged_attention(q_THD, cache, metadata, spec)
+
+    def best_token(
+        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if noise is None:
+            best = logits_RV.max(dim=1)
+            return best.values, best.indices
+        return best_with_noise(logits_RV, first_token, noise)
 
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         return x_TE[index_R]

@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from nanocore.kernels.backend import Kernels, select_kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
 from nanocore.protocol.errors import ConfigError, ModelFileError
 
@@ -57,6 +58,18 @@ def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) 
     if name == "fp8" and device.type != "cuda":
         raise ConfigError("--kv-cache-dtype fp8 needs CUDA; on a CPU int8 takes as little")
     return kv_cache_format(name, model_dtype)
+
+
+def make_kernels(name: str, device: torch.device) -> Kernels:
+    """The kernel backend of this name for the device.
+
+    Raises:
+        ConfigError: it cannot run here.
+    """
+    try:
+        return select_kernels(name, device)
+    except ValueError as error:
+        raise ConfigError(f"--attention-backend {name}: {error}") from None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

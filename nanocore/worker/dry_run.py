@@ -12,12 +12,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import CacheMemoryError
 from nanocore.protocol.worker import WorkerConfig, WorkerInfo
 from nanocore.worker.config.model_config import ModelConfig, load_model_config
-from nanocore.worker.device import dtype_name, select_device, select_dtype, select_kv_format
+from nanocore.worker.device import (
+    dtype_name,
+    make_kernels,
+    select_device,
+    select_dtype,
+    select_kv_format,
+)
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.loader import check_weights
@@ -108,7 +113,7 @@ def _info(
     config: WorkerConfig, model: DecoderModel, weight_bytes: int, kv_bytes: int
 ) -> WorkerInfo:
     device = select_device(config.device)
-    kernels = select_kernels(config.attention_backend, device)
+    kernels = make_kernels(config.attention_backend, device)
     kv_format = select_kv_format(config.kv_cache_dtype, model.placement.dtype, device)
     runner = ModelRunner(model, kernels)
     return WorkerInfo(

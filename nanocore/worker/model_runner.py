@@ -129,6 +129,7 @@ class ModelRunner:
             self.model.head.first_token,
             self.config.vocab_size,
             self.placement.tp,
+            self.kernels,
         )
 
     def _run_model(self, inputs: StepInputs) -> Tensor | None:

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import torch
 
-from nanocore.kernels.backend import select_kernels
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.worker import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.communication.links import RankLinks, connect
 from nanocore.worker.config.model_config import load_model_config
-from nanocore.worker.device import dtype_name, select_device, select_dtype, select_kv_format
+from nanocore.worker.device import (
+    dtype_name,
+    make_kernels,
+    select_device,
+    select_dtype,
+    select_kv_format,
+)
 from nanocore.worker.largest_step import run_largest_steps
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
@@ -50,7 +55,7 @@ class Worker:
             pp_rank=rank // config.tensor_parallel_size,
             pp_size=config.pipeline_parallel_size,
         )
-        self._kernels = select_kernels(config.attention_backend, device)
+        self._kernels = make_kernels(config.attention_backend, device)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         model = build_model(model_config, self._placement)
         self._runner = ModelRunner(model, self._kernels, links.stages)

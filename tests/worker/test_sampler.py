@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanocore.kernels import gumbel_noise
+from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling import sampler
 from nanocore.worker.sampling.candidates import logits_of, make_candidates, token_ids_of
@@ -33,7 +35,13 @@ def sample_split(logits_RV: Tensor, metadata: SamplingMetadata, ends: list[int])
     def of_rank(tp: Communicator) -> Tensor:
         columns = logits_RV[:, ends[tp.rank] : ends[tp.rank + 1]].contiguous()
         return sample(
-            columns, metadata, positions(logits_RV), ends[tp.rank], logits_RV.shape[1], tp
+            columns,
+            metadata,
+            positions(logits_RV),
+            ends[tp.rank],
+            logits_RV.shape[1],
+            tp,
+            TorchKernels(),
         )
 
     return same_on_every_rank(run_ranks(len(ends) - 1, of_rank))
@@ -80,7 +88,9 @@ def test_any_split_samples_what_whole_rows_do(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**53 - 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "_NUM_CANDIDATES", data.draw(st.sampled_from([1, 2, 4, 256])))
-        patch.setattr(sampler, "_CACHED_VALUES", data.draw(st.sampled_from([1, 5000, 1 << 18])))
+        patch.setattr(
+            gumbel_noise, "_CACHED_VALUES", data.draw(st.sampled_from([1, 5000, 1 << 18]))
+        )
         check(draw_logits(data, len(rows), vocab_size), rows, ends, seed)
 
 
@@ -121,14 +131,22 @@ def test_rows_whose_top_k_is_known_to_suffice_take_one_exchange() -> None:
     counting = CountingRank()
     rows = [(1.0, 50, 0.9, 0.0), (1.0, 20, 1.0, 0.1)]
     zeros = torch.zeros(2, 5000)
-    sample(zeros, make_metadata(rows, 5000), positions(zeros), 0, 5000, counting)
+    sample(zeros, make_metadata(rows, 5000), positions(zeros), 0, 5000, counting, TorchKernels())
     assert counting.gathered == [(2, 51)]
 
 
 def test_greedy_and_plain_rows_send_one_number_each() -> None:
     counting = CountingRank()
     zeros = torch.zeros(2, 5000)
-    sample(zeros, make_metadata([GREEDY, PLAIN], 5000), positions(zeros), 0, 5000, counting)
+    sample(
+        zeros,
+        make_metadata([GREEDY, PLAIN], 5000),
+        positions(zeros),
+        0,
+        5000,
+        counting,
+        TorchKernels(),
+    )
     assert counting.gathered == [(2,)]
 
 
@@ -137,7 +155,7 @@ def test_only_rows_that_are_undecided_are_widened() -> None:
     logits = torch.zeros(3, 5000)
     logits[0, 7] = logits[2, 9] = 30.0
     metadata = make_metadata([(1.0, 0, 0.9, 0.0)] * 3, 5000)
-    sample(logits, metadata, positions(logits), 0, 5000, counting)
+    sample(logits, metadata, positions(logits), 0, 5000, counting, TorchKernels())
     widened = [shape[0] for shape in counting.gathered if len(shape) == 2]
     assert widened == [3, 1]
 

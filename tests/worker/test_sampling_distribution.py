@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import sample
 from tests.sampling_reference import Settings, filter_logits, make_metadata
@@ -28,7 +29,8 @@ def kept(top_k: int = VOCAB_SIZE, top_p: float = 1.0, min_p: float = 0.0) -> lis
 def draw(rows: list[Settings], logits_RV: Tensor) -> Tensor:
     """What the sampler draws for these rows, all of one seed, at different positions."""
     metadata = make_metadata(rows, logits_RV.shape[1], [0] * len(rows))
-    return sample(logits_RV, metadata, torch.arange(len(rows)), 0, logits_RV.shape[1], SingleRank())
+    positions, size = torch.arange(len(rows)), logits_RV.shape[1]
+    return sample(logits_RV, metadata, positions, 0, size, SingleRank(), TorchKernels())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@
 namespace nanocore {
 
 constexpr int kKeys = 64;      // of one softmax update
+constexpr int kLargestRows = (kMaxRows + kLanes - 1) / kLanes * kLanes;
 constexpr int kQueryRows = 48;  // of one item, if its query heads allow
 
 template <typename T>
@@ -133,8 +134,8 @@ struct AttentionCall {
             for (int64_t key = first_key / kKeys * kKeys; key < end; key += kKeys) {
                 const int num_keys = static_cast<int>(std::min<int64_t>(kKeys, end - key));
                 score(key, num_keys);
-                for (int r = 0; r < R; ++r) update_softmax(r, key, num_keys);
-                add_values(key, num_keys);
+                update_softmax(key, num_keys);
+                add_values(key, num_keys, end);
             }
             for (int r = 0; r < count; ++r) {
                 const F inverse = broadcast(1.0f / weights_sum[r]);
@@ -143,78 +144,107 @@ struct AttentionCall {
             }
         }
 
+        const float* keys_at(int64_t position) const {
+            return reinterpret_cast<const float*>(
+                       call.cache.block(call.cache.k, table[position / call.cache.block_size], kv_head)) +
+                   position % call.cache.block_size;
+        }
+
+        const float* values_at(int64_t position) const {
+            const int64_t block_size = call.cache.block_size;
+            const T* block = call.cache.block(call.cache.v, table[position / block_size], kv_head);
+            return reinterpret_cast<const float*>(block + position % block_size * head_dim);
+        }
+
+        // The values of some vectors of keys, a line of each with every pair of dimensions.
+        template <int C>
+        struct ValuesAhead {
+            const char* from[C];
+
+            NANOCORE_INLINE void at(int64_t pair) const {
+                for (int c = 0; c < C; ++c) prefetch_line(from[c] + pair * 4 * kLanes);
+            }
+        };
+
         // scores[r][i] = q_r . k_(key + i), of whole vectors; those past num_keys mean nothing.
         __attribute__((noinline)) void score(int64_t key, int num_keys) {
             constexpr int C = std::min(kColumns<R>, kKeyVectors);
-            const int64_t block_size = call.cache.block_size;
             for (int first = 0; first < num_keys; first += C * kLanes) {
                 const float* columns[C];
+                ValuesAhead<C> ahead;
                 for (int c = 0; c < C; ++c) {
                     // Beyond the last key the table has no block: the last vector is repeated.
                     const int64_t at = std::min(first + c * kLanes, (num_keys - 1) / kLanes * kLanes);
-                    const int64_t position = key + at;
-                    const T* block = call.cache.block(call.cache.k, table[position / block_size], kv_head);
-                    columns[c] = reinterpret_cast<const float*>(block) + position % block_size;
+                    columns[c] = keys_at(key + at);
+                    ahead.from[c] = reinterpret_cast<const char*>(values_at(key + at));
                 }
                 F acc[R][C] = {};
                 multiply<T, kKind, R, C, 1, R>(
                     queries,
-                    [&](int64_t k, int c) -> const void* { return columns[c] + k * block_size; },
-                    static_cast<int>(head_dim), acc);
+                    [&](int64_t k, int c) -> const void* {
+                        return columns[c] + k * call.cache.block_size;
+                    },
+                    static_cast<int>(head_dim), acc, ahead);
                 for (int r = 0; r < R; ++r)
                     for (int c = 0; c < C; ++c)
                         store(acc[r][c], scores + r * kKeys + first + c * kLanes);
             }
         }
 
-        // Scores become weights relative to the row's largest score so far.
-        __attribute__((noinline)) void update_softmax(int r, int64_t key, int num_keys) {
-            float* row = scores + r * kKeys;
-            const F infinity = broadcast(std::numeric_limits<float>::infinity());
-            const F upper = broadcast(static_cast<float>(last_key[r] - key));
-            const F lower = broadcast(
-                call.window ? static_cast<float>(last_key[r] - call.window - key) : -1.0f);
-            F most = -infinity;
-            for (int i = 0; i < num_keys; i += kLanes) {
-                F logit = load(row + i) * call.scale;
-                if (call.softcap) logit = tanh_of(logit / call.softcap) * call.softcap;
-                const F index = lane_numbers() + static_cast<float>(i);
-                logit = index > upper ? -infinity : logit;
-                logit = index <= lower ? -infinity : logit;
-                store(logit, row + i);
-                most = maximum(logit, most);
+        // Scores become weights relative to each row's largest score so far.
+        __attribute__((noinline)) void update_softmax(int64_t key, int num_keys) {
+            constexpr float infinity = std::numeric_limits<float>::infinity();
+            alignas(64) float base[kLargestRows], factor[kLargestRows] = {};
+            for (int r = 0; r < R; ++r) {
+                float* row = scores + r * kKeys;
+                const int64_t upper = last_key[r] - key;
+                const int64_t lower = call.window ? upper - call.window : -1;
+                const bool is_whole = upper >= kKeys - 1 && lower < 0;
+                F most = broadcast(-infinity);
+                for (int i = 0; i < num_keys; i += kLanes) {
+                    F logit = load(row + i) * call.scale;
+                    if (call.softcap) logit = tanh_of(logit / call.softcap) * call.softcap;
+                    if (!is_whole) {
+                        const F index = lane_numbers() + static_cast<float>(i);
+                        logit = index > static_cast<float>(upper) ? broadcast(-infinity) : logit;
+                        logit = index <= static_cast<float>(lower) ? broadcast(-infinity) : logit;
+                    }
+                    store(logit, row + i);
+                    most = maximum(logit, most);
+                }
+                const float now = std::max(largest[r], max_lanes(most));
+                // With no key yet in the window there is nothing to be relative to.
+                base[r] = now == -infinity ? 0.0f : now;
+                factor[r] = largest[r] - base[r];
+                largest[r] = now;
             }
-            const float before = largest[r], now = std::max(before, max_lanes(most));
-            // With no key yet in the window there is nothing to be relative to.
-            const float base = now == -std::numeric_limits<float>::infinity() ? 0.0f : now;
-            F sum = {};
-            for (int i = 0; i < num_keys; i += kLanes) {
-                const F weight = exponential(load(row + i) - base);
-                store(weight, row + i);
-                sum += weight;
-            }
-            if (before != now && weights_sum[r] != 0.0f) {
-                const float factor = exponential(broadcast(before - base))[0];
-                weights_sum[r] *= factor;
+            for (int r = 0; r < R; r += kLanes) store(exponential(load(factor + r)), factor + r);
+            for (int r = 0; r < R; ++r) {
+                float* row = scores + r * kKeys;
+                F sum = {};
+                for (int i = 0; i < num_keys; i += kLanes) {
+                    const F weight = exponential(load(row + i) - base[r]);
+                    sum += weight;
+                    if constexpr (kPaired) store(weight, reinterpret_cast<BFloat16*>(row) + i);
+                    else store(weight, row + i);
+                }
+                weights_sum[r] = weights_sum[r] * factor[r] + sum_lanes(sum);
+                if (factor[r] == 1.0f) continue;
                 for (int64_t d = 0; d < head_dim; d += kLanes)
-                    store(load(result + r * head_dim + d) * factor, result + r * head_dim + d);
+                    store(load(result + r * head_dim + d) * factor[r], result + r * head_dim + d);
             }
-            weights_sum[r] += sum_lanes(sum);
-            largest[r] = now;
-            if constexpr (kPaired)
-                for (int i = 0; i < num_keys; i += kLanes)
-                    store(load(row + i), reinterpret_cast<BFloat16*>(row) + i);
         }
 
         // result[r] += weights of r times the values of these keys.
-        void add_values(int64_t key, int num_keys) {
+        void add_values(int64_t key, int num_keys, int64_t end) {
             const int64_t block_size = call.cache.block_size;
             for (int first = 0; first < num_keys;) {
                 const int64_t position = key + first, slot = position % block_size;
                 const int length = static_cast<int>(std::min<int64_t>(block_size - slot, num_keys - first));
-                const T* block = call.cache.block(call.cache.v, table[position / block_size], kv_head);
-                const float* values =
-                    reinterpret_cast<const float*>(block + slot * head_dim);
+                // The first lines of the next keys: from there on the hardware sees the stream.
+                if (position + kKeys < end)
+                    for (int u = 0; u < 8; ++u) prefetch_line(keys_at(position + kKeys) + u * block_size);
+                const float* values = values_at(position);
                 const float* row = kPaired ? scores + first / 2 : scores + first;
                 int64_t d = 0;
                 constexpr int C = R <= 2 ? 4 : 2;

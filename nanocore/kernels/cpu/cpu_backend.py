@@ -32,15 +32,15 @@ from nanocore.kernels.cpu.program import (
     Workspace,
     record,
 )
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import LinearWeight, check_quantization
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.protocol.worker import Quantization
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
         AttentionMetadata,
         AttentionSpec,
         KVCache,
+        Noise,
         QKNorm,
         Replay,
         Rotary,
@@ -67,9 +67,8 @@ class CpuKernels:
         self._torch = TorchKernels()
         self._recording: Recording | None = None
 
-    def pack_linear(
-        self, weight_OI: Tensor, quantization: Quantization | None = None
-    ) -> LinearWeight:
+    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+        check_quantization(quantization)
         out_features, in_features = weight_OI.shape
         dtype = weight_OI.dtype if quantization is None else torch.int8
         scale_O = None
@@ -177,6 +176,23 @@ class CpuKernels:
         )  # fmt: skip
         return out.unflatten(1, (num_heads, head_dim))
 
+    def best_token(
+        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, width = logits_RV.shape
+        value_R = torch.empty(num_rows)
+        index_R = torch.empty(num_rows, dtype=torch.int64)
+        columns: tuple[int | None, ...] = (None, None, None)
+        if noise is not None:
+            noise = noise.contiguous()
+            columns = (noise.temperature_R.data_ptr(), noise.seed_R.data_ptr(),
+                    noise.position_R.data_ptr())  # fmt: skip
+        self._run(
+            "best_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0), first_token,
+            *columns, value_R.data_ptr(), index_R.data_ptr(), dtype=None,
+        )  # fmt: skip
+        return value_R, index_R
+
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         if self._recording is None:
             return x_TE[index_R]
@@ -261,7 +277,7 @@ class _Captured:
     """Implements `backend.Replay`."""
 
     def __init__(self, program: Program, result: Tensor) -> None:
-        self._program, self._result = program, result
+        self.program, self._result = program, result
 
     def __call__(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
@@ -269,7 +285,7 @@ class _Captured:
         step = _step_struct(metadata)
         step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
         step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
-        self._program.run(step)
+        self.program.run(step)
         return self._result[: len(sample_index_R)]
 
 

@@ -11,12 +11,12 @@ import ctypes
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_void_p
 from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
-_ABI_VERSION: Final = 1
+_ABI_VERSION: Final = 3
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -74,7 +74,7 @@ _SIGNATURES: Final = {
     "workspace_free": (None, (c_void_p,)),
     "program_new": (c_void_p, (c_void_p,)),
     "program_free": (None, (c_void_p,)),
-    "program_run": (None, (c_void_p, POINTER(StepStruct))),
+    "program_run": (None, (c_void_p, POINTER(StepStruct), POINTER(c_double))),
     "packed_bytes": (c_int64, (POINTER(LinearWeightStruct),)),
     "pack": (None, (c_void_p, c_int, c_void_p, POINTER(LinearWeightStruct))),
     "embedding": (
@@ -102,6 +102,11 @@ _SIGNATURES: Final = {
          c_float, c_void_p),
     ),
     "select": (None, (*_KERNEL, c_void_p, c_int64, c_void_p)),
+    "best_token": (
+        None,
+        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p,
+         c_void_p, c_void_p),
+    ),
     "softcap": (None, (c_void_p, c_int64, c_void_p, c_int64, c_float)),
 }  # fmt: skip
 """Result and arguments of `nanocore_*` in program.cpp."""

@@ -37,14 +37,17 @@ NANOCORE_INLINE int64_t num_units(int64_t num_k) {
     return kPairedRows<T, kind> ? (num_k + 1) / 2 : (num_k + 1) / 2 * 2;
 }
 
+// To the second-level cache; any address may be given.
+NANOCORE_INLINE void prefetch_line(const void* address) { __builtin_prefetch(address, 0, 2); }
+
 // Memory to be fetched while a product is computed: some of it with every pair of k.
 struct Prefetch {
     const char* from = nullptr;
     int64_t bytes_per_pair = 0;
 
     NANOCORE_INLINE void at(int64_t pair) const {
-        __builtin_prefetch(from + pair * bytes_per_pair);
-        __builtin_prefetch(from + pair * bytes_per_pair + bytes_per_pair / 2);
+        prefetch_line(from + pair * bytes_per_pair);
+        prefetch_line(from + pair * bytes_per_pair + bytes_per_pair / 2);
     }
 };
 

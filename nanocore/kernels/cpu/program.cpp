@@ -4,9 +4,11 @@
 // and arrays of one step. So a step of the whole model is one call, without a look at Python in
 // between. Operands are addresses of the caller's memory, which must live as long as the program.
 
+#include <chrono>
 #include <functional>
 
 #include "attention.h"
+#include "sampling.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
 
@@ -53,7 +55,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 1; }
+NANOCORE_API int nanocore_abi_version() { return 3; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -88,8 +90,18 @@ NANOCORE_API void* nanocore_program_new(void* workspace) {
 
 NANOCORE_API void nanocore_program_free(void* program) { delete static_cast<Program*>(program); }
 
-NANOCORE_API void nanocore_program_run(void* program, const Step* step) {
-    for (const auto& kernel : static_cast<Program*>(program)->kernels) kernel(*step);
+// seconds: of each kernel in order, added to; or null.
+NANOCORE_API void nanocore_program_run(void* program, const Step* step, double* seconds) {
+    using Clock = std::chrono::steady_clock;
+    for (const auto& kernel : static_cast<Program*>(program)->kernels) {
+        if (!seconds) {
+            kernel(*step);
+            continue;
+        }
+        const Clock::time_point start = Clock::now();
+        kernel(*step);
+        *seconds++ += std::chrono::duration<double>(Clock::now() - start).count();
+    }
 }
 
 // Bytes of a packed weight.
@@ -224,4 +236,14 @@ NANOCORE_API void nanocore_select(void* program, int64_t rows, int dtype, const 
 
 NANOCORE_API void nanocore_softcap(void* program, int64_t rows, float* x, int64_t size, float cap) {
     append(program, rows, SoftcapCall{x, size, cap, 0}, kNothing);
+}
+
+NANOCORE_API void nanocore_best_token(void* program, int64_t rows, const float* logits,
+                                      int64_t size, int64_t stride, int64_t first_token,
+                                      const float* temperature, const int64_t* seed,
+                                      const int64_t* position, float* value, int64_t* index) {
+    append(program, rows,
+           BestTokenCall{logits, size, stride, first_token, temperature, seed, position, value,
+                         index, 0},
+           kNothing);
 }

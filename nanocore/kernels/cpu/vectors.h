@@ -86,22 +86,29 @@ NANOCORE_INLINE F dot_pairs(U a, U b, F c) {
 
 NANOCORE_INLINE F maximum(F a, F b) { return a > b ? a : b; }
 
-// Sums of lanes, always in the same order.
+// The other half of the lanes of a pair, a quad and so on, in place of one's own.
+template <int distance>
+NANOCORE_INLINE F swap_lanes(F x) {
+    I from;
+    for (int i = 0; i < kLanes; ++i) from[i] = i ^ distance;
+    return __builtin_shuffle(x, from);
+}
+
+// In a fixed order, as all sums are.
 NANOCORE_INLINE float sum_lanes(F x) {
-    float lanes[kLanes];
-    std::memcpy(lanes, &x, sizeof x);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    return lanes[0];
+    if constexpr (kLanes >= 16) x += swap_lanes<8>(x);
+    if constexpr (kLanes >= 8) x += swap_lanes<4>(x);
+    x += swap_lanes<2>(x);
+    x += swap_lanes<1>(x);
+    return x[0];
 }
 
 NANOCORE_INLINE float max_lanes(F x) {
-    float lanes[kLanes];
-    std::memcpy(lanes, &x, sizeof x);
-    for (int width = kLanes / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i)
-            lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+    if constexpr (kLanes >= 16) x = maximum(x, swap_lanes<8>(x));
+    if constexpr (kLanes >= 8) x = maximum(x, swap_lanes<4>(x));
+    x = maximum(x, swap_lanes<2>(x));
+    x = maximum(x, swap_lanes<1>(x));
+    return x[0];
 }
 
 // Round to nearest even; NaN stays NaN.

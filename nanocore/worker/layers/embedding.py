@@ -45,7 +45,7 @@ class VocabParallelEmbedding:
     def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:
         """Embeddings times factor, [T, E]."""
         x_TE = kernels.embedding(token_ids_T, self.packed, self.first_token, factor, self.dtype)
-        return self.tp.all_reduce(x_TE)
+        return x_TE if self.tp.size == 1 else self.tp.all_reduce(x_TE)
 
     def logits(self, hidden_RE: Tensor, softcap: float, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, num_tokens]; see `Kernels.logits`."""

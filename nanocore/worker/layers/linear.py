@@ -131,10 +131,9 @@ class RowParallelLinear:
         del self.weight
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
-        # A rank that is alone adds it before the result is rounded.
-        fused = self.bias if self.tp.size == 1 else None
-        y = self.tp.all_reduce(kernels.linear(x, self.packed, fused))
-        return y if fused is self.bias else y + self.bias
+        is_alone = self.tp.size == 1  # then the bias is added before the result is rounded
+        y = self.tp.all_reduce(kernels.linear(x, self.packed, self.bias if is_alone else None))
+        return y if is_alone or self.bias is None else y + self.bias
 
     def partial_sum(self, x: Tensor, kernels: Kernels) -> Tensor:
         """What this rank adds to the sum, for callers that have more to add before reducing it."""

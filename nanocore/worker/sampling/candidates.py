@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanocore.kernels.backend import Kernels, Noise
+
 _MAX_TOKEN_ID = 0x7FFFFFFF
 
 
@@ -41,12 +43,14 @@ def token_ids_of(candidates: Tensor) -> Tensor:
     return _MAX_TOKEN_ID - (candidates & 0xFFFFFFFF)
 
 
-def best_candidate(logits_RV: Tensor, first_token: int) -> Tensor:
+def best_candidate(
+    logits_RV: Tensor, first_token: int, kernels: Kernels, noise: Noise | None = None
+) -> Tensor:
     """The best of each row's columns, which are tokens from first_token on; [R]."""
     if logits_RV.shape[1] == 0:
         return no_candidates((len(logits_RV),), logits_RV.device)
-    best = logits_RV.max(dim=1)
-    return make_candidates(best.values, best.indices + first_token)
+    value_R, column_R = kernels.best_token(logits_RV, first_token, noise)
+    return make_candidates(value_R, column_R + first_token)
 
 
 def best_first(candidates_RV: Tensor, count: int) -> Tensor:

@@ -9,13 +9,13 @@ candidates, so all decide alike without another word. One rank is the case of no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from nanocore.kernels.gumbel_noise import gumbel_noise
+from nanocore.kernels.backend import Kernels, Noise
+from nanocore.kernels.gumbel_noise import cached_rows, gumbel_noise
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.candidates import (
     best_candidate,
@@ -29,8 +29,6 @@ from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 
 _NUM_CANDIDATES = 256
 _WIDENING = 32
-_CACHED_VALUES = 1 << 18
-"""Logits worked on at a time on a CPU, about what its cache holds with all intermediate results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,7 @@ def sample(
     first_token: int,
     vocab_size: int,
     tp: Communicator,
+    kernels: Kernels,
 ) -> Tensor:
     """One token id per row, int64 [R], the same on every rank.
 
@@ -70,14 +69,15 @@ def sample(
     """
     greedy, plain, filtered = metadata.greedy_rows, metadata.plain_rows, metadata.filtered_rows
     if len(greedy) == len(logits_RV):
-        best_R = tp.all_gather(best_candidate(logits_RV, first_token)).amax(dim=0)
+        best_R = tp.all_gather(best_candidate(logits_RV, first_token, kernels)).amax(dim=0)
         return token_ids_of(best_R).clamp_(max=vocab_size - 1)
     best_R = no_candidates((len(logits_RV),), logits_RV.device)
     if len(greedy):
-        best_R[greedy] = best_candidate(_take(logits_RV, greedy), first_token)
+        best_R[greedy] = best_candidate(_take(logits_RV, greedy), first_token, kernels)
     if len(plain):
         rows = _Rows.select(metadata, position_R, plain)
-        best_R[plain] = _best_with_noise(_take(logits_RV, plain), rows, first_token)
+        noise = Noise(rows.temperature_F, rows.seed_F, rows.position_F)
+        best_R[plain] = best_candidate(_take(logits_RV, plain), first_token, kernels, noise)
     if len(greedy) or len(plain):
         best_R = tp.all_gather(best_R).amax(dim=0)
     if len(filtered):
@@ -91,25 +91,6 @@ def sample(
 
 def _take(logits_RV: Tensor, rows: Tensor) -> Tensor:
     return logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
-
-
-def _chunks(logits_RV: Tensor) -> Iterator[slice]:
-    """Rows to work on together: as many as a CPU's cache holds, all of them elsewhere."""
-    num_rows, width = logits_RV.shape
-    step = max(1, _CACHED_VALUES // max(1, width)) if logits_RV.is_cpu else max(1, num_rows)
-    return (slice(start, start + step) for start in range(0, num_rows, step))
-
-
-def _best_with_noise(logits_FV: Tensor, rows: _Rows, first_token: int) -> Tensor:
-    """Each row's best candidate [F] among this rank's, Gumbel noise added."""
-    token_ids_V = _token_ids(logits_FV, first_token)
-    best = []
-    for chunk in _chunks(logits_FV):
-        part = rows[chunk]
-        noisy_CV = gumbel_noise(part.seed_F, part.position_F, token_ids_V)
-        noisy_CV += logits_FV[chunk] / part.temperature_F[:, None]
-        best.append(best_candidate(noisy_CV, first_token))
-    return torch.cat(best)
 
 
 def _sample_filtered(
@@ -132,7 +113,7 @@ def _sample_filtered(
         if mass_F is None:
             mass_F = _mass(logits_FV, candidates_FC[:, 0], rows.min_p_F, tp)
         needed_F = torch.empty_like(bound_F)
-        for chunk in _chunks(candidates_FC):
+        for chunk in cached_rows(candidates_FC):
             part, candidates_CC = rows[chunk], candidates_FC[chunk]
             num_kept_C, needed_F[chunk] = _cut(
                 candidates_CC, bound_F[chunk], mass_F[chunk], part, vocab_size
@@ -164,7 +145,7 @@ def _exchange(
     num_sent = min(num_candidates, width)
     sent_FC = no_candidates((num_rows, num_candidates + 1), logits_FV.device)
     token_ids_V = _token_ids(logits_FV, first_token)
-    for chunk in _chunks(logits_FV):
+    for chunk in cached_rows(logits_FV):
         candidates_CV = make_candidates(logits_FV[chunk], token_ids_V)
         sent_FC[chunk, :num_sent] = best_first(candidates_CV, num_sent)
     all_sent = num_sent == width
@@ -181,7 +162,7 @@ def _mass(logits_FV: Tensor, best_F: Tensor, min_p_F: Tensor, tp: Communicator) 
     """Weights exp(logit - best logit) of the tokens that pass min_p, summed; float64 [F]."""
     mass_F = torch.zeros(len(logits_FV), dtype=torch.float64, device=logits_FV.device)
     best_F1, floor_F1 = logits_of(best_F)[:, None], min_p_F.log()[:, None]
-    for chunk in _chunks(logits_FV):
+    for chunk in cached_rows(logits_FV):
         below_CV = logits_FV[chunk] - best_F1[chunk]
         weights_CV = below_CV.exp() * (below_CV >= floor_F1[chunk])
         mass_F[chunk] = weights_CV.sum(dim=1, dtype=torch.float64)

@@ -1,0 +1,128 @@
+// The best token of each row of logits, with Gumbel noise where the row samples: one pass.
+//
+// The noise is gumbel_noise.py's, a hash of (seed, position, token id), to the rounding of its
+// logarithms. Of equal values the smaller token id wins, as everywhere.
+
+#pragma once
+
+#include "rows.h"
+
+namespace nanocore {
+
+NANOCORE_INLINE U mix32(U x) {
+    x = (x ^ (x >> 16)) * 0x85ebca6bu;
+    x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+    return x ^ (x >> 16);
+}
+
+inline uint64_t mix64(uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+// Natural logarithm of positive normal numbers, to about one unit in the last place (Cephes).
+NANOCORE_INLINE F logarithm(F x) {
+    const U bits = reinterpret_cast<U>(x);
+    F exponent = __builtin_convertvector(reinterpret_cast<I>(bits >> 23) - 126, F);
+    F m = reinterpret_cast<F>((bits & 0x007fffffu) | 0x3f000000u);  // in [0.5, 1)
+    const auto is_small = m < 0.707106781f;
+    exponent = is_small ? exponent - 1.0f : exponent;
+    m = is_small ? m + m - 1.0f : m - 1.0f;
+    const F square = m * m;
+    F p = broadcast(7.0376836292e-2f);
+    p = multiply_add(p, m, broadcast(-1.1514610310e-1f));
+    p = multiply_add(p, m, broadcast(1.1676998740e-1f));
+    p = multiply_add(p, m, broadcast(-1.2420140846e-1f));
+    p = multiply_add(p, m, broadcast(1.4249322787e-1f));
+    p = multiply_add(p, m, broadcast(-1.6668057665e-1f));
+    p = multiply_add(p, m, broadcast(2.0000714765e-1f));
+    p = multiply_add(p, m, broadcast(-2.4999993993e-1f));
+    p = multiply_add(p, m, broadcast(3.3333331174e-1f));
+    F y = m * square * p;
+    y = multiply_add(exponent, broadcast(-2.12194440e-4f), y);
+    y = multiply_add(square, broadcast(-0.5f), y);
+    return multiply_add(exponent, broadcast(0.693359375f), m + y);
+}
+
+// Standard Gumbel noise of these token ids.
+NANOCORE_INLINE F gumbel_noise(U token_ids, uint32_t low, uint32_t high) {
+    U bits = mix32(mix32(token_ids * 0x9e3779b9u ^ low) ^ high) >> 1;
+    F uniform = (__builtin_convertvector(reinterpret_cast<I>(bits), F) + 0.5f) * 0x1p-31f;
+    const F most = broadcast(1.0f - 0x1p-24f);
+    uniform = uniform > most ? most : uniform;
+    // log(1 - u): what the difference loses is put back by the quotient.
+    const F rest = 1.0f - uniform, lost = 1.0f - rest;
+    const F log_rest = lost == 0.0f ? -uniform : logarithm(rest) * (uniform / lost);
+    return -logarithm(-log_rest);
+}
+
+struct BestTokenCall {
+    const float* logits;
+    int64_t size;
+    int64_t stride;
+    int64_t first_token;
+    const float* temperature;  // of each row, or null; a row of 0 takes its logits as they are
+    const int64_t* seed;
+    const int64_t* position;
+    float* value;
+    int64_t* index;
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        workspace.pool.loop(rows, [&](int64_t row, int) {
+            const float* from = logits + row * stride;
+            if (!temperature || temperature[row] == 0.0f)
+                return best(row, [&](int64_t i, int count) { return value_at(from, i, count); });
+            const uint64_t key = mix64(mix64(static_cast<uint64_t>(seed[row])) ^
+                                       static_cast<uint64_t>(position[row]));
+            const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+            const F heat = broadcast(temperature[row]);
+            best(row, [&](int64_t i, int count) {
+                U tokens = lane_ids() + static_cast<uint32_t>(first_token + i);
+                return value_at(from, i, count) / heat + gumbel_noise(tokens, low, high);
+            });
+        });
+    }
+
+   private:
+    static NANOCORE_INLINE U lane_ids() {
+        U ids;
+        for (int i = 0; i < kLanes; ++i) ids[i] = i;
+        return ids;
+    }
+
+    static NANOCORE_INLINE F value_at(const float* from, int64_t i, int count) {
+        if (count == kLanes) return load(from + i);
+        F value = load_some(from + i, count);
+        return lane_ids() < static_cast<uint32_t>(count)
+                   ? value
+                   : broadcast(-std::numeric_limits<float>::infinity());
+    }
+
+    // The greatest of value(i) and the first place where it is; 0 if none is greater than -inf.
+    template <typename Value>
+    void best(int64_t row, const Value& of) const {
+        F most = broadcast(-std::numeric_limits<float>::infinity());
+        I place = {};
+        I here = reinterpret_cast<I>(lane_ids());
+        for (int64_t i = 0; i < size; i += kLanes, here += kLanes) {
+            const F candidate = of(i, static_cast<int>(std::min<int64_t>(kLanes, size - i)));
+            const auto is_more = candidate > most;
+            most = is_more ? candidate : most;
+            place = is_more ? here : place;
+        }
+        int64_t found = place[0];
+        float largest = most[0];
+        for (int lane = 1; lane < kLanes; ++lane)
+            if (most[lane] > largest || (most[lane] == largest && place[lane] < found)) {
+                largest = most[lane];
+                found = place[lane];
+            }
+        value[row] = largest;
+        index[row] = found;
+    }
+};
+
+}  // namespace nanocore
