@@ -13,6 +13,7 @@ import sys
 import torch
 from torch import Tensor
 
+from nanocore.kernels.backend import Noise
 from nanocore.kernels.cpu import cpu_backend
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
@@ -42,6 +43,14 @@ def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -
     kernels.logits(x, packed, rng.choice([0.0, 5.0]))
     token_ids = torch.randint(0, out_features + 5, (rows,))
     kernels.embedding(token_ids, packed, rng.randint(0, 5), rng.choice([1.0, 3.0]), dtype)
+
+
+def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
+    """Sampling, with and without noise."""
+    rows, width = rng.choice([0, 1, 2, 30]), rng.randint(1, 150)
+    logits = torch.randn(rows, width)
+    noise = Noise(torch.rand(rows).round(), torch.arange(rows), torch.arange(rows))
+    kernels.best_token(logits, rng.randint(0, 5), rng.choice([None, noise]))
 
 
 def single_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
@@ -84,7 +93,7 @@ def main() -> None:
     torch.manual_seed(0)
     for _ in range(num_rounds):
         for dtype in (torch.float32, torch.bfloat16):
-            for part in (linear_layers, single_rows, attention):
+            for part in (linear_layers, single_rows, attention, best_tokens):
                 part(kernels, rng, dtype)
     print(f"{num_rounds} rounds")
 

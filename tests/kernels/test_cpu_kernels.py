@@ -25,7 +25,7 @@ TORCH = TorchKernels()
 ROUNDED_ONCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7.99}
 """Relative, of one rounding to the nearest and of float32's own errors."""
 
-FEW = settings(max_examples=100, deadline=None, derandomize=True)
+FEW = settings(max_examples=60, deadline=None, derandomize=True)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 quantizations: st.SearchStrategy[Quantization | None] = st.sampled_from([None, "int8"])
 seeds = st.integers(0, 2**30)
@@ -256,7 +256,7 @@ def assert_paged_close(kernels: CpuKernels, case: PagedCase) -> None:
         assert_close(out, expected_out, rtol, moved * values)
 
 
-@settings(FEW, max_examples=50)
+@settings(FEW, max_examples=40)
 @given(case=paged_cases())
 def test_rotation_and_paged_attention(kernels: CpuKernels, case: PagedCase) -> None:
     assert_paged_close(kernels, case)

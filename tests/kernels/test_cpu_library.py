@@ -15,6 +15,7 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library, find_library
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
+from nanocore.worker.device import make_kernels
 from tests.kernels.cpu_case import runnable_libraries
 
 CPU = torch.device("cpu")
@@ -46,9 +47,15 @@ def test_without_a_library_torch_computes_and_the_log_says_what_to_do(
 
 
 @pytest.mark.usefixtures("_no_libraries")
-def test_the_cpu_backend_without_a_library_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"--attention-backend cpu: .*install g\+\+"):
+def test_the_cpu_backend_without_a_library_is_an_error_that_names_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"kernel backend cpu: .*install g\+\+"):
         select_kernels("cpu", CPU)
+
+
+@pytest.mark.usefixtures("_no_libraries")
+def test_a_user_who_asks_for_it_is_told_the_flag_and_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"--attention-backend cpu: .*install g\+\+"):
+        make_kernels("cpu", CPU)
 
 
 @pytest.mark.usefixtures("_no_libraries")
@@ -71,8 +78,8 @@ def test_a_name_nobody_has_is_refused() -> None:
         select_kernels("gpu", CPU)
 
 
-def test_the_cpu_backend_on_another_device_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match="the device is cuda"):
+def test_the_cpu_backend_on_another_device_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the device is cuda"):
         select_kernels("cpu", torch.device("cuda"))
 
 

@@ -244,7 +244,7 @@ workloads = st.builds(
 )
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(setting=workloads, requests=st.permutations(range(NUM_REQUESTS)))
 def test_in_any_order_and_any_size_of_engine(
     engine: Engine, setting: Setting, requests: list[int]
