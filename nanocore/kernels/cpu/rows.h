@@ -112,7 +112,10 @@ struct GateCall {
 
    private:
     F activate(F x) const {
-        if (gate == Gate::kSilu) return x / (exponential(-x) + 1.0f);
+        if (gate == Gate::kSilu) {
+            const F most = broadcast(88.0f);
+            return x / (exponential(-x > most ? most : -x) + 1.0f);
+        }
         // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
         F inner = 0.7978845608f * (x + 0.044715f * (x * x * x));
         return 0.5f * x * (tanh_of(inner) + 1.0f);

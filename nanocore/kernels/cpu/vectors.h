@@ -172,15 +172,15 @@ __attribute__((noinline)) void store_some(F x, T* to, int count) {
     std::memcpy(to, lanes, count * sizeof(T));
 }
 
-// exp(x) to about one unit in the last place; 0 below -87.3, where it would be subnormal.
+// exp(x) for x up to 88, to about one unit in the last place; 0 below -87.3, where it would be
+// subnormal. NaN stays NaN.
 NANOCORE_INLINE F exponential(F x) {
-    const F least = broadcast(-87.33654f), most = broadcast(88.37626f);
-    F clamped = x < least ? least : x;
-    clamped = clamped > most ? most : clamped;
-    // x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 rounds to an integer.
+    const F least = broadcast(-87.33654f);
+    const F clamped = x < least ? least : x;
+    // x = n ln 2 + r with |r| <= ln 2 / 2; adding 1.5 * 2^23 leaves n in the lowest bits.
     const F magic = broadcast(12582912.0f);
-    F shifted = multiply_add(clamped, broadcast(1.44269504f), magic);
-    F n = shifted - magic;
+    const F shifted = multiply_add(clamped, broadcast(1.44269504f), magic);
+    const F n = shifted - magic;
     F r = multiply_add(n, broadcast(-0.693359375f), clamped);
     r = multiply_add(n, broadcast(2.12194440e-4f), r);
     F p = broadcast(1.9875691500e-4f);
@@ -190,11 +190,9 @@ NANOCORE_INLINE F exponential(F x) {
     p = multiply_add(p, r, broadcast(1.6666665459e-1f));
     p = multiply_add(p, r, broadcast(5.0000001201e-1f));
     p = multiply_add(p, r * r, r) + 1.0f;
-    I exponent = __builtin_convertvector(n, I) + 127;
-    F power = reinterpret_cast<F>(exponent << 23);
-    F result = p * power;
-    result = x < least ? F{} : result;
-    return x == x ? result : x;
+    // p * 2^n: its exponent is raised by n.
+    const F power = reinterpret_cast<F>(reinterpret_cast<U>(p) + (reinterpret_cast<U>(shifted) << 23));
+    return x < least ? F{} : power;
 }
 
 NANOCORE_INLINE F tanh_of(F x) {

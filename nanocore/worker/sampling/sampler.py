@@ -68,6 +68,8 @@ def sample(
         vocab_size: of all ranks. tp: the ranks, in the order of their tokens.
     """
     greedy, plain, filtered = metadata.greedy_rows, metadata.plain_rows, metadata.filtered_rows
+    if len(greedy) == len(logits_RV) and tp.size == 1:
+        return kernels.best_token(logits_RV, first_token)[1]  # its columns are the token ids
     if len(greedy) == len(logits_RV):
         best_R = tp.all_gather(best_candidate(logits_RV, first_token, kernels)).amax(dim=0)
         return token_ids_of(best_R).clamp_(max=vocab_size - 1)
