@@ -74,7 +74,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
         return folder / name
 
     yield finish
-    for process in running.values():
+    for process in (running[name] for name in running.keys() - finished):
         process.kill()
         process.communicate()  # closes the pipe, which nobody read if its test was not chosen
 
