@@ -20,11 +20,17 @@ MAX_MODEL_LEN = 1024
 
 
 def make_tiny_qwen3(
-    folder: Path, *, tied: bool = True, dtype: torch.dtype = torch.float32, shards: int = 1
+    folder: Path,
+    *,
+    tied: bool = True,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    head_dim: int = 24,
 ) -> Path:
     """Write a model folder and return it.
 
     tied: share embedding and head. shards: split the weights over about this many files.
+    head_dim: not hidden_size / heads, and no whole vectors, unless asked for.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -35,7 +41,7 @@ def make_tiny_qwen3(
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=24,  # not hidden_size / heads, on purpose
+        head_dim=head_dim,
         max_position_embeddings=MAX_MODEL_LEN,
         rms_norm_eps=1e-6,
         tie_word_embeddings=tied,

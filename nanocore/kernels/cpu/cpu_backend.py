@@ -115,6 +115,7 @@ class CpuKernels:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
+        residual = residual.contiguous()
         return self._norm(x, residual, weight, eps), residual
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
@@ -195,6 +196,7 @@ class CpuKernels:
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         if self._recording is None:
             return x_TE[index_R]
+        x_TE = x_TE.contiguous()
         self._recording.rows = SAMPLES
         out_RE = self._empty(x_TE, x_TE.shape[1], x_TE.dtype)
         self._run("select", out_RE, x_TE.data_ptr(), x_TE.shape[1], out_RE.data_ptr())
@@ -240,7 +242,7 @@ class CpuKernels:
         return out.view(x.shape)
 
     def _gate(self, x: Tensor, gate: int) -> Tensor:
-        size = x.shape[1] // 2
+        x, size = x.contiguous(), x.shape[1] // 2
         out = self._empty(x, size, x.dtype)
         self._run("gate", x, x.data_ptr(), size, gate, out.data_ptr())
         return out

@@ -72,6 +72,7 @@ class Pool {
         // A late thread may still hold the last loop's ticket. It must not claim an item with it
         // once it can read this loop's count: so no item of the last loop is left.
         ticket_.fetch_or(0xffffffffu, std::memory_order_acq_rel);
+        std::atomic_thread_fence(std::memory_order_release);  // pairs with that of take_items
         run_.store(run, std::memory_order_relaxed);
         context_.store(context, std::memory_order_relaxed);
         count_.store(count, std::memory_order_relaxed);

@@ -4,7 +4,7 @@ While a program is recorded the model's own Python code runs on operands without
 first dimension is the largest a step can have; each kernel it calls is appended, with the addresses
 of its operands. A replay runs the list on as many rows as the step has. Kernels' results share
 memory as the recorded code lets go of them. Anything else than kernels and views would be computed
-once and be missing from then on, so torch's results are refused while a program is recorded.
+once and be missing from then on, so torch's other operations are refused meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanocore.kernels.cpu.library import Library, StepStruct
 
@@ -79,7 +79,7 @@ class Program:
         return dict(totals)
 
 
-class Recording(TorchFunctionMode):
+class Recording(TorchDispatchMode):
     """A program in the making; while it is entered, torch computes nothing."""
 
     def __init__(self, workspace: Workspace, max_tokens: int, max_samples: int) -> None:
@@ -89,13 +89,12 @@ class Recording(TorchFunctionMode):
         self._max_rows = {TOKENS: max_tokens, SAMPLES: max_samples}
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        operands = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in operands:
-                raise NotRecordable(f"torch's {func.__name__}")
-        return result
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func._schema.returns
+        # A view's result shares an operand's memory and writes nothing.
+        if not results or any(x.alias_info is None or x.alias_info.is_write for x in results):
+            raise NotRecordable(f"torch's {func}")
+        return func(*args, **(kwargs or {}))
 
     def empty(self, width: int, dtype: torch.dtype) -> Tensor:
         """A kernel's result, [rows, width]; its memory is used again once no view of it is left."""
@@ -112,8 +111,7 @@ class Recording(TorchFunctionMode):
         # torch holds this array, and not the memory itself, for as long as a tensor views it.
         lease = memory[:]
         weakref.finalize(lease, free.append, memory)
-        with torch._C.DisableTorchFunction():
-            return torch.from_numpy(lease).view(dtype).view(max_rows, width)
+        return torch.from_numpy(lease).view(dtype).view(max_rows, width)
 
 
 def record(

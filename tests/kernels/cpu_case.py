@@ -1,0 +1,192 @@
+"""Backends of every compiled instruction set, compiling one more, and steps over a paged cache."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import nanocore.kernels.cpu
+from nanocore.kernels.backend import (
+    AttentionMetadata,
+    AttentionSpec,
+    Kernels,
+    KVCache,
+    QKNorm,
+    Rotary,
+)
+from nanocore.kernels.cpu import library
+from nanocore.kernels.cpu.build import COMPILE_FLAGS, INSTRUCTION_SETS
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+
+SOURCE = Path(nanocore.kernels.cpu.__file__).parent / "program.cpp"
+EMULATED_DOT = "emulated_dot"
+"""Not an instruction set but its stand-in: pairs of bfloat16 as with avx512_bf16, in software."""
+
+
+@cache
+def runnable_libraries() -> dict[str, library.Library]:
+    """By instruction set, the best first."""
+    return {compiled.instruction_set: compiled for compiled in library._libraries()}
+
+
+@cache
+def backend(instruction_set: str) -> CpuKernels | None:
+    """The backend with this library, side by side with others; None if it is not here."""
+    found = runnable_libraries().get(instruction_set)
+    return CpuKernels(found) if found is not None else None
+
+
+def compiler() -> str | None:
+    """The C++ compiler, if there is one."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+
+
+def start_compiling(to: Path, instruction_set: str, *flags: str) -> subprocess.Popen[str]:
+    """Compile the kernels with more flags; later flags win."""
+    found = compiler()
+    assert found is not None
+    return subprocess.Popen(
+        [found, *COMPILE_FLAGS, "-O1", *INSTRUCTION_SETS[instruction_set], *flags, "-shared",
+         "-fPIC", str(SOURCE), "-o", str(to)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def finish_compiling(process: subprocess.Popen[str]) -> None:
+    """Wait for it; a compiler that fails, or warns, is an error."""
+    output = process.communicate()[0]
+    assert (process.returncode, output) == (0, "")
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """Sequences that grow over several steps, in blocks scattered over a cache of garbage.
+
+    counts: of every sequence the tokens that each step computes; 0: it has none in that step.
+    rotary: dimensions that are turned; 0: cos is 1, so that K and Q are what was drawn.
+    """
+
+    counts: Sequence[Sequence[int]]
+    block_size: int = 16
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    rotary_dim: int = 0
+    has_qk_norm: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    num_padding: int = 0
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    generator: torch.Generator = field(default_factory=torch.Generator, compare=False)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.counts[0])
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(self.head_dim**-0.5, self.window, self.softcap)
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.dtype)
+
+    def inputs(self) -> tuple[list[Tensor], QKNorm | None, Rotary, Tensor]:
+        """qkv of every sequence [L, (H + 2 K) D], norms, rotation, block table; always the same."""
+        self.generator.manual_seed(self.seed)
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        lengths = [sum(counts) for counts in self.counts]
+        qkv = [self.draw(length, width) for length in lengths]
+        norm = None
+        if self.has_qk_norm:
+            norm = QKNorm(self.draw(self.head_dim), self.draw(self.head_dim), 1e-6)
+        half = max(2, self.rotary_dim) // 2
+        angles = torch.outer(torch.arange(float(max(lengths))), 0.3 ** torch.arange(half))
+        angles *= self.rotary_dim > 0
+        rotary = Rotary(angles.cos().to(self.dtype), angles.sin().to(self.dtype))
+        rng = random.Random(self.seed)
+        widths = [-(-length // self.block_size) for length in lengths]
+        free = list(range(self.num_blocks))
+        rng.shuffle(free)
+        rows = [
+            [free.pop() for _ in range(n)]
+            + [rng.randrange(self.num_blocks) for _ in range(max(widths) - n)]
+            for n in widths
+        ]
+        return qkv, norm, rotary, torch.tensor(rows, dtype=torch.int32)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(-(-sum(counts) // self.block_size) for counts in self.counts) + 3
+
+    def run(
+        self,
+        kernels: Kernels,
+        dtype: torch.dtype | None = None,
+        garbage: float = 0.0,
+        keeps_empty: bool = True,
+        is_quantized: bool = False,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Q and attention's result of every step, each [T, H, D].
+
+        dtype: of the computation, if it is not that of the inputs. garbage: what is in the cache.
+        keeps_empty: sequences without tokens in a step are a part of it. is_quantized: to int8.
+        """
+        dtype = dtype or self.dtype
+        qkv, norm, rotary, table = self.inputs()
+        qkv = [x.to(dtype) for x in qkv]
+        if norm is not None:
+            norm = QKNorm(norm.q_weight.to(dtype), norm.k_weight.to(dtype), norm.eps)
+        rotary = Rotary(rotary.cos.to(dtype), rotary.sin.to(dtype))
+        shape = self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
+        cache = KVCache(*(torch.full(shape, garbage, dtype=dtype) for _ in range(2)))
+        if is_quantized:
+            k, v = (torch.zeros(shape, dtype=torch.int8) for _ in range(2))
+            cache = KVCache(k, v, *(torch.ones(shape[:3], dtype=torch.bfloat16) for _ in range(2)))
+        results = []
+        for step in range(self.num_steps):
+            order, metadata = self.metadata(step, table, keeps_empty)
+            parts = [qkv[i][past : past + count] for i, past, count in order]
+            parts.append(torch.full((self.num_padding, qkv[0].shape[1]), 3.0, dtype=dtype))
+            q_THD = kernels.rope_and_store_kv(
+                torch.cat(parts), self.num_heads, norm, rotary, cache, metadata
+            )
+            out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
+            results.append((q_THD.clone(), out_THD))
+        return results
+
+    def metadata(
+        self, step: int, table: Tensor, keeps_empty: bool
+    ) -> tuple[list[tuple[int, int, int]], AttentionMetadata]:
+        """(sequence, tokens before this step, tokens of this step), decodes first; and the rest."""
+        order = [(i, sum(row[:step]), row[step]) for i, row in enumerate(self.counts)]
+        # Sequences that are not there yet have no row; others may have one without tokens.
+        order = [entry for entry in order if entry[2] or (keeps_empty and entry[1])]
+        order.sort(key=lambda entry: entry[2] != 1)
+        starts, positions, slots = [0], [], []
+        for i, past, count in order:
+            starts.append(starts[-1] + count)
+            of_seq = torch.arange(past, past + count)
+            blocks = table[i].long()[of_seq // self.block_size]
+            positions.append(of_seq)
+            slots.append(blocks * self.block_size + of_seq % self.block_size)
+        lengths = [past + count for _, past, count in order]
+        zeros = torch.zeros(self.num_padding, dtype=torch.int64)
+        return order, AttentionMetadata(
+            num_decodes=sum(count == 1 for _, _, count in order),
+            query_start=starts,
+            seq_lens=lengths,
+            seq_lens_B=torch.tensor(lengths, dtype=torch.int32),
+            block_table_BM=table[[i for i, _, _ in order]],
+            positions_T=torch.cat([*positions, zeros]),
+            slot_mapping_T=torch.cat([*slots, zeros - 1]),
+        )

@@ -1,0 +1,102 @@
+"""Runs one library's kernels over shapes of all kinds: python cpu_fuzz.py LIBRARY NUM_ROUNDS.
+
+For a library compiled with AddressSanitizer, whose runtime is preloaded: every operand is an
+allocation of exactly its size, with poisoned memory around it, so that the first byte that a kernel
+reads or writes beyond it ends the process.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import torch
+from torch import Tensor
+
+from nanocore.kernels.backend import Noise
+from nanocore.kernels.cpu import cpu_backend
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.cpu.library import Library
+from tests.kernels.cpu_case import PagedCase
+
+
+def exactly(num_bytes: int) -> Tensor:
+    """Packed weights without the slack that huge pages have."""
+    return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
+    """Linear layers, logits and embeddings."""
+    rows = rng.choice([0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 24, 30, 61])
+    in_features, out_features = rng.randint(1, 140), rng.randint(1, 140)
+    weight = draw(out_features, in_features, dtype=dtype)
+    packed = kernels.pack_linear(weight, rng.choice([None, "int8"]))
+    apart = in_features + rng.randint(0, 5)
+    # The last row ends where its memory ends.
+    x = draw(max(0, rows - 1) * apart + in_features, dtype=dtype)
+    x = x.as_strided((rows, in_features), (apart, 1))
+    kernels.linear(x, packed, rng.choice([None, draw(out_features, dtype=dtype)]))
+    kernels.logits(x, packed, rng.choice([0.0, 5.0]))
+    token_ids = torch.randint(0, out_features + 5, (rows,))
+    kernels.embedding(token_ids, packed, rng.randint(0, 5), rng.choice([1.0, 3.0]), dtype)
+
+
+def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
+    """Sampling, with and without noise."""
+    rows, width = rng.choice([0, 1, 2, 30]), rng.randint(1, 150)
+    logits = torch.randn(rows, width)
+    noise = Noise(torch.rand(rows).round(), torch.arange(rows), torch.arange(rows))
+    kernels.best_token(logits, rng.randint(0, 5), rng.choice([None, noise]))
+
+
+def single_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
+    """Norms and gates."""
+    rows, size = rng.choice([0, 1, 2, 3, 50, 300]), rng.randint(1, 150)
+    x, weight = draw(rows, size, dtype=dtype), draw(size, dtype=dtype)
+    kernels.rms_norm(x, rng.choice([weight, weight.float()]), 1e-6)
+    kernels.add_rms_norm(x, draw(rows, size, dtype=dtype), weight, 1e-6)
+    kernels.silu_and_mul(draw(rows, 2 * size, dtype=dtype))
+    kernels.gelu_and_mul(draw(rows, 2 * size, dtype=dtype))
+
+
+def attention(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
+    """Rotation, the cache and attention."""
+    num_steps, num_kv_heads = rng.randint(1, 3), rng.randint(1, 3)
+    head_dim = rng.choice([16, 32, 48, 64, 80, 96, 112, 128])
+    counts = [[rng.choice([0, 1, 1, 2, 5, 17, 64, 65]) for _ in range(num_steps)] for _ in range(4)]
+    case = PagedCase(
+        [row if any(row) else [1] * num_steps for row in counts],
+        block_size=rng.choice([16, 32, 48, 64, 128]),
+        num_heads=num_kv_heads * rng.randint(1, 16),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary_dim=rng.choice([0, 2, 6, 16, head_dim]),
+        has_qk_norm=rng.random() < 0.5,
+        window=rng.choice([0, 0, 1, 2, 15, 16, 63, 64, 65, 100]),
+        softcap=rng.choice([0.0, 5.0]),
+        num_padding=rng.randint(0, 2),
+        dtype=dtype,
+        seed=rng.randint(0, 1 << 30),
+    )
+    case.run(kernels)
+
+
+def main() -> None:
+    path, num_rounds = sys.argv[1], int(sys.argv[2])
+    cpu_backend._huge_pages = exactly
+    kernels = CpuKernels(Library(path, "sanitized"))
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(num_rounds):
+        for dtype in (torch.float32, torch.bfloat16):
+            for part in (linear_layers, single_rows, attention, best_tokens):
+                part(kernels, rng, dtype)
+    print(f"{num_rounds} rounds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""Every native kernel against the torch backend, in every instruction set that is here.
+
+Products are compared with what their own terms allow: a float32 sum of K terms may differ from
+another by a small multiple of 2^-24 of the sum of magnitudes, and bfloat16 results by rounding
+to eight bits, 2^-8, once or as often as the interface rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.protocol.worker import Quantization
+from tests.kernels.cpu_case import PagedCase
+
+TORCH = TorchKernels()
+ROUNDED_ONCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7.99}
+"""Relative, of one rounding to the nearest and of float32's own errors."""
+
+FEW = settings(max_examples=60, deadline=None, derandomize=True)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+quantizations: st.SearchStrategy[Quantization | None] = st.sampled_from([None, "int8"])
+seeds = st.integers(0, 2**30)
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def strided(x: Tensor, gap: int) -> Tensor:
+    """The same rows, further apart, with NaN between them."""
+    apart = torch.full((len(x), x.shape[1] + gap), torch.nan, dtype=x.dtype)
+    apart[:, : x.shape[1]] = x
+    return apart[:, : x.shape[1]]
+
+
+def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: Tensor | float) -> None:
+    """|actual - expected| <= rtol |expected| + atol, of each element."""
+    assert actual.shape == expected.shape
+    actual, expected = actual.double(), expected.double()
+    allowed = rtol * expected.abs() + atol
+    excess = (actual - expected).abs() - allowed
+    assert bool((excess <= 0).all()), f"by {excess.max().item()} more than allowed"
+
+
+@FEW
+@given(
+    rows=st.integers(0, 40), in_features=st.integers(1, 300), out_features=st.integers(1, 200),
+    has_bias=st.booleans(), gap=st.integers(0, 3), quantization=quantizations, dtype=dtypes,
+    seed=seeds,
+)  # fmt: skip
+def test_linear(
+    kernels: CpuKernels, rows: int, in_features: int, out_features: int, has_bias: bool,
+    gap: int, quantization: Quantization | None, dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    x = strided(draw(seed, rows, in_features, dtype=dtype), gap)
+    weight = draw(seed + 1, out_features, in_features, dtype=dtype)
+    bias = draw(seed + 2, out_features, dtype=dtype) if has_bias else None
+    packed = kernels.pack_linear(weight.clone(), quantization)
+    reference = TORCH.pack_linear(weight.float(), quantization)
+    actual = kernels.linear(x, packed, bias)
+    expected = TORCH.linear(x.float(), reference, None if bias is None else bias.float())
+    assert actual.dtype == dtype
+    magnitudes = x.float().abs() @ weight.float().abs().T + (0 if bias is None else bias.abs())
+    assert_close(actual, expected, ROUNDED_ONCE[dtype], 1e-6 * magnitudes)
+
+
+@FEW
+@given(
+    rows=st.integers(1, 20), in_features=st.integers(1, 100), vocab=st.integers(1, 100),
+    softcap=st.sampled_from([0.0, 0.5, 30.0]), quantization=quantizations, dtype=dtypes, seed=seeds,
+)  # fmt: skip
+def test_logits_are_float32(
+    kernels: CpuKernels, rows: int, in_features: int, vocab: int, softcap: float,
+    quantization: Quantization | None, dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    x, weight = draw(seed, rows, in_features, dtype=dtype), draw(seed, vocab, in_features)
+    weight = weight.to(dtype)
+    actual = kernels.logits(x, kernels.pack_linear(weight.clone(), quantization), softcap)
+    expected = TORCH.logits(x.float(), TORCH.pack_linear(weight.float(), quantization), softcap)
+    assert actual.dtype == torch.float32
+    assert_close(actual, expected, 1e-6, 1e-6 * (x.float().abs() @ weight.float().abs().T))
+
+
+@pytest.mark.parametrize("rows", [64, 150])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_of_many_rows_and_a_layer_of_one_row_have_the_same_bits(
+    kernels: CpuKernels, rows: int, quantization: Quantization | None, dtype: torch.dtype
+) -> None:
+    # Packed rows of more than one block of `linear.h`.
+    x, weight = draw(0, rows, 1501, dtype=dtype), draw(1, 67, 1501, dtype=dtype)
+    packed = kernels.pack_linear(weight.clone(), quantization)
+    together = kernels.linear(x, packed)
+    for row in range(rows):
+        assert torch.equal(kernels.linear(x[row : row + 1], packed)[0], together[row])
+    for start in range(0, rows, 7):
+        assert torch.equal(
+            kernels.linear(x[start : start + 7], packed), together[start : start + 7]
+        )
+
+
+@FEW
+@given(
+    num_tokens=st.integers(0, 30), width=st.integers(1, 130), vocab=st.integers(1, 70),
+    first_token=st.integers(0, 30), factor=st.sampled_from([1.0, 11.3125]),
+    quantization=quantizations, dtype=dtypes, seed=seeds,
+)  # fmt: skip
+def test_embedding_is_exact(
+    kernels: CpuKernels, num_tokens: int, width: int, vocab: int, first_token: int, factor: float,
+    quantization: Quantization | None, dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    token_ids = torch.randint(0, vocab + 40, (num_tokens,), generator=generator)
+    weight = draw(seed, vocab, width, dtype=dtype)
+    packed = kernels.pack_linear(weight.clone(), quantization)
+    reference = TORCH.pack_linear(weight, quantization)
+    actual = kernels.embedding(token_ids, packed, first_token, factor, dtype)
+    expected = TORCH.embedding(token_ids, reference, first_token, factor, dtype)
+    assert actual.dtype == dtype
+    assert torch.equal(actual, expected)
+
+
+@FEW
+@given(
+    rows=st.integers(0, 20), size=st.integers(1, 200), dtype=dtypes, has_float_weight=st.booleans(),
+    is_added=st.booleans(), gap=st.integers(0, 3), scale=st.sampled_from([1e-3, 1.0, 300.0]),
+    seed=seeds,
+)  # fmt: skip
+def test_norms(
+    kernels: CpuKernels, rows: int, size: int, dtype: torch.dtype, has_float_weight: bool,
+    is_added: bool, gap: int, scale: float, seed: int,
+) -> None:  # fmt: skip
+    x = strided((scale * draw(seed, rows, size)).to(dtype), gap)
+    residual = strided((scale * draw(seed + 1, rows, size)).to(dtype), gap)
+    weight = draw(seed + 2, size, dtype=torch.float32 if has_float_weight else dtype)
+    total = x
+    if is_added:
+        total = x + residual
+        actual, actual_total = kernels.add_rms_norm(x, residual, weight, 1e-6)
+        assert torch.equal(actual_total, total)
+    else:
+        actual = kernels.rms_norm(x, weight, 1e-6)
+    assert actual.dtype == dtype
+    expected = TORCH.rms_norm(total.float(), weight.float(), 1e-6)
+    # A weight of x's dtype is multiplied by what was rounded already.
+    num_roundings = 1 if has_float_weight else 2
+    assert_close(actual, expected, num_roundings * ROUNDED_ONCE[dtype], 1e-37)
+
+
+@pytest.mark.parametrize("has_float_weight", [False, True])
+def test_the_norms_weight_decides_where_bfloat16_is_rounded(
+    kernels: CpuKernels, has_float_weight: bool
+) -> None:
+    x, weight = draw(0, 50, 128, dtype=torch.bfloat16), draw(1, 128, dtype=torch.bfloat16)
+    weights = weight.float() if has_float_weight else weight
+    other = weight if has_float_weight else weight.float()
+    actual = kernels.rms_norm(x, weights, 1e-6)
+    # All but those few that float32's own error carries over the edge.
+    differs = (actual != TORCH.rms_norm(x, weights, 1e-6)).float().mean()
+    differs_from_other = (actual != TORCH.rms_norm(x, other, 1e-6)).float().mean()
+    assert differs < 1e-3
+    assert differs_from_other > 0.1
+
+
+def test_the_norm_of_heads_is_of_the_last_dimension(kernels: CpuKernels) -> None:
+    x, weight = draw(0, 5, 3, 24), draw(1, 24)
+    assert_close(kernels.rms_norm(x, weight, 1e-6), TORCH.rms_norm(x, weight, 1e-6), 2e-6, 0)
+
+
+Gate = Callable[[Tensor], Tensor]
+
+
+@FEW
+@given(
+    rows=st.integers(0, 20), size=st.integers(1, 130), scale=st.sampled_from([0.01, 1.0, 30.0]),
+    is_gelu=st.booleans(), gap=st.integers(0, 3), dtype=dtypes, seed=seeds,
+)  # fmt: skip
+def test_gates(
+    kernels: CpuKernels, rows: int, size: int, scale: float, is_gelu: bool, gap: int,
+    dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    x = strided((scale * draw(seed, rows, 2 * size)).to(dtype), gap)
+    gates: tuple[Gate, Gate] = (kernels.silu_and_mul, TORCH.silu_and_mul)
+    if is_gelu:
+        gates = kernels.gelu_and_mul, TORCH.gelu_and_mul
+    actual, expected = gates[0](x), gates[1](x.double())
+    # 1 + tanh cancels where gelu is nearly 0: an error of its own, of the gate's magnitude.
+    gate, up = x.double().chunk(2, dim=-1)
+    cancelled = 2e-7 * (gate * up).abs() if is_gelu else 0
+    # Beyond exp(88) there is not even float32.
+    underflow = 1e-36 * (1 + up.abs())
+    assert_close(actual, expected, 2 * ROUNDED_ONCE[dtype] + 2e-6, cancelled + underflow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_of_extreme_values(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    values = torch.tensor([0.0, 1e4, -1e4, 88.0, -88.0, 100.0, -100.0, torch.inf, torch.nan])
+    x = torch.cat((values, torch.ones(9)))[None].to(dtype)
+    for gate in (kernels.silu_and_mul, kernels.gelu_and_mul):
+        out = gate(x)[0].float()
+        assert out[8].isnan()
+        assert out[7] == torch.inf
+        positive, negative = out[[1, 3, 5]], out[[2, 4, 6]]
+        assert torch.equal(positive, x[0, [1, 3, 5]].float())
+        assert (negative.abs() < 1e-30).all()
+        assert out[0] == 0
+
+
+@st.composite
+def paged_cases(draw_: st.DrawFn) -> PagedCase:
+    num_kv_heads, group = draw_(st.integers(1, 3)), draw_(st.integers(1, 16))
+    head_dim = draw_(st.sampled_from([16, 32, 48, 64, 80, 128]))
+    block_size = draw_(st.sampled_from([16, 32, 64, 128]))
+    num_steps = draw_(st.integers(1, 3))
+    counts = st.sampled_from([0, 1, 1, 1, 2, 3, 7, 17, 63, 64, 65, 100])
+    seqs = st.lists(counts, min_size=num_steps, max_size=num_steps).filter(any)
+    return PagedCase(
+        counts=draw_(st.lists(seqs, min_size=1, max_size=5)),
+        block_size=block_size,
+        num_heads=num_kv_heads * group,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary_dim=draw_(st.sampled_from([0, 2, 16, head_dim])),
+        has_qk_norm=draw_(st.booleans()),
+        window=draw_(st.sampled_from([0, 0, 1, 2, 15, 16, 63, 64, 65, 100])),
+        softcap=draw_(st.sampled_from([0.0, 0.0, 5.0])),
+        num_padding=draw_(st.integers(0, 3)),
+        dtype=draw_(dtypes),
+        seed=draw_(seeds),
+    )
+
+
+def assert_paged_close(kernels: CpuKernels, case: PagedCase) -> None:
+    """Q and attention of all steps, against the reference in float32 on the same inputs."""
+    rtol = ROUNDED_ONCE[case.dtype]
+    # Rounding K and Q changes the scores: this much of the values, at the sizes that are drawn.
+    moved = 5e-6 if case.dtype == torch.float32 else 2**-5
+    if case.rotary_dim == 0 and not case.has_qk_norm:
+        moved = 2e-6 if case.dtype == torch.float32 else 2**-8  # weights alone, in pairs
+    values = torch.cat([qkv.flatten() for qkv in case.inputs()[0]]).abs().max().item()
+    results = case.run(kernels)
+    expected = case.run(TORCH, torch.float32, keeps_empty=False)
+    for (q, out), (expected_q, expected_out) in zip(results, expected, strict=True):
+        assert q.dtype == out.dtype == case.dtype
+        largest = max([1.0, *expected_q.flatten().abs().tolist()])
+        assert_close(q, expected_q, 2 * rtol, 3 * rtol * largest)
+        assert_close(out, expected_out, rtol, moved * values)
+
+
+@settings(FEW, max_examples=40)
+@given(case=paged_cases())
+def test_rotation_and_paged_attention(kernels: CpuKernels, case: PagedCase) -> None:
+    assert_paged_close(kernels, case)
+    clean = case.run(kernels)
+    for garbage in (torch.nan, torch.inf):  # of an earlier request
+        for (q, out), (clean_q, clean_out) in zip(
+            case.run(kernels, garbage=garbage), clean, strict=True
+        ):
+            assert torch.equal(q, clean_q)
+            assert torch.equal(out, clean_out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 70])
+def test_how_a_sequence_is_cut_into_steps_does_not_change_a_bit(
+    kernels: CpuKernels, dtype: torch.dtype, window: int
+) -> None:
+    def outputs(*counts: int) -> Tensor:
+        case = PagedCase(
+            [counts], 16, 6, 2, 32, rotary_dim=16, has_qk_norm=True, window=window, dtype=dtype
+        )
+        return torch.cat([out for _, out in case.run(kernels, garbage=torch.nan)])
+
+    whole = outputs(200)
+    assert torch.equal(outputs(1, 63, 64, 72), whole)
+    assert torch.equal(outputs(*[40] * 5), whole)
+    assert torch.equal(outputs(*[13] * 15, 5), whole)
+    assert torch.equal(outputs(*[1] * 200), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_a_block_table_is_scattered_and_cut_does_not_change_a_bit(
+    kernels: CpuKernels, dtype: torch.dtype
+) -> None:
+    def outputs(block_size: int) -> list[Tensor]:
+        case = PagedCase(
+            [(100, 1), (1, 130), (7, 0)], block_size, 8, 2, 48, rotary_dim=48, dtype=dtype
+        )
+        return [out for _, out in case.run(kernels)]
+
+    expected = outputs(16)
+    for block_size in (32, 64, 128):
+        for actual, out in zip(outputs(block_size), expected, strict=True):
+            assert torch.equal(actual, out)
+
+
+def test_padding_tokens_get_zeros_and_are_stored_nowhere(kernels: CpuKernels) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        padded = PagedCase([(20, 1), (1, 5)], num_padding=4, dtype=dtype)
+        bare = PagedCase([(20, 1), (1, 5)], num_padding=0, dtype=dtype)
+        for (_, out), (_, expected) in zip(padded.run(kernels), bare.run(kernels), strict=True):
+            assert torch.equal(out[:-4], expected)
+            assert not out[-4:].any()
+
+
+def test_attention_takes_queries_of_any_stride(kernels: CpuKernels) -> None:
+    class Contiguous(CpuKernels):
+        def paged_attention(self, q_THD: Tensor, *operands: Any) -> Tensor:
+            assert not q_THD.is_contiguous()
+            return super().paged_attention(q_THD.contiguous(), *operands)
+
+    case = PagedCase([(20, 1), (1, 5)], rotary_dim=32)
+    contiguous = Contiguous(kernels._library)
+    for (_, out), (_, expected) in zip(case.run(contiguous), case.run(kernels), strict=True):
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim"), [(4, 32), (8, 32), (24, 32), (16, 24), (16, 8)]
+)
+def test_shapes_that_are_no_whole_vectors_are_left_to_torch(
+    kernels: CpuKernels, block_size: int, head_dim: int
+) -> None:
+    case = PagedCase([(30, 1, 1), (1, 1, 9)], block_size, head_dim=head_dim, rotary_dim=8)
+    for (q, out), (torch_q, torch_out) in zip(case.run(kernels), case.run(TORCH), strict=True):
+        assert torch.equal(q, torch_q)
+        assert torch.equal(out, torch_out)
+
+
+def test_a_quantized_cache_is_left_to_torch(kernels: CpuKernels) -> None:
+    case = PagedCase([(30, 1), (1, 9)], rotary_dim=8)
+    results = [case.run(backend, is_quantized=True) for backend in (kernels, TORCH)]
+    for (_, out), (_, torch_out) in zip(*results, strict=True):
+        assert torch.equal(out, torch_out)
+    exact = case.run(TORCH)
+    assert not torch.equal(results[0][0][1], exact[0][1])

@@ -1,0 +1,136 @@
+"""Which library is loaded, and what is said where there is none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanocore.kernels.backend import select_kernels
+from nanocore.kernels.cpu import library
+from nanocore.kernels.cpu.build import INSTRUCTION_SETS
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.cpu.library import Library, find_library
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.protocol.errors import ConfigError
+from nanocore.worker.device import make_kernels
+from tests.kernels.cpu_case import runnable_libraries
+
+CPU = torch.device("cpu")
+
+needs_libraries = pytest.mark.skipif(not runnable_libraries(), reason="no library was compiled")
+
+
+@pytest.fixture
+def _no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if there had been no compiler."""
+    monkeypatch.setattr(library, "INSTRUCTION_SETS", {"of_another_machine": ()})
+    monkeypatch.delenv("NANOCORE_CPU_ISA", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NANOCORE_CPU_ISA", raising=False)
+
+
+@pytest.mark.usefixtures("_no_libraries")
+def test_without_a_library_torch_computes_and_the_log_says_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert find_library() is None
+    assert isinstance(select_kernels("auto", CPU), TorchKernels)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "install g++, then nanocore again" in record.getMessage()
+
+
+@pytest.mark.usefixtures("_no_libraries")
+def test_the_cpu_backend_without_a_library_is_an_error_that_names_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"kernel backend cpu: .*install g\+\+"):
+        select_kernels("cpu", CPU)
+
+
+@pytest.mark.usefixtures("_no_libraries")
+def test_a_user_who_asks_for_it_is_told_the_flag_and_the_remedy() -> None:
+    with pytest.raises(ConfigError, match=r"--attention-backend cpu: .*install g\+\+"):
+        make_kernels("cpu", CPU)
+
+
+@pytest.mark.usefixtures("_no_libraries")
+def test_torch_by_name_needs_no_library_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    assert isinstance(select_kernels("torch", CPU), TorchKernels)
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("_no_libraries")
+def test_a_wanted_instruction_set_is_missed_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NANOCORE_CPU_ISA", "plain")
+    with pytest.raises(ValueError, match=r"NANOCORE_CPU_ISA=plain: .*here: none"):
+        find_library()
+
+
+def test_a_name_nobody_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="no kernel backend 'gpu'"):
+        select_kernels("gpu", CPU)
+
+
+def test_the_cpu_backend_on_another_device_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the device is cuda"):
+        select_kernels("cpu", torch.device("cuda"))
+
+
+@needs_libraries
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_the_best_library_is_taken(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    kernels = select_kernels(name, CPU)
+    assert isinstance(kernels, CpuKernels)
+    assert kernels._library.instruction_set == next(iter(runnable_libraries()))
+    assert not caplog.records
+
+
+@needs_libraries
+def test_torch_by_name_is_taken_although_there_is_a_library() -> None:
+    assert isinstance(select_kernels("torch", CPU), TorchKernels)
+
+
+@needs_libraries
+def test_the_environment_names_another_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in runnable_libraries():
+        monkeypatch.setenv("NANOCORE_CPU_ISA", name)
+        found = find_library()
+        assert found is not None
+        assert found.instruction_set == name
+
+
+@needs_libraries
+def test_an_instruction_set_that_cannot_run_here_is_an_error_that_names_those_that_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = ", ".join(runnable_libraries())
+    absent = [name for name in INSTRUCTION_SETS if name not in runnable_libraries()]
+    for name in ("avx1024", *absent):
+        monkeypatch.setenv("NANOCORE_CPU_ISA", name)
+        with pytest.raises(ValueError, match=f"NANOCORE_CPU_ISA={name}: .*here: {here}$"):
+            find_library()
+
+
+@needs_libraries
+def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, loaded = next(iter(runnable_libraries().items()))
+    version = library._ABI_VERSION
+    monkeypatch.setattr(library, "_ABI_VERSION", version + 1)
+    path = library.importlib.util.find_spec(f"nanocore.kernels.cpu._{name}").origin
+    with pytest.raises(RuntimeError, match=f"interface {version} and not {version + 1}.*again"):
+        Library(path, name)
+    assert loaded.instruction_set == name
+
+
+def test_a_file_that_is_no_library_is_an_os_error(tmp_path: Path) -> None:
+    path = tmp_path / "_plain.so"
+    path.write_text("not an ELF file")
+    with pytest.raises(OSError, match=r"_plain\.so"):
+        Library(str(path), "plain")

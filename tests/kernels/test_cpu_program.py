@@ -1,0 +1,244 @@
+"""Steps recorded once: the same bits as kernels called one by one, or no recording at all."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanocore.kernels.backend import AttentionMetadata, KVCache, Replay
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.cpu.program import SAMPLES, TOKENS, NotRecordable, Recording, record
+from tests.kernels.cpu_case import PagedCase
+
+HIDDEN, VOCAB = 40, 50
+MAX_TOKENS, MAX_SAMPLES = 64, 8
+
+
+class TinyStep:
+    """Every kernel once, as a model would call them."""
+
+    def __init__(self, kernels: CpuKernels, case: PagedCase, quantization: bool) -> None:
+        self.kernels, self.case = kernels, case
+        generator = torch.Generator().manual_seed(5)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(case.dtype)
+
+        kind = "int8" if quantization else None
+        heads = case.num_heads * case.head_dim
+        width = heads + 2 * case.num_kv_heads * case.head_dim
+        self.vocabulary = kernels.pack_linear(draw(VOCAB, HIDDEN), kind)
+        self.qkv = kernels.pack_linear(0.2 * draw(width, HIDDEN), kind)
+        self.o = kernels.pack_linear(0.1 * draw(HIDDEN, heads), kind)
+        self.up = kernels.pack_linear(0.2 * draw(2 * 30, HIDDEN), kind)
+        self.down = kernels.pack_linear(0.2 * draw(HIDDEN, 30), kind)
+        self.weight, self.bias = draw(HIDDEN), draw(width)
+        _, self.qk_norm, self.rotary, self.table = case.inputs()
+        shape = case.num_blocks, case.block_size, case.num_kv_heads, case.head_dim
+        self.cache = KVCache(
+            torch.zeros(shape, dtype=case.dtype), torch.zeros(shape, dtype=case.dtype)
+        )
+
+    def __call__(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor:
+        kernels, case = self.kernels, self.case
+        residual = kernels.embedding(token_ids_T, self.vocabulary, 0, 1.5, case.dtype)
+        x = kernels.rms_norm(residual, self.weight, 1e-6)
+        qkv = kernels.linear(x, self.qkv, self.bias)
+        q = kernels.rope_and_store_kv(
+            qkv, case.num_heads, self.qk_norm, self.rotary, self.cache, metadata
+        )
+        out = kernels.paged_attention(q, self.cache, metadata, case.spec)
+        x, residual = kernels.add_rms_norm(
+            kernels.linear(out.flatten(1), self.o), residual, self.weight, 1e-6
+        )
+        x = kernels.linear(kernels.silu_and_mul(kernels.linear(x, self.up)), self.down)
+        x, residual = kernels.add_rms_norm(x, residual, self.weight, 1e-6)
+        x = kernels.linear(kernels.gelu_and_mul(kernels.linear(x, self.up)), self.down)
+        x, _ = kernels.add_rms_norm(x, residual, self.weight, 1e-6)
+        return kernels.logits(kernels.select_rows(x, sample_index_R), self.vocabulary, 30.0)
+
+    def run(self, compute: Replay) -> list[Tensor]:
+        """What it says of every step, beginning with an empty cache."""
+        self.cache.k_NSKD.zero_()
+        self.cache.v_NSKD.zero_()
+        said = []
+        for step in range(self.case.num_steps):
+            _, metadata = self.case.metadata(step, self.table, keeps_empty=True)
+            num_tokens = len(metadata.positions_T)
+            token_ids = (torch.arange(num_tokens) * 7 + step) % VOCAB
+            sampled = torch.tensor(sorted({end - 1 for end in metadata.query_start[1:]} - {-1}))
+            said.append(compute(token_ids, metadata, sampled).clone())
+        return said
+
+
+@pytest.mark.parametrize("quantization", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replay_is_the_kernels_called_one_by_one(
+    kernels: CpuKernels, dtype: torch.dtype, quantization: bool
+) -> None:
+    counts = [(20, 1, 1, 30), (1, 1, 1, 1), (33, 1, 0, 7), (0, 5, 1, 1)]
+    case = PagedCase(
+        counts, rotary_dim=16, has_qk_norm=True, window=25, softcap=5.0, num_padding=2, dtype=dtype
+    )
+    step = TinyStep(kernels, case, quantization)
+    one_by_one = step.run(step)
+    replay = kernels.capture(step, MAX_TOKENS, MAX_SAMPLES)
+    assert replay is not None
+    for actual, expected in zip(step.run(replay), one_by_one, strict=True):
+        assert actual.dtype == torch.float32
+        assert torch.equal(actual, expected)
+    for actual, expected in zip(step.run(replay), one_by_one, strict=True):
+        assert torch.equal(actual, expected)  # nothing is left over from the first time
+
+
+def test_a_step_without_samples_says_nothing(kernels: CpuKernels) -> None:
+    step = TinyStep(kernels, PagedCase([(20,)]), quantization=False)
+    replay = kernels.capture(step, MAX_TOKENS, MAX_SAMPLES)
+    assert replay is not None
+    _, metadata = step.case.metadata(0, step.table, keeps_empty=True)
+    out = replay(torch.zeros(20, dtype=torch.int64), metadata, torch.empty(0, dtype=torch.int64))
+    assert out.shape == (0, VOCAB)
+    assert step.cache.v_NSKD.any()
+
+
+TORCH_OPERATIONS: list[Callable[[Tensor], object]] = [
+    lambda x: x + 1,
+    lambda x: x.add_(1),
+    lambda x: x.__setitem__(0, 1.0),
+    lambda x: x[0].copy_(x[1]),
+    lambda x: x.mean(),
+    lambda x: x[0, 0].item(),
+    lambda x: x.to(torch.float64),
+    lambda x: torch.cat((x, x)),
+    lambda x: torch.zeros(3),
+    lambda x: torch.mul(x, 2, out=x),
+    lambda x: x.T.contiguous(),
+]
+
+
+@pytest.mark.parametrize("operation", TORCH_OPERATIONS)
+def test_an_operation_of_torch_is_not_recorded(
+    kernels: CpuKernels, operation: Callable[[Tensor], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.ones(8)
+
+    def compute(token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
+        x = kernels.embedding(token_ids_T, packed, 0, 1.0, torch.float32)
+        operation(x)
+        return kernels.rms_norm(x, weight, 1e-6)
+
+    packed = kernels.pack_linear(torch.ones(4, 8))
+    caplog.set_level(logging.INFO)
+    assert kernels.capture(compute, 4, 4) is None
+    assert "kernels are called one by one, because a step has torch's" in caplog.text
+    # The backend is as it was.
+    assert torch.equal(kernels.rms_norm(torch.ones(1, 8), weight, 0.0), torch.ones(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("what", "call"),
+    [
+        ("experts", lambda k, x: k.moe(x, x[:, None], x[:, None], x, x)),
+        ("this KV cache", lambda k, x: k.rope_and_store_kv(x, 1, None, None, SMALL_BLOCKS, None)),
+        ("this KV cache", lambda k, x: k.paged_attention(x, SMALL_BLOCKS, None, None)),
+    ],
+)
+def test_what_is_left_to_torch_is_not_recorded(
+    kernels: CpuKernels,
+    what: str,
+    call: Callable[[CpuKernels, Tensor], Tensor],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert kernels.capture(lambda x, _, __: call(kernels, x), 4, 4) is None
+    assert f"because a step has {what}" in caplog.text
+
+
+SMALL_BLOCKS = KVCache(torch.zeros(2, 8, 1, 16), torch.zeros(2, 8, 1, 16))
+
+
+def test_views_are_recorded(kernels: CpuKernels) -> None:
+    packed, weight = kernels.pack_linear(torch.arange(32.0).view(4, 8)), torch.ones(4)
+
+    def compute(token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
+        x = kernels.embedding(token_ids_T, packed, 0, 1.0, torch.float32)
+        first, _ = x.chunk(2, dim=1)
+        return kernels.rms_norm(first.unflatten(1, (1, 4)).flatten(1), weight, 0.0)
+
+    replay = kernels.capture(compute, 4, 4)
+    assert replay is not None
+    _, metadata = PagedCase([(2,)]).metadata(0, torch.zeros(1, 1, dtype=torch.int32), True)
+    token_ids = torch.tensor([3, 1])
+    assert torch.equal(
+        replay(token_ids, metadata, token_ids), compute(token_ids, metadata, token_ids)
+    )
+
+
+def test_memory_is_used_again_once_no_view_is_left(kernels: CpuKernels) -> None:
+    addresses = []
+
+    def run(recording: Recording) -> Tensor:
+        for _ in range(10):
+            result = recording.empty(8, torch.float32)
+            addresses.append(result.data_ptr())
+        return result
+
+    record(kernels._workspace, 4, 4, run)
+    # A result is let go of when its name gets the next one.
+    assert len(set(addresses)) == 2
+
+
+def test_memory_is_not_used_again_while_a_view_lives(kernels: CpuKernels) -> None:
+    def run(recording: Recording) -> Tensor:
+        kept = [recording.empty(8, torch.float32)[1:, 2:].unflatten(1, (2, 3)) for _ in range(5)]
+        ranges = sorted(
+            (x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in kept
+        )
+        for (start, num_bytes), (following, _) in itertools.pairwise(ranges):
+            assert start + num_bytes <= following
+        freed = kept.pop(2).untyped_storage().data_ptr()
+        assert recording.empty(8, torch.float32).untyped_storage().data_ptr() == freed
+        # Another number of bytes never shares, nor do other rows.
+        assert recording.empty(4, torch.float32).untyped_storage().data_ptr() != freed
+        return kept[0]
+
+    record(kernels._workspace, 4, 4, run)
+
+
+def test_a_recording_has_fewer_buffers_than_results(kernels: CpuKernels) -> None:
+    step = TinyStep(kernels, PagedCase([(20,)]), quantization=False)
+    buffers, results = set(), []
+    empty = Recording.empty
+
+    def counted(recording: Recording, width: int, dtype: torch.dtype) -> Tensor:
+        result = empty(recording, width, dtype)
+        buffers.add(result.untyped_storage().data_ptr())
+        results.append(width)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recording, "empty", counted)
+        assert kernels.capture(step, MAX_TOKENS, MAX_SAMPLES) is not None
+    assert len(buffers) < len(results) - 4
+
+
+def test_rows_of_a_recording_are_the_most_a_step_can_have(kernels: CpuKernels) -> None:
+    def run(recording: Recording) -> Tensor:
+        assert recording.rows == TOKENS
+        assert recording.empty(3, torch.bfloat16).shape == (9, 3)
+        recording.rows = SAMPLES
+        return recording.empty(3, torch.float32)
+
+    assert record(kernels._workspace, 9, 4, run)[1].shape == (4, 3)
+
+
+def test_the_refusal_names_the_operation(kernels: CpuKernels) -> None:
+    with pytest.raises(NotRecordable, match=r"torch's .*mean"):
+        record(kernels._workspace, 4, 4, lambda recording: recording.empty(3, torch.float32).mean())

@@ -1,0 +1,111 @@
+"""The native kernels under AddressSanitizer and UBSan, and their threads under ThreadSanitizer.
+
+Compiled here, in the background of each other; skipped where there is no GCC, or no sanitizers.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernels.cpu_case import (
+    SOURCE,
+    compiler,
+    finish_compiling,
+    runnable_libraries,
+    start_compiling,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+NUM_ROUNDS = 25
+INSTRUCTION_SETS = list(dict.fromkeys([*list(runnable_libraries())[:1], "plain"]))
+"""The widest and the narrowest: the others have the same code with other constants."""
+
+POOL_FLAGS = {
+    "watched": ("-O1", "-g1", "-fsanitize=thread", "-Wno-tsan"),  # it knows no fences
+    "fast": ("-O2",),
+}
+"""Two ways to compile the check of the threads: at full speed it meets what is rare."""
+
+Compiled = Callable[[str], Path]
+
+
+def runtime(name: str) -> str | None:
+    """A sanitizer's runtime library, to be preloaded."""
+    found = compiler()
+    if found is None:
+        return None
+    command = [found, f"-print-file-name={name}"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return path if os.path.isabs(path) else None
+
+
+needs_sanitizers = pytest.mark.skipif(
+    not runtime("libasan.so") or not runtime("libtsan.so"), reason="no GCC with its sanitizers"
+)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
+    """What is compiled for this module, by name; all compilers start at once."""
+    folder = tmp_path_factory.mktemp("sanitized")
+    # Without optimization it is compiled in half the time, which is most of it.
+    memory = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0"
+    running = {name: start_compiling(folder / name, name, *memory) for name in INSTRUCTION_SETS}
+    found = compiler()
+    assert found is not None
+    for name, flags in POOL_FLAGS.items():
+        running[name] = subprocess.Popen(
+            [found, "-std=c++20", "-pthread", *flags, f"-I{SOURCE.parent}",
+             str(Path(__file__).with_name("pool_check.cpp")), "-o", str(folder / name)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    finished = set()
+
+    def finish(name: str) -> Path:
+        if name not in finished:
+            finish_compiling(running[name])
+            finished.add(name)
+        return folder / name
+
+    yield finish
+    for process in (running[name] for name in running.keys() - finished):
+        process.kill()
+        process.communicate()  # closes the pipe, which nobody read if its test was not chosen
+
+
+@needs_sanitizers
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_no_kernel_leaves_its_operands(compiled: Compiled, instruction_set: str) -> None:
+    library = compiled(instruction_set)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        # Beside it the C++ library, whose exceptions it wants to see.
+        "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so.6')}",
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    script = Path(__file__).with_name("cpu_fuzz.py")
+    result = subprocess.run(
+        [sys.executable, str(script), str(library), str(NUM_ROUNDS)],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert (result.returncode, result.stdout) == (0, f"{NUM_ROUNDS} rounds\n"), result.stderr[
+        -4000:
+    ]
+
+
+@needs_sanitizers
+@pytest.mark.parametrize(("name", "num_short_loops"), [("watched", 5_000), ("fast", 800_000)])
+def test_every_item_of_a_loop_runs_once_and_no_two_threads_race(
+    compiled: Compiled, name: str, num_short_loops: int
+) -> None:
+    result = subprocess.run([compiled(name), str(num_short_loops)], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "0 wrong\n"), result.stderr[-4000:]

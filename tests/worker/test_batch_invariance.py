@@ -1,0 +1,266 @@
+"""A request's logits are the same bits whatever else runs, and however its tokens are computed.
+
+The real scheduler drives the real model runner over a pool of requests: each alone, all at once, in
+chunks of any size, after another request filled the blocks of their common prefix, and preempted
+and resumed. Logits of each token of each request are compared bit for bit. The torch backend, whose
+products depend on the shapes of the batch, differs in the same comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanocore.kernels.backend import Kernels
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.protocol.plan import SchedulerOutput
+from nanocore.protocol.worker import Quantization
+from nanocore.worker.communication.communicator import SingleRank
+from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.input_batch import StepInputs
+from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.models import build_model
+from nanocore.worker.placement import Placement
+from tests.fakes import Deliveries, make_request, make_scheduler
+from tests.kernels.cpu_case import runnable_libraries
+from tests.tiny_models import MAX_MODEL_LEN, make_tiny_qwen3
+
+BLOCK_SIZE = 16
+NUM_REQUESTS = 65
+NUM_TOKENS = 4
+PLENTY_OF_BLOCKS = 700
+
+Logits = dict[tuple[int, int], Tensor]
+"""Of a request's token at a position: what it was sampled from, float32 [V]."""
+
+
+def make_prompts() -> list[list[int]]:
+    """Of 1 to 150 tokens, each with a first token of its own but for common prefixes."""
+    rng = np.random.default_rng(3)
+    lengths = [1, 2, 15, 16, 17, 31, 63, 64, 65, 130, *rng.integers(1, 150, NUM_REQUESTS - 10)]
+    prompts = [rng.integers(0, 256, n).tolist() for n in lengths]
+    for prompt, first_token in zip(prompts, range(NUM_REQUESTS), strict=True):
+        prompt[0] = first_token
+    for i in range(12, NUM_REQUESTS, 4):  # two blocks and a part of the third
+        prompts[i] = [*prompts[9][:40], *prompts[i]]
+    return prompts
+
+
+PROMPTS = make_prompts()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the engine runs. at_once: how many requests wait or run at a time."""
+
+    at_once: int = NUM_REQUESTS
+    max_num_seqs: int = NUM_REQUESTS
+    max_num_batched_tokens: int = 512
+    num_blocks: int = PLENTY_OF_BLOCKS
+    has_prefix_caching: bool = False
+    is_replayed: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was said, and what happened meanwhile."""
+
+    logits: Logits
+    num_preemptions: int
+    num_cached_tokens: int
+
+
+class Engine:
+    """A loaded model on one rank, to be run in many settings."""
+
+    def __init__(
+        self, folder: Path, kernels: Kernels, dtype: torch.dtype, quantization: Quantization | None
+    ) -> None:
+        placement = Placement(dtype, torch.device("cpu"), SingleRank(), 0, 1)
+        model = build_model(load_model_config(folder), placement)
+        load_weights(folder, model.slots(), model.ignored_tensors)
+        self.runner = ModelRunner(model, kernels)
+        self.runner.pack(quantization)
+        self.dtype = dtype
+        self.alone = cache(lambda: self.run(Setting(at_once=1, max_num_batched_tokens=1024)))
+
+    def run(self, setting: Setting, requests: Sequence[int] = range(NUM_REQUESTS)) -> Outcome:
+        """All of these requests, from an empty cache to their ends."""
+        self.runner.allocate(
+            kv_cache_format("auto", self.dtype), setting.num_blocks, BLOCK_SIZE,
+            setting.max_num_seqs, MAX_MODEL_LEN, setting.max_num_batched_tokens,
+        )  # fmt: skip
+        if not setting.is_replayed:
+            self.runner._replay = None
+        scheduler, _ = make_scheduler(
+            num_blocks=setting.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.max_num_batched_tokens,
+            max_model_len=MAX_MODEL_LEN,
+            enable_prefix_caching=setting.has_prefix_caching,
+        )
+        said, waiting, deliveries = Recorder(self.runner), list(requests), Deliveries()
+        while waiting or scheduler.num_requests:
+            while waiting and scheduler.num_requests < setting.at_once:
+                request = make_request(
+                    waiting[0], PROMPTS[waiting.pop(0)], NUM_TOKENS, block_size=BLOCK_SIZE,
+                    max_model_len=MAX_MODEL_LEN,
+                )  # fmt: skip
+                request.sampling = msgspec.structs.replace(request.sampling, temperature=0.0)
+                scheduler.add(request)
+            deliveries.take(scheduler, said.execute(scheduler.schedule()))
+        assert said.logits.keys() == {
+            (i, len(PROMPTS[i]) + t) for i in requests for t in range(NUM_TOKENS)
+        }
+        num_cached = sum(deliveries.num_cached.values())
+        return Outcome(said.logits, scheduler.counters.num_preemptions, num_cached)
+
+
+class Recorder:
+    """Runs plans and keeps the logits of every sampled token."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.logits: Logits = {}
+        self._runner = runner
+        self._requests: dict[int, int] = {}
+        self._run_model = ModelRunner._run_model
+
+    def execute(self, plan: SchedulerOutput):  # type: ignore[no-untyped-def]
+        for new in plan.added:
+            token_ids = np.frombuffer(new.token_ids, "<i4").tolist()
+            fits = [i for i, prompt in enumerate(PROMPTS) if token_ids[: len(prompt)] == prompt]
+            self._requests[new.row] = max(fits, key=lambda i: len(PROMPTS[i]))
+
+        def run_model(inputs: StepInputs) -> Tensor | None:
+            logits_RV = self._run_model(self._runner, inputs)
+            for i, (row, position) in enumerate(
+                zip(inputs.sample_rows.tolist(), inputs.sample_positions.tolist(), strict=True)
+            ):
+                key = self._requests[row], position
+                assert key not in self.logits
+                self.logits[key] = logits_RV[i].clone()
+            return logits_RV
+
+        self._runner._run_model = run_model  # type: ignore[method-assign]
+        return self._runner.execute(plan)
+
+
+def num_different(actual: Outcome, expected: Outcome) -> int:
+    """Logits vectors in which a bit differs."""
+    return sum(
+        not torch.equal(logits_V.view(torch.int32), expected.logits[key].view(torch.int32))
+        for key, logits_V in actual.logits.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype], Path]:
+    """A tiny model of either dtype, whose heads are whole vectors."""
+
+    @cache
+    def make(dtype: torch.dtype) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        return make_tiny_qwen3(folder, dtype=dtype, head_dim=32, tied=dtype == torch.bfloat16)
+
+    return make
+
+
+Kind = tuple[str, torch.dtype, Quantization | None]
+"""An instruction set, and what the model's weights and activations are."""
+
+BEST, *OTHERS = list(runnable_libraries()) or [None]
+KINDS: list[Kind] = [
+    *((BEST, dtype, kind) for dtype in (torch.bfloat16, torch.float32) for kind in (None, "int8")),
+    *((other, torch.bfloat16, None) for other in OTHERS),
+]
+
+
+@pytest.fixture(
+    scope="module", params=KINDS, ids=lambda kind: "-".join(map(str, kind)).replace("torch.", "")
+)
+def engine(request: pytest.FixtureRequest, folders: Callable[[torch.dtype], Path]) -> Engine:
+    name, dtype, quantization = request.param
+    if name is None:
+        pytest.skip("nanocore was installed without a C++ compiler")
+    kernels = CpuKernels(runnable_libraries()[name])
+    return Engine(folders(dtype), kernels, dtype, quantization)
+
+
+def test_among_64_others(engine: Engine) -> None:
+    outcome = engine.run(Setting())
+    assert num_different(outcome, engine.alone()) == 0
+
+
+@pytest.mark.parametrize("budget", [66, 79])
+def test_in_chunks(engine: Engine, budget: int) -> None:
+    outcome = engine.run(Setting(max_num_batched_tokens=budget))
+    assert num_different(outcome, engine.alone()) == 0
+
+
+@pytest.mark.parametrize("budget", [1, 7, 33])
+def test_in_small_chunks(engine: Engine, budget: int) -> None:
+    setting = Setting(at_once=2, max_num_seqs=min(2, budget), max_num_batched_tokens=budget)
+    outcome = engine.run(setting, range(8, 20))
+    assert num_different(outcome, engine.alone()) == 0
+
+
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_after_another_request_filled_the_prefix(engine: Engine, at_once: int) -> None:
+    outcome = engine.run(Setting(at_once=at_once, has_prefix_caching=True))
+    assert outcome.num_cached_tokens > 200
+    assert num_different(outcome, engine.alone()) == 0
+
+
+@pytest.mark.parametrize("has_prefix_caching", [False, True])
+def test_preempted_and_resumed(engine: Engine, has_prefix_caching: bool) -> None:
+    setting = Setting(num_blocks=30, has_prefix_caching=has_prefix_caching)
+    outcome = engine.run(setting)
+    assert outcome.num_preemptions > 3
+    assert num_different(outcome, engine.alone()) == 0
+
+
+workloads = st.builds(
+    Setting,
+    at_once=st.integers(1, NUM_REQUESTS),
+    max_num_seqs=st.integers(1, 20),
+    max_num_batched_tokens=st.integers(20, 200),
+    num_blocks=st.integers(13, 80),  # at least those of the longest request
+    has_prefix_caching=st.booleans(),
+    is_replayed=st.booleans(),
+)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(setting=workloads, requests=st.permutations(range(NUM_REQUESTS)))
+def test_in_any_order_and_any_size_of_engine(
+    engine: Engine, setting: Setting, requests: list[int]
+) -> None:
+    outcome = engine.run(setting, requests[:30])
+    assert num_different(outcome, engine.alone()) == 0
+
+
+def test_replayed_or_kernel_by_kernel(engine: Engine) -> None:
+    outcome = engine.run(Setting(is_replayed=False))
+    assert num_different(outcome, engine.alone()) == 0
+    engine.run(Setting(), [0])
+    assert engine.runner._replay is not None
+
+
+def test_torch_differs_in_this_comparison(folders: Callable[[torch.dtype], Path]) -> None:
+    engine = Engine(folders(torch.bfloat16), TorchKernels(), torch.bfloat16, None)
+    assert num_different(engine.run(Setting()), engine.alone()) > 10
+    assert num_different(engine.run(Setting(at_once=1)), engine.alone()) == 0
