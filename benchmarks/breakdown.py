@@ -1,4 +1,4 @@
-"""Where a step's time goes: each kind of kernel, sampling, input preparation, and what is around it.
+"""Where a step's time goes: kernels by kind, sampling, input preparation, and what is around it.
 
     nice -n -15 python benchmarks/breakdown.py --model small
 

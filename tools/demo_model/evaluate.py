@@ -4,7 +4,8 @@
 
 Each condition is an engine process of its own: default settings; small steps, so that prompts are
 chunked; few KV blocks, so that requests are preempted; a second round on a warm prefix cache; and
-quantized weights. An answer counts only if it is exactly right. The prompts are held out from training.
+quantized weights. An answer counts only if it is exactly right. The prompts are held out from
+training.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from nanocore.kernels.cpu.library import Library, StepStruct
 
@@ -79,8 +79,21 @@ class Program:
         return dict(totals)
 
 
-class Recording(TorchDispatchMode):
-    """A program in the making; while it is entered, torch computes nothing."""
+class Recording(TorchFunctionMode):
+    """A program in the making; while it is entered, torch computes nothing.
+
+    (A TorchDispatchMode would say the same by schema, and takes a second and a half to enter.)
+    """
+
+    _VIEWS: Final = frozenset(
+        ("view", "unflatten", "flatten", "reshape", "contiguous", "split", "chunk", "unbind",
+         "__getitem__", "select", "narrow", "unsqueeze", "squeeze", "transpose", "t", "expand")
+    )  # fmt: skip
+    _FACTS: Final = frozenset(
+        ("__get__", "__len__", "size", "dim", "numel", "stride", "data_ptr", "element_size",
+         "is_contiguous", "untyped_storage")
+    )  # fmt: skip
+    """About a tensor, whatever is in it."""
 
     def __init__(self, workspace: Workspace, max_tokens: int, max_samples: int) -> None:
         super().__init__()
@@ -89,12 +102,17 @@ class Recording(TorchDispatchMode):
         self._max_rows = {TOKENS: max_tokens, SAMPLES: max_samples}
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func._schema.returns
-        # A view's result shares an operand's memory and writes nothing.
-        if not results or any(x.alias_info is None or x.alias_info.is_write for x in results):
-            raise NotRecordable(f"torch's {func}")
-        return func(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        result = func(*args, **(kwargs or {}))
+        if name in self._FACTS and not isinstance(result, Tensor):
+            return result
+        views = result if isinstance(result, (tuple, list)) else (result,)
+        # Some of them copy what they cannot view.
+        memory = args[0].untyped_storage().data_ptr() if isinstance(args[0], Tensor) else None
+        if name not in self._VIEWS or any(x.untyped_storage().data_ptr() != memory for x in views):
+            raise NotRecordable(f"torch's {name}")
+        return result
 
     def empty(self, width: int, dtype: torch.dtype) -> Tensor:
         """A kernel's result, [rows, width]; its memory is used again once no view of it is left."""
@@ -111,7 +129,8 @@ class Recording(TorchDispatchMode):
         # torch holds this array, and not the memory itself, for as long as a tensor views it.
         lease = memory[:]
         weakref.finalize(lease, free.append, memory)
-        return torch.from_numpy(lease).view(dtype).view(max_rows, width)
+        with torch._C.DisableTorchFunction():
+            return torch.from_numpy(lease).view(dtype).view(max_rows, width)
 
 
 def record(
