@@ -108,6 +108,7 @@ def run_rank(folder: str | Path, case: Case, quantization: str | None) -> dict[s
     worker.allocate_kv_cache(NUM_BLOCKS, MAX_MODEL_LEN)
     runner, watch = worker._runner, Stopwatch()
     assert isinstance(runner._replay, Captured), "steps of this model are not captured"
+    vocab_size = runner.config.vocab_size
     width = -(-(case.context + case.num_steps + 2) // BLOCK_SIZE)
     step = 0
 
@@ -134,7 +135,7 @@ def run_rank(folder: str | Path, case: Case, quantization: str | None) -> dict[s
         return [
             NewRow(
                 row=row,
-                token_ids=rng.integers(0, 30000, case.context).astype("<i4").tobytes(),
+                token_ids=rng.integers(0, vocab_size, case.context).astype("<i4").tobytes(),
                 num_computed_tokens=case.context - case.count,
                 block_ids=np.arange(row * width, (row + 1) * width, dtype="<i4").tobytes(),
                 sampling=GREEDY,

@@ -1,4 +1,4 @@
-"""The benchmarks of load, of start-up and of prefix caching's cost run, and write what they say."""
+"""Benchmarks of load, start-up, steps and prefix caching's cost run, and write what they say."""
 
 from __future__ import annotations
 
@@ -117,3 +117,19 @@ def test_prefix_caching_is_measured_in_the_engine_and_alone(
         assert len(summary["alone"]["total_us"]["values"]) == 3
         assert summary["engine"]["on_s"]["min"] > 0
         assert summary["step_ms"] > 0
+
+
+@pytest.mark.parametrize("benchmark", ["breakdown"], indirect=True)
+def test_the_parts_of_a_step_add_up(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = ["--model", str(DEMO_MODEL), "--cases", "W5"]
+    report = run_main(benchmark, monkeypatch, tmp_path / "out.json", *flags)
+    case = report["cases"]["W5"]
+    parts = case["mean_ms"]
+    assert {"linear", "attention", "sampling", "input_preparation", "other"} <= parts.keys()
+    assert all(milliseconds > 0 for milliseconds in parts.values())
+    steps_ms = case["step_ms"]["values"]
+    assert sum(parts.values()) == pytest.approx(sum(steps_ms) / len(steps_ms), rel=0.01)
+    assert case["engine_step_ms"]["median"] > 0
+    assert case["context_switches_per_step"]["median"] > 0
