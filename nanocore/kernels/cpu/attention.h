@@ -12,7 +12,8 @@
 
 namespace nanocore {
 
-constexpr int kKeys = 64;      // of one softmax update
+constexpr int kKeys = 64;       // of one softmax update
+constexpr int kBlockUnit = 16;  // so many keys lie in one block: its size is a multiple
 constexpr int kLargestRows = (kMaxRows + kLanes - 1) / kLanes * kLanes;
 constexpr int kQueryRows = 48;  // of one item, if its query heads allow
 
@@ -126,7 +127,7 @@ struct AttentionCall {
             for (int64_t key = first_key / kKeys * kKeys; key < end; key += kKeys) {
                 const int num_keys = static_cast<int>(std::min<int64_t>(kKeys, end - key));
                 score(key, num_keys);
-                update_softmax(key, num_keys);
+                update_softmax(key);
                 add_values(key, num_keys, end);
             }
             for (int r = 0; r < count; ++r) {
@@ -184,7 +185,7 @@ struct AttentionCall {
         }
 
         // Scores become weights relative to each row's largest score so far.
-        __attribute__((noinline)) void update_softmax(int64_t key, int num_keys) {
+        __attribute__((noinline)) void update_softmax(int64_t key) {
             constexpr float infinity = std::numeric_limits<float>::infinity();
             alignas(64) float base[kLargestRows], factor[kLargestRows] = {};
             for (int r = 0; r < R; ++r) {
@@ -192,17 +193,23 @@ struct AttentionCall {
                 const int64_t upper = last_key[r] - key;
                 const int64_t lower = call.window ? upper - call.window : -1;
                 const bool is_whole = upper >= kKeys - 1 && lower < 0;
-                F most = broadcast(-infinity);
-                for (int i = 0; i < num_keys; i += kLanes) {
-                    F logit = load(row + i) * call.scale;
-                    if (call.softcap) logit = tanh_of(logit / call.softcap) * call.softcap;
-                    if (!is_whole) {
-                        const F index = lane_numbers() + static_cast<float>(i);
-                        logit = index > static_cast<float>(upper) ? broadcast(-infinity) : logit;
-                        logit = index <= static_cast<float>(lower) ? broadcast(-infinity) : logit;
+                F logits[kKeyVectors], most = broadcast(-infinity);
+#pragma GCC unroll 16
+                for (int i = 0; i < kKeyVectors; ++i)
+                    logits[i] = load(row + i * kLanes) * call.scale;
+                if (call.softcap)
+                    for (F& logit : logits) logit = tanh_of(logit / call.softcap) * call.softcap;
+                if (!is_whole)
+                    for (int i = 0; i < kKeyVectors; ++i) {
+                        const F index = lane_numbers() + static_cast<float>(i * kLanes);
+                        const auto hidden = (index > static_cast<float>(upper)) |
+                                            (index <= static_cast<float>(lower));
+                        logits[i] = hidden ? broadcast(-infinity) : logits[i];
                     }
-                    store(logit, row + i);
-                    most = maximum(logit, most);
+#pragma GCC unroll 16
+                for (int i = 0; i < kKeyVectors; ++i) {
+                    store(logits[i], row + i * kLanes);
+                    most = maximum(logits[i], most);
                 }
                 const float now = std::max(largest[r], max_lanes(most));
                 // With no key yet in the window there is nothing to be relative to.
@@ -213,12 +220,16 @@ struct AttentionCall {
             for (int r = 0; r < R; r += kLanes) store(exponential(load(factor + r)), factor + r);
             for (int r = 0; r < R; ++r) {
                 float* row = scores + r * kKeys;
-                F sum = {};
-                for (int i = 0; i < num_keys; i += kLanes) {
-                    const F weight = exponential(load(row + i) - base[r]);
-                    sum += weight;
-                    if constexpr (kPaired) store(weight, reinterpret_cast<BFloat16*>(row) + i);
-                    else store(weight, row + i);
+                F weights[kKeyVectors], sum = {};
+#pragma GCC unroll 16
+                for (int i = 0; i < kKeyVectors; ++i)
+                    weights[i] = exponential(load(row + i * kLanes) - base[r]);
+#pragma GCC unroll 16
+                for (int i = 0; i < kKeyVectors; ++i) {
+                    sum += weights[i];
+                    if constexpr (kPaired)
+                        store(weights[i], reinterpret_cast<BFloat16*>(row) + i * kLanes);
+                    else store(weights[i], row + i * kLanes);
                 }
                 weights_sum[r] = weights_sum[r] * factor[r] + sum_lanes(sum);
                 if (factor[r] == 1.0f) continue;
@@ -229,35 +240,38 @@ struct AttentionCall {
 
         // result[r] += weights of r times the values of these keys.
         void add_values(int64_t key, int num_keys, int64_t end) {
-            const int64_t block_size = call.cache.block_size;
-            for (int first = 0; first < num_keys;) {
-                const int64_t position = key + first, slot = position % block_size;
-                const int length = static_cast<int>(std::min<int64_t>(block_size - slot, num_keys - first));
+            const float* values[kKeys / kBlockUnit];
+            for (int i = 0; i * kBlockUnit < num_keys; ++i) {
+                const int64_t position = key + i * kBlockUnit;
+                values[i] = values_at(position);
                 // The first lines of the next keys: from there on the hardware sees the stream.
                 if (position + kKeys < end)
-                    for (int u = 0; u < 8; ++u) prefetch_line(keys_at(position + kKeys) + u * block_size);
-                const float* values = values_at(position);
-                const float* row = kPaired ? scores + first / 2 : scores + first;
-                int64_t d = 0;
-                constexpr int C = R <= 2 ? 4 : 2;
-                for (; d + C * kLanes <= head_dim; d += C * kLanes)
-                    add_value_columns<C>(row, values, length, d);
-                for (; d < head_dim; d += kLanes) add_value_columns<1>(row, values, length, d);
-                first += length;
+                    for (int u = 0; u < 8; ++u)
+                        prefetch_line(keys_at(position + kKeys) + u * call.cache.block_size);
             }
+            int64_t d = 0;
+            constexpr int C = R <= 2 ? 4 : 2;
+            for (; d + C * kLanes <= head_dim; d += C * kLanes)
+                add_value_columns<C>(values, num_keys, d);
+            for (; d < head_dim; d += kLanes) add_value_columns<1>(values, num_keys, d);
         }
 
         template <int C>
-        __attribute__((noinline)) void add_value_columns(const float* weights, const float* values, int length,
-                                               int64_t d) {
+        __attribute__((noinline)) void add_value_columns(const float* const* values, int num_keys,
+                                                         int64_t d) {
             F acc[R][C];
             for (int r = 0; r < R; ++r)
                 for (int c = 0; c < C; ++c)
                     acc[r][c] = load(result + r * head_dim + d + c * kLanes);
-            multiply<T, kKind, R, C>(
-                StridedRows<kKeys>{weights},
-                [&](int64_t k, int c) -> const void* { return values + k * head_dim + d + c * kLanes; },
-                length, acc);
+            for (int first = 0; first < num_keys; first += kBlockUnit) {
+                const float* columns = values[first / kBlockUnit] + d;
+                multiply<T, kKind, R, C>(
+                    StridedRows<kKeys>{kPaired ? scores + first / 2 : scores + first},
+                    [&](int64_t k, int c) -> const void* {
+                        return columns + k * head_dim + c * kLanes;
+                    },
+                    std::min(kBlockUnit, num_keys - first), acc);
+            }
             for (int r = 0; r < R; ++r)
                 for (int c = 0; c < C; ++c)
                     store(acc[r][c], result + r * head_dim + d + c * kLanes);

@@ -17,9 +17,10 @@ namespace nanocore {
 
 constexpr int kTileColumns = 32;
 constexpr int64_t kRowBlockBytes = 512 << 10;  // of packed rows; half of a second-level cache
-constexpr int64_t kItemBytes = 96 << 10;       // of weights: what a thread claims at a time
-
-constexpr int64_t kPrefetchBytes = 8 << 10;  // how far ahead in a stream of weights
+constexpr int64_t kItemBytes = 96 << 10;       // of weights, at most, that a thread claims at once
+constexpr int64_t kItemsPerThread = 8;         // at least, so that threads end together
+constexpr int64_t kPrefetchBytes = 8 << 10;    // how far ahead in a stream of weights
+constexpr int64_t kInlineBytes = 64 << 10;     // of rows packed sooner than threads are told
 
 // Memory that grows to what was needed once, on a cache line.
 class Scratch {
@@ -67,7 +68,21 @@ struct LinearWeight {
         return kind == Kind::kFloat32 ? 4 : kind == Kind::kBFloat16 ? 2 : 1;
     }
     int64_t tile_bytes() const { return padded_in() * kTileColumns * element_bytes(); }
+    const char* tile(int64_t index) const {
+        return static_cast<const char*>(packed) + index * tile_bytes();
+    }
     int64_t num_tiles() const { return (out_features + kTileColumns - 1) / kTileColumns; }
+    // How many tiles a thread claims at a time.
+    int64_t tiles_of_item(int num_threads) const {
+        const int64_t share = num_tiles() / (kItemsPerThread * num_threads);
+        return std::max<int64_t>(1, std::min(kItemBytes / tile_bytes(), share));
+    }
+};
+
+// The items of the weight that the next linear layer of a program will read.
+struct NextItems {
+    const char* packed = nullptr;
+    int64_t item_bytes = 0;
 };
 
 // Where the columns of vector `vector` of a tile begin, at k; see Kind.
@@ -133,6 +148,7 @@ struct LinearCall {
     int64_t x_stride;
     Out* out;
     int64_t out_stride;
+    const NextItems* after;
     int64_t rows;
 
     void run(Workspace& workspace) const {
@@ -154,62 +170,81 @@ struct LinearCall {
                                       weight.in_features, packed + panel * kMaxRows * units);
             });
         };
-        workspace.pool.loop(num_panels, pack);
+        if (num_panels * kMaxRows * units * 4 <= kInlineBytes)
+            for (int64_t panel = 0; panel < num_panels; ++panel) pack(panel, 0);
+        else workspace.pool.loop(num_panels, pack);
 
         const int64_t panel_bytes = kMaxRows * units * 4;
         const int64_t block = std::max<int64_t>(1, kRowBlockBytes / panel_bytes);
         const int64_t num_blocks = (num_panels + block - 1) / block;
-        const int64_t group = std::max<int64_t>(1, kItemBytes / weight.tile_bytes());
+        const int num_threads = workspace.pool.num_threads();
+        const int64_t group = weight.tiles_of_item(num_threads);
         const int64_t num_groups = (weight.num_tiles() + group - 1) / group;
         workspace.pool.loop(num_blocks * num_groups, [&](int64_t item, int thread) {
-            const int64_t first = item / num_groups * block, tiles = item % num_groups * group;
+            const int64_t first = item / num_groups * block, index = item % num_groups;
             const int64_t last = std::min(first + block, num_panels);
-            const int64_t stop = std::min(tiles + group, weight.num_tiles());
-            for (int64_t tile = tiles; tile < stop; ++tile)
-                times_tile<kind>(packed, units, first, last, tile, workspace.panel[thread]);
+            const int64_t tiles = index * group, stop = std::min(tiles + group, weight.num_tiles());
+            for (int64_t tile = tiles; tile < stop; ++tile) {
+                // After the item, the other threads are expected to take one each first.
+                const char* next = tile + 1 < stop
+                                       ? weight.tile(tile + 1)
+                                       : item_start(index + num_threads, group, num_groups);
+                times_tile<kind>(packed, units, first, last, tile, next, workspace.panel[thread]);
+            }
         });
+    }
+
+    // Past the last item it is in the next layer's weight, so that its first tiles are there soon.
+    const char* item_start(int64_t index, int64_t group, int64_t num_groups) const {
+        if (index < num_groups) return weight.tile(index * group);
+        if (!after) return weight.tile(0);
+        return after->packed + (index - num_groups) * after->item_bytes;
     }
 
     int panel_rows(int64_t panel) const {
         return static_cast<int>(std::min<int64_t>(kMaxRows, rows - panel * kMaxRows));
     }
 
-    // With one panel, what the same stream reaches soon; with more, a share of the next tile.
-    Prefetch prefetch(const void* columns, int64_t panel, int64_t num_panels) const {
-        const int64_t bytes = weight.tile_bytes(), num_pairs = weight.padded_in() / 2;
-        const char* from = static_cast<const char*>(columns);
-        if (num_panels == 1) return {from + kPrefetchBytes, bytes / std::max<int64_t>(1, num_pairs)};
+    // With one panel, what is some way ahead, of the next tile when this one ends; with more, a
+    // share of the next tile.
+    Prefetch prefetch(int64_t tile, const char* next, int64_t panel, int64_t num_panels) const {
+        const int64_t bytes = weight.tile_bytes();
+        const int64_t num_pairs = std::max<int64_t>(1, weight.padded_in() / 2);
+        if (num_panels == 1) {
+            const int64_t step = bytes / num_pairs, ahead = std::min(kPrefetchBytes, bytes) / step;
+            return {weight.tile(tile) + ahead * step, step, num_pairs - ahead, next};
+        }
         const int64_t share = bytes / num_panels;
-        return {from + bytes + panel * share, share / std::max<int64_t>(1, num_pairs)};
+        return {next + panel * share, share / num_pairs};
     }
 
     template <Kind kind>
     void times_tile(const float* packed, int64_t units, int64_t first, int64_t last, int64_t tile,
-                    Scratch& scratch) const {
-        const void* columns =
-            static_cast<const char*>(weight.packed) + tile * weight.tile_bytes();
+                    const char* next, Scratch& scratch) const {
+        const void* columns = weight.tile(tile);
         if constexpr (kind == Kind::kInt8)
             if (last - first > 1) {  // once for all panels
                 uint32_t* wide = reinterpret_cast<uint32_t*>(
                     scratch.of(weight.padded_in() * kTileColumns * 2));
                 widen_tile(static_cast<const int8_t*>(columns), weight.padded_in(), wide);
-                return times_panels<Kind::kBFloat16>(packed, units, first, last, tile, wide);
+                return times_panels<Kind::kBFloat16>(packed, units, first, last, tile, next, wide);
             }
-        times_panels<kind>(packed, units, first, last, tile, columns);
+        times_panels<kind>(packed, units, first, last, tile, next, columns);
     }
 
     template <Kind kind>
     void times_panels(const float* packed, int64_t units, int64_t first, int64_t last,
-                      int64_t tile, const void* columns) const {
+                      int64_t tile, const char* next, const void* columns) const {
         const int64_t column = tile * kTileColumns;
         const int width = static_cast<int>(
             std::min<int64_t>(kTileColumns, weight.out_features - column));
         alignas(64) float products[kMaxRows * kTileColumns];
         for (int64_t panel = first; panel < last; ++panel) {
             with_rows(panel_rows(panel), [&](auto R) {
-                multiply_tile<T, kind, R>(packed + panel * kMaxRows * units, columns,
-                                          static_cast<int>(weight.padded_in()),
-                                          prefetch(columns, panel - first, last - first), products);
+                multiply_tile<T, kind, R>(
+                    packed + panel * kMaxRows * units, columns,
+                    static_cast<int>(weight.padded_in()),
+                    prefetch(tile, next, panel - first, last - first), products);
             });
             finish_tile(products, panel_rows(panel), weight.scale ? weight.scale + column : nullptr,
                         bias ? bias + column : nullptr, width,

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 
 #include "vectors.h"
@@ -62,14 +63,19 @@ struct StridedRows {
 // To the second-level cache; any address may be given.
 NANOCORE_INLINE void prefetch_line(const void* address) { __builtin_prefetch(address, 0, 2); }
 
-// Memory to be fetched while a product is computed: some of it with every pair of k.
+// Memory to be fetched while a product is computed: some of it with every pair of k, and after
+// some pairs elsewhere.
 struct Prefetch {
     const char* from = nullptr;
     int64_t bytes_per_pair = 0;
+    int64_t num_pairs = std::numeric_limits<int64_t>::max();
+    const char* then = nullptr;
 
     NANOCORE_INLINE void at(int64_t pair) const {
-        prefetch_line(from + pair * bytes_per_pair);
-        prefetch_line(from + pair * bytes_per_pair + bytes_per_pair / 2);
+        const char* start = pair < num_pairs ? from + pair * bytes_per_pair
+                                             : then + (pair - num_pairs) * bytes_per_pair;
+        prefetch_line(start);
+        prefetch_line(start + bytes_per_pair / 2);
     }
 };
 

@@ -21,10 +21,44 @@ inline void relax() {
 #endif
 }
 
+// Keeps the calling thread on one core while it lives. Where that is not allowed, it does nothing.
+class OnCore {
+   public:
+    explicit OnCore(int core) {
+#if defined(__linux__)
+        is_moved_ = sched_getaffinity(0, sizeof before_, &before_) == 0 && pin(core);
+#endif
+    }
+    OnCore(const OnCore&) = delete;
+    OnCore& operator=(const OnCore&) = delete;
+
+#if defined(__linux__)
+    ~OnCore() {
+        if (is_moved_) sched_setaffinity(0, sizeof before_, &before_);
+    }
+
+    // For good; whether it could be done.
+    static bool pin(int core) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET(core, &set);
+        return sched_setaffinity(0, sizeof set, &set) == 0;
+    }
+
+   private:
+    bool is_moved_ = false;
+    cpu_set_t before_;
+#else
+    ~OnCore() {}
+    static bool pin(int) { return false; }
+#endif
+};
+
 class Pool {
    public:
-    // One thread for each core but the first, on which the caller is expected; each is pinned.
-    explicit Pool(const std::vector<int>& cores) : num_threads_(static_cast<int>(cores.size())) {
+    // One thread for each core but the first, which is the caller's; each is pinned.
+    explicit Pool(const std::vector<int>& cores)
+        : callers_core_(cores[0]), num_threads_(static_cast<int>(cores.size())) {
         for (int i = 1; i < num_threads_; ++i)
             threads_.emplace_back([this, i, core = cores[i]] { work(i, core); });
     }
@@ -39,6 +73,10 @@ class Pool {
     Pool& operator=(const Pool&) = delete;
 
     int num_threads() const { return num_threads_; }
+
+    // For the caller, around many loops: on another thread's core both would take turns, which the
+    // system notices late, as the caller sleeps between steps.
+    OnCore stay() const { return OnCore(callers_core_); }
 
     // body(item, thread) for every item below `count`, in any order; returns when all are done.
     template <typename Body>
@@ -101,12 +139,7 @@ class Pool {
     }
 
     void work(int thread, int core) {
-#if defined(__linux__)
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        CPU_SET(core, &set);
-        sched_setaffinity(0, sizeof set, &set);  // failing leaves it where it is, which is allowed
-#endif
+        OnCore::pin(core);  // failing leaves it where it is, which is allowed
         uint32_t seen = 0;
         while (true) {
             uint32_t number = number_.load(std::memory_order_acquire);
@@ -128,6 +161,7 @@ class Pool {
 
     static constexpr int kSpins = 2000;  // of about 50 ns
 
+    const int callers_core_;
     const int num_threads_;
     std::atomic<bool> stopping_{false};
     alignas(64) std::atomic<uint64_t> ticket_{0};

@@ -5,6 +5,7 @@
 // between. Operands are addresses of the caller's memory, which must live as long as the program.
 
 #include <chrono>
+#include <deque>
 #include <functional>
 
 #include "attention.h"
@@ -39,6 +40,17 @@ inline int64_t count_rows(int64_t rows, const Step& step) {
 struct Program {
     Workspace* workspace;
     std::vector<std::function<void(const Step&)>> kernels;
+    NextItems first_items;
+    std::deque<NextItems> next_items;  // after each linear layer; after the last, the first one's
+
+    // For a layer with this weight that is appended now.
+    const NextItems* add_linear(const LinearWeight& weight) {
+        const int64_t tiles = weight.tiles_of_item(workspace->pool.num_threads());
+        const NextItems items{weight.tile(0), tiles * weight.tile_bytes()};
+        (next_items.empty() ? first_items : next_items.back()) = items;
+        next_items.push_back(first_items);
+        return &next_items.back();
+    }
 };
 
 enum class Dtype : int { kFloat32 = 0, kBFloat16 = 1 };
@@ -85,7 +97,7 @@ NANOCORE_API void nanocore_workspace_free(void* workspace) {
 }
 
 NANOCORE_API void* nanocore_program_new(void* workspace) {
-    return new Program{static_cast<Workspace*>(workspace), {}};
+    return new Program{static_cast<Workspace*>(workspace), {}, {}, {}};
 }
 
 NANOCORE_API void nanocore_program_free(void* program) { delete static_cast<Program*>(program); }
@@ -93,6 +105,7 @@ NANOCORE_API void nanocore_program_free(void* program) { delete static_cast<Prog
 // seconds: of each kernel in order, added to; or null.
 NANOCORE_API void nanocore_program_run(void* program, const Step* step, double* seconds) {
     using Clock = std::chrono::steady_clock;
+    const OnCore stay = static_cast<Program*>(program)->workspace->pool.stay();
     for (const auto& kernel : static_cast<Program*>(program)->kernels) {
         if (!seconds) {
             kernel(*step);
@@ -160,10 +173,11 @@ NANOCORE_API void nanocore_linear(void* program, int64_t rows, int dtype, const 
                                   int out_dtype, void* out, int64_t out_stride) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
+        const NextItems* after = static_cast<Program*>(program)->add_linear(*weight);
         const auto append_with = [&](auto* to) {
             LinearCall<T, std::remove_pointer_t<decltype(to)>> call{
                 *weight, static_cast<const T*>(bias), static_cast<const T*>(x), x_stride, to,
-                out_stride, 0};
+                out_stride, after, 0};
             append(program, rows, call, kNothing);
         };
         if (static_cast<Dtype>(out_dtype) == Dtype::kFloat32) append_with(static_cast<float*>(out));

@@ -112,10 +112,14 @@ NANOCORE_INLINE float max_lanes(F x) {
 }
 
 // Round to nearest even; NaN stays NaN.
-NANOCORE_INLINE U round_to_bfloat16(F x) {
+NANOCORE_INLINE H to_bfloat16(F x) {
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<H>(_mm512_cvtneps_pbh(x));  // subnormals become 0
+#else
     U bits = reinterpret_cast<U>(x);
     U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return x == x ? rounded : broadcast(uint32_t{0x7fc0});
+    return __builtin_convertvector(x == x ? rounded : broadcast(uint32_t{0x7fc0}), H);
+#endif
 }
 
 NANOCORE_INLINE float to_float(float x) { return x; }
@@ -140,21 +144,32 @@ NANOCORE_INLINE F load(const BFloat16* from) {
     H halves = *reinterpret_cast<const HAny*>(from);
     return reinterpret_cast<F>(__builtin_convertvector(halves, U) << 16);
 }
+// GCC converts bytes one by one where it is not told the instruction.
+NANOCORE_INLINE I load_integers(const int8_t* from) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return reinterpret_cast<I>(_mm512_maskz_cvtepi8_epi32(0xffff, bytes));
+#elif defined(__AVX2__)
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    return reinterpret_cast<I>(_mm256_cvtepi8_epi32(bytes));
+#else
+    return __builtin_convertvector(B(*reinterpret_cast<const BAny*>(from)), I);
+#endif
+}
 NANOCORE_INLINE F load(const int8_t* from) {
-    return __builtin_convertvector(
-        __builtin_convertvector(B(*reinterpret_cast<const BAny*>(from)), I), F);
+    return __builtin_convertvector(load_integers(from), F);
 }
 NANOCORE_INLINE U load(const uint32_t* from) { return *reinterpret_cast<const UAny*>(from); }
 
 NANOCORE_INLINE void store(F x, float* to) { *reinterpret_cast<FAny*>(to) = x; }
 NANOCORE_INLINE void store(F x, BFloat16* to) {
-    *reinterpret_cast<HAny*>(to) = __builtin_convertvector(round_to_bfloat16(x), H);
+    *reinterpret_cast<HAny*>(to) = to_bfloat16(x);
 }
 
 // What x becomes when it is stored and loaded again.
 NANOCORE_INLINE F rounded(F x, const float*) { return x; }
 NANOCORE_INLINE F rounded(F x, const BFloat16*) {
-    return reinterpret_cast<F>(round_to_bfloat16(x) << 16);
+    return reinterpret_cast<F>(__builtin_convertvector(to_bfloat16(x), U) << 16);
 }
 
 // The first `count` values; the other lanes are 0.
