@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
 
 logger = logging.getLogger(__name__)
+
+
+Activation = Literal["silu", "gelu"]
+"""Of a gate; gelu by the tanh approximation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +151,16 @@ class Kernels(Protocol):
         """x W^T + b, rounded once to x's dtype; [T, O]."""
         ...
 
+    def gated_linear(
+        self,
+        x_TI: Tensor,
+        weight: LinearWeight,
+        bias_O: Tensor | None = None,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        """act(first half) * second half of what `linear` says; [T, O / 2]."""
+        ...
+
     def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
         """x W^T as float32, [R, O]; with a softcap, softcap * tanh(logits / softcap)."""
         ...
@@ -178,14 +192,6 @@ class Kernels(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual), the sum perhaps over residual; all [T, E]."""
-        ...
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """silu(first half) * second half of the last dimension; [T, 2 I] to [T, I]."""
-        ...
-
-    def gelu_and_mul(self, x: Tensor) -> Tensor:
-        """gelu(first half) * second half, with the tanh approximation; [T, 2 I] to [T, I]."""
         ...
 
     def moe(

@@ -20,6 +20,7 @@ from nanocore.kernels.torch_moe import moe
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
+        Activation,
         AttentionMetadata,
         AttentionSpec,
         KVCache,
@@ -48,6 +49,16 @@ class TorchKernels:
             return F.linear(x_TI, weight.data, bias_O)
         y_TO = F.linear(x_TI.float(), weight.data.float()) * weight.scale_O
         return (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
+
+    def gated_linear(
+        self,
+        x_TI: Tensor,
+        weight: LinearWeight,
+        bias_O: Tensor | None = None,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        gate, up = self.linear(x_TI, weight, bias_O).chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
         logits_RV = self.linear(x_RE, weight).float()
@@ -80,14 +91,6 @@ class TorchKernels:
     ) -> tuple[Tensor, Tensor]:
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
-
-    def gelu_and_mul(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
 
     def moe(
         self,

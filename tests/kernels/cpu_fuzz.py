@@ -30,9 +30,9 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Linear layers, logits and embeddings."""
+    """Linear layers, gated ones, logits and embeddings."""
     rows = rng.choice([0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 24, 30, 61])
-    in_features, out_features = rng.randint(1, 140), rng.randint(1, 140)
+    in_features, out_features = rng.randint(1, 140), rng.choice([64, 128, rng.randint(1, 140)])
     weight = draw(out_features, in_features, dtype=dtype)
     packed = kernels.pack_linear(weight, rng.choice([None, "int8"]))
     apart = in_features + rng.randint(0, 5)
@@ -40,6 +40,9 @@ def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -
     x = draw(max(0, rows - 1) * apart + in_features, dtype=dtype)
     x = x.as_strided((rows, in_features), (apart, 1))
     kernels.linear(x, packed, rng.choice([None, draw(out_features, dtype=dtype)]))
+    if out_features % 2 == 0:
+        bias = rng.choice([None, draw(out_features, dtype=dtype)])
+        kernels.gated_linear(x, packed, bias, rng.choice(["silu", "gelu"]))
     kernels.logits(x, packed, rng.choice([0.0, 5.0]))
     token_ids = torch.randint(0, out_features + 5, (rows,))
     kernels.embedding(token_ids, packed, rng.randint(0, 5), rng.choice([1.0, 3.0]), dtype)
@@ -54,13 +57,11 @@ def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> 
 
 
 def single_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Norms and gates."""
+    """Norms."""
     rows, size = rng.choice([0, 1, 2, 3, 50, 300]), rng.randint(1, 150)
     x, weight = draw(rows, size, dtype=dtype), draw(size, dtype=dtype)
     kernels.rms_norm(x, rng.choice([weight, weight.float()]), 1e-6)
     kernels.add_rms_norm(x, draw(rows, size, dtype=dtype), weight, 1e-6)
-    kernels.silu_and_mul(draw(rows, 2 * size, dtype=dtype))
-    kernels.gelu_and_mul(draw(rows, 2 * size, dtype=dtype))
 
 
 def attention(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:

@@ -7,15 +7,16 @@ to eight bits, 2^-8, once or as often as the interface rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanocore.kernels.backend import Activation
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.worker import Quantization
@@ -27,6 +28,7 @@ ROUNDED_ONCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7.99}
 
 FEW = settings(max_examples=60, deadline=None, derandomize=True)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+activations: st.SearchStrategy[Activation] = st.sampled_from(["silu", "gelu"])
 quantizations: st.SearchStrategy[Quantization | None] = st.sampled_from([None, "int8"])
 seeds = st.integers(0, 2**30)
 
@@ -176,43 +178,70 @@ def test_the_norm_of_heads_is_of_the_last_dimension(kernels: CpuKernels) -> None
     assert_close(kernels.rms_norm(x, weight, 1e-6), TORCH.rms_norm(x, weight, 1e-6), 2e-6, 0)
 
 
-Gate = Callable[[Tensor], Tensor]
-
-
 @FEW
 @given(
-    rows=st.integers(0, 20), size=st.integers(1, 130), scale=st.sampled_from([0.01, 1.0, 30.0]),
-    is_gelu=st.booleans(), gap=st.integers(0, 3), dtype=dtypes, seed=seeds,
+    rows=st.integers(0, 20), size=st.integers(1, 130) | st.sampled_from([32, 64, 96]),
+    scale=st.sampled_from([0.01, 1.0, 30.0]), activation=activations, gap=st.integers(0, 3),
+    dtype=dtypes, seed=seeds,
 )  # fmt: skip
 def test_gates(
-    kernels: CpuKernels, rows: int, size: int, scale: float, is_gelu: bool, gap: int,
+    kernels: CpuKernels, rows: int, size: int, scale: float, activation: Activation, gap: int,
     dtype: torch.dtype, seed: int,
 ) -> None:  # fmt: skip
     x = strided((scale * draw(seed, rows, 2 * size)).to(dtype), gap)
-    gates: tuple[Gate, Gate] = (kernels.silu_and_mul, TORCH.silu_and_mul)
-    if is_gelu:
-        gates = kernels.gelu_and_mul, TORCH.gelu_and_mul
-    actual, expected = gates[0](x), gates[1](x.double())
+    itself = torch.eye(2 * size)
+    packed = kernels.pack_linear(itself.to(dtype))
+    actual = kernels.gated_linear(x, packed, None, activation)
+    reference = TORCH.pack_linear(itself.double())
+    expected = TORCH.gated_linear(x.double(), reference, None, activation)
     # 1 + tanh cancels where gelu is nearly 0: an error of its own, of the gate's magnitude.
     gate, up = x.double().chunk(2, dim=-1)
-    cancelled = 2e-7 * (gate * up).abs() if is_gelu else 0
+    cancelled = 2e-7 * (gate * up).abs() if activation == "gelu" else 0
     # Beyond exp(88) there is not even float32.
     underflow = 1e-36 * (1 + up.abs())
     assert_close(actual, expected, 2 * ROUNDED_ONCE[dtype] + 2e-6, cancelled + underflow)
 
 
+@FEW
+@given(
+    rows=st.integers(1, 60), in_features=st.integers(1, 200), num_tiles=st.integers(1, 4),
+    has_bias=st.booleans(), activation=activations, quantization=quantizations, dtype=dtypes,
+    seed=seeds,
+)  # fmt: skip
+def test_a_gate_within_a_linear_layer_has_the_bits_of_one_behind_it(
+    kernels: CpuKernels, rows: int, in_features: int, num_tiles: int, has_bias: bool,
+    activation: Activation, quantization: Quantization | None, dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    size = 32 * num_tiles
+    x = draw(seed, rows, in_features, dtype=dtype)
+    weight, bias = draw(seed + 1, 2, size, in_features), draw(seed + 2, 2, size)
+    # With one more feature in each half these are no whole tiles: the gate is a kernel of its own.
+    padded_weight, padded_bias = F.pad(weight, (0, 0, 0, 1)), F.pad(bias, (0, 1))
+    results = []
+    for weights, biases in ((weight, bias), (padded_weight, padded_bias)):
+        packed = kernels.pack_linear(weights.flatten(0, 1).to(dtype), quantization)
+        added = biases.flatten().to(dtype) if has_bias else None
+        results.append(kernels.gated_linear(x, packed, added, activation)[:, :size])
+    assert results[0].abs().sum() > 0
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gates_of_extreme_values(kernels: CpuKernels, dtype: torch.dtype) -> None:
     values = torch.tensor([0.0, 1e4, -1e4, 88.0, -88.0, 100.0, -100.0, torch.inf, torch.nan])
-    x = torch.cat((values, torch.ones(9)))[None].to(dtype)
-    for gate in (kernels.silu_and_mul, kernels.gelu_and_mul):
-        out = gate(x)[0].float()
-        assert out[8].isnan()
-        assert out[7] == torch.inf
-        positive, negative = out[[1, 3, 5]], out[[2, 4, 6]]
-        assert torch.equal(positive, x[0, [1, 3, 5]].float())
-        assert (negative.abs() < 1e-30).all()
-        assert out[0] == 0
+    for size in (9, 32):
+        gates = torch.cat((values, torch.zeros(size - 9)))
+        bias = torch.cat((gates, torch.ones(size))).to(dtype)
+        packed = kernels.pack_linear(torch.zeros(2 * size, 3, dtype=dtype))
+        for activation in ("silu", "gelu"):
+            out = kernels.gated_linear(torch.zeros(1, 3, dtype=dtype), packed, bias, activation)
+            out = out[0].float()
+            assert out[8].isnan()
+            assert out[7] == torch.inf
+            positive, negative = out[[1, 3, 5]], out[[2, 4, 6]]
+            assert torch.equal(positive, bias[[1, 3, 5]].float())
+            assert (negative.abs() < 1e-30).all()
+            assert out[0] == 0
 
 
 @st.composite

@@ -41,11 +41,13 @@ def test_rope_turns_each_pair_by_its_angle() -> None:
     torch.testing.assert_close(turned[..., 4:].double(), expected.imag)
 
 
-def test_silu_and_mul_gates_the_second_half_by_the_first() -> None:
+def test_silu_of_the_first_half_gates_the_second() -> None:
     x = draw(3, 10)
     gate, up = x[:, :5].double(), x[:, 5:].double()
     expected = gate / (1 + (-gate).exp()) * up
-    torch.testing.assert_close(KERNELS.silu_and_mul(x).double(), expected)
+    itself = KERNELS.pack_linear(torch.eye(10))
+    actual = KERNELS.gated_linear(x, itself)
+    torch.testing.assert_close(actual.double(), expected)
 
 
 def test_store_kv_writes_only_the_slots_named() -> None:
@@ -91,9 +93,11 @@ def test_rope_narrower_than_the_head_leaves_the_rest_alone() -> None:
     assert torch.equal(turned[..., 6:], x[..., 6:])
 
 
-def test_gelu_and_mul_gates_by_the_tanh_approximation() -> None:
+def test_gelu_gates_by_the_tanh_approximation() -> None:
     x = draw(3, 10)
     gate, up = x[:, :5].double(), x[:, 5:].double()
     inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
     expected = 0.5 * gate * (1 + inner.tanh()) * up
-    torch.testing.assert_close(KERNELS.gelu_and_mul(x).double(), expected)
+    itself = KERNELS.pack_linear(torch.eye(10))
+    actual = KERNELS.gated_linear(x, itself, activation="gelu")
+    torch.testing.assert_close(actual.double(), expected)

@@ -37,6 +37,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
+        Activation,
         AttentionMetadata,
         AttentionSpec,
         KVCache,
@@ -50,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 _KINDS: Final = {**_DTYPES, torch.int8: 2}
-_SILU, _GELU = 0, 1
+_GATES: Final = {"silu": 1, "gelu": 2}
 _TILE_COLUMNS = 32
 _LARGEST_VECTOR = 16
 _PAGE_BYTES = 2 << 20
@@ -88,6 +89,21 @@ class CpuKernels:
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
         return self._linear(x_TI, weight, bias_O, x_TI.dtype)
 
+    def gated_linear(
+        self,
+        x_TI: Tensor,
+        weight: LinearWeight,
+        bias_O: Tensor | None = None,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        gate = _GATES[activation]
+        if weight.out_features % (2 * _TILE_COLUMNS) == 0:
+            return self._linear(x_TI, weight, bias_O, x_TI.dtype, gate)
+        x_TO = self.linear(x_TI, weight, bias_O)
+        out = self._empty(x_TO, weight.out_features // 2, x_TO.dtype)
+        self._run("gate", x_TO, x_TO.data_ptr(), out.shape[1], gate, out.data_ptr())
+        return out
+
     def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
         logits_RV = self._linear(x_RE, weight, None, torch.float32)
         if softcap:
@@ -117,12 +133,6 @@ class CpuKernels:
     ) -> tuple[Tensor, Tensor]:
         residual = residual.contiguous()
         return self._norm(x, residual, weight, eps), residual
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        return self._gate(x, _SILU)
-
-    def gelu_and_mul(self, x: Tensor) -> Tensor:
-        return self._gate(x, _GELU)
 
     def moe(
         self,
@@ -220,13 +230,19 @@ class CpuKernels:
         return Captured(program, result)
 
     def _linear(
-        self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None, out_dtype: torch.dtype
+        self,
+        x_TI: Tensor,
+        weight: LinearWeight,
+        bias_O: Tensor | None,
+        out_dtype: torch.dtype,
+        gate: int = 0,
     ) -> Tensor:
-        out_TO = self._empty(x_TI, weight.out_features, out_dtype)
+        width = weight.out_features // 2 if gate else weight.out_features
+        out_TO = self._empty(x_TI, width, out_dtype)
         self._run(
             "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(_weight_struct(weight)),
-            None if bias_O is None else bias_O.data_ptr(), _DTYPES[out_dtype], out_TO.data_ptr(),
-            out_TO.stride(0),
+            None if bias_O is None else bias_O.data_ptr(), gate, _DTYPES[out_dtype],
+            out_TO.data_ptr(), out_TO.stride(0),
         )  # fmt: skip
         return out_TO
 
@@ -240,12 +256,6 @@ class CpuKernels:
             size, out.data_ptr(),
         )  # fmt: skip
         return out.view(x.shape)
-
-    def _gate(self, x: Tensor, gate: int) -> Tensor:
-        x, size = x.contiguous(), x.shape[1] // 2
-        out = self._empty(x, size, x.dtype)
-        self._run("gate", x, x.data_ptr(), size, gate, out.data_ptr())
-        return out
 
     def _empty(self, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """A result with as many rows as `like`."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
-_ABI_VERSION: Final = 3
+_ABI_VERSION: Final = 4
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -87,7 +87,7 @@ _SIGNATURES: Final = {
     ),
     "linear": (
         None,
-        (*_KERNEL, c_void_p, c_int64, POINTER(LinearWeightStruct), c_void_p, c_int, c_void_p,
+        (*_KERNEL, c_void_p, c_int64, POINTER(LinearWeightStruct), c_void_p, c_int, c_int, c_void_p,
          c_int64),
     ),
     "gate": (None, (*_KERNEL, c_void_p, c_int64, c_int, c_void_p)),

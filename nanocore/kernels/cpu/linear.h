@@ -3,13 +3,15 @@
 // Packed weights are tiles of 32 output features (padded with zeros), each [K][32] of float32 or
 // int8, or [K / 2][32][2] of bfloat16: a tile is one stream of memory, and with few rows the layer
 // takes as long as reading it. With many rows a block of them is kept in the second-level cache
-// while tiles pass by. int8 has a scale for each output feature.
+// while tiles pass by. int8 has a scale for each output feature. Of a gated layer the features of
+// both halves are multiplied together, and only their product is stored.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdlib>
 
+#include "gate.h"
 #include "multiply.h"
 #include "pool.h"
 
@@ -79,9 +81,9 @@ struct LinearWeight {
     }
 };
 
-// The items of the weight that the next linear layer of a program will read.
+// Where threads find the weight of the next linear layer of a program.
 struct NextItems {
-    const char* packed = nullptr;
+    const char* first = nullptr;
     int64_t item_bytes = 0;
 };
 
@@ -129,6 +131,26 @@ __attribute__((noinline)) void finish_tile(const float* products, int rows, cons
     }
 }
 
+// The same of two whole tiles, of which the first gates the second, whose scale and bias are `half`
+// features further on.
+template <typename T>
+__attribute__((noinline)) void finish_gated(const float* gates, const float* values, int rows,
+                                            const float* scale, const T* bias, int64_t half,
+                                            Gate gate, T* out, int64_t out_stride) {
+    for (int first = 0; first < kTileColumns; first += kLanes) {
+        const auto finished = [&](const float* from, int r, int64_t offset) {
+            F y = load(from + r * kTileColumns + first);
+            if (scale) y *= load(scale + offset + first);
+            if (bias) y += load(bias + offset + first);
+            return rounded(y, out);
+        };
+        for (int r = 0; r < rows; ++r) {
+            T* to = out + r * out_stride + first;
+            store(gated(gate, finished(gates, r, 0), finished(values, r, half), to), to);
+        }
+    }
+}
+
 // An int8 tile as bfloat16, exactly.
 inline void widen_tile(const int8_t* tile, int64_t num_k, uint32_t* to) {
     for (int64_t k = 0; k < num_k; k += 2)
@@ -140,14 +162,18 @@ inline void widen_tile(const int8_t* tile, int64_t num_k, uint32_t* to) {
         }
 }
 
+// With a gate the weight's first half gates the second, both of whole tiles, and out has half as
+// many columns.
 template <typename T, typename Out>
 struct LinearCall {
     LinearWeight weight;
     const T* bias;
+    Gate gate;
     const T* x;
     int64_t x_stride;
     Out* out;
     int64_t out_stride;
+    int64_t group;  // tiles that a thread claims at once
     const NextItems* after;
     int64_t rows;
 
@@ -158,6 +184,10 @@ struct LinearCall {
     }
 
    private:
+    int num_parts() const { return gate == Gate::kNone ? 1 : 2; }
+    // From a tile to the one that it gates; without a gate, how many tiles there are.
+    int64_t part_tiles() const { return weight.num_tiles() / num_parts(); }
+
     template <Kind kind>
     void run_as(Workspace& workspace) const {
         if (rows == 0) return;
@@ -177,79 +207,90 @@ struct LinearCall {
         const int64_t panel_bytes = kMaxRows * units * 4;
         const int64_t block = std::max<int64_t>(1, kRowBlockBytes / panel_bytes);
         const int64_t num_blocks = (num_panels + block - 1) / block;
-        const int num_threads = workspace.pool.num_threads();
-        const int64_t group = weight.tiles_of_item(num_threads);
-        const int64_t num_groups = (weight.num_tiles() + group - 1) / group;
+        const int64_t num_tiles = part_tiles(), num_groups = (num_tiles + group - 1) / group;
         workspace.pool.loop(num_blocks * num_groups, [&](int64_t item, int thread) {
             const int64_t first = item / num_groups * block, index = item % num_groups;
             const int64_t last = std::min(first + block, num_panels);
-            const int64_t tiles = index * group, stop = std::min(tiles + group, weight.num_tiles());
+            const int64_t tiles = index * group, stop = std::min(tiles + group, num_tiles);
             for (int64_t tile = tiles; tile < stop; ++tile) {
                 // After the item, the other threads are expected to take one each first.
-                const char* next = tile + 1 < stop
-                                       ? weight.tile(tile + 1)
-                                       : item_start(index + num_threads, group, num_groups);
+                const int64_t next =
+                    tile + 1 < stop ? tile + 1 : (index + workspace.pool.num_threads()) * group;
                 times_tile<kind>(packed, units, first, last, tile, next, workspace.panel[thread]);
             }
         });
-    }
-
-    // Past the last item it is in the next layer's weight, so that its first tiles are there soon.
-    const char* item_start(int64_t index, int64_t group, int64_t num_groups) const {
-        if (index < num_groups) return weight.tile(index * group);
-        if (!after) return weight.tile(0);
-        return after->packed + (index - num_groups) * after->item_bytes;
     }
 
     int panel_rows(int64_t panel) const {
         return static_cast<int>(std::min<int64_t>(kMaxRows, rows - panel * kMaxRows));
     }
 
+    // Past the last item it is in the next layer's weight, so that its first tiles are there soon.
+    const char* tile_or_after(int64_t tile, int part) const {
+        if (tile < part_tiles()) return weight.tile(part * part_tiles() + tile);
+        return after->first + (tile - part_tiles()) / group * after->item_bytes;
+    }
+
     // With one panel, what is some way ahead, of the next tile when this one ends; with more, a
     // share of the next tile.
-    Prefetch prefetch(int64_t tile, const char* next, int64_t panel, int64_t num_panels) const {
+    Prefetch prefetch(int64_t tile, int64_t next, int part, int64_t panel,
+                      int64_t num_panels) const {
         const int64_t bytes = weight.tile_bytes();
         const int64_t num_pairs = std::max<int64_t>(1, weight.padded_in() / 2);
+        const char* then = tile_or_after(next, part);
         if (num_panels == 1) {
             const int64_t step = bytes / num_pairs, ahead = std::min(kPrefetchBytes, bytes) / step;
-            return {weight.tile(tile) + ahead * step, step, num_pairs - ahead, next};
+            return {tile_or_after(tile, part) + ahead * step, step, num_pairs - ahead, then};
         }
         const int64_t share = bytes / num_panels;
-        return {next + panel * share, share / num_pairs};
+        return {then + panel * share, share / num_pairs};
     }
 
     template <Kind kind>
     void times_tile(const float* packed, int64_t units, int64_t first, int64_t last, int64_t tile,
-                    const char* next, Scratch& scratch) const {
-        const void* columns = weight.tile(tile);
+                    int64_t next, Scratch& scratch) const {
+        const void* columns[2];
+        for (int part = 0; part < num_parts(); ++part) columns[part] = tile_or_after(tile, part);
         if constexpr (kind == Kind::kInt8)
-            if (last - first > 1) {  // once for all panels
-                uint32_t* wide = reinterpret_cast<uint32_t*>(
-                    scratch.of(weight.padded_in() * kTileColumns * 2));
-                widen_tile(static_cast<const int8_t*>(columns), weight.padded_in(), wide);
-                return times_panels<Kind::kBFloat16>(packed, units, first, last, tile, next, wide);
+            if (last - first > 1) {  // widened once for all panels
+                const int64_t pairs = weight.padded_in() / 2 * kTileColumns;
+                uint32_t* wide = reinterpret_cast<uint32_t*>(scratch.of(num_parts() * pairs * 4));
+                for (int part = 0; part < num_parts(); ++part, wide += pairs) {
+                    widen_tile(static_cast<const int8_t*>(columns[part]), weight.padded_in(), wide);
+                    columns[part] = wide;
+                }
+                return times_panels<Kind::kBFloat16>(packed, units, first, last, tile, next, columns);
             }
         times_panels<kind>(packed, units, first, last, tile, next, columns);
     }
 
     template <Kind kind>
     void times_panels(const float* packed, int64_t units, int64_t first, int64_t last,
-                      int64_t tile, const char* next, const void* columns) const {
+                      int64_t tile, int64_t next, const void* const* columns) const {
         const int64_t column = tile * kTileColumns;
-        const int width = static_cast<int>(
-            std::min<int64_t>(kTileColumns, weight.out_features - column));
-        alignas(64) float products[kMaxRows * kTileColumns];
+        alignas(64) float products[2][kMaxRows * kTileColumns];
         for (int64_t panel = first; panel < last; ++panel) {
             with_rows(panel_rows(panel), [&](auto R) {
-                multiply_tile<T, kind, R>(
-                    packed + panel * kMaxRows * units, columns,
-                    static_cast<int>(weight.padded_in()),
-                    prefetch(tile, next, panel - first, last - first), products);
+                for (int part = 0; part < num_parts(); ++part)
+                    multiply_tile<T, kind, R>(
+                        packed + panel * kMaxRows * units, columns[part],
+                        static_cast<int>(weight.padded_in()),
+                        prefetch(tile, next, part, panel - first, last - first), products[part]);
             });
-            finish_tile(products, panel_rows(panel), weight.scale ? weight.scale + column : nullptr,
-                        bias ? bias + column : nullptr, width,
-                        out + panel * kMaxRows * out_stride + column, out_stride);
+            finish(products, panel_rows(panel), column, out + panel * kMaxRows * out_stride + column);
         }
+    }
+
+    void finish(const float (*products)[kMaxRows * kTileColumns], int count, int64_t column,
+                Out* to) const {
+        const float* scale = weight.scale ? weight.scale + column : nullptr;
+        const T* added = bias ? bias + column : nullptr;
+        const int64_t width = std::min<int64_t>(kTileColumns, weight.out_features - column);
+        if constexpr (std::is_same_v<T, Out>)
+            if (gate != Gate::kNone)
+                return finish_gated(products[0], products[1], count, scale, added,
+                                    weight.out_features / 2, gate, to, out_stride);
+        finish_tile(products[0], count, scale, added, static_cast<int>(width), to, out_stride);
     }
 };
 

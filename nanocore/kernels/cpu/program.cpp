@@ -43,9 +43,8 @@ struct Program {
     NextItems first_items;
     std::deque<NextItems> next_items;  // after each linear layer; after the last, the first one's
 
-    // For a layer with this weight that is appended now.
-    const NextItems* add_linear(const LinearWeight& weight) {
-        const int64_t tiles = weight.tiles_of_item(workspace->pool.num_threads());
+    // For a layer with this weight, of which items have so many tiles, that is appended now.
+    const NextItems* add_linear(const LinearWeight& weight, int64_t tiles) {
         const NextItems items{weight.tile(0), tiles * weight.tile_bytes()};
         (next_items.empty() ? first_items : next_items.back()) = items;
         next_items.push_back(first_items);
@@ -67,7 +66,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 3; }
+NANOCORE_API int nanocore_abi_version() { return 4; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -170,14 +169,16 @@ NANOCORE_API void nanocore_rms_norm(void* program, int64_t rows, int dtype, cons
 
 NANOCORE_API void nanocore_linear(void* program, int64_t rows, int dtype, const void* x,
                                   int64_t x_stride, const LinearWeight* weight, const void* bias,
-                                  int out_dtype, void* out, int64_t out_stride) {
+                                  int gate, int out_dtype, void* out, int64_t out_stride) {
+    Program* to = static_cast<Program*>(program);
+    const int64_t group = weight->tiles_of_item(to->workspace->pool.num_threads());
+    const NextItems* after = to->add_linear(*weight, group);
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        const NextItems* after = static_cast<Program*>(program)->add_linear(*weight);
-        const auto append_with = [&](auto* to) {
-            LinearCall<T, std::remove_pointer_t<decltype(to)>> call{
-                *weight, static_cast<const T*>(bias), static_cast<const T*>(x), x_stride, to,
-                out_stride, after, 0};
+        const auto append_with = [&](auto* results) {
+            LinearCall<T, std::remove_pointer_t<decltype(results)>> call{
+                *weight, static_cast<const T*>(bias), static_cast<Gate>(gate),
+                static_cast<const T*>(x), x_stride, results, out_stride, group, after, 0};
             append(program, rows, call, kNothing);
         };
         if (static_cast<Dtype>(out_dtype) == Dtype::kFloat32) append_with(static_cast<float*>(out));

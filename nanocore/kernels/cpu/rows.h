@@ -85,8 +85,6 @@ struct NormCall {
     }
 };
 
-enum class Gate : int { kSilu = 0, kGelu = 1 };
-
 // act(first half) * second half.
 template <typename T>
 struct GateCall {
@@ -102,23 +100,12 @@ struct GateCall {
             T* to = out + row * size;
             int64_t i = 0;
             for (; i + kLanes <= size; i += kLanes)
-                store(rounded(activate(load(first + i)), to) * load(second + i), to + i);
+                store(gated(gate, load(first + i), load(second + i), to), to + i);
             if (const int rest = static_cast<int>(size - i))
-                store_some(rounded(activate(load_some(first + i, rest)), to) *
-                               load_some(second + i, rest),
-                           to + i, rest);
+                store_some(
+                    gated(gate, load_some(first + i, rest), load_some(second + i, rest), to),
+                    to + i, rest);
         });
-    }
-
-   private:
-    F activate(F x) const {
-        if (gate == Gate::kSilu) {
-            const F most = broadcast(88.0f);
-            return x / (exponential(-x > most ? most : -x) + 1.0f);
-        }
-        // 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
-        F inner = 0.7978845608f * (x + 0.044715f * (x * x * x));
-        return 0.5f * x * (tanh_of(inner) + 1.0f);
     }
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nanocore.kernels.backend import Activation
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
@@ -22,7 +23,7 @@ class GatedMLP:
         inner_size: int,
         what: str = "intermediate_size",
     ) -> None:
-        self.uses_gelu = config.hidden_act == "gelu_pytorch_tanh"
+        self.activation: Activation = "gelu" if config.hidden_act == "gelu_pytorch_tanh" else "silu"
         rows = Rows.share(placement, inner_size, what)
         self.gate_up_proj = ColumnParallelLinear(
             placement, config.hidden_size, [rows, rows], bias=config.mlp_bias
@@ -51,6 +52,5 @@ class GatedMLP:
         return self.down_proj.partial_sum(self._inner(x_TE, context), context.kernels)
 
     def _inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        kernels = context.kernels
-        activate = kernels.gelu_and_mul if self.uses_gelu else kernels.silu_and_mul
-        return activate(self.gate_up_proj(x_TE, kernels))
+        gate_up = self.gate_up_proj
+        return context.kernels.gated_linear(x_TE, gate_up.packed, gate_up.bias, self.activation)
