@@ -68,6 +68,8 @@ class Times:
 
 
 def _percentiles(name: str, values: list[float]) -> dict[str, float]:
+    if not values:  # tokens that wait for the client come as one output
+        raise RuntimeError(f"{name}: nothing was measured; take more requests or --output-tokens")
     p50, p99, largest = np.percentile(values, [50, 99, 100]).tolist()
     return {f"{name}_p50": p50, f"{name}_p99": p99, f"{name}_max": largest}
 

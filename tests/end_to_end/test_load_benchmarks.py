@@ -57,7 +57,7 @@ def test_engines_are_compared_under_load_and_drawn(
     picture = tmp_path / "load.png"
     flags = [
         "--model", str(DEMO_MODEL), "--rate", "10", "--duration-s", "0.5", "--long-tokens", "300",
-        "--output-tokens", "5", "--chunk-tokens", "64", "--targets", "50", "--reps", "1",
+        "--output-tokens", "60", "--chunk-tokens", "64", "--targets", "50", "--reps", "1",
         "--plot", str(picture),
     ]  # fmt: skip
     report = run_main(benchmark, monkeypatch, tmp_path / "out.json", *flags)

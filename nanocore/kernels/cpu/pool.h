@@ -159,7 +159,7 @@ class Pool {
         }
     }
 
-    static constexpr int kSpins = 2000;  // of about 50 ns
+    static constexpr int kSpins = 2000;  // of 20 to 50 ns
 
     const int callers_core_;
     const int num_threads_;
