@@ -193,7 +193,14 @@ def _run_once(llm: LLM, workload: Workload, canary: BandwidthCanary) -> Repetiti
 
 
 def generate(llm: LLM, requests: Sequence[BenchmarkRequest]) -> tuple[float, list[RequestOutput]]:
-    """Submit requests at once to an engine without cached prefixes; seconds and outputs."""
+    """`submit` to an engine without cached prefixes."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the engine did not reset its prefix cache: is a request running?")
+    return submit(llm, requests)
+
+
+def submit(llm: LLM, requests: Sequence[BenchmarkRequest]) -> tuple[float, list[RequestOutput]]:
+    """Submit requests at once; seconds until the last one's end, and outputs."""
     prompts = [list(request.prompt_token_ids) for request in requests]
     params = [
         SamplingParams(
@@ -204,8 +211,6 @@ def generate(llm: LLM, requests: Sequence[BenchmarkRequest]) -> tuple[float, lis
         )
         for request in requests
     ]
-    if not llm.reset_prefix_cache():
-        raise RuntimeError("the engine did not reset its prefix cache: is a request running?")
     start_s = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - start_s, outputs

@@ -17,16 +17,15 @@ core_us      EngineCore.step() with an executor that answers at once, without th
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
+from frozen_heap import frozen_heap
 from no_model_engine import NoModelExecutor
 
 from nanocore.engine_core.admission import Admission
@@ -102,16 +101,6 @@ def _num_steps(num_requests: int) -> int:
     return 128 if num_requests <= 64 else 64
 
 
-@contextmanager
-def _frozen_heap() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def step_us(num_requests: int, repeats: int) -> list[float]:
     """One steady decode step of so many requests."""
     engine = _Engine()
@@ -119,7 +108,7 @@ def step_us(num_requests: int, repeats: int) -> list[float]:
     engine.start(num_requests)
     num_steps = _num_steps(num_requests)
     figures = []
-    with _frozen_heap():
+    with frozen_heap():
         for _ in range(repeats + 1):
             spent_ns = 0
             for _ in range(num_steps):
@@ -144,7 +133,7 @@ def admit_us(num_tokens: int, repeats: int, cached: bool = False) -> list[float]
     count = 64 if num_tokens <= 1024 else 4
     submits = [engine.submit(num_tokens) for _ in range(count)]
     figures = []
-    with _frozen_heap():
+    with frozen_heap():
         for _ in range(repeats + 1):
             spent_ns = 0
             if not cached:
@@ -174,7 +163,7 @@ def blocks_us(num_blocks: int, repeats: int, evict: bool = False) -> list[float]
         chains.append(KeyChain(BLOCK_SIZE))
         chains[-1].extend(rng.randbytes(4 * BLOCK_SIZE * num_blocks))
     figures = []
-    with _frozen_heap():
+    with frozen_heap():
         for _ in range(repeats + 1):
             if not evict:
                 assert kv_cache.reset_prefix_cache()
@@ -221,7 +210,7 @@ def core_us(num_requests: int, repeats: int) -> list[float]:
     outbox = Outbox()
     core = EngineCore(engine.scheduler, executor, SimpleQueue(), outbox)
     figures = []
-    with _frozen_heap():
+    with frozen_heap():
         for _ in range(repeats + 1):
             executor.spent_ns = 0
             t0 = _now_ns()

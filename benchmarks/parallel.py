@@ -11,15 +11,15 @@ Writes benchmarks/results/parallel.json.
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any, Final
 
 from machine import CpuTimes, describe_run, nice_sessions, spread, write_report
 from models import SHAPES, model_folder
-from workloads import Workload, make_workload
+from offline import submit
+from workloads import make_workload
 
-from nanocore.client import LLM, SamplingParams
+from nanocore.client import LLM
 from nanocore.client.launcher import EngineArgument
 
 RESULTS: Final = Path(__file__).parent / "results" / "parallel.json"
@@ -30,29 +30,15 @@ ENGINES: Final[dict[str, dict[str, EngineArgument]]] = {
 }
 
 
-def run(llm: LLM, workload: Workload) -> float:
-    """Seconds that all requests take."""
-    prompts = [list(request.prompt_token_ids) for request in workload.requests]
-    params = [
-        SamplingParams(
-            temperature=0, max_tokens=request.num_output_tokens, ignore_eos=True, detokenize=False
-        )
-        for request in workload.requests
-    ]
-    start_s = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - start_s
-
-
 def measure(model: Path, engine: str, round_number: int, name: str) -> dict[str, float]:
     """One engine, from start to end."""
     engine_args = ENGINES[engine]
     with LLM(model, max_num_seqs=16, max_model_len=512, **engine_args) as llm, nice_sessions():
         vocab_size = llm.model_card.vocab_size
-        run(llm, make_workload(name, vocab_size, 0))
+        submit(llm, make_workload(name, vocab_size, 0).requests)
         workload = make_workload(name, vocab_size, round_number)
         before = CpuTimes.now()
-        wall_s = run(llm, workload)
+        wall_s, _ = submit(llm, workload.requests)
         foreign = CpuTimes.now().foreign_share_since(before)
     return {
         "output_tokens_per_s": round(workload.num_output_tokens / wall_s, 2),

@@ -14,20 +14,20 @@ evicted all the time. Writes benchmarks/results/prefix-cache-cost.json.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from frozen_heap import frozen_heap
 from machine import CpuTimes, describe_run, nice_sessions, spread, write_report
 from models import model_folder
 from no_model_engine import NoModelExecutor
+from offline import submit
 from workloads import Workload, make_workload
 
-from nanocore.client import LLM, SamplingParams
+from nanocore.client import LLM
 from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.queue_limit import QueueLimit
@@ -117,7 +117,7 @@ def measure_alone(name: str, vocab_size: int, num_passes: int) -> dict[str, Any]
     for repetition in range(WARM_UP + num_passes):
         workload = make_workload(name, vocab_size, repetition)
         order = list(VARIANTS) if repetition % 2 else list(VARIANTS)[::-1]
-        with _frozen_heap():
+        with frozen_heap():
             costs = {variant: keepers[variant].run(workload) for variant in order}
         if repetition < WARM_UP:
             continue
@@ -132,28 +132,9 @@ def measure_alone(name: str, vocab_size: int, num_passes: int) -> dict[str, Any]
     return {"num_steps": num_steps, **{part: spread(values) for part, values in extra.items()}}
 
 
-@contextmanager
-def _frozen_heap() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def run_once(llm: LLM, workload: Workload) -> float:
     """Seconds that the engine takes for a workload that finds nothing cached."""
-    prompts = [list(request.prompt_token_ids) for request in workload.requests]
-    params = [
-        SamplingParams(
-            temperature=0, max_tokens=each.num_output_tokens, ignore_eos=True, detokenize=False
-        )
-        for each in workload.requests
-    ]
-    start_s = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    wall_s = time.perf_counter() - start_s
+    wall_s, outputs = submit(llm, workload.requests)
     if any(output.num_cached_tokens for output in outputs):
         raise RuntimeError(f"{workload.name}: a prompt was found in the cache; it must not be")
     return wall_s

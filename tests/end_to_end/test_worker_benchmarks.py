@@ -10,14 +10,7 @@ from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEMO_MODEL = Path(__file__).parents[2] / "nanocore" / "demo_model"
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module(request.param)
 
 
 @pytest.mark.parametrize("benchmark", ["preparation"], indirect=True)
@@ -65,9 +58,8 @@ def test_answers_and_blocks_are_counted_by_cache_dtype(
 def test_engines_of_several_ranks_are_measured(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(
-        benchmark, "make_workload", lambda *_: benchmark.Workload("tiny", "", (one_request(),))
-    )
+    workload = importlib.import_module("workloads").Workload("tiny", "", (one_request(),))
+    monkeypatch.setattr(benchmark, "make_workload", lambda *_: workload)
     flags = ["--model", str(DEMO_MODEL), "--engines", "tp1,tp2", "--rounds", "1"]
     report = run_main(benchmark, monkeypatch, tmp_path / "out.json", *flags)
     assert report["engines"].keys() == {"tp1", "tp2"}

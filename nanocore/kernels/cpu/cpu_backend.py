@@ -307,7 +307,7 @@ def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
 
 
 def _huge_pages(num_bytes: int) -> Tensor:
-    """Zeroed memory in pages of 2 MiB where the system has them: weights are read as streams."""
+    """Memory in pages of 2 MiB where the system has them: weights are read as streams."""
     memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % _PAGE_BYTES
     return torch.from_numpy(memory[start : start + num_bytes])

@@ -335,7 +335,7 @@ inline void pack_weight(Pool& pool, const T* from, const LinearWeight& weight, v
 template <typename T>
 inline void unpack_feature(const LinearWeight& weight, int64_t feature, float factor, T* to) {
     const int64_t tile = feature / kTileColumns, column = feature % kTileColumns;
-    const char* start = static_cast<const char*>(weight.packed) + tile * weight.tile_bytes();
+    const char* start = weight.tile(tile);
     const float scale = weight.scale ? weight.scale[feature] : 1.0f;
     for (int64_t k = 0; k < weight.in_features; ++k) {
         float value;
