@@ -99,7 +99,7 @@ def main() -> int:
         vocab_size=tokenizer.backend.get_vocab_size(),
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=[],
-        block_size=config.block_size,
+        block_size=config.sizes.block_size,
         num_blocks=NUM_BLOCKS,
         files=files.entries,
     )

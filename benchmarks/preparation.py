@@ -69,7 +69,7 @@ def measure_us(case: Case) -> float:
     is_chunk, num_rows = case.kind == "chunk", case.num_rows
     has_gaps = case.kind in ("gaps", "ends")
     rows = list(range(0, num_rows * 2, 2) if has_gaps else range(num_rows))
-    batch = InputBatch(rows[-1] + 1, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE, torch.device("cpu"))
+    batch = InputBatch(rows[-1] + 1, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
     # Contexts differ by up to a block, so that in each step some rows cross into a new one.
     lengths = {
         row: case.context + (0 if is_chunk else i % BLOCK_SIZE) for i, row in enumerate(rows)
@@ -83,15 +83,16 @@ def measure_us(case: Case) -> float:
     for plan in plans:
         t0 = _now_ns()
         batch.apply(plan)
-        inputs = batch.prepare(plan)
-        batch.sampling_metadata(inputs.sample_rows)
-        torch.from_numpy(inputs.sample_positions)
+        step = batch.advance(plan)
+        batch.inputs(step)
+        batch.sampling_metadata(step.sample_rows)
+        torch.from_numpy(step.sample_positions)
         spent_ns += _now_ns() - t0
         if is_chunk:
             batch.num_computed[:] = case.context  # the same chunk again
         else:
-            assert len(inputs.sample_rows) == plan.num_tokens
-            batch.append(inputs.sample_rows, torch.ones(plan.num_tokens, dtype=torch.int64))
+            assert len(step.sample_rows) == plan.num_tokens
+            batch.append(step.sample_rows, np.ones(plan.num_tokens, np.int64))
     return spent_ns / 1e3 / NUM_STEPS
 
 

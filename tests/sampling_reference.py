@@ -27,23 +27,20 @@ def make_metadata(
         min_p.astype(np.float32),
         np.arange(len(rows)) if seeds is None else np.array(seeds, np.int64),
         vocab_size,
-        torch.device("cpu"),
     )
 
 
 def sample_whole(logits_RV: Tensor, metadata: SamplingMetadata, position_R: Tensor) -> Tensor:
     """One token id per row, int64 [R]. Greedy rows take the first of the largest logits."""
-    token_ids_R = logits_RV.argmax(dim=-1)
+    greedy_R = logits_RV.argmax(dim=-1)
     token_ids_V = torch.arange(logits_RV.shape[1])
     noise_RV = gumbel_noise(metadata.seed_R, position_R, token_ids_V)
     scaled_RV = logits_RV / metadata.temperature_R[:, None]
     filtered_RV = filter_logits(scaled_RV, metadata.top_k_R, metadata.top_p_R, metadata.min_p_R)
-    for rows, values_RV in (
-        (metadata.plain_rows, scaled_RV),
-        (metadata.filtered_rows, filtered_RV),
-    ):
-        token_ids_R[rows] = (values_RV + noise_RV).argmax(dim=-1)[rows]
-    return token_ids_R
+    token_ids_R = (scaled_RV + noise_RV).argmax(dim=-1)
+    rows = metadata.filtered_rows
+    token_ids_R[rows] = (filtered_RV + noise_RV).argmax(dim=-1)[rows]
+    return greedy_R.where(metadata.temperature_R == 0, token_ids_R)
 
 
 def filter_logits(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def size_cache(
     Raises:
         CacheMemoryError: a request of max_model_len does not fit, and may not be cut to what fits.
     """
-    block_size = config.block_size
+    block_size = config.sizes.block_size
     fits_auto = config.max_model_len == "auto"
     num_needed = -(-max_model_len // block_size)
     if config.num_gpu_blocks_override is not None:
@@ -57,9 +57,9 @@ def _too_long(
     config: EngineConfig, ranks: list[WorkerInfo], tightest: WorkerInfo, max_model_len: int
 ) -> str:
     """What is needed, what there is, the longest request that fits, and the flags."""
-    need_bytes = -(-max_model_len // config.block_size) * tightest.kv_block_bytes
+    need_bytes = -(-max_model_len // config.sizes.block_size) * tightest.kv_block_bytes
     have_bytes = tightest.available_kv_bytes
-    longest = have_bytes // tightest.kv_block_bytes * config.block_size
+    longest = have_bytes // tightest.kv_block_bytes * config.sizes.block_size
     where = f" on rank {ranks.index(tightest)}" if len(ranks) > 1 else ""
     remedies = [f"--kv-cache-memory-bytes {need_bytes}"]
     if longest >= 2:

@@ -10,6 +10,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process import describe_workers, find_model
 from nanocore.protocol.sockets import EngineKeys
 from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.device import select_device
 from nanocore.worker.dry_run import dry_run
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ def check_engine(config: EngineConfig) -> None:
     """
     if config.curve_dir is not None:
         EngineKeys.load(Path(config.curve_dir))
+    config = config.for_device(select_device(config.device).type)
     folder = find_model(config)
     model_config = load_model_config(folder)
     max_model_len = longest_request(config, model_config)
@@ -36,5 +38,5 @@ def check_engine(config: EngineConfig) -> None:
         )  # fmt: skip
     logger.info(
         "%d blocks of %d tokens, requests of %d tokens at most: an engine would start",
-        num_blocks, config.block_size, max_model_len,
+        num_blocks, config.sizes.block_size, max_model_len,
     )  # fmt: skip

@@ -88,6 +88,19 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--attention-backend", choices=get_args(AttentionBackend))
     device.add_argument("--quantization", choices=get_args(Quantization))
     device.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="the same logits, bit for bit, whatever else runs",
+    )
+    device.add_argument(
+        "--enforce-eager", action="store_true", help="call kernels one by one, capture no graphs"
+    )
+    device.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="begin a step before the last one is done (default: on CUDA)",
+    )
+    device.add_argument(
         "--tensor-parallel-size", "-tp", "--tp", type=int, help="ranks that share each layer (1)"
     )
     device.add_argument(
@@ -100,7 +113,7 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("KV cache")
-    cache.add_argument("--block-size", type=int, help="tokens per KV block (default: 16)")
+    cache.add_argument("--block-size", type=int, help="tokens per KV block (16; 64 on CUDA)")
     cache.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype))
     cache.add_argument(
         "--gpu-memory-utilization", type=float, help="share of a GPU's memory to use (0.9)"
@@ -118,7 +131,9 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
 def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     scheduler = parser.add_argument_group("scheduler")
     scheduler.add_argument("--max-num-seqs", type=int, help="requests running at once (256)")
-    scheduler.add_argument("--max-num-batched-tokens", type=int, help="budget of a step (2048)")
+    scheduler.add_argument(
+        "--max-num-batched-tokens", type=int, help="budget of a step (2048; 8192 on CUDA)"
+    )
     scheduler.add_argument("--max-num-queued-reqs", type=int, help="more are refused (4096)")
     scheduler.add_argument("--max-num-queued-tokens", type=int, help="in prompts (4194304)")
     scheduler.add_argument("--scheduling-policy", choices=get_args(SchedulingPolicy))

@@ -7,9 +7,9 @@ every default resolved. Names are those of `vllm serve`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Final, Literal, get_args
 
 from nanocore.protocol.endpoint import (
     IpcAddress,
@@ -24,10 +24,25 @@ from nanocore.protocol.worker import KVCacheDtype, LoadFormat, Quantization, Wor
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-AttentionBackend = Literal["auto", "cpu", "torch"]
+AttentionBackend = Literal["auto", "cpu", "triton", "flash", "torch"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
-DEFAULT_BLOCK_SIZE = 16
+FLASH_BLOCK_SIZE: Final = 256
+"""What any flash-attn takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """What suits one kind of device and not another: a GPU wants more work at a time."""
+
+    block_size: int = 16
+    max_num_batched_tokens: int = 2048
+
+
+_DEFAULT_SIZES: Final = {
+    "cpu": Sizes(),
+    "cuda": Sizes(block_size=64, max_num_batched_tokens=8192),
+}
 
 
 def _require(ok: bool, flag: str, value: object, limit: str) -> None:
@@ -98,6 +113,9 @@ class EngineConfig:
     model. revision: of the hub's model. load_format: "dummy" is random weights.
     attention_backend: of all kernels; "auto" takes the fastest that is here. quantization: of
     weights as they are loaded; None keeps them in dtype.
+    batch_invariant: a request's logits are the same bits whatever else runs, and however its tokens
+    are computed. enforce_eager: call kernels one by one, capture no graphs. async_scheduling: begin
+    a step before the last one is done; None does where the device works beside the host.
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages that
     share the layers. step_timeout_s: how long a step may take before a rank is blamed for it.
     max_model_len: None takes the model's own, "auto" at most what fits the memory.
@@ -121,12 +139,15 @@ class EngineConfig:
     dtype: Dtype = "auto"
     attention_backend: AttentionBackend = "auto"
     quantization: Quantization | None = None
+    batch_invariant: bool = False
+    enforce_eager: bool = False
+    async_scheduling: bool | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     step_timeout_s: float = 300.0
     max_model_len: int | Literal["auto"] | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     max_num_queued_reqs: int = 4096
     max_num_queued_tokens: int = 4 * 2**20
     scheduling_policy: SchedulingPolicy = "fcfs"
@@ -134,7 +155,7 @@ class EngineConfig:
     max_num_partial_prefills: int = 0
     watermark: float = 0.0
     target_itl_ms: float = math.inf
-    block_size: int = DEFAULT_BLOCK_SIZE
+    block_size: int | None = None
     num_gpu_blocks_override: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -166,7 +187,8 @@ class EngineConfig:
             f"choose one of {', '.join(get_args(Quantization))}, or leave it out",
         )
         _require(
-            1 <= self.block_size <= 1024 and self.block_size & (self.block_size - 1) == 0,
+            self.block_size is None
+            or (1 <= self.block_size <= 1024 and self.block_size & (self.block_size - 1) == 0),
             "--block-size",
             self.block_size,
             "a power of two up to 1024",
@@ -193,6 +215,25 @@ class EngineConfig:
         self._check_kv_events()
         length = self.max_model_len
         self.scheduler_config(length if isinstance(length, int) else 2)
+
+    def for_device(self, device_type: str) -> EngineConfig:
+        """With the sizes that were left open, as they suit this kind of device."""
+        default = _DEFAULT_SIZES[device_type]
+        is_flash = self.attention_backend == "flash"
+        return replace(
+            self,
+            block_size=self.block_size or (FLASH_BLOCK_SIZE if is_flash else default.block_size),
+            max_num_batched_tokens=self.max_num_batched_tokens or default.max_num_batched_tokens,
+        )
+
+    @property
+    def sizes(self) -> Sizes:
+        """Those given, or else a CPU's."""
+        default = _DEFAULT_SIZES["cpu"]
+        return Sizes(
+            block_size=self.block_size or default.block_size,
+            max_num_batched_tokens=self.max_num_batched_tokens or default.max_num_batched_tokens,
+        )
 
     @property
     def endpoint(self) -> str:
@@ -270,7 +311,7 @@ class EngineConfig:
         """The scheduler's part, once the model's length is known."""
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=self.sizes.max_num_batched_tokens,
             max_model_len=max_model_len,
             policy=self.scheduling_policy,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
@@ -290,13 +331,16 @@ class EngineConfig:
             attention_backend=self.attention_backend,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
-            block_size=self.block_size,
+            block_size=self.sizes.block_size,
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_batched_tokens=self.sizes.max_num_batched_tokens,
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             seed=self.seed,
+            enforce_eager=self.enforce_eager,
+            batch_invariant=self.batch_invariant,
+            async_scheduling=self.async_scheduling,
         )

@@ -58,8 +58,10 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
     Raises:
         StartError: what kept the engine from serving.
     """
-    started_s = time.monotonic()
+    imports_s = _process_age_s()
+    started_s = time.monotonic() - imports_s
     _raise_descriptor_limit()
+    config = config.for_device(select_device(config.device).type)
     with ExitStack() as stack:
         # All addresses first: one in use is told before the model takes time and memory.
         socket = stack.enter_context(_engine_socket(config))
@@ -73,6 +75,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             "nanocore %s | model %s (%s) | %s | endpoint %s", __version__, folder,
             model_config.architecture, _describe_ranks(config), config.endpoint,
         )  # fmt: skip
+        logger.info("imports %.2f s, since the process began", imports_s)
         executor = _executor(config, folder, model_config, max_model_len)
         stack.callback(executor.close)
         with _phase("load") as notes:
@@ -84,8 +87,8 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             executor.allocate_kv_cache(num_blocks, max_model_len)
             num_bytes = num_blocks * sum(rank.kv_block_bytes for rank in ranks)
             notes.append(
-                f"{num_blocks} blocks of {config.block_size} tokens, {num_bytes / 1e6:.0f} MB, "
-                f"requests of {max_model_len} tokens at most"
+                f"{num_blocks} blocks of {config.sizes.block_size} tokens, "
+                f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
             )
         _log_generation_defaults(model_config)
         files = ModelFiles(folder)
@@ -96,7 +99,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             vocab_size=model_config.vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=list(model_config.eos_token_ids),
-            block_size=config.block_size,
+            block_size=config.sizes.block_size,
             num_blocks=num_blocks,
             default_sampling=model_config.generation.sampling(),
             files=files.entries,
@@ -164,6 +167,13 @@ def serve(
         trace.close()
     logger.info("stopped: %s", farewell.reason)
     return 130 if interrupted and not farewell.failure else exit_code
+
+
+def _process_age_s() -> float:
+    """Seconds since this process began."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after boot; field 22 of proc(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
 def _raise_descriptor_limit() -> None:

@@ -102,6 +102,13 @@ class RunningSet:
         last_step = self.in_flight[-1].number if self.in_flight else 0
         self._kv_cache.free(request.handle, after_step=last_step)
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a row has tokens to compute, and does not wait for blocks."""
+        table = self.table
+        num_ready = len(table.decoding) + len(table.prefilling) - len(self.stalled)
+        return num_ready > 0
+
     def decoding_rows(self, group: int) -> IntArray:
         """The group's rows that take one token in every step of the group."""
         decoding, num_groups = self.table.decoding, self.table.num_groups

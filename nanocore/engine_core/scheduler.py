@@ -121,7 +121,9 @@ class Scheduler:
         """
         num_groups = self.table.num_groups
         if num_groups == 1:
-            return 0 if self._requests else None
+            if not self.running.in_flight:
+                return 0 if self._requests else None
+            return 0 if self.running.can_go_on or self._can_admit(0) else None
         busy = {step.group for step in self.running.in_flight}
         last = self._last_group
         for group in [(last + i) % num_groups for i in range(1, num_groups + 1)]:
@@ -255,6 +257,9 @@ class Scheduler:
             return True
         if any(self.running.next_chunk(row, group) for row in self.table.prefilling):
             return True
+        return self._can_admit(group)
+
+    def _can_admit(self, group: int) -> bool:
         head = self.head()
         may_fit = head is not None and not self._is_still_blocked(head)
         return may_fit and not self.running.stalled and self._num_admissible(group) > 0

@@ -4,7 +4,7 @@ Tensor shape suffixes, here and in the whole worker:
     T tokens of the step     B sequences of the step    R sequences that sample a token
     H query heads            K key/value heads          D head dimension
     E hidden size            V vocabulary               M block table width
-    N blocks in the cache    S slots (tokens) per block
+    N blocks in the cache    S slots (tokens) per block     A = B + 1
     L tokens of a context    G query heads per KV head
     X experts                C experts chosen per token    I inner size of an MLP, or of any input
     O output features
@@ -12,9 +12,11 @@ Tensor shape suffixes, here and in the whole worker:
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,24 +32,34 @@ logger = logging.getLogger(__name__)
 Activation = Literal["silu", "gelu"]
 """Of a gate; gelu by the tanh approximation."""
 
+GraphSupport = Literal["never", "decodes", "always"]
+"""Of which steps a graph can be recorded: of none, of those with nothing but decodes, or of all."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """What attention must know of a step; built once per step and handed down the call.
 
     Sequences are ordered decodes first (one query token each), then prefill chunks.
-    num_decodes: how many of the B are decodes.
-    query_start: B + 1 offsets into T, on the host. seq_lens: B context lengths including this
-    step's tokens, on the host; seq_lens_B: the same, int32 on the device.
+    num_decodes: how many of the B are decodes; num_decodes_1: the same, int32 on the device.
+    query_start: B + 1 offsets into T, on the host; query_start_A: the same, int32 on the device.
+    seq_lens: B context lengths including this step's tokens, on the host; seq_lens_B: the same,
+    int32 on the device. A sequence of length 0 is padding, and its tokens are.
     block_table_BM: int32 block ids of each sequence; entries past its length are arbitrary valid
     ids. positions_T: int64, each token's place in its sequence. slot_mapping_T: int64, where its K
     and V go: block_id * S + slot; -1 is padding: such a token is stored nowhere. Tokens past
     query_start[-1] are padding too.
+
+    In a step that a graph replays, what is on the device is that step's, and what is on the host is
+    what it was at capture, an upper bound: num_decodes sequences may be decodes, and any sequence
+    may be a chunk if query_start[-1] is above num_decodes.
     """
 
     num_decodes: int
     query_start: list[int]
     seq_lens: list[int]
+    num_decodes_1: Tensor
+    query_start_A: Tensor
     seq_lens_B: Tensor
     block_table_BM: Tensor
     positions_T: Tensor
@@ -97,6 +109,21 @@ class Noise:
         return Noise(*(x.contiguous() for x in (self.temperature_R, self.seed_R, self.position_R)))
 
 
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which tokens rows may sample. top_k_R: int32, V or more is off. top_p_R, min_p_R: float32.
+
+    In this order: a token stays if its probability, as a share of the best token's, reaches min_p;
+    if fewer than top_k are before it; if the probability of those before it, as a share of all that
+    stayed so far, is below top_p (1.0 is off). Tokens are ordered by logit, and of equal ones the
+    smaller id comes first. The best always stays.
+    """
+
+    top_k_R: Tensor
+    top_p_R: Tensor
+    min_p_R: Tensor
+
+
 class Replay(Protocol):
     """Captured kernels, to be run again on the inputs of any step."""
 
@@ -132,10 +159,12 @@ class Kernels(Protocol):
     """A backend. Activations are in the model's dtype; norms and softmax accumulate in float32.
 
     Activations are contiguous but for the first dimension. A kernel may write its result over an
-    operand where it says so.
+    operand where it says so. block_multiple: block sizes must be multiples of it.
     """
 
     name: str
+    graph_support: GraphSupport
+    block_multiple: int
 
     def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
         """The weight of a linear layer or of an embedding, quantized if so asked.
@@ -245,6 +274,15 @@ class Kernels(Protocol):
         """
         ...
 
+    def best_filtered_token(
+        self, logits_RV: Tensor, noise: Noise, filters: Filters
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `best_token` with noise, among the tokens that stay; None if there is no such kernel.
+
+        logits_RV: of the whole vocabulary. Temperatures are above 0. The host does not wait.
+        """
+        ...
+
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         """The rows that sample, [R, E]."""
         ...
@@ -258,23 +296,56 @@ class Kernels(Protocol):
         ...
 
 
-def select_kernels(name: str, device: torch.device) -> Kernels:
+def select_kernels(name: str, device: torch.device, batch_invariant: bool = False) -> Kernels:
     """The backend of this name; "auto" takes the best one that this device can run.
+
+    Args:
+        batch_invariant: its results for a token must not depend on the rest of the batch.
 
     Raises:
         ValueError: there is no such backend, or it cannot run here.
     """
-    if name not in ("auto", CpuKernels.name, TorchKernels.name):
-        raise ValueError(f"no kernel backend {name!r}; there is: auto, cpu, torch")
-    if name == TorchKernels.name or (name == "auto" and device.type != "cpu"):
-        return TorchKernels()
-    if device.type != "cpu":
-        raise ValueError(f"kernel backend cpu: the device is {device}; use auto")
-    library = find_library()
-    if library is not None:
-        return CpuKernels(library)
-    remedy = "nanocore was installed without a C++ compiler: install g++, then nanocore again"
-    if name == CpuKernels.name:
-        raise ValueError(f"kernel backend cpu: {remedy}")
-    logger.warning("computing with torch, which is slower than our kernels: %s", remedy)
+    if name not in _BACKENDS:
+        raise ValueError(f"no kernel backend {name!r}; there is: {', '.join(_BACKENDS)}")
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "cpu"
+        if name == "cpu" and find_library() is None:
+            logger.warning("computing with torch, which is slower than our kernels: %s", _REMEDY)
+            name = "torch"
+    if batch_invariant and name not in ("cpu", "triton"):
+        raise ValueError("its results depend on the batch; --batch-invariant needs cpu or triton")
+    return _BACKENDS[name](device, batch_invariant)
+
+
+def _torch(device: torch.device, batch_invariant: bool) -> Kernels:
     return TorchKernels()
+
+
+def _cpu(device: torch.device, batch_invariant: bool) -> Kernels:
+    if device.type != "cpu":
+        raise ValueError(f"the device is {device}; use auto")
+    library = find_library()
+    if library is None:
+        raise ValueError(_REMEDY)
+    return CpuKernels(library)  # always batch-invariant
+
+
+def _triton(device: torch.device, batch_invariant: bool) -> Kernels:
+    # Imported here: Triton takes a moment, and is not there where there is no CUDA.
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("the package triton is not installed; it comes with torch for CUDA")
+    from nanocore.kernels.triton.triton_backend import TritonKernels
+
+    return TritonKernels(device, batch_invariant)
+
+
+def _flash(device: torch.device, batch_invariant: bool) -> Kernels:
+    from nanocore.kernels.triton.flash_backend import FlashKernels
+
+    return FlashKernels(device)
+
+
+_REMEDY: Final = "nanocore was installed without a C++ compiler: install g++, then nanocore again"
+_BACKENDS: Final[dict[str, Callable[[torch.device, bool], Kernels]]] = {
+    "auto": _torch, "cpu": _cpu, "triton": _triton, "flash": _flash, "torch": _torch,
+}  # fmt: skip

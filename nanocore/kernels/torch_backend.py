@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         Activation,
         AttentionMetadata,
         AttentionSpec,
+        Filters,
+        GraphSupport,
         KVCache,
         Noise,
         QKNorm,
@@ -35,6 +37,8 @@ class TorchKernels:
     """Implements `backend.Kernels`."""
 
     name = "torch"
+    graph_support: GraphSupport = "never"
+    block_multiple = 1
 
     def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
         check_quantization(quantization)
@@ -133,6 +137,11 @@ class TorchKernels:
             best = logits_RV.max(dim=1)
             return best.values, best.indices
         return best_with_noise(logits_RV, first_token, noise)
+
+    def best_filtered_token(
+        self, logits_RV: Tensor, noise: Noise, filters: Filters
+    ) -> tuple[Tensor, Tensor] | None:
+        return None
 
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         return x_TE[index_R]

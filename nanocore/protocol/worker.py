@@ -28,6 +28,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: tokens of one request, at most; memory may allow fewer in the end.
     gpu_memory_utilization: share of a GPU's memory that weights, activations and KV may take.
     kv_cache_memory_bytes: for each rank's KV cache, whatever is free. seed: of dummy weights.
+    enforce_eager: call kernels one by one, capture nothing. batch_invariant: a request's logits are
+    the same bits whatever else runs. async_scheduling: begin a step before the last one is done;
+    None: where the device works beside the host.
     """
 
     folder: str
@@ -46,6 +49,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     seed: int
+    enforce_eager: bool
+    batch_invariant: bool
+    async_scheduling: bool | None
 
     @property
     def num_ranks(self) -> int:

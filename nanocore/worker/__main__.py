@@ -14,7 +14,9 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from contextlib import suppress
+from typing import Final
 
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, ModelFileError, StartError
 from nanocore.protocol.lifeline import signal_at_parent_death
@@ -30,6 +32,10 @@ from nanocore.protocol.worker import (
 )
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
+from nanocore.worker.pending_output import PendingOutput
+
+_LOOK_AGAIN_S: Final = 50e-6
+"""How long a rank whose GPU works waits for a plan before it looks at the GPU again."""
 
 
 def main() -> None:
@@ -75,17 +81,24 @@ def _run(pipe: Pipe[ToRank]) -> None:
     pipe.send(worker.load_model())
     # The first rank of the last stage answers for all.
     answers = rank == config.num_ranks - config.tensor_parallel_size
+    begun: deque[tuple[int, PendingOutput]] = deque()
     while True:
+        # A step that is done goes first; until one is, the next plan is waited for beside it.
+        while begun and (begun[0][1].is_done() or not pipe.has_message(_LOOK_AGAIN_S)):
+            if not begun[0][1].is_done():
+                continue
+            step, pending = begun.popleft()
+            output = pending.wait()
+            board.finish(rank, step)
+            if answers:
+                pipe.send(StepResult(output))
         match pipe.recv():
             case AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len):
                 worker.allocate_kv_cache(num_blocks, max_model_len)
                 pipe.send(CacheAllocated())
             case RunStep(plan):
                 board.begin(rank, plan.step)
-                output = worker.execute(plan)
-                board.finish(rank, plan.step)
-                if answers:
-                    pipe.send(StepResult(output))
+                begun.append((plan.step, worker.begin(plan)))
             case unexpected:
                 raise AssertionError(f"{type(unexpected).__name__} to a rank that runs")
 

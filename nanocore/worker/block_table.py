@@ -1,4 +1,4 @@
-"""The KV blocks of every row: on the host to find slots, on the device for attention.
+"""The KV blocks of every row, on the host: to find slots and, on a CPU, for attention.
 
 Attention wants the rows of a step in the step's order. Where they are consecutive that is a view;
 where ended rows have left gaps it is a copy, made once for a set of rows and then kept up to date
@@ -28,28 +28,34 @@ class _Selection:
     place: NDArray[np.int64] | None
 
 
+@dataclass(frozen=True, slots=True)
+class AppendedBlocks:
+    """Blocks and their places in the table; all int32 of the same length."""
+
+    rows: NDArray[np.int32]
+    columns: NDArray[np.int32]
+    block_ids: NDArray[np.int32]
+
+
 class BlockTable:
     """Block ids by row.
 
-    ids: int32 [max_num_seqs, num_columns], on the host; entries past num_blocks of a row are ids
-    that it or another request once had there, or 0.
+    ids: int32 [max_num_seqs, num_columns]; entries past num_blocks of a row are ids that it or
+    another request once had there, or 0.
     """
 
-    def __init__(self, max_num_seqs: int, num_columns: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, num_columns: int) -> None:
         self.ids = np.zeros((max_num_seqs, num_columns), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
-        self._device = device
-        self._on_device = self._to_device(self.ids)  # on a CPU: the same memory
+        self._table = torch.from_numpy(self.ids)
         self._selections: dict[int, _Selection] = {}
 
     def set_row(self, row: int, block_ids: NDArray[np.int32]) -> None:
         """Start a row anew."""
         self.num_blocks[row] = len(block_ids)
         self.ids[row, : len(block_ids)] = block_ids
-        if self._device.type != "cpu":
-            self._on_device[row, : len(block_ids)] = self._to_device(block_ids)
 
-    def append(self, rows: NDArray[np.int32], block_ids: NDArray[np.int32]) -> None:
+    def append(self, rows: NDArray[np.int32], block_ids: NDArray[np.int32]) -> AppendedBlocks:
         """Append a block to each of these rows; those of one row are adjacent."""
         # Number the blocks of a row from the start of their run.
         index = np.arange(len(rows))
@@ -59,8 +65,6 @@ class BlockTable:
         columns = self.num_blocks[rows] + index - start
         self.num_blocks[rows] = columns + 1  # of equal rows the last one is kept
         self.ids[rows, columns] = block_ids
-        if self._device.type != "cpu":
-            self._write(self._on_device, rows, columns, block_ids)
         for key, selection in list(self._selections.items()):
             if selection.place is None:
                 continue
@@ -70,10 +74,11 @@ class BlockTable:
             place = selection.place[rows]
             among = place >= 0
             if among.any():
-                self._write(selection.table_BM, place[among], columns[among], block_ids[among])
+                selection.table_BM.numpy()[place[among], columns[among]] = block_ids[among]
+        return AppendedBlocks(rows, columns.astype(np.int32), block_ids)
 
     def select(self, rows_B: NDArray[np.int64], key: int) -> Tensor:
-        """Block ids of these rows, int32 [B, M] on the device, until the next change.
+        """Block ids of these rows, int32 [B, M], until the next change.
 
         The array that the last call with this key was given costs nothing; if one of its rows was
         started anew since, it must be another array.
@@ -86,17 +91,8 @@ class BlockTable:
     def _select(self, rows_B: NDArray[np.int64]) -> _Selection:
         if (np.diff(rows_B) == 1).all():
             first = int(rows_B[0])
-            return _Selection(rows_B, self._on_device[first : first + len(rows_B)], None)
-        used = self._on_device[:, : int(self.num_blocks[rows_B].max()) + _SPARE_COLUMNS]
+            return _Selection(rows_B, self._table[first : first + len(rows_B)], None)
+        used = self._table[:, : int(self.num_blocks[rows_B].max()) + _SPARE_COLUMNS]
         place = np.full(len(self.ids), -1)
         place[rows_B] = np.arange(len(rows_B))
-        return _Selection(rows_B, used.index_select(0, self._to_device(rows_B)), place)
-
-    def _write(
-        self, table: Tensor, rows: NDArray, columns: NDArray, block_ids: NDArray[np.int32]
-    ) -> None:
-        index = self._to_device(rows), self._to_device(columns)
-        table[index] = self._to_device(block_ids)
-
-    def _to_device(self, values: NDArray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return _Selection(rows_B, used.index_select(0, torch.from_numpy(rows_B)), place)

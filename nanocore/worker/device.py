@@ -9,7 +9,9 @@ import torch
 from nanocore.kernels.backend import Kernels, select_kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
 from nanocore.protocol.errors import ConfigError, ModelFileError
+from nanocore.protocol.worker import WorkerConfig
 
+_FP8_CAPABILITY: Final = (8, 9)
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -57,19 +59,41 @@ def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) 
     """
     if name == "fp8" and device.type != "cuda":
         raise ConfigError("--kv-cache-dtype fp8 needs CUDA; on a CPU int8 takes as little")
+    if name == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise ConfigError(f"--kv-cache-dtype fp8: {device} has no fp8; int8 takes as little")
     return kv_cache_format(name, model_dtype)
 
 
-def make_kernels(name: str, device: torch.device) -> Kernels:
-    """The kernel backend of this name for the device.
+def steps_in_flight(config: WorkerConfig, device: torch.device) -> int:
+    """How many steps may be begun and not done.
+
+    On a device beside the host the next step is begun while one runs (--async-scheduling); a CPU
+    would only deliver a step's tokens later, so there it must be asked for. Pipeline stages have a
+    step each.
+    """
+    overlaps = config.async_scheduling
+    if overlaps is None:
+        overlaps = device.type == "cuda"
+    return max(config.pipeline_parallel_size, 2 if overlaps else 1)
+
+
+def make_kernels(config: WorkerConfig, device: torch.device) -> Kernels:
+    """The kernel backend that a rank is to use.
 
     Raises:
-        ConfigError: it cannot run here.
+        ConfigError: it cannot run here, or not with these blocks.
     """
+    name = config.attention_backend
     try:
-        return select_kernels(name, device)
+        kernels = select_kernels(name, device, config.batch_invariant)
     except ValueError as error:
         raise ConfigError(f"--attention-backend {name}: {error}") from None
+    if config.block_size % kernels.block_multiple:
+        raise ConfigError(
+            f"--block-size {config.block_size}: kernel backend {kernels.name} needs a multiple of "
+            f"{kernels.block_multiple}; leave it out, or choose another --attention-backend"
+        )
+    return kernels
 
 
 def dtype_name(dtype: torch.dtype) -> str:

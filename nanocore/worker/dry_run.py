@@ -113,7 +113,7 @@ def _info(
     config: WorkerConfig, model: DecoderModel, weight_bytes: int, kv_bytes: int
 ) -> WorkerInfo:
     device = select_device(config.device)
-    kernels = make_kernels(config.attention_backend, device)
+    kernels = make_kernels(config, device)
     kv_format = select_kv_format(config.kv_cache_dtype, model.placement.dtype, device)
     runner = ModelRunner(model, kernels)
     return WorkerInfo(

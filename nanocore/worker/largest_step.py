@@ -5,36 +5,63 @@ All their KV blocks are the same one: what is computed makes no sense, and takes
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 import torch
+from torch import Tensor
 
+from nanocore.kernels.backend import Filters, Noise
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.protocol.plan import NewRow, SchedulerOutput
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.worker import WorkerConfig
 from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.sampling.sampler import TokenSampler
+
+NUM_PROFILED_GRAPHS: Final = 2
+"""The largest ones, in whose memory the others live; of what each takes beside it, a sample."""
 
 
 def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: WorkerConfig) -> None:
     """Run a step in which every row samples, with filters, and one at the end of a long context.
 
-    The model's KV cache and persistent batch are of one block afterwards, to be allocated anew.
+    The model's KV cache is gone afterwards, and the persistent batch is to be allocated anew. The
+    graphs that were recorded stay until then.
     """
     max_len = config.max_model_len
     num_tokens = min(config.max_num_batched_tokens, max_len - 1)
     runner.allocate(
-        kv_format, 1, config.block_size, config.max_num_seqs, max_len, config.max_num_batched_tokens
-    )
+        kv_format, 1, config.block_size, config.max_num_seqs, max_len,
+        config.max_num_batched_tokens, NUM_PROFILED_GRAPHS,
+    )  # fmt: skip
     num_rows = config.max_num_seqs
     per_row = max(1, min(config.max_num_batched_tokens // num_rows, max_len - 1))
     rows = [_row(row, per_row, per_row, config.block_size) for row in range(num_rows)]
     runner.execute(_plan(rows, [], per_row))
-    if runner.model.head is not None:  # equal logits: no filter can leave a token out
-        logits_RV = torch.zeros(num_rows, runner.model.head.num_tokens, device=runner.device)
-        runner.sample(logits_RV, np.arange(num_rows), np.full(num_rows, per_row))
+    if runner.sampler is not None and runner.model.head is not None:
+        _sample(runner.sampler, runner.model.head.num_tokens, num_rows, runner.device)
     rows = [_row(0, max_len - 1, num_tokens, config.block_size)]
     runner.execute(_plan(rows, list(range(num_rows)), num_tokens))
     runner.kv_caches = []
+
+
+def _sample(sampler: TokenSampler, width: int, num_rows: int, device: torch.device) -> None:
+    """Sample as expensively as it gets: of equal logits no filter can leave any out."""
+
+    def column(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_rows,), value, dtype=dtype, device=device)
+
+    sampler.sample_filtered(
+        torch.zeros(num_rows, width, device=device),
+        Noise(column(1.0, torch.float32), *(column(0, torch.int64) for _ in range(2))),
+        Filters(
+            column(sampler.vocab_size, torch.int32),
+            column(0.999, torch.float32),
+            column(0.0, torch.float32),
+        ),
+        max_top_k=sampler.vocab_size,
+    )
 
 
 def _row(row: int, length: int, num_tokens: int, block_size: int) -> NewRow:

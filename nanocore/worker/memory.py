@@ -26,31 +26,38 @@ def cpu_kv_bytes(num_ranks: int, taken_bytes: int = 0) -> int:
 
 
 def cuda_kv_bytes(
-    device: torch.device, utilization: float, run_largest_step: Callable[[], None]
+    device: torch.device, utilization: float, run_largest_step: Callable[[], int]
 ) -> int:
     """Bytes on this device, with weights loaded.
 
     What other processes hold is taken off, as it is after the step: a neighbour that comes or goes
     meanwhile changes the figure and nothing else. (vLLM's rule, without its failing on that.)
 
+    Args:
+        run_largest_step: may keep memory, which then is not the KV cache's; returns how many bytes
+        more of it there will be.
+
     Raises:
         CacheMemoryError: the share is used up already.
     """
     torch.cuda.reset_peak_memory_stats(device)
-    run_largest_step()
+    reserved_bytes = torch.cuda.memory_reserved(device)
+    later_bytes = run_largest_step()
     torch.cuda.synchronize(device)
     peak_bytes = torch.cuda.max_memory_allocated(device)
     gc.collect()
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     outside_torch_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved(device)
-    kv_bytes = int(total_bytes * utilization) - peak_bytes - outside_torch_bytes
+    kept_bytes = max(0, torch.cuda.memory_reserved(device) - reserved_bytes) + later_bytes
+    kv_bytes = int(total_bytes * utilization) - peak_bytes - outside_torch_bytes - kept_bytes
     if kv_bytes <= 0:
         raise CacheMemoryError(
             f"--gpu-memory-utilization {utilization}: {utilization * total_bytes / 1e9:.1f} GB of "
             f"{device} leave nothing for the KV cache: weights and the largest step take "
-            f"{peak_bytes / 1e9:.1f} GB, the CUDA context and other processes "
-            f"{outside_torch_bytes / 1e9:.1f} GB; raise it, or lower --max-num-batched-tokens"
+            f"{peak_bytes / 1e9:.1f} GB, graphs {kept_bytes / 1e9:.1f} GB, the CUDA context and "
+            f"other processes {outside_torch_bytes / 1e9:.1f} GB; raise it, or lower "
+            "--max-num-batched-tokens"
         )
     return kv_bytes
 

@@ -1,7 +1,8 @@
 """Runs a step on one rank: applies the plan to the persistent batch, calls the model, samples.
 
-A rank of a pipeline's later stage receives hidden states instead of embedding token ids, and one of
-an earlier stage sends them on instead of sampling.
+On a CPU the step is over when `begin` returns; on a device beside the host, which has a stream,
+`DeviceSteps` begins it there. A rank of a pipeline's later stage receives hidden states instead of
+embedding token ids, and one of an earlier stage sends them on instead of sampling.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from nanocore.kernels.backend import AttentionMetadata, Kernels, KVCache, Replay
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.worker import Quantization
-from nanocore.worker.input_batch import InputBatch, StepInputs
+from nanocore.worker.device_rows import DeviceRows
+from nanocore.worker.device_steps import DeviceSteps
+from nanocore.worker.input_batch import BatchStep, InputBatch, ints
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.pending_output import NOTHING_SAMPLED, DoneOutput, PendingOutput
 from nanocore.worker.placement import Placement
-from nanocore.worker.sampling.sampler import sample
-
-NOTHING_SAMPLED = ModelRunnerOutput(rows=b"", token_ids=b"")
+from nanocore.worker.sampling.sampler import TokenSampler
+from nanocore.worker.step_graphs import GraphRecorder, graph_shapes
+from nanocore.worker.step_memory import StepShape
+from nanocore.worker.stream import Stream
 
 
 class Channel(Protocol):
@@ -45,15 +50,30 @@ class StageLinks:
     send: Channel | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceQueue:
+    """Of a device beside the host. recorder: None if steps are to run kernel by kernel."""
+
+    stream: Stream
+    recorder: GraphRecorder | None = None
+
+
 class ModelRunner:
     """One rank's part of a model.
 
     Args:
         model: its weights loaded. kernels: the backend. links: to neighbouring stages.
+        queue: None where steps are computed by the host itself. enforce_eager: call kernels one by
+        one, though they could be captured.
     """
 
     def __init__(
-        self, model: DecoderModel, kernels: Kernels, links: StageLinks | None = None
+        self,
+        model: DecoderModel,
+        kernels: Kernels,
+        links: StageLinks | None = None,
+        queue: DeviceQueue | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         self.model, self.kernels = model, kernels
         self.config = model.config
@@ -62,7 +82,16 @@ class ModelRunner:
         self.links = links or StageLinks()
         self.kv_caches: list[KVCache] = []
         self.rotary: dict[str, Rotary] = {}
+        self.sampler: TokenSampler | None = None
+        if model.head is not None:
+            self.sampler = TokenSampler(
+                model.head.first_token, self.config.vocab_size, self.placement.tp, kernels
+            )
+        self._queue, self._enforce_eager = queue, enforce_eager
+        self._device_steps: DeviceSteps | None = None
         self._replay: Replay | None = None
+        self._sampled: list[tuple[NDArray[np.int32], ...]] = []
+        """Rows, positions and tokens that other stages sampled and the device does not know yet."""
 
     @torch.inference_mode()
     def allocate(
@@ -73,8 +102,12 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         max_num_batched_tokens: int,
+        max_graphs: int | None = None,
     ) -> None:
-        """Allocate the KV cache and the persistent batch, compute the rotary tables, capture."""
+        """Allocate the KV cache and the persistent batch, compute the rotary tables, capture.
+
+        max_graphs: record so many of the largest graphs and no more.
+        """
         self.kv_caches = [
             self._kv_cache(kv_format, (num_blocks, block_size, layer.attention.num_kv_heads))
             for layer in self.model.layers
@@ -82,10 +115,33 @@ class ModelRunner:
         self.rotary = self.model.rotary_tables(max_model_len)
         self.batch = InputBatch(
             max_num_seqs, max_model_len, block_size, self.config.vocab_size,
-            self.device, self.placement.pp_size,
+            self.placement.pp_size, has_tokens=self._queue is None,
         )  # fmt: skip
-        if self.placement.num_ranks == 1:
-            self._replay = self.kernels.capture(self._compute, max_num_batched_tokens, max_num_seqs)
+        self._device_steps = None
+        if self._queue is not None:
+            num_columns = self.batch.blocks.ids.shape[1]
+            rows = DeviceRows(max_num_seqs, max_model_len, num_columns, self.device)
+            self._device_steps = DeviceSteps(
+                self.batch, rows, self._logits, self.sampler, self._queue.stream
+            )
+            shapes = self.graph_shapes(max_num_seqs, max_num_batched_tokens, block_size)
+            if shapes and self._queue.recorder is not None:
+                self._device_steps.record(shapes[:max_graphs], self._queue.recorder)
+            self._queue.stream.join()
+        elif self.placement.num_ranks == 1 and not self._enforce_eager:
+            self._replay = self.kernels.capture(
+                self._whole_step, max_num_batched_tokens, max_num_seqs
+            )
+
+    def graph_shapes(
+        self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int
+    ) -> list[StepShape]:
+        """Of the graphs that `allocate` records, the largest first."""
+        is_whole = self.placement.pp_size == 1  # else hidden states come from other ranks
+        if self._queue is None or self._queue.recorder is None or not is_whole:
+            return []
+        support = self.kernels.graph_support
+        return graph_shapes(support, max_num_seqs, max_num_batched_tokens, block_size)
 
     def kv_block_bytes(self, kv_format: KVCacheFormat, block_size: int) -> int:
         """Bytes that one block takes over this rank's layers, K and V."""
@@ -99,45 +155,59 @@ class ModelRunner:
         return packer.saved_bytes
 
     @torch.inference_mode()
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step of the plan; only the last stage samples."""
+    def begin(self, plan: SchedulerOutput) -> PendingOutput:
+        """Begin a step of the plan; only the last stage samples."""
         if not self.placement.is_last_stage:
-            self.batch.take_sampled(plan)
-        self.batch.apply(plan)
+            self._take_sampled(plan)
+        appended = self.batch.apply(plan)
         if plan.num_tokens == 0:
             return NOTHING_SAMPLED
-        inputs = self.batch.prepare(plan)
-        logits_RV = self._run_model(inputs)
-        if logits_RV is None:
+        step = self.batch.advance(plan)
+        if self._device_steps is None:
+            return self._compute(step)
+        sampled, self._sampled = self._sampled, []
+        columns = [np.concatenate(parts) for parts in zip(*sampled, strict=True)]
+        return self._device_steps.begin(plan, step, appended, columns)
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run a step of the plan to its end."""
+        return self.begin(plan).wait()
+
+    def _take_sampled(self, plan: SchedulerOutput) -> None:
+        """Append what a later stage sampled; before `apply`, for rows may be removed with it."""
+        rows = ints(plan.sampled_rows)
+        if len(rows) == 0:
+            return
+        token_ids = ints(plan.sampled_token_ids)
+        if self._device_steps is None:
+            self.batch.append(rows, token_ids)
+        else:
+            self._sampled.append((rows, self.batch.num_tokens[rows].astype(np.int32), token_ids))
+            self.batch.append(rows, None)
+
+    def _compute(self, step: BatchStep) -> PendingOutput:
+        """A step on the host."""
+        inputs = self.batch.inputs(step)
+        compute = self._replay or self._logits
+        logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
+        if logits_RV is None or len(logits_RV) == 0:
             return NOTHING_SAMPLED
-        token_ids_R = self.sample(logits_RV, inputs.sample_rows, inputs.sample_positions)
-        self.batch.append(inputs.sample_rows, token_ids_R)
-        return ModelRunnerOutput(
-            rows=inputs.sample_rows.astype("<i4").tobytes(),
-            token_ids=token_ids_R.cpu().numpy().astype("<i4").tobytes(),
-        )
+        assert self.sampler is not None, "the last stage samples"
+        rows = step.sample_rows
+        token_ids_R = self.sampler.sample(
+            logits_RV, self.batch.sampling_metadata(rows), torch.from_numpy(step.sample_positions)
+        ).numpy()
+        self.batch.append(rows, token_ids_R)
+        columns = rows.astype("<i4").tobytes(), token_ids_R.astype("<i4").tobytes()
+        return DoneOutput(ModelRunnerOutput(rows=columns[0], token_ids=columns[1]))
 
-    def sample(
-        self, logits_RV: Tensor, rows: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> Tensor:
-        """One token id for each of these rows, int64 [R], the same on every rank of the stage."""
-        assert self.model.head is not None, "the last stage samples"
-        return sample(
-            logits_RV,
-            self.batch.sampling_metadata(rows),
-            torch.from_numpy(positions).to(self.device),
-            self.model.head.first_token,
-            self.config.vocab_size,
-            self.placement.tp,
-            self.kernels,
-        )
+    def _logits(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor | None:
+        """This rank's part of the model; logits [R, V] of the rows that sample, if there are any.
 
-    def _run_model(self, inputs: StepInputs) -> Tensor | None:
-        """Logits of the rows that sample, or None where there are none."""
-        token_ids_T, metadata = inputs.token_ids_T, inputs.attention
-        if self._replay is not None:
-            logits_RV = self._replay(token_ids_T, metadata, inputs.sample_index_R)
-            return logits_RV if len(logits_RV) else None
+        Hidden states come from and go to other stages.
+        """
         if self.links.receive is None:
             x_TE = self.model.embed(token_ids_T, self.kernels)
         else:
@@ -146,18 +216,18 @@ class ModelRunner:
         hidden_TE = self._forward(x_TE, metadata)
         if self.links.send is not None:
             self.links.send.send(hidden_TE)
-        if not self.placement.is_last_stage or len(inputs.sample_rows) == 0:
+        if not self.placement.is_last_stage or len(sample_index_R) == 0:
             return None
-        return self.model.compute_logits(hidden_TE[inputs.sample_index_R], self.kernels)
+        return self.model.compute_logits(hidden_TE[sample_index_R], self.kernels)
 
     def _forward(self, x_TE: Tensor, metadata: AttentionMetadata) -> Tensor:
         context = StepContext(self.kernels, metadata, self.rotary)
         return self.model.forward(x_TE, self.kv_caches, context)
 
-    def _compute(
+    def _whole_step(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor:
-        """A whole step of a rank that needs no other."""
+        """What `_logits` says on a rank that needs no other, in nothing but kernels."""
         hidden_TE = self._forward(self.model.embed(token_ids_T, self.kernels), metadata)
         hidden_RE = self.kernels.select_rows(hidden_TE, sample_index_R)
         return self.model.compute_logits(hidden_RE, self.kernels)

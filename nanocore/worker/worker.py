@@ -6,28 +6,35 @@ then execute plans.
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 
 import torch
 
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.protocol.plan import SchedulerOutput
 from nanocore.protocol.worker import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.communication.links import RankLinks, connect
 from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.cuda_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.device import (
     dtype_name,
     make_kernels,
     select_device,
     select_dtype,
     select_kv_format,
+    steps_in_flight,
 )
-from nanocore.worker.largest_step import run_largest_steps
+from nanocore.worker.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.memory import cpu_kv_bytes, cuda_kv_bytes
-from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
+from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
+
+logger = logging.getLogger(__name__)
 
 
 class Worker:
@@ -55,10 +62,23 @@ class Worker:
             pp_rank=rank // config.tensor_parallel_size,
             pp_size=config.pipeline_parallel_size,
         )
-        self._kernels = make_kernels(config.attention_backend, device)
+        self._kernels = make_kernels(config, device)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         model = build_model(model_config, self._placement)
-        self._runner = ModelRunner(model, self._kernels, links.stages)
+        self._recorder: CudaGraphRecorder | None = None
+        self._runner = ModelRunner(
+            model, self._kernels, links.stages, self._queue(), config.enforce_eager
+        )
+
+    def _queue(self) -> DeviceQueue | None:
+        """Of a CUDA device."""
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.set_device(self.device)
+        if not self._config.enforce_eager:
+            self._recorder = CudaGraphRecorder()
+        depth = steps_in_flight(self._config, self.device)
+        return DeviceQueue(CudaStream(depth, self.device), self._recorder)
 
     @torch.inference_mode()
     def load_model(self) -> WorkerInfo:
@@ -92,9 +112,9 @@ class Worker:
             config.max_num_batched_tokens,
         )  # fmt: skip
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step; returns the tokens it sampled."""
-        return self._runner.execute(plan)
+    def begin(self, plan: SchedulerOutput) -> PendingOutput:
+        """Begin a step; what it samples is there when it is done."""
+        return self._runner.begin(plan)
 
     def _available_kv_bytes(self) -> int:
         config = self._config
@@ -102,8 +122,19 @@ class Worker:
             return config.kv_cache_memory_bytes
         if self.device.type != "cuda":
             return cpu_kv_bytes(config.num_ranks)
-        return cuda_kv_bytes(
-            self.device,
-            config.gpu_memory_utilization,
-            lambda: run_largest_steps(self._runner, self._kv_format, config),
+        return cuda_kv_bytes(self.device, config.gpu_memory_utilization, self._run_largest_steps)
+
+    def _run_largest_steps(self) -> int:
+        """Returns the bytes that graphs will take beside those which this has recorded."""
+        config, runner = self._config, self._runner
+        start_s = time.monotonic()
+        run_largest_steps(runner, self._kv_format, config)
+        logger.info("largest steps, and kernels for them, %.2f s", time.monotonic() - start_s)
+        num_graphs = len(
+            runner.graph_shapes(
+                config.max_num_seqs, config.max_num_batched_tokens, config.block_size
+            )
         )
+        if self._recorder is None:
+            return 0
+        return self._recorder.last_bytes * max(0, num_graphs - NUM_PROFILED_GRAPHS)

@@ -181,10 +181,13 @@ class PagedCase:
             slots.append(blocks * self.block_size + of_seq % self.block_size)
         lengths = [past + count for _, past, count in order]
         zeros = torch.zeros(self.num_padding, dtype=torch.int64)
+        num_decodes = sum(count == 1 for _, _, count in order)
         return order, AttentionMetadata(
-            num_decodes=sum(count == 1 for _, _, count in order),
+            num_decodes=num_decodes,
             query_start=starts,
             seq_lens=lengths,
+            num_decodes_1=torch.tensor([num_decodes], dtype=torch.int32),
+            query_start_A=torch.tensor(starts, dtype=torch.int32),
             seq_lens_B=torch.tensor(lengths, dtype=torch.int32),
             block_table_BM=table[[i for i, _, _ in order]],
             positions_T=torch.cat([*positions, zeros]),

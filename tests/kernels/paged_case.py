@@ -81,6 +81,10 @@ class PagedCase:
             num_decodes=sum(count == 1 for _, count in self.seqs),
             query_start=starts,
             seq_lens=lengths,
+            num_decodes_1=torch.tensor(
+                [sum(count == 1 for _, count in self.seqs)], dtype=torch.int32
+            ),
+            query_start_A=torch.tensor(starts, dtype=torch.int32),
             seq_lens_B=torch.tensor(lengths, dtype=torch.int32),
             block_table_BM=self.block_table,
             positions_T=torch.cat([*positions, torch.zeros(self.num_padding, dtype=torch.int64)]),

@@ -17,6 +17,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device import make_kernels
 from tests.kernels.cpu_case import runnable_libraries
+from tests.worker.configs import make_worker_config
 
 CPU = torch.device("cpu")
 
@@ -48,14 +49,14 @@ def test_without_a_library_torch_computes_and_the_log_says_what_to_do(
 
 @pytest.mark.usefixtures("_no_libraries")
 def test_the_cpu_backend_without_a_library_is_an_error_that_names_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"kernel backend cpu: .*install g\+\+"):
+    with pytest.raises(ValueError, match=r"install g\+\+"):
         select_kernels("cpu", CPU)
 
 
 @pytest.mark.usefixtures("_no_libraries")
 def test_a_user_who_asks_for_it_is_told_the_flag_and_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"--attention-backend cpu: .*install g\+\+"):
-        make_kernels("cpu", CPU)
+        make_kernels(make_worker_config(attention_backend="cpu"), CPU)
 
 
 @pytest.mark.usefixtures("_no_libraries")

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.backend import Kernels
@@ -30,11 +29,14 @@ from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
 from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.input_batch import BatchStep, InputBatch
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.model_runner import ModelRunner, StageLinks
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
+from nanocore.worker.sampling.sampler import TokenSampler
+from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker.ranks import run_ranks
@@ -203,13 +205,8 @@ class _World:
 def run_runner(runner: ModelRunner, script: Script) -> list[Sample]:
     """What one rank says, with its part of the logits."""
     logits: list[Tensor] = []
-    sample = runner.sample
-
-    def record_logits(logits_RV: Tensor, rows: NDArray, positions: NDArray) -> Tensor:
-        logits.append(logits_RV.clone())
-        return sample(logits_RV, rows, positions)
-
-    runner.sample = record_logits  # type: ignore[method-assign]
+    if runner.sampler is not None:
+        record_logits(runner.sampler, logits)
     said = []
     for plan, expected in zip(script.plans, script.samples, strict=True):
         logits.clear()
@@ -222,3 +219,27 @@ def run_runner(runner: ModelRunner, script: Script) -> list[Sample]:
         for i, (row, token_id) in enumerate(zip(rows, token_ids, strict=True)):
             said.append(Sample(*expected[row], token_id, logits[0][i]))
     return said
+
+
+def record_logits(sampler: TokenSampler, logits: list[Tensor]) -> None:
+    """Have the sampler append what it samples from to this list."""
+    sample = sampler.sample
+
+    def recording(logits_RV: Tensor, metadata: SamplingMetadata, position_R: Tensor) -> Tensor:
+        logits.append(logits_RV.clone())
+        return sample(logits_RV, metadata, position_R)
+
+    sampler.sample = recording  # type: ignore[method-assign]
+
+
+def record_steps(batch: InputBatch) -> list[BatchStep]:
+    """The steps that the batch prepares from now on."""
+    steps: list[BatchStep] = []
+    advance = batch.advance
+
+    def recording(plan: SchedulerOutput) -> BatchStep:
+        steps.append(advance(plan))
+        return steps[-1]
+
+    batch.advance = recording  # type: ignore[method-assign]
+    return steps

@@ -29,7 +29,6 @@ from nanocore.protocol.plan import SchedulerOutput
 from nanocore.protocol.worker import Quantization
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import load_model_config
-from nanocore.worker.input_batch import StepInputs
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
@@ -37,6 +36,7 @@ from nanocore.worker.placement import Placement
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.kernels.cpu_case import runnable_libraries
 from tests.tiny_models import MAX_MODEL_LEN, make_tiny_qwen3
+from tests.worker.running import record_logits, record_steps
 
 BLOCK_SIZE = 16
 NUM_REQUESTS = 65
@@ -137,26 +137,27 @@ class Recorder:
         self.logits: Logits = {}
         self._runner = runner
         self._requests: dict[int, int] = {}
-        self._run_model = ModelRunner._run_model
+        self._steps = record_steps(runner.batch)
+        self._sampled: list[Tensor] = []
+        assert runner.sampler is not None
+        record_logits(runner.sampler, self._sampled)
 
     def execute(self, plan: SchedulerOutput):  # type: ignore[no-untyped-def]
         for new in plan.added:
             token_ids = np.frombuffer(new.token_ids, "<i4").tolist()
             fits = [i for i, prompt in enumerate(PROMPTS) if token_ids[: len(prompt)] == prompt]
             self._requests[new.row] = max(fits, key=lambda i: len(PROMPTS[i]))
-
-        def run_model(inputs: StepInputs) -> Tensor | None:
-            logits_RV = self._run_model(self._runner, inputs)
+        result = self._runner.execute(plan)
+        for step, logits_RV in zip(self._steps, self._sampled, strict=False):
             for i, (row, position) in enumerate(
-                zip(inputs.sample_rows.tolist(), inputs.sample_positions.tolist(), strict=True)
+                zip(step.sample_rows.tolist(), step.sample_positions.tolist(), strict=True)
             ):
                 key = self._requests[row], position
                 assert key not in self.logits
-                self.logits[key] = logits_RV[i].clone()
-            return logits_RV
-
-        self._runner._run_model = run_model  # type: ignore[method-assign]
-        return self._runner.execute(plan)
+                self.logits[key] = logits_RV[i]
+        self._steps.clear()
+        self._sampled.clear()
+        return result
 
 
 def num_different(actual: Outcome, expected: Outcome) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -20,20 +19,8 @@ def ids(*values: int) -> NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
-class TableOfTwoMemories(BlockTable):
-    """As on a device whose memory is not the host's."""
-
-    def __init__(self) -> None:
-        super().__init__(NUM_ROWS, NUM_COLUMNS, torch.device("cpu"))
-        self._device = torch.device("cuda")
-        self._on_device = self._on_device.clone()
-
-    def _to_device(self, values: NDArray) -> torch.Tensor:
-        return torch.from_numpy(values.copy())
-
-
 def make_table() -> BlockTable:
-    return BlockTable(NUM_ROWS, NUM_COLUMNS, torch.device("cpu"))
+    return BlockTable(NUM_ROWS, NUM_COLUMNS)
 
 
 @settings(max_examples=100, deadline=None)
@@ -41,7 +28,7 @@ def make_table() -> BlockTable:
 def test_selected_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_table, "_SPARE_COLUMNS", 1)
-        table = data.draw(st.sampled_from([make_table, TableOfTwoMemories]))()
+        table = make_table()
         expected: list[list[int]] = [[] for _ in range(NUM_ROWS)]
         rows_B, block_id = np.arange(NUM_ROWS), 0
         for _ in range(data.draw(st.integers(1, 25))):

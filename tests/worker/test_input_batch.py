@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ MAX_MODEL_LEN = 40
 
 
 def make_batch(max_num_seqs: int = 4) -> InputBatch:
-    return InputBatch(max_num_seqs, MAX_MODEL_LEN, BLOCK_SIZE, 50, torch.device("cpu"))
+    return InputBatch(max_num_seqs, MAX_MODEL_LEN, BLOCK_SIZE, 50)
 
 
 def check_inputs(inputs: StepInputs, before: dict[int, int], executor: FakeExecutor) -> None:
@@ -74,16 +73,16 @@ def test_inputs_equal_those_derived_the_slow_way(data: st.DataObject) -> None:
         before = {row: count for row, count in before.items() if row in executor.rows}
         batch.apply(plan)
         if plan.num_tokens:
-            inputs = batch.prepare(plan)
+            step = batch.advance(plan)
             # The fake worker has sampled already: look at its rows without the new token.
-            check_inputs(inputs, before, executor)
+            check_inputs(batch.inputs(step), before, executor)
             sampled = dict(zip(*map(ints, (result.rows, result.token_ids)), strict=True))
-            assert set(inputs.sample_rows.tolist()) == sampled.keys()
-            tokens = [sampled[row] for row in inputs.sample_rows.tolist()]
-            assert inputs.sample_positions.tolist() == [
-                len(executor.rows[row].token_ids) - 1 for row in inputs.sample_rows.tolist()
+            assert set(step.sample_rows.tolist()) == sampled.keys()
+            tokens = [sampled[row] for row in step.sample_rows.tolist()]
+            assert step.sample_positions.tolist() == [
+                len(executor.rows[row].token_ids) - 1 for row in step.sample_rows.tolist()
             ]
-            batch.append(inputs.sample_rows, torch.tensor(tokens, dtype=torch.int64))
+            batch.append(step.sample_rows, np.array(tokens))
         deliveries.take(scheduler, result)
 
 
@@ -104,8 +103,7 @@ def plan_adding(*rows: tuple[int, EngineSamplingParams]) -> SchedulerOutput:
 
 
 def sampling_of(batch: InputBatch, plan: SchedulerOutput) -> SamplingMetadata:
-    inputs = batch.prepare(plan)
-    return batch.sampling_metadata(inputs.sample_rows)
+    return batch.sampling_metadata(batch.advance(plan).sample_rows)
 
 
 def test_sampling_columns_follow_their_rows() -> None:
@@ -117,8 +115,8 @@ def test_sampling_columns_follow_their_rows() -> None:
     )
     batch.apply(plan)
     sampling = sampling_of(batch, plan)
-    assert sampling.greedy_rows.tolist() == [0]
-    assert sampling.plain_rows.tolist() == [1]
+    assert not sampling.all_greedy
+    assert sampling.unfiltered_rows.tolist() == [0, 1]
     assert sampling.filtered_rows.tolist() == [2]
     assert sampling.max_top_k == 7
     assert sampling.temperature_R.tolist() == [0.0, 1.0, 0.5]
@@ -140,7 +138,7 @@ def test_filters_of_greedy_rows_do_not_count() -> None:
     plan = plan_adding((0, EngineSamplingParams(temperature=0.0, top_k=5)))
     batch.apply(plan)
     sampling = sampling_of(batch, plan)
-    assert sampling.greedy_rows.tolist() == [0]
+    assert sampling.all_greedy
     assert sampling.filtered_rows.tolist() == []
 
 

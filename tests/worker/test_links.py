@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanocore.protocol.worker import RankStart, WorkerConfig
-from nanocore.worker.communication import process_group
+from nanocore.protocol.worker import RankStart
+from nanocore.worker.communication import one_shot, process_group
 from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes, connect
 from nanocore.worker.communication.shm_channel import create_channel
+from tests.worker.configs import make_worker_config
 
 
 def start_message(rank: int, tp_size: int, pp_size: int, **fds: int) -> RankStart:
-    config = WorkerConfig(
-        folder="", load_format="dummy", device="cpu", dtype="auto", attention_backend="auto",
-        quantization=None, kv_cache_dtype="auto", block_size=16, max_model_len=64, max_num_seqs=2,
-        max_num_batched_tokens=5, gpu_memory_utilization=0.9, kv_cache_memory_bytes=None,
-        tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size, seed=0,
-    )  # fmt: skip
+    config = make_worker_config(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
     return RankStart(
         config=config, rank=rank, cores=[0], board_fd=-1, rendezvous="/run/meet",
         **{"reduce_fd": -1, "receive_fd": -1, "send_fd": -1} | fds,
@@ -49,6 +45,7 @@ def test_on_cuda_a_rank_is_joined_to_its_stage_and_its_neighbours(
     monkeypatch: pytest.MonkeyPatch, rank: int, receive: str | None, send: str | None
 ) -> None:
     monkeypatch.setattr(process_group, "ProcessGroupCommunicator", FakeGroup)
+    monkeypatch.setattr(one_shot, "with_one_shot", lambda group: group)
     joined = connect(start_message(rank, tp_size=3, pp_size=3), torch.device("cuda", rank), 8)
     assert isinstance(joined.tp, FakeGroup)
     assert (joined.tp.path, joined.tp.world_rank, joined.tp.world_size) == (

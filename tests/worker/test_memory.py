@@ -11,13 +11,13 @@ from nanocore.kernels.backend import select_kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.protocol.errors import CacheMemoryError
 from nanocore.protocol.plan import SchedulerOutput
-from nanocore.protocol.worker import WorkerConfig
 from nanocore.worker import memory
 from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.largest_step import run_largest_steps
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
+from tests.worker.configs import make_worker_config
 
 GB = 10**9
 CUDA = torch.device("cuda", 0)
@@ -47,10 +47,23 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_on_cuda_the_peak_of_the_largest_step_and_other_processes_are_taken_off(
     fake_cuda: dict[str, int],
 ) -> None:
-    def largest_step() -> None:
+    def largest_step() -> int:
         fake_cuda["peak"] = 40 * GB
+        return 0
 
     assert memory.cuda_kv_bytes(CUDA, 0.9, largest_step) == (90 - 40 - 5) * GB
+
+
+def test_on_cuda_graphs_that_are_kept_and_those_to_come_are_taken_off(
+    fake_cuda: dict[str, int],
+) -> None:
+    def largest_step() -> int:
+        fake_cuda["peak"] = 40 * GB
+        fake_cuda["reserved"] += 2 * GB
+        fake_cuda["free"] -= 3 * GB
+        return 4 * GB
+
+    assert memory.cuda_kv_bytes(CUDA, 0.9, largest_step) == (90 - 40 - (5 + 1) - 2 - 4) * GB
 
 
 def test_on_cuda_a_share_that_is_used_up_is_an_error_with_the_flag(
@@ -58,7 +71,7 @@ def test_on_cuda_a_share_that_is_used_up_is_an_error_with_the_flag(
 ) -> None:
     fake_cuda["peak"] = 60 * GB
     with pytest.raises(CacheMemoryError, match=r"--gpu-memory-utilization 0\.5.*60\.0 GB.*5\.0"):
-        memory.cuda_kv_bytes(CUDA, 0.5, lambda: None)
+        memory.cuda_kv_bytes(CUDA, 0.5, lambda: 0)
 
 
 def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
@@ -67,12 +80,9 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     placement = Placement(torch.float32, torch.device("cpu"))
     model = build_model(load_model_config(tiny_model), placement)
     runner = ModelRunner(model, select_kernels("torch", placement.device))
-    config = WorkerConfig(
-        folder=str(tiny_model), load_format="dummy", device="cpu", dtype="auto",
-        attention_backend="auto", quantization=None, kv_cache_dtype="auto", block_size=16,
-        max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=300, gpu_memory_utilization=0.9,
-        kv_cache_memory_bytes=None, tensor_parallel_size=1, pipeline_parallel_size=1, seed=0,
-    )  # fmt: skip
+    config = make_worker_config(
+        folder=str(tiny_model), max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=300
+    )
     for slot in model.slots().values():
         for part in slot.parts:
             part.target.zero_()
@@ -80,7 +90,8 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     plans: list[SchedulerOutput] = []
     sampled: list[int] = []
     longest: list[int] = []
-    execute, sample, forward = runner.execute, runner.sample, model.forward
+    assert runner.sampler is not None
+    execute, sample, forward = runner.execute, runner.sampler.sample_filtered, model.forward
 
     def record_forward(x_TE, caches, context):  # type: ignore[no-untyped-def]
         longest.append(max(context.metadata.seq_lens))
@@ -89,7 +100,9 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     monkeypatch.setattr(model, "forward", record_forward)
     monkeypatch.setattr(runner, "execute", lambda plan: (plans.append(plan), execute(plan))[1])
     monkeypatch.setattr(
-        runner, "sample", lambda *args: (sampled.append(len(args[0])), sample(*args))[1]
+        runner.sampler,
+        "sample_filtered",
+        lambda *args, **more: (sampled.append(len(args[0])), sample(*args, **more))[1],
     )
     run_largest_steps(runner, kv_cache_format("auto", placement.dtype), config)
     assert [plan.num_tokens for plan in plans] == [8 * 37, 300]

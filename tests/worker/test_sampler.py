@@ -15,8 +15,13 @@ from nanocore.kernels import gumbel_noise
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling import sampler
-from nanocore.worker.sampling.candidates import logits_of, make_candidates, token_ids_of
-from nanocore.worker.sampling.sampler import sample
+from nanocore.worker.sampling.candidates import (
+    logits_of,
+    make_candidates,
+    no_candidates,
+    token_ids_of,
+)
+from nanocore.worker.sampling.sampler import TokenSampler
 from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 from tests.sampling_reference import Settings, make_metadata, sample_whole
 from tests.worker.ranks import run_ranks, same_on_every_rank
@@ -34,15 +39,8 @@ def sample_split(logits_RV: Tensor, metadata: SamplingMetadata, ends: list[int])
 
     def of_rank(tp: Communicator) -> Tensor:
         columns = logits_RV[:, ends[tp.rank] : ends[tp.rank + 1]].contiguous()
-        return sample(
-            columns,
-            metadata,
-            positions(logits_RV),
-            ends[tp.rank],
-            logits_RV.shape[1],
-            tp,
-            TorchKernels(),
-        )
+        sampler = TokenSampler(ends[tp.rank], logits_RV.shape[1], tp, TorchKernels())
+        return sampler.sample(columns, metadata, positions(logits_RV))
 
     return same_on_every_rank(run_ranks(len(ends) - 1, of_rank))
 
@@ -131,22 +129,14 @@ def test_rows_whose_top_k_is_known_to_suffice_take_one_exchange() -> None:
     counting = CountingRank()
     rows = [(1.0, 50, 0.9, 0.0), (1.0, 20, 1.0, 0.1)]
     zeros = torch.zeros(2, 5000)
-    sample(zeros, make_metadata(rows, 5000), positions(zeros), 0, 5000, counting, TorchKernels())
+    sample_on(counting, zeros, make_metadata(rows, 5000))
     assert counting.gathered == [(2, 51)]
 
 
 def test_greedy_and_plain_rows_send_one_number_each() -> None:
     counting = CountingRank()
     zeros = torch.zeros(2, 5000)
-    sample(
-        zeros,
-        make_metadata([GREEDY, PLAIN], 5000),
-        positions(zeros),
-        0,
-        5000,
-        counting,
-        TorchKernels(),
-    )
+    sample_on(counting, zeros, make_metadata([GREEDY, PLAIN], 5000))
     assert counting.gathered == [(2,)]
 
 
@@ -155,20 +145,33 @@ def test_only_rows_that_are_undecided_are_widened() -> None:
     logits = torch.zeros(3, 5000)
     logits[0, 7] = logits[2, 9] = 30.0
     metadata = make_metadata([(1.0, 0, 0.9, 0.0)] * 3, 5000)
-    sample(logits, metadata, positions(logits), 0, 5000, counting, TorchKernels())
+    sample_on(counting, logits, metadata)
     widened = [shape[0] for shape in counting.gathered if len(shape) == 2]
     assert widened == [3, 1]
 
 
 class CountingRank(SingleRank):
-    """Records the shapes that are gathered."""
+    """Records the shapes that are gathered; the other rank has no tokens."""
+
+    size = 2
 
     def __init__(self) -> None:
         self.gathered: list[tuple[int, ...]] = []
 
     def all_gather(self, x: Tensor) -> Tensor:
         self.gathered.append(tuple(x.shape))
-        return super().all_gather(x)
+        other = torch.zeros_like(x)
+        if len(x.shape) == 2:  # candidates, and the bound below which there may be more
+            other = no_candidates((len(x), x.shape[1]), x.device)
+            other[:, -1] = torch.iinfo(x.dtype).min
+        elif x.dtype == torch.int64 and len(x) > 1:
+            other = no_candidates((len(x),), x.device)
+        return torch.stack((x, other))
+
+
+def sample_on(rank: Communicator, logits_RV: Tensor, metadata: SamplingMetadata) -> Tensor:
+    sampler = TokenSampler(0, logits_RV.shape[1], rank, TorchKernels())
+    return sampler.sample(logits_RV, metadata, positions(logits_RV))
 
 
 @pytest.mark.parametrize("row", [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.1)])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import SingleRank
-from nanocore.worker.sampling.sampler import sample
+from nanocore.worker.sampling.sampler import TokenSampler
 from tests.sampling_reference import Settings, filter_logits, make_metadata
 
 VOCAB_SIZE = 5
@@ -30,7 +30,8 @@ def draw(rows: list[Settings], logits_RV: Tensor) -> Tensor:
     """What the sampler draws for these rows, all of one seed, at different positions."""
     metadata = make_metadata(rows, logits_RV.shape[1], [0] * len(rows))
     positions, size = torch.arange(len(rows)), logits_RV.shape[1]
-    return sample(logits_RV, metadata, positions, 0, size, SingleRank(), TorchKernels())
+    sampler = TokenSampler(0, size, SingleRank(), TorchKernels())
+    return sampler.sample(logits_RV, metadata, positions)
 
 
 @pytest.mark.parametrize(

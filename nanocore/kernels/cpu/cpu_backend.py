@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         Activation,
         AttentionMetadata,
         AttentionSpec,
+        Filters,
+        GraphSupport,
         KVCache,
         Noise,
         QKNorm,
@@ -61,6 +63,8 @@ class CpuKernels:
     """Implements `backend.Kernels`. cores: see `Workspace`."""
 
     name = "cpu"
+    graph_support: GraphSupport = "never"
+    block_multiple = 1
 
     def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:
         self._workspace = Workspace(library, cores)
@@ -202,6 +206,11 @@ class CpuKernels:
             *columns, value_R.data_ptr(), index_R.data_ptr(), dtype=None,
         )  # fmt: skip
         return value_R, index_R
+
+    def best_filtered_token(
+        self, logits_RV: Tensor, noise: Noise, filters: Filters
+    ) -> tuple[Tensor, Tensor] | None:
+        return None
 
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         if self._recording is None:

@@ -50,6 +50,7 @@ def connect(start: RankStart, device: torch.device, hidden_size: int) -> RankLin
 
 def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
     # It imports torch.distributed, which is a tenth of a second of everyone's start.
+    from nanocore.worker.communication.one_shot import with_one_shot
     from nanocore.worker.communication.process_group import ProcessGroupCommunicator
 
     tp_size, pp_size = start.config.tensor_parallel_size, start.config.pipeline_parallel_size
@@ -59,7 +60,7 @@ def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
         Path(start.rendezvous), rank, start.config.num_ranks, stages, device
     )
     return RankLinks(
-        tp=group if tp_size > 1 else SingleRank(),
+        tp=with_one_shot(group) if tp_size > 1 else SingleRank(),
         stages=StageLinks(
             receive=group.channel(rank - tp_size) if stage > 0 else None,
             send=group.channel(rank + tp_size) if stage < pp_size - 1 else None,

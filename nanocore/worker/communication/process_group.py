@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,11 @@ class ProcessGroupCommunicator:
                 self.rank, self.size = list(ranks).index(world_rank), len(ranks)
                 self._group = group
         assert hasattr(self, "_group"), f"rank {world_rank} is in none of {groups}"
+
+    @property
+    def name(self) -> Any:
+        """torch's, of the group: a string with a type of its own in some versions."""
+        return self._group.group_name
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the group's ranks; overwrites x."""

@@ -7,21 +7,24 @@ from collections.abc import Callable
 
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.worker import WorkerConfig, WorkerInfo
+from nanocore.worker.device import steps_in_flight
+from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.worker import Worker
 
 
 class LocalExecutor:
-    """Implements `Executor` with a worker in this process, which runs a step when it is submitted.
+    """Implements `Executor` with a worker in this process.
+
+    A CPU runs a step when it is submitted, a GPU while the step loop goes on.
 
     Raises:
         StartError: see `Worker`.
     """
 
-    max_concurrent_steps = 1
-
     def __init__(self, config: WorkerConfig) -> None:
         self._worker = Worker(config)
-        self._results: deque[ModelRunnerOutput] = deque()
+        self.max_concurrent_steps = steps_in_flight(config, self._worker.device)
+        self._steps: deque[PendingOutput] = deque()
 
     def load_model(self) -> list[WorkerInfo]:
         return [self._worker.load_model()]
@@ -30,10 +33,10 @@ class LocalExecutor:
         self._worker.allocate_kv_cache(num_blocks, max_model_len)
 
     def submit(self, plan: SchedulerOutput) -> None:
-        self._results.append(self._worker.execute(plan))
+        self._steps.append(self._worker.begin(plan))
 
     def collect(self) -> ModelRunnerOutput:
-        return self._results.popleft()
+        return self._steps.popleft().wait()
 
     def on_failure(self, report: Callable[[str], None]) -> None:
         """Nothing can die here without the engine."""

@@ -5,6 +5,7 @@ A Unix stream socket, so that the death of either side closes it for the other.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from typing import Any, Final, Generic, TypeVar
@@ -43,6 +44,10 @@ class Pipe(Generic[T]):
     def send_frame(self, frame: bytes) -> None:
         """Send what `encode_frame` made, to several peers perhaps."""
         self._end.sendall(frame)
+
+    def has_message(self, timeout_s: float) -> bool:
+        """Whether `recv` has something to read, or the end to report, within this time."""
+        return bool(select.select([self._end], [], [], timeout_s)[0])
 
     def recv(self) -> T:
         """Wait for a message.

@@ -32,7 +32,7 @@ from nanocore.protocol.worker import (
 from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes
 from nanocore.worker.communication.shm_channel import create_channel
 from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, create_region, progress
-from nanocore.worker.device import select_device
+from nanocore.worker.device import select_device, steps_in_flight
 from nanocore.worker.executors.pipe import encode_frame
 from nanocore.worker.executors.rank_process import RankProcess
 from nanocore.worker.executors.status_board import StatusBoard
@@ -52,7 +52,8 @@ class ProcessExecutor:
 
     def __init__(self, config: WorkerConfig, hidden_size: int, step_timeout_s: float) -> None:
         self.config = config
-        self.max_concurrent_steps = config.pipeline_parallel_size
+        device = select_device(config.device)
+        self.max_concurrent_steps = steps_in_flight(config, device)
         self._step_timeout_s = step_timeout_s
         self._directory = tempfile.TemporaryDirectory(prefix="nanocore-ranks-")
         self._board_fd = StatusBoard.create(config.num_ranks)
@@ -61,7 +62,7 @@ class ProcessExecutor:
         # Of each stage; and from rank t of stage s to rank t of the next one, at [s][t].
         self._reduce_fds = [-1] * pp_size
         self._channel_fds = [[-1] * tp_size for _ in range(pp_size - 1)]
-        if select_device(config.device).type == "cpu":
+        if device.type == "cpu":
             slot_bytes = channel_slot_bytes(config, hidden_size)
             for fds in self._channel_fds:
                 fds[:] = [create_channel(slot_bytes, CHANNEL_DEPTH) for _ in fds]

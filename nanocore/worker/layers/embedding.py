@@ -39,7 +39,7 @@ class VocabParallelEmbedding:
 
     def pack_as_embedding(self, packer: WeightPacker) -> None:
         """Likewise, where nothing but `embed` needs it."""
-        self.packed = packer.embedding(self.weight)
+        self.packed = packer.unquantized(self.weight)
         del self.weight
 
     def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.backend import Kernels
+from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
@@ -38,6 +39,7 @@ class SparseMLP:
         self.norm_topk_prob = moe.norm_topk_prob
         self.rows = Rows.share(placement, moe.intermediate_size, "moe_intermediate_size")
         self.router_XE = placement.empty(moe.num_experts, hidden_size)
+        self.router: LinearWeight
         self.gate_up_XIE = placement.empty(moe.num_experts, 2 * self.rows.size, hidden_size)
         self.down_XEI = placement.empty(moe.num_experts, hidden_size, self.rows.size)
 
@@ -58,19 +60,21 @@ class SparseMLP:
         return slots
 
     def pack(self, packer: WeightPacker) -> None:
-        """Experts stay as they were loaded: `Kernels.moe` takes them so."""
+        """Give up the router for a packed one; `Kernels.moe` takes experts as they were loaded."""
+        self.router = packer.unquantized(self.router_XE)
+        del self.router_XE
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         return self.tp.all_reduce(self.partial_sum(x_TE, context))
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """What this rank adds to the result."""
-        expert_ids_TC, weights_TC = self._route(x_TE)
+        expert_ids_TC, weights_TC = self._route(x_TE, context.kernels)
         return context.kernels.moe(x_TE, self.gate_up_XIE, self.down_XEI, expert_ids_TC, weights_TC)
 
-    def _route(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, x_TE: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """(expert ids, int64 [T, C]; their weights, float32 [T, C])."""
-        probs_TX = F.linear(x_TE, self.router_XE).softmax(-1, dtype=torch.float32)
+        probs_TX = kernels.linear(x_TE, self.router).softmax(-1, dtype=torch.float32)
         weights_TC, expert_ids_TC = probs_TX.topk(self.num_experts_per_tok)
         if self.norm_topk_prob:
             weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)

@@ -23,8 +23,8 @@ class WeightPacker:
         """The weight of a linear layer, which the caller gives up."""
         return self._pack(weight_OI, self._quantization)
 
-    def embedding(self, weight_OI: Tensor) -> LinearWeight:
-        """Likewise of an embedding that is no head: looked up and never multiplied, so as it is."""
+    def unquantized(self, weight_OI: Tensor) -> LinearWeight:
+        """Likewise, as it is: of an embedding that is no head, or a router."""
         return self._pack(weight_OI, None)
 
     def _pack(self, weight_OI: Tensor, quantization: Quantization | None) -> LinearWeight:

@@ -6,9 +6,9 @@ its own (shared experts: DeepSeekMoE, Dai et al. 2024).
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
@@ -30,6 +30,7 @@ class SharedExpertMLP(SparseMLP):
             "shared_expert_intermediate_size",
         )  # fmt: skip
         self.shared_gate_1E = placement.empty(1, config.hidden_size)
+        self.shared_gate: LinearWeight
 
     def slots(self, prefix: str) -> Slots:
         return {
@@ -39,10 +40,13 @@ class SharedExpertMLP(SparseMLP):
         }
 
     def pack(self, packer: WeightPacker) -> None:
+        super().pack(packer)
         self.shared_expert.pack(packer)
+        self.shared_gate = packer.unquantized(self.shared_gate_1E)
+        del self.shared_gate_1E
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        gate_T1 = F.linear(x_TE, self.shared_gate_1E).sigmoid()
+        gate_T1 = context.kernels.linear(x_TE, self.shared_gate).sigmoid()
         shared_TE = gate_T1 * self.shared_expert.partial_sum(x_TE, context)
         return super().partial_sum(x_TE, context) + shared_TE
 

@@ -10,11 +10,12 @@ candidates, so all decide alike without another word. One rank is the case of no
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels, Noise
+from nanocore.kernels.backend import Filters, Kernels, Noise
 from nanocore.kernels.gumbel_noise import cached_rows, gumbel_noise
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.candidates import (
@@ -43,56 +44,82 @@ class _Rows:
     position_F: Tensor
 
     @classmethod
-    def select(cls, metadata: SamplingMetadata, position_R: Tensor, rows: Tensor) -> _Rows:
-        columns = (metadata.temperature_R, metadata.top_k_R, metadata.top_p_R, metadata.min_p_R)
-        return cls(*[column[rows] for column in (*columns, metadata.seed_R, position_R)])
+    def of(cls, noise: Noise, filters: Filters) -> _Rows:
+        return cls(
+            noise.temperature_R, filters.top_k_R, filters.top_p_R, filters.min_p_R, noise.seed_R,
+            noise.position_R,
+        )  # fmt: skip
 
     def __getitem__(self, rows: Tensor | slice) -> _Rows:
         return _Rows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
-def sample(
-    logits_RV: Tensor,
-    metadata: SamplingMetadata,
-    position_R: Tensor,
-    first_token: int,
-    vocab_size: int,
-    tp: Communicator,
-    kernels: Kernels,
-) -> Tensor:
-    """One token id per row, int64 [R], the same on every rank.
+class TokenSampler:
+    """Samples from this rank's columns of the logits; all ranks of a stage get the same tokens.
 
     Args:
-        logits_RV: float32, this rank's columns: those of tokens first_token and on, maybe none.
-        metadata: how each row samples. position_R: int64, where the sampled tokens will be.
-        vocab_size: of all ranks. tp: the ranks, in the order of their tokens.
+        first_token: of this rank's columns, which may be none. vocab_size: of all ranks.
+        tp: the ranks, in the order of their tokens.
     """
-    greedy, plain, filtered = metadata.greedy_rows, metadata.plain_rows, metadata.filtered_rows
-    if len(greedy) == len(logits_RV) and tp.size == 1:
-        return kernels.best_token(logits_RV, first_token)[1]  # its columns are the token ids
-    if len(greedy) == len(logits_RV):
-        best_R = tp.all_gather(best_candidate(logits_RV, first_token, kernels)).amax(dim=0)
-        return token_ids_of(best_R).clamp_(max=vocab_size - 1)
-    best_R = no_candidates((len(logits_RV),), logits_RV.device)
-    if len(greedy):
-        best_R[greedy] = best_candidate(_take(logits_RV, greedy), first_token, kernels)
-    if len(plain):
-        rows = _Rows.select(metadata, position_R, plain)
-        noise = Noise(rows.temperature_F, rows.seed_F, rows.position_F)
-        best_R[plain] = best_candidate(_take(logits_RV, plain), first_token, kernels, noise)
-    if len(greedy) or len(plain):
-        best_R = tp.all_gather(best_R).amax(dim=0)
-    if len(filtered):
-        rows = _Rows.select(metadata, position_R, filtered)
-        best_R[filtered] = _sample_filtered(
-            _take(logits_RV, filtered), rows, metadata.max_top_k, first_token, vocab_size, tp
-        )
-    # A row of NaN has no best token, and must not become an index outside of the vocabulary.
-    return token_ids_of(best_R).clamp_(max=vocab_size - 1)
+
+    def __init__(
+        self, first_token: int, vocab_size: int, tp: Communicator, kernels: Kernels
+    ) -> None:
+        self._first_token, self.vocab_size = first_token, vocab_size
+        self._tp, self._kernels = tp, kernels
+
+    def sample(self, logits_RV: Tensor, metadata: SamplingMetadata, position_R: Tensor) -> Tensor:
+        """One token id per row, int64 [R].
+
+        Args:
+            logits_RV: float32. metadata: how each row samples. position_R: int64, where the sampled
+            tokens will be.
+        """
+        if metadata.all_greedy:
+            return self.sample_plain(logits_RV, None)
+        noise = Noise(metadata.temperature_R, metadata.seed_R, position_R)
+        filtered, others = metadata.filtered_rows, metadata.unfiltered_rows
+        if len(filtered) == 0:
+            return self.sample_plain(logits_RV, noise)
+        token_ids_R = torch.empty_like(position_R)
+        if len(others):
+            token_ids_R[others] = self.sample_plain(logits_RV[others], _take(noise, others))
+        filters = Filters(metadata.top_k_R, metadata.top_p_R, metadata.min_p_R)
+        if len(others):
+            logits_RV, noise = logits_RV[filtered], _take(noise, filtered)
+            filters = _take(filters, filtered)
+        token_ids_R[filtered] = self.sample_filtered(logits_RV, noise, filters, metadata.max_top_k)
+        return token_ids_R
+
+    def sample_plain(self, logits_RV: Tensor, noise: Noise | None) -> Tensor:
+        """Of rows without filters, int64 [R]; without noise the most likely tokens."""
+        if self._tp.size == 1:
+            return self._kernels.best_token(logits_RV, self._first_token, noise)[1]
+        best_R = best_candidate(logits_RV, self._first_token, self._kernels, noise)
+        best_R = self._tp.all_gather(best_R).amax(dim=0)
+        # A row of NaN has no best token, and must not become an index outside of the vocabulary.
+        return token_ids_of(best_R).clamp_(max=self.vocab_size - 1)
+
+    def sample_filtered(
+        self, logits_RV: Tensor, noise: Noise, filters: Filters, max_top_k: int
+    ) -> Tensor:
+        """Of rows with temperatures and filters, int64 [R]. max_top_k: the largest of them."""
+        if self._tp.size == 1:
+            best = self._kernels.best_filtered_token(logits_RV, noise, filters)
+            if best is not None:
+                return best[1]
+        chosen_R = _sample_filtered(
+            logits_RV, _Rows.of(noise, filters), max_top_k, self._first_token, self.vocab_size,
+            self._tp,
+        )  # fmt: skip
+        return token_ids_of(chosen_R).clamp_(max=self.vocab_size - 1)
 
 
-def _take(logits_RV: Tensor, rows: Tensor) -> Tensor:
-    return logits_RV if len(rows) == len(logits_RV) else logits_RV[rows]
+P = TypeVar("P", Noise, Filters)
+
+
+def _take(columns: P, rows: Tensor) -> P:
+    return type(columns)(*(getattr(columns, field.name)[rows] for field in fields(columns)))
 
 
 def _sample_filtered(

@@ -1,0 +1,182 @@
+"""Steps on a device beside the host: begun in order, replayed as graphs where one fits, read late.
+
+The host packs a step's differences and columns into pinned memory, enqueues one copy and the work,
+and goes on; what a step needs of the one before it, its tokens, it takes from the tables on the
+device. Nothing here waits for the device, but rows with top_k, top_p or min_p where the backend has
+no kernel for them, or ranks share the vocabulary. Shape suffixes: see `nanocore.kernels.backend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanocore.kernels.backend import AttentionMetadata, Filters, Noise
+from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.block_table import AppendedBlocks
+from nanocore.worker.device_rows import DeviceRows, NewTokens
+from nanocore.worker.input_batch import BatchStep, InputBatch
+from nanocore.worker.sampling.sampler import TokenSampler
+from nanocore.worker.step_graphs import GraphRecorder, HostBounds, StepGraphs
+from nanocore.worker.step_memory import StepFields, StepShape, num_bytes
+from nanocore.worker.stream import Pending, Stream
+
+
+class ComputeLogits(Protocol):
+    """A rank's part of the model; None if it does not sample, or no row does."""
+
+    def __call__(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step leaves on the device. token_ids_R: int64, without the filters of any row."""
+
+    logits_RV: Tensor
+    token_ids_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that was begun. Implements `pending_output.PendingOutput`."""
+
+    rows: NDArray[np.int64]
+    tokens: Pending
+
+    def is_done(self) -> bool:
+        return self.tokens.is_done()
+
+    def wait(self) -> ModelRunnerOutput:
+        token_ids_R = self.tokens.wait()
+        if token_ids_R is None:
+            return ModelRunnerOutput(rows=b"", token_ids=b"")
+        return ModelRunnerOutput(
+            rows=self.rows.astype("<i4").tobytes(),
+            token_ids=token_ids_R.numpy().astype("<i4").tobytes(),
+        )
+
+
+class DeviceSteps:
+    """Begins steps.
+
+    Args:
+        batch: the rows on the host; rows: on the device. compute_logits: the model.
+        sampler: None on a stage that does not sample. stream: of the device.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        rows: DeviceRows,
+        compute_logits: ComputeLogits,
+        sampler: TokenSampler | None,
+        stream: Stream,
+    ) -> None:
+        self._batch, self._rows = batch, rows
+        self._compute_logits = compute_logits
+        self._sampler = sampler
+        self._stream = stream
+        self._device = rows.token_table.device
+        self._graphs: StepGraphs[Sampled | None] | None = None
+
+    def record(self, shapes: list[StepShape], recorder: GraphRecorder) -> StepGraphs:
+        """Record graphs of these shapes, to be replayed from now on."""
+        rows = self._rows
+        self._graphs = StepGraphs(
+            shapes, self._compute, recorder, rows.spare_row, rows.token_table.shape[1], self._device
+        )
+        return self._graphs
+
+    def begin(
+        self,
+        plan: SchedulerOutput,
+        step: BatchStep,
+        appended: AppendedBlocks,
+        sampled: list[NDArray[np.int32]],
+    ) -> PendingStep:
+        """Enqueue a step. appended: blocks that rows got. sampled: see `NewTokens`."""
+        new = NewTokens.of(plan, sampled)
+        shape = StepShape.of(step, appended)
+        graph = self._graphs.find(shape) if self._graphs is not None else None
+        layout = shape if graph is None else graph.shape
+        size = num_bytes(layout)
+        staged = self._stream.stage(size + (0 if new is None else new.column.nbytes))
+        fields = StepFields.of(staged, layout)
+        num_filtered, max_top_k = fields.fill(step, appended, self._batch, self._rows.spare_row)
+        if new is not None:
+            staged[size:].view(torch.int32).numpy()[:] = new.column
+        order = step.order
+        bounds = HostBounds(order.num_decodes, order.query_start, step.seq_lens_B.tolist())
+
+        def work() -> Tensor | None:
+            if graph is None:
+                memory = staged.to(self._device, non_blocking=True)
+                inputs, tail = StepFields.of(memory, shape), memory[size:]
+            else:
+                graph.memory.copy_(staged[:size], non_blocking=True)
+                inputs, tail = graph.fields, staged[size:].to(self._device, non_blocking=True)
+            if new is not None:
+                self._rows.take(tail.view(torch.int32), new)
+            if graph is None:
+                result = self._compute(inputs, bounds)
+            else:
+                graph.replay()
+                result = graph.result
+            if result is None:
+                return None
+            if num_filtered:
+                self._sample_filtered(inputs, result, num_filtered, max_top_k)
+            return result.token_ids_R[: shape.num_samples]
+
+        self._batch.append(step.sample_rows, None)
+        return PendingStep(step.sample_rows, self._stream.run(work))
+
+    def _compute(self, step: StepFields, bounds: HostBounds) -> Sampled | None:
+        """All of a step, but for filters."""
+        rows = self._rows
+        rows.append_blocks(step)
+        metadata = AttentionMetadata(
+            num_decodes=bounds.num_decodes,
+            query_start=bounds.query_start,
+            seq_lens=bounds.seq_lens,
+            num_decodes_1=step.num_decodes_1,
+            query_start_A=step.query_start_A,
+            seq_lens_B=step.seq_lens_B,
+            block_table_BM=rows.blocks(step),
+            positions_T=step.positions_T,
+            slot_mapping_T=step.slots_T,
+        )
+        logits_RV = self._compute_logits(rows.token_ids(step), metadata, step.sample_index_R)
+        if logits_RV is None:
+            return None
+        assert self._sampler is not None, "a stage with logits samples"
+        noise = Noise(step.temperature_R, step.seed_R, step.sample_positions_R)
+        token_ids_R = self._sampler.sample_plain(logits_RV, noise)
+        rows.append_tokens(step, token_ids_R)
+        return Sampled(logits_RV, token_ids_R)
+
+    def _sample_filtered(
+        self, step: StepFields, result: Sampled, num_filtered: int, max_top_k: int
+    ) -> None:
+        """Sample these rows anew, among the tokens that their filters leave."""
+        assert self._sampler is not None
+        index_F = step.filtered_R[:num_filtered]
+        chosen_F = self._sampler.sample_filtered(
+            result.logits_RV[index_F],
+            Noise(
+                step.temperature_R[index_F],
+                step.seed_R[index_F],
+                step.sample_positions_R[index_F],
+            ),
+            Filters(step.top_k_R[index_F], step.top_p_R[index_F], step.min_p_R[index_F]),
+            max_top_k,
+        )
+        result.token_ids_R[index_F] = chosen_F
+        self._rows.append_tokens(step, result.token_ids_R)

@@ -1,0 +1,102 @@
+"""A device beside the host that is none: what it is given runs when the test says so.
+
+Work is kept until it is asked for, so a host that needed a result to go on would find stale memory;
+and memory that work reads is compared, when it runs, with what it was when the work was given.
+Graphs repeat what was recorded, at the addresses and with the host's values of that time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from nanocore.worker.stream import Pending, Stream, Work
+
+R = TypeVar("R")
+
+
+@dataclass
+class FakePending:
+    """Implements `stream.Pending`."""
+
+    stream: FakeStream
+    work: Work
+    staged: Tensor
+    snapshot: Tensor
+    result: Tensor | None = None
+    done: bool = False
+
+    def is_done(self) -> bool:
+        return self.done
+
+    def wait(self) -> Tensor | None:
+        while not self.done:
+            self.stream.finish_one()
+        return self.result
+
+
+class FakeStream(Stream):
+    """Runs work, in order, when it is waited for, or when `finish_one` is called."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
+        self.queue: deque[FakePending] = deque()
+        self.longest = 0
+        """Steps that were in flight at once, at most."""
+
+    def join(self) -> None:
+        """There is nothing but this queue."""
+
+    def enqueue(self, work: Work) -> Pending:
+        staged = self._slots[self._current]
+        pending = FakePending(self, work, staged, staged.clone())
+        self.queue.append(pending)
+        self.longest = max(self.longest, len(self.queue))
+        assert len(self.queue) <= self.depth, "more steps in flight than there may be"
+        return pending
+
+    @torch.inference_mode()
+    def finish_one(self) -> None:
+        """Run the oldest work."""
+        pending = self.queue.popleft()
+        unchanged = torch.equal(pending.staged[: len(pending.snapshot)], pending.snapshot)
+        assert unchanged, "memory was written that a step in flight reads"
+        result = pending.work()
+        pending.result = None if result is None else result.clone()
+        pending.done = True
+
+
+@dataclass
+class FakeGraphRecorder:
+    """Implements `step_graphs.GraphRecorder` on CPU tensors.
+
+    A replay computes with the host's values of the recording, and leaves what it computes where the
+    recording left it. num_records, num_replays: so far.
+    """
+
+    num_records: int = 0
+    num_replays: int = 0
+
+    def record(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
+        self.num_records += 1
+        work()
+        result = work()
+
+        def replay() -> None:
+            self.num_replays += 1
+            again = work()
+            for tensor, new in zip(_tensors(result), _tensors(again), strict=True):
+                tensor.copy_(new)
+
+        return result, replay
+
+
+def _tensors(result: object) -> list[Tensor]:
+    """Those in a dataclass."""
+    values = [getattr(result, field.name) for field in fields(result)]  # type: ignore[arg-type]
+    return [value for value in values if isinstance(value, Tensor)]

@@ -1,0 +1,167 @@
+"""The real scheduler and model runner, on the host or on a fake device that runs behind it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from nanocore.engine_core.request import Request
+from nanocore.kernels.backend import (
+    AttentionMetadata,
+    AttentionSpec,
+    GraphSupport,
+    Kernels,
+    KVCache,
+)
+from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.models import build_model
+from nanocore.worker.pending_output import PendingOutput
+from nanocore.worker.placement import Placement
+from tests.fake_device import FakeGraphRecorder, FakeStream
+from tests.fakes import Deliveries, make_request, make_scheduler
+
+BLOCK_SIZE = 4
+MAX_NUM_SEQS = 5
+MAX_MODEL_LEN = 96
+BUDGET = 48
+
+
+class DeviceKernels(TorchKernels):
+    """The reference, told nothing by the host: as kernels that a graph replays."""
+
+    graph_support: GraphSupport = "always"
+
+    def paged_attention(
+        self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        lengths = metadata.seq_lens_B.tolist()
+        starts = metadata.query_start_A.tolist()
+        num_decodes = int(metadata.num_decodes_1)
+        assert num_decodes <= metadata.num_decodes
+        assert starts[-1] <= metadata.query_start[-1]
+        assert len(lengths) == len(metadata.seq_lens)
+        if metadata.query_start[-1] == metadata.num_decodes:
+            assert num_decodes == len(lengths), "no kernel for chunks is launched"
+        out_THD = torch.zeros_like(q_THD)
+        for i, length in enumerate(lengths):
+            tokens = slice(starts[i], starts[i + 1])
+            num_tokens = starts[i + 1] - starts[i]
+            if length == 0 or num_tokens == 0:
+                continue
+            assert (num_tokens == 1) or i >= num_decodes
+            alone = replace(
+                metadata,
+                num_decodes=int(i < num_decodes),
+                query_start=[0, num_tokens],
+                seq_lens=[length],
+                seq_lens_B=metadata.seq_lens_B[i : i + 1],
+                block_table_BM=metadata.block_table_BM[i : i + 1],
+            )
+            out_THD[tokens] = super().paged_attention(q_THD[tokens], cache, alone, spec)
+        return out_THD
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request. abort_after: tokens after which its client leaves."""
+
+    prompt: list[int]
+    max_tokens: int
+    sampling: EngineSamplingParams = EngineSamplingParams(temperature=0.0)
+    stop_token_ids: tuple[int, ...] = ()
+    abort_after: int | None = None
+
+    def request(self, handle: int) -> Request:
+        made = make_request(
+            handle, self.prompt, self.max_tokens, block_size=BLOCK_SIZE,
+            stop_token_ids=self.stop_token_ids, max_model_len=MAX_MODEL_LEN,
+        )  # fmt: skip
+        made.sampling = msgspec.structs.replace(
+            self.sampling, max_tokens=self.max_tokens, stop_token_ids=list(self.stop_token_ids)
+        )
+        return made
+
+
+class Engine:
+    """The scheduler and a runner.
+
+    depth: steps in flight; 0: a runner on the host. kernels: of a device. queue: of a device that
+    is no fake.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        depth: int,
+        recorder: FakeGraphRecorder | None = None,
+        num_blocks: int = 200,
+        budget: int = BUDGET,
+        kernels: Kernels | None = None,
+        queue: DeviceQueue | None = None,
+    ) -> None:
+        self.stream = FakeStream(max(1, depth))
+        if depth and queue is None:
+            queue = DeviceQueue(self.stream, recorder)
+        kernels = (kernels or DeviceKernels()) if depth else TorchKernels()
+        self.runner = ModelRunner(model, kernels, queue=queue)
+        self.runner.allocate(
+            kv_cache_format("auto", model.placement.dtype), num_blocks, BLOCK_SIZE, MAX_NUM_SEQS,
+            MAX_MODEL_LEN, budget,
+        )  # fmt: skip
+        self.scheduler, _ = make_scheduler(
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN,
+        )  # fmt: skip
+        self.depth = max(1, depth)
+        self.deliveries = Deliveries()
+
+    def run(self, wishes: list[Wish]) -> dict[int, list[int]]:
+        """The tokens that each request gets."""
+        for handle, wish in enumerate(wishes):
+            self.scheduler.add(wish.request(handle))
+        in_flight: deque[PendingOutput] = deque()
+        while self.scheduler.num_requests or in_flight:
+            while len(in_flight) < self.depth and self.scheduler.next_group() is not None:
+                in_flight.append(self.runner.begin(self.scheduler.schedule()))
+            output = in_flight.popleft().wait()
+            for handle, wish in enumerate(wishes):
+                tokens = self.deliveries.tokens.get(handle, [])
+                if wish.abort_after is not None and len(tokens) >= wish.abort_after:
+                    self.scheduler.abort(handle)
+            self.deliveries.take(self.scheduler, output)
+        return self.deliveries.tokens
+
+
+def load_model(
+    folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> DecoderModel:
+    """A model on one rank, its weights loaded."""
+    placement = Placement(dtype, torch.device(device))
+    model = build_model(load_model_config(folder), placement)
+    load_weights(folder, model.slots(), model.ignored_tensors)
+    ModelRunner(model, TorchKernels()).pack(None)
+    return model
+
+
+def expected(model: DecoderModel, wishes: list[Wish]) -> dict[int, list[int]]:
+    """Each request alone, on the host."""
+    tokens = {}
+    for handle, wish in enumerate(wishes):
+        engine = Engine(model, depth=0)
+        engine.scheduler.add(wish.request(handle))
+        while engine.scheduler.num_requests:
+            output = engine.runner.execute(engine.scheduler.schedule())
+            engine.deliveries.take(engine.scheduler, output)
+        tokens[handle] = engine.deliveries.tokens[handle]
+    return tokens

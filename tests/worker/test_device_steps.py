@@ -1,0 +1,165 @@
+"""Steps on a device that runs behind the host give the tokens of steps that are waited for.
+
+The real scheduler plans up to three steps ahead; the device is a fake one, which runs a step when
+its result is asked for and no earlier, so whatever the host took from a step in flight would be
+wrong. Graphs are fakes that keep the host's values of their recording. The reference is the same
+model on the host, one request at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker import step_graphs
+from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.step_graphs import graph_shapes
+from nanocore.worker.step_memory import StepShape
+from tests.fake_device import FakeGraphRecorder
+from tests.tiny_models import make_tiny_qwen3
+from tests.worker.device_engine import (
+    BLOCK_SIZE,
+    BUDGET,
+    MAX_NUM_SEQS,
+    Engine,
+    Wish,
+    expected,
+    load_model,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    return load_model(make_tiny_qwen3(tmp_path_factory.mktemp("model"), head_dim=16))
+
+
+@pytest.fixture(autouse=True)
+def _short_mixed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "_MIXED_TOKENS", (8, 24))
+
+
+def check(tokens: dict[int, list[int]], right: dict[int, list[int]], wishes: list[Wish]) -> None:
+    for handle, wish in enumerate(wishes):
+        got = tokens.get(handle, [])
+        if wish.abort_after is None:
+            assert got == right[handle]
+        else:  # it got what it got until it left
+            assert got == right[handle][: len(got)]
+            assert len(got) >= min(wish.abort_after, len(right[handle]))
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 380, length).tolist() for length in lengths]
+
+
+MIXED = [
+    Wish(prompt, max_tokens, EngineSamplingParams(temperature=heat, top_k=top_k, top_p=top_p))
+    for prompt, (max_tokens, heat, top_k, top_p) in zip(
+        prompts(1, 5, 23, 60, 9, 4, 30),
+        [(9, 0.0, 0, 1.0), (1, 0.9, 0, 1.0), (12, 0.0, 0, 1.0), (6, 1.3, 5, 1.0), (17, 0.7, 0, 0.8),
+         (3, 0.0, 0, 1.0), (8, 1.0, 3, 0.9)],
+        strict=True,
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_steps_ahead_of_their_results_give_the_same_tokens(
+    model: DecoderModel, depth: int, has_graphs: bool
+) -> None:
+    recorder = FakeGraphRecorder() if has_graphs else None
+    engine = Engine(model, depth, recorder)
+    check(engine.run(MIXED), expected(model, MIXED), MIXED)
+    assert engine.stream.longest == depth
+    if recorder is not None:
+        assert recorder.num_records == len(graph_shapes("always", MAX_NUM_SEQS, BUDGET, BLOCK_SIZE))
+        assert recorder.num_replays > 10
+
+
+def test_a_stop_that_is_seen_a_step_late_ends_the_request_where_it_should(
+    model: DecoderModel,
+) -> None:
+    (whole,) = expected(model, [Wish(MIXED[2].prompt, 30)]).values()
+    wishes = [Wish(MIXED[2].prompt, 30, stop_token_ids=(whole[4],)), Wish(MIXED[1].prompt, 40)]
+    tokens = Engine(model, 2, FakeGraphRecorder()).run(wishes)
+    assert tokens[0] == whole[: whole.index(whole[4]) + 1]
+    check(tokens, expected(model, wishes), wishes)
+
+
+def test_rows_are_taken_anew_while_steps_of_their_last_owners_are_in_flight(
+    model: DecoderModel,
+) -> None:
+    wishes = [Wish(prompt, 2 + i % 3) for i, prompt in enumerate(prompts(*[7] * 20))]
+    engine = Engine(model, 3, FakeGraphRecorder())
+    check(engine.run(wishes), expected(model, wishes), wishes)
+
+
+def test_preempted_requests_go_on_with_their_tokens(model: DecoderModel) -> None:
+    wishes = [Wish(prompt, 25) for prompt in prompts(12, 14, 9, 16)]
+    engine = Engine(model, 2, FakeGraphRecorder(), num_blocks=24)
+    check(engine.run(wishes), expected(model, wishes), wishes)
+    assert engine.scheduler.counters.num_preemptions > 0
+
+
+def test_nothing_is_planned_for_rows_that_wait_for_their_last_token(model: DecoderModel) -> None:
+    engine = Engine(model, 2)
+    engine.run([Wish(MIXED[1].prompt, 1)])
+    assert engine.scheduler.counters.num_steps == 1
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_workload_gives_the_tokens_of_requests_alone(
+    model: DecoderModel, data: st.DataObject
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=8))
+    sampling = st.builds(
+        EngineSamplingParams,
+        temperature=st.sampled_from([0.0, 0.8]),
+        top_k=st.sampled_from([0, 0, 7]),
+        min_p=st.sampled_from([0.0, 0.1]),
+    )
+    wishes = [
+        Wish(
+            prompt,
+            data.draw(st.integers(1, 14)),
+            data.draw(sampling),
+            stop_token_ids=tuple(range(data.draw(st.sampled_from([0, 40])))),
+            abort_after=data.draw(st.sampled_from([None, None, None, 2])),
+        )
+        for prompt in prompts(*lengths)
+    ]
+    engine = Engine(
+        model,
+        depth=data.draw(st.integers(1, 3)),
+        recorder=data.draw(st.sampled_from([None, FakeGraphRecorder()])),
+        num_blocks=data.draw(st.integers(26, 60)),
+        budget=data.draw(st.integers(MAX_NUM_SEQS, BUDGET)),
+    )
+    check(engine.run(wishes), expected(model, wishes), wishes)
+
+
+def test_decodes_of_every_row_have_a_graph_whatever_their_number() -> None:
+    for max_num_seqs in (1, 3, 8, 100, 256, 300):
+        shapes = graph_shapes("decodes", max_num_seqs, 8192, 64)
+        assert max(shape.num_tokens for shape in shapes) == max_num_seqs
+        assert all(shape.is_uniform for shape in shapes)
+    sizes = [shape.num_tokens for shape in graph_shapes("decodes", 256, 8192, 64)]
+    assert sizes == [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)][::-1]
+
+
+def test_mixed_graphs_have_room_for_every_row_and_for_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(step_graphs, "_MIXED_TOKENS", (256, 512, 1024, 2048))
+    shapes = [s for s in graph_shapes("always", 256, 1024, 64) if not s.is_uniform]
+    assert [shape.num_tokens for shape in shapes] == [1024, 512]
+    assert shapes[1] == StepShape(512, 257, 257, 512 // 64 + 257, is_uniform=False)
+    assert graph_shapes("never", 256, 1024, 64) == []
