@@ -1,0 +1,117 @@
+"""Attention over the paged cache: decodes by one kernel and chunks by another, and their shapes.
+
+What is launched follows from padded sizes and from what the host knows at capture, so a CUDA graph
+replays it for any step that fits. Batch-invariant, all tokens go through the kernel of chunks in
+tiles of one shape: what a token gets then never depends on how its tokens came, or beside whom.
+Shapes were chosen by what fits a multiprocessor; `DecodeTiles` and `PrefillTiles` are arguments of
+the kernels' own functions, for benchmarks to try others. Shape suffixes: see `backend`.
+"""
+
+from __future__ import annotations
+
+from functools import cache as remember
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+from torch import Tensor
+
+from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
+from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
+
+if TYPE_CHECKING:
+    from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+
+MAX_SPLITS: Final = 32
+MAX_SPLIT_DECODES: Final = 64
+"""Steps of more decodes have programs enough, and do without the launch that merges splits."""
+
+_LARGE_SHARED_MEMORY: Final = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities of data centers: 163 KiB or more a program, where others have 99."""
+
+
+def paged_attention(
+    q_THD: Tensor,
+    cache: KVCache,
+    metadata: AttentionMetadata,
+    spec: AttentionSpec,
+    *,
+    num_sms: int,
+    batch_invariant: bool,
+) -> Tensor:
+    """See `backend.Kernels.paged_attention`. q_THD may have gaps between tokens.
+
+    Padding within the step, sequences of length 0, gets zeros from the kernels.
+    """
+    assert spec.scale > 0, f"the greatest of scaled scores is sought unscaled: {spec.scale}"
+    assert q_THD.stride()[1:] == (q_THD.shape[2], 1), q_THD.stride()
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    num_tokens, num_decodes = metadata.query_start[-1], metadata.num_decodes
+    if num_tokens < len(out_THD):
+        out_THD[num_tokens:] = 0
+    head_dim, capability = q_THD.shape[2], _capability(q_THD.device)
+    if num_decodes and not batch_invariant:
+        tiles = decode_tiles(head_dim, cache.k_NSKD.itemsize, capability)
+        num_splits = choose_num_splits(num_decodes, cache, metadata, tiles.keys, num_sms)
+        decode_attention(q_THD, cache, metadata, spec, out_THD, tiles, num_splits)
+    if num_tokens > (0 if batch_invariant else num_decodes):
+        # In a step to be replayed all could be chunks. Programs too many cost time in others.
+        apart = num_decodes if _is_exact(q_THD) and not batch_invariant else 0
+        prefill_attention(
+            q_THD, cache, metadata, spec, out_THD,
+            prefill_tiles(head_dim, q_THD.itemsize, capability),
+            max_tokens=num_tokens - apart,
+            max_seqs=len(metadata.seq_lens) - apart,
+            has_decodes=batch_invariant,
+        )  # fmt: skip
+    return out_THD
+
+
+def choose_num_splits(
+    num_decodes: int, cache: KVCache, metadata: AttentionMetadata, tile: int, num_sms: int
+) -> int:
+    """Programs enough for two on each multiprocessor, for the longest contexts the table allows."""
+    if num_decodes > MAX_SPLIT_DECODES:
+        return 1
+    block_size, num_kv_heads = cache.k_NSKD.shape[1:3]
+    max_tiles = triton.cdiv(metadata.block_table_BM.shape[1] * block_size, tile)
+    num_splits = 2 * num_sms // (num_decodes * num_kv_heads)
+    return max(1, min(num_splits, MAX_SPLITS, max_tiles))
+
+
+def decode_tiles(head_dim: int, cache_itemsize: int, capability: tuple[int, int]) -> DecodeTiles:
+    """By the bytes of a token's K or V in a head.
+
+    A block's id is loaded as far ahead of its K and V as these are of their use: of n stages,
+    (n - 1) / 2 tiles of K and as many of V are in flight. With 5, and 16 KiB a tile, three programs
+    fit a multiprocessor of an H200; one alone has in flight what hides its memory's latency.
+    """
+    row_bytes = triton.next_power_of_2(head_dim) * cache_itemsize
+    keys = max(16, min(64, 16384 // row_bytes))
+    return DecodeTiles(keys, num_warps=4, num_stages=5 if capability in _LARGE_SHARED_MEMORY else 3)
+
+
+def prefill_tiles(head_dim: int, itemsize: int, capability: tuple[int, int]) -> PrefillTiles:
+    """One shape for all steps, so that how a prompt is chunked never changes a bit of it.
+
+    Hopper's matrix instructions take 64 rows for each four warps. In float32 there are none: small
+    tiles, for a result to check others by.
+    """
+    is_large = capability in _LARGE_SHARED_MEMORY
+    if itemsize == 4:
+        return PrefillTiles(rows=16, keys=16, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return PrefillTiles(rows=64, keys=64 if is_large else 32, num_warps=8, num_stages=3)
+    if capability < (9, 0) or not is_large:
+        return PrefillTiles(rows=64, keys=32, num_warps=4, num_stages=3)
+    return PrefillTiles(rows=128, keys=64, num_warps=8, num_stages=3)
+
+
+@remember
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def _is_exact(q_THD: Tensor) -> bool:
+    """Is what the host knows of this step all there is to it? Not if a graph will replay it."""
+    return q_THD.is_cuda and not torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,108 @@
+"""RMS norm of rows, alone or of a sum: a program for each row, read once where it fits registers.
+
+Statistics are float32. The order of rounding is that of `backend.Kernels.rms_norm`: x / rms(x) to
+the weight's dtype, times the weight, to x's dtype; the sum of a residual is rounded to x's dtype
+before it is looked at. Rows are independent of each other. (Zhang and Sennrich 2019.)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MAX_BLOCK: Final = 8192
+"""Longer rows are read twice, in pieces of this size."""
+
+
+@triton.jit
+def _load_sum(x_row, residual_row, columns, mask, IS_SUM: tl.constexpr) -> tl.tensor:
+    """What is to be normed, in x's dtype; a sum is left in residual."""
+    x = tl.load(x_row + columns, mask=mask, other=0.0)
+    if IS_SUM:
+        residual = tl.load(residual_row + columns, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(residual_row + columns, x, mask=mask)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _store_normed(out_row, weight, x, inverse, columns, mask) -> None:
+    w = tl.load(weight + columns, mask=mask, other=0.0)
+    normed = (x * inverse).to(w.dtype)
+    # The product of two numbers of the weight's dtype, rounded to it; then to x's.
+    product = (normed.to(tl.float32) * w.to(tl.float32)).to(w.dtype)
+    tl.store(out_row + columns, product.to(out_row.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    x_stride,
+    residual_stride,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_SUM: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    x_row = x + row * x_stride
+    residual_row = residual + row * residual_stride
+    out_row = out + row * SIZE
+    columns = tl.arange(0, BLOCK)
+    if SIZE <= BLOCK:
+        mask = columns < SIZE
+        values = _load_sum(x_row, residual_row, columns, mask, IS_SUM)
+        inverse = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
+        _store_normed(out_row, weight, values, inverse, columns, mask)
+    else:
+        squares = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, SIZE, BLOCK):
+            mask = start + columns < SIZE
+            values = _load_sum(x_row, residual_row, start + columns, mask, IS_SUM)
+            squares += values * values
+        inverse = tl.rsqrt(tl.sum(squares, axis=0) / SIZE + eps)
+        tl.debug_barrier()  # a sum may be read back by another thread than wrote it
+        sums_row = residual_row if IS_SUM else x_row
+        for start in range(0, SIZE, BLOCK):
+            mask = start + columns < SIZE
+            values = tl.load(sums_row + start + columns, mask=mask, other=0.0).to(tl.float32)
+            _store_normed(out_row, weight, values, inverse, start + columns, mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `backend.Kernels.rms_norm`."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return _norm(rows, None, weight, eps).view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `backend.Kernels.add_rms_norm`; the sum is written over residual."""
+    return _norm(x, residual, weight, eps), residual
+
+
+def launch_options(size: int) -> tuple[int, int]:
+    """(BLOCK, num_warps) for rows of this size: 16 bytes for each thread, where that suffices."""
+    block = min(triton.next_power_of_2(size), _MAX_BLOCK)
+    return block, min(16, max(1, block // 256))
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    num_rows, size = x.shape
+    other = x if residual is None else residual
+    assert (x.stride(1), other.stride(1)) == (1, 1)
+    out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    block, num_warps = launch_options(size)
+    rms_norm_kernel[(num_rows,)](
+        x, other, weight, out, eps, x.stride(0), other.stride(0),
+        SIZE=size, BLOCK=block, IS_SUM=residual is not None, num_warps=num_warps,
+    )  # fmt: skip
+    return out

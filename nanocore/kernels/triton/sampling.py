@@ -1,0 +1,140 @@
+"""The best token of each row, with Gumbel noise made on the way: logits are read once.
+
+The noise is that of `gumbel_noise`, a hash of (seed, position, token id) with the same integer
+bits, and its logarithms differ in rounding only. A row is split over several programs, and a second
+kernel takes the best of their results: of equal values the first column. A value that is not a
+number is none: it counts as minus infinity. Rows are independent of each other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanocore.kernels.backend import Noise
+
+_PART: Final = 2048
+"""Columns of a program: enough to keep loads in flight, few enough that one row fills a GPU."""
+
+
+@triton.jit
+def _mix64(x) -> tl.tensor:
+    x = x + 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _mix32(x) -> tl.tensor:
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def noise_key(seed, position) -> tl.tensor:
+    """What a row's noise is made of: 64 bits of int64 numbers."""
+    return _mix64(_mix64(seed.to(tl.uint64, bitcast=True)) ^ position.to(tl.uint64, bitcast=True))
+
+
+@triton.jit
+def gumbel(key, token_ids) -> tl.tensor:
+    """Standard Gumbel noise of these tokens (int32), float32; see `gumbel_noise.gumbel_noise`."""
+    ids = token_ids.to(tl.uint32, bitcast=True)
+    bits = _mix32((ids * 0x9E3779B9) ^ key.to(tl.uint32))
+    bits = _mix32(bits ^ (key >> 32).to(tl.uint32)) >> 1
+    uniform = (bits.to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
+    uniform = tl.minimum(uniform, 0.9999999403953552)  # 1 - 2^-24
+    # log(1 - u): what the difference loses is put back by the quotient.
+    rest = 1.0 - uniform
+    lost = 1.0 - rest
+    is_lost = lost == 0.0
+    log_rest = tl.log(rest) * (uniform / tl.where(is_lost, 1.0, lost))
+    return -tl.log(tl.where(is_lost, uniform, -log_rest))
+
+
+@triton.jit
+def first_best(values, columns) -> tuple:
+    """(the greatest value, the smallest of its columns)."""
+    best = tl.max(values, axis=0)
+    return best, tl.min(tl.where(values == best, columns, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit(do_not_specialize=["first_token", "num_columns"])
+def best_of_part_kernel(
+    logits,
+    temperature,
+    seed,
+    position,
+    part_value,
+    part_column,
+    first_token,
+    num_columns,
+    stride,
+    HAS_NOISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row, part = tl.program_id(0), tl.program_id(1)
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    is_column = columns < num_columns
+    logit_row = logits + row.to(tl.int64) * stride
+    values = tl.load(logit_row + columns, mask=is_column, other=float("-inf")).to(tl.float32)
+    if HAS_NOISE:
+        heat = tl.load(temperature + row)
+        if heat != 0.0:
+            key = noise_key(tl.load(seed + row), tl.load(position + row))
+            values = tl.div_rn(values, heat) + gumbel(key, first_token + columns)
+    values = tl.where(values == values, values, float("-inf"))
+    best, column = first_best(values, columns)
+    to = row * tl.num_programs(1) + part
+    tl.store(part_value + to, best)
+    tl.store(part_column + to, column)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def best_of_parts_kernel(
+    part_value, part_column, value, column, num_parts, BLOCK: tl.constexpr
+) -> None:
+    row = tl.program_id(0)
+    parts = tl.arange(0, BLOCK)
+    is_part = parts < num_parts
+    values = tl.load(part_value + row * num_parts + parts, mask=is_part, other=float("-inf"))
+    columns = tl.load(part_column + row * num_parts + parts, mask=is_part, other=0x7FFFFFFF)
+    best, first = first_best(values, columns)
+    tl.store(value + row, best)
+    tl.store(column + row, first.to(tl.int64))
+
+
+def best_token(
+    logits_RV: Tensor, first_token: int, noise: Noise | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `backend.Kernels.best_token`; a row without a number has column 0."""
+    num_rows, width = logits_RV.shape
+    assert logits_RV.stride(1) == 1
+    num_parts = triton.cdiv(width, _PART)
+    device = logits_RV.device
+    part_value = torch.empty(num_rows, num_parts, device=device)
+    part_column = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
+    value_R = torch.empty(num_rows, device=device)
+    column_R = torch.empty(num_rows, dtype=torch.int64, device=device)
+    if num_rows == 0:
+        return value_R, column_R
+    rows: tuple[Tensor | None, ...] = (None, None, None)
+    if noise is not None:
+        noise = noise.contiguous()
+        rows = (noise.temperature_R, noise.seed_R, noise.position_R)
+    best_of_part_kernel[(num_rows, num_parts)](
+        logits_RV, *rows, part_value, part_column, first_token, width, logits_RV.stride(0),
+        HAS_NOISE=noise is not None, BLOCK=_PART, num_warps=4,
+    )  # fmt: skip
+    best_of_parts_kernel[(num_rows,)](
+        part_value, part_column, value_R, column_R, num_parts,
+        BLOCK=triton.next_power_of_2(num_parts), num_warps=1,
+    )  # fmt: skip
+    return value_R, column_R

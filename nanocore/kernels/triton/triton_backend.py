@@ -1,0 +1,177 @@
+"""The Triton kernels as a backend, for CUDA; matrix products are cuBLAS's.
+
+A decode step launches at most nine kernels a layer: QKV; norms, rotation and KV store; attention,
+and its merge where contexts are split, which they are for few sequences only; output; add and norm;
+gate and up, and the gate, which for few tokens are one kernel; down; add and norm. Nothing waits
+for the device or depends on what is in its memory, so every step can be recorded as a graph.
+
+With batch_invariant, products are ours too, and every token is attended to in tiles of one shape
+without splits: its bits are then the same in any batch and any chunks. Shape suffixes: `backend`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.triton import attention, filtered_sampling, gate, matmul, norm, rope, sampling
+from nanocore.kernels.triton.moe import moe
+
+if TYPE_CHECKING:
+    from nanocore.kernels.backend import (
+        Activation,
+        AttentionMetadata,
+        AttentionSpec,
+        Filters,
+        GraphSupport,
+        KVCache,
+        Noise,
+        QKNorm,
+        Replay,
+        Rotary,
+    )
+
+_FUSED_GATE_TOKENS: Final = 64
+"""Up to so many tokens a product waits for its weights, whoever computes it. Where attention is
+split there are no more (see `attention`), so the gate's launch is saved where the merge costs one.
+"""
+
+_INTERPRETED_SMS: Final = 4
+
+
+class TritonKernels:
+    """Implements `backend.Kernels`.
+
+    Raises:
+        ValueError: the device is not CUDA, and Triton does not interpret (TRITON_INTERPRET=1).
+    """
+
+    name = "triton"
+    graph_support: GraphSupport = "always"
+    block_multiple = 1
+
+    def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
+        if device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        elif os.environ.get("TRITON_INTERPRET") == "1":
+            self._num_sms = _INTERPRETED_SMS
+        else:
+            raise ValueError(f"the device is {device}, and Triton's kernels are for CUDA; use auto")
+        self._batch_invariant = batch_invariant
+        self._torch = TorchKernels()
+
+    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+        return self._torch.pack_linear(weight_OI, quantization)
+
+    def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        if self._is_ours(weight):
+            return self._multiply(x_TI, weight, bias_O)
+        return F.linear(x_TI, weight.data, bias_O)
+
+    def gated_linear(
+        self,
+        x_TI: Tensor,
+        weight: LinearWeight,
+        bias_O: Tensor | None = None,
+        activation: Activation = "silu",
+    ) -> Tensor:
+        if self._is_ours(weight) or len(x_TI) <= _FUSED_GATE_TOKENS:
+            return matmul.gated_linear(
+                x_TI, weight, bias_O, activation, batch_invariant=self._batch_invariant
+            )
+        return gate.gated(F.linear(x_TI, weight.data, bias_O), activation)
+
+    def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
+        if self._is_ours(weight):
+            logits_RV = self._multiply(x_RE, weight, out_dtype=torch.float32)
+        elif x_RE.is_cuda and x_RE.dtype != torch.float32:
+            # Not rounded on the way: there are no ties then that the product has not.
+            logits_RV = torch.mm(x_RE, weight.data.t(), out_dtype=torch.float32)
+        else:
+            logits_RV = F.linear(x_RE, weight.data).float()
+        return logits_RV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_RV
+
+    def embedding(
+        self,
+        token_ids_T: Tensor,
+        weight: LinearWeight,
+        first_token: int,
+        factor: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        return self._torch.embedding(token_ids_T, weight, first_token, factor, dtype)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norm.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return norm.add_rms_norm(x, residual, weight, eps)
+
+    def moe(
+        self,
+        x_TE: Tensor,
+        gate_up_XIE: Tensor,
+        down_XEI: Tensor,
+        expert_ids_TC: Tensor,
+        weights_TC: Tensor,
+    ) -> Tensor:
+        return moe(
+            x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC,
+            batch_invariant=self._batch_invariant,
+        )  # fmt: skip
+
+    def rope_and_store_kv(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        qk_norm: QKNorm | None,
+        rotary: Rotary,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        return rope.rope_and_store_kv(qkv, num_heads, qk_norm, rotary, cache, metadata)
+
+    def paged_attention(
+        self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        return attention.paged_attention(
+            q_THD, cache, metadata, spec,
+            num_sms=self._num_sms, batch_invariant=self._batch_invariant,
+        )  # fmt: skip
+
+    def best_token(
+        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return sampling.best_token(logits_RV, first_token, noise)
+
+    def best_filtered_token(
+        self, logits_RV: Tensor, noise: Noise, filters: Filters
+    ) -> tuple[Tensor, Tensor] | None:
+        return filtered_sampling.best_filtered_token(logits_RV, noise, filters)
+
+    def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
+        return x_TE.index_select(0, index_R)
+
+    def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
+        return None
+
+    def _is_ours(self, weight: LinearWeight) -> bool:
+        """Whether a product is not for cuBLAS."""
+        return self._batch_invariant or weight.scale_O is not None
+
+    def _multiply(
+        self,
+        x_TI: Tensor,
+        weight: LinearWeight,
+        bias_O: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return matmul.linear(x_TI, weight, bias_O, out_dtype, batch_invariant=self._batch_invariant)

@@ -1,0 +1,152 @@
+"""Compiles kernels for GPUs that are not here and says what they take.
+
+`python -m tests.kernels.triton.compilation norm_cases ...` compiles every case of those modules, or
+of all there are, on all cores, and prints a line of JSON for each case and target. It must be a
+process of its own: tests run kernels in the interpreter, and one process has that or the compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+CAPABILITIES = (80, 90, 100)
+_FOLDER = Path(__file__).parent
+_USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:\d+ LOCAL:(?P<local>\d+)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel as the backend launches it.
+
+    signature: types by argument name, such as "*bf16", "i32", "i64" or "fp32", without those in
+    constexprs; an argument that is None at run time is a constexpr. aligned: arguments that are
+    multiples of 16, and None is all pointers: what the launcher finds out by itself about arguments
+    that are not `do_not_specialize`. instructions: by capability, what PTX must have.
+    max_spill_bytes: of registers, for each thread; ptxas may put away a few for the sake of another
+    warp.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    aligned: tuple[str, ...] | None = None
+    instructions: Mapping[int, str] = field(default_factory=dict)
+    max_spill_bytes: int = 16
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a compiled kernel takes: bytes of shared memory of a program, the rest of a thread."""
+
+    case: str
+    capability: int
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+    max_spill_bytes: int
+    missing_instruction: str | None
+
+
+def measure(*modules: str) -> list[Usage]:
+    """Compile the cases of these modules, or of all there are, in a process of its own."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-m", __name__, *modules],
+        cwd=_FOLDER.parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [Usage(**json.loads(line)) for line in result.stdout.splitlines()]
+
+
+def compile_case(case: Case, capability: int) -> Usage:
+    """Compile for a capability, 90 for 9.0, and look at the result."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    missing = set(names) ^ {*case.signature, *case.constexprs}
+    assert not missing, f"{case.name}: arguments without a type, or types without one: {missing}"
+    pointers = tuple(name for name, kind in case.signature.items() if kind.startswith("*"))
+    aligned = pointers if case.aligned is None else case.aligned
+    source = ASTSource(
+        fn=case.kernel,
+        signature={name: case.signature.get(name, "constexpr") for name in names},
+        constexprs=case.constexprs,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+    )
+    registers, spill_bytes = _registers(compiled.asm["cubin"])
+    wanted = case.instructions.get(capability)
+    lacks = wanted is not None and wanted not in compiled.asm["ptx"]
+    return Usage(
+        case.name, capability, compiled.metadata.shared, registers, spill_bytes,
+        case.max_spill_bytes, wanted if lacks else None,
+    )  # fmt: skip
+
+
+def _registers(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of them that are spilled) of a thread."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+    found = _USAGE.search(report)
+    assert found is not None, report
+    # Kernels of Triton have no stack of their own.
+    return int(found["registers"]), int(found["stack"]) + int(found["local"])
+
+
+@cache
+def _cases(module: str) -> list[Case]:
+    cases: list[Case] = importlib.import_module(f"{__spec__.parent}.{module}").cases()
+    return cases
+
+
+def _compile_nth(job: tuple[str, int, int]) -> Usage:
+    module, index, capability = job
+    return compile_case(_cases(module)[index], capability)
+
+
+def main(modules: list[str]) -> None:
+    """Print the usage of all cases of these modules, or of all there are."""
+    modules = modules or sorted(path.stem for path in _FOLDER.glob("*_cases.py"))
+    jobs = [
+        (module, index, capability)
+        for module in modules
+        for index in range(len(_cases(module)))
+        for capability in CAPABILITIES
+    ]
+    with ProcessPoolExecutor() as pool:
+        for usage in pool.map(_compile_nth, jobs):
+            print(json.dumps(asdict(usage)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

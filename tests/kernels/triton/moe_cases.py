@@ -1,0 +1,76 @@
+"""Experts as the backend launches them, for the compiler; Qwen3-30B-A3B's shapes."""
+
+from __future__ import annotations
+
+from nanocore.kernels.triton.matmul import Tile
+from nanocore.kernels.triton.moe import (
+    choose_tile,
+    grouped_kernel,
+    plan_kernel,
+    weighted_sum_kernel,
+)
+from tests.kernels.triton.compilation import Case
+
+_TYPES = {
+    "x": "*bf16", "weight": "*bf16", "out": "*bf16", "pair_of_row": "*i32",
+    "expert_of_tile": "*i32", "num_tiles": "*i32", "num_columns": "i32", "num_inputs": "i32",
+    "x_stride": "i32",
+}  # fmt: skip
+
+
+def cases() -> list[Case]:
+    return [
+        _plan_case(),
+        _sum_case(),
+        *[
+            _case(f"experts' {product}, {name}", choose_tile(pairs, 128, is_gated, False), is_gated)
+            for product, is_gated in (("gate and up", True), ("down", False))
+            for name, pairs in (("decodes", 8), ("a chunk", 8000), ("a prompt", 10**6))
+        ],
+    ]
+
+
+def _plan_case() -> Case:
+    return Case(
+        name="experts' plan",
+        kernel=plan_kernel,
+        signature={
+            "expert_ids": "*i64", "pair_of_row": "*i32", "expert_of_tile": "*i32",
+            "num_tiles": "*i32", "num_pairs": "i32",
+        },
+        constexprs={"NUM_EXPERTS": 128, "NUM_BINS": 256, "BLOCK_T": 64, "BLOCK": 2048},
+        num_warps=8,
+        num_stages=3,
+    )  # fmt: skip
+
+
+def _sum_case() -> Case:
+    return Case(
+        name="sum of experts",
+        kernel=weighted_sum_kernel,
+        signature={"y": "*bf16", "weights": "*fp32", "out": "*bf16", "size": "i32"},
+        constexprs={"NUM_CHOSEN": 8, "BLOCK": 1024},
+        num_warps=4,
+        num_stages=3,
+        aligned=("y", "weights", "out", "size"),
+    )
+
+
+def _case(name: str, tile: Tile, is_gated: bool) -> Case:
+    return Case(
+        name=name,
+        kernel=grouped_kernel,
+        signature=_TYPES,
+        constexprs={
+            "PAIRS_PER_ROW": 8 if is_gated else 1, "BLOCK_T": tile.block_t,
+            "BLOCK_O": tile.block_o, "BLOCK_I": tile.block_i, "IS_EVEN": True,
+            "IS_GATED": is_gated,
+        },
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        aligned=tuple(_TYPES),
+        instructions={
+            80: "mma.sync",
+            90: "wgmma.mma_async" if tile.block_t >= 64 else "mma.sync",
+        },
+    )  # fmt: skip

@@ -1,0 +1,56 @@
+"""What precedes attention as the backend launches it, for the compiler."""
+
+from __future__ import annotations
+
+from nanocore.kernels.triton.rope import NUM_WARPS, head_sizes, rope_and_store_kv_kernel
+from tests.kernels.triton.compilation import Case
+
+
+def cases() -> list[Case]:
+    return [
+        _case("rope", norm=None),
+        _case("rope and norms", norm="*bf16"),
+        _case("rope and norms, head dim 64", norm="*bf16", head_dim=64),
+        _case("rope and float32 norms, head dim 256", norm="*fp32", head_dim=256),
+        _case("partial rope", norm=None, head_dim=80, half=16),
+        _case("rope of odd halves", norm=None, head_dim=96, half=48),
+        _case("rope, int8 cache", norm="*bf16", cache="*i8"),
+    ]
+
+
+def _case(
+    name: str,
+    norm: str | None,
+    head_dim: int = 128,
+    half: int | None = None,
+    cache: str = "*bf16",
+    heads: int = 16,
+    kv_heads: int = 8,
+) -> Case:
+    optional = {
+        "q_weight": norm, "k_weight": norm,
+        **dict.fromkeys(("k_scale", "v_scale"), None if cache == "*bf16" else "*bf16"),
+    }  # fmt: skip
+    signature = {
+        "qkv": "*bf16", "cos": "*bf16", "sin": "*bf16", "k_cache": cache, "v_cache": cache,
+        "positions": "*i64", "slots": "*i64", "qkv_stride": "i32", "eps": "fp32",
+        **{name: kind for name, kind in optional.items() if kind},
+    }  # fmt: skip
+    return Case(
+        name=name,
+        kernel=rope_and_store_kv_kernel,
+        signature=signature,
+        constexprs={
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            **head_sizes(max(heads, kv_heads), head_dim, half or head_dim // 2),
+            **{name: None for name, kind in optional.items() if kind is None},
+        },
+        num_warps=NUM_WARPS,
+        num_stages=3,
+        aligned=tuple(
+            name
+            for name, kind in signature.items()
+            if name == "qkv_stride" or (kind[0] == "*" and name not in ("positions", "slots"))
+        ),
+    )

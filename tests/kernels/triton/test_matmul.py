@@ -1,0 +1,111 @@
+"""Linear layers against float64, and their rows against the same rows in other batches."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.triton.matmul import choose_tile, gated_linear, linear
+
+REFERENCE = TorchKernels()
+ROWS = [1, 2, 17, 65]
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def pack(out_features: int, in_features: int, quantization: str | None = None) -> LinearWeight:
+    return REFERENCE.pack_linear(draw(out_features, in_features) / 4, quantization)
+
+
+def exact(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
+    data = weight.data.double()
+    if weight.scale_O is not None:
+        data = data * weight.scale_O.double()[:, None]
+    return F.linear(x.double(), data, None if bias is None else bias.double())
+
+
+def assert_near(out: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("outs", "ins"), [(1, 1), (33, 70), (64, 64), (100, 31)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_linear_is_exact_but_for_rounding(
+    rows: int, outs: int, ins: int, has_bias: bool, quantization: str | None
+) -> None:
+    x, weight = draw(rows, ins), pack(outs, ins, quantization)
+    bias = draw(outs) if has_bias else None
+    assert_near(linear(x, weight, bias), exact(x, weight, bias))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize(("outs", "ins"), [(2, 3), (66, 40), (128, 64)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_gated_linear_is_that_of_the_reference(
+    rows: int, outs: int, ins: int, activation: Literal["silu", "gelu"], quantization: str | None
+) -> None:
+    x, weight, bias = draw(rows, ins), pack(outs, ins, quantization), draw(outs)
+    expected = REFERENCE.gated_linear(x, weight, bias, activation)
+    out = gated_linear(x, weight, bias, activation)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_rows_may_lie_apart(batch_invariant: bool) -> None:
+    x, weight = draw(9, 100)[::2, 5:45], pack(50, 40)
+    assert_near(linear(x, weight, batch_invariant=batch_invariant), exact(x, weight, None))
+
+
+def test_many_tiles_of_rows_are_each_computed_once() -> None:
+    """More than one group of tiles that share their place in L2, and the last group not full."""
+    x, weight = draw(300, 8), pack(100, 8)
+    assert_near(linear(x, weight), exact(x, weight, None))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_row_has_the_same_bits_alone_and_in_a_crowd(quantization: str | None) -> None:
+    x, weight = draw(70, 130), pack(40, 130, quantization)
+    outs, gated = (compute(x, weight, batch_invariant=True) for compute in (linear, gated_linear))
+    for rows in (slice(0, 1), slice(69, 70), slice(20, 40)):
+        assert torch.equal(linear(x[rows], weight, batch_invariant=True), outs[rows])
+        assert torch.equal(gated_linear(x[rows], weight, batch_invariant=True), gated[rows])
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("columns", [1024, 6144, 151936])
+def test_batch_invariant_tiles_do_not_depend_on_the_number_of_rows(
+    columns: int, is_gated: bool
+) -> None:
+    tiles = {choose_tile(rows, columns, 2, is_gated, True) for rows in (1, 16, 64, 65, 5000)}
+    assert len(tiles) == 1
+    assert len({choose_tile(rows, columns, 2, is_gated, False) for rows in (1, 64, 5000)}) == 3
+
+
+def test_logits_can_be_float32_of_anything() -> None:
+    out = linear(draw(3, 16), pack(20, 16), out_dtype=torch.float64)
+    assert out.dtype == torch.float64
+    assert_near(out, exact(draw(3, 16), pack(20, 16), None))
+
+
+def test_a_row_of_nan_spoils_no_other() -> None:
+    x, weight = draw(5, 33), pack(34, 33)
+    expected, gated = linear(x, weight), gated_linear(x, weight)
+    x[1] = torch.nan
+    assert torch.equal(linear(x, weight)[2:], expected[2:])
+    assert torch.equal(gated_linear(x, weight)[2:], gated[2:])
+
+
+def test_no_rows_are_no_work() -> None:
+    assert linear(draw(1, 8)[:0], pack(6, 8)).shape == (0, 6)
+    assert gated_linear(draw(1, 8)[:0], pack(6, 8)).shape == (0, 3)

@@ -1,0 +1,87 @@
+"""Experts against the torch reference and a token's own bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.triton.moe import choose_tile, moe
+
+REFERENCE = TorchKernels()
+
+# numpy, which interprets the kernels, warns of what a GPU does in silence.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
+
+def make(tokens: int, experts: int, chosen: int, hidden: int, inner: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(tokens + experts)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    ids = torch.rand(tokens, experts, generator=generator).topk(chosen).indices
+    weights = torch.rand(tokens, chosen, generator=generator)
+    gate_up, down = draw(experts, 2 * inner, hidden) / 4, draw(experts, hidden, inner) / 4
+    return [draw(tokens, hidden), gate_up, down, ids, weights]
+
+
+def assert_as_reference(args: list[Tensor]) -> None:
+    torch.testing.assert_close(moe(*args), REFERENCE.moe(*args), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(16, 8), (7, 5), (40, 35)])
+@pytest.mark.parametrize(("experts", "chosen"), [(4, 2), (16, 4), (3, 3), (5, 1)])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 40])
+def test_each_token_gets_its_experts_by_its_weights(
+    tokens: int, experts: int, chosen: int, hidden: int, inner: int
+) -> None:
+    assert_as_reference(make(tokens, experts, chosen, hidden, inner))
+
+
+def test_all_tokens_may_choose_the_same_experts() -> None:
+    args = make(50, 8, 2, 16, 8)
+    args[3][:] = torch.tensor([6, 1])
+    assert_as_reference(args)
+
+
+def test_more_pairs_than_are_sorted_at_a_time() -> None:
+    assert_as_reference(make(700, 4, 3, 4, 2))
+
+
+def test_tokens_may_lie_apart() -> None:
+    args = make(12, 4, 2, 16, 8)
+    args[0] = torch.cat((args[0], args[0] + 9), dim=1)[::2, :16]
+    args[3:] = args[3][::2], args[4][::2]
+    assert_as_reference(args)
+
+
+def test_a_token_has_the_same_bits_alone_and_in_a_crowd() -> None:
+    args = make(40, 8, 3, 24, 12)
+    out = moe(*args)
+    for token in (0, 17, 39):
+        alone = [x[token : token + 1] if i in (0, 3, 4) else x for i, x in enumerate(args)]
+        assert torch.equal(moe(*alone)[0], out[token])
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+def test_padding_spoils_no_other_token(garbage: float) -> None:
+    args = make(20, 4, 2, 16, 8)
+    expected = moe(*args)
+    args[0][15:] = garbage
+    args[4][15:] = garbage
+    args[3][17:] = torch.tensor([-7, 2**40])  # not experts
+    assert torch.equal(moe(*args)[:15], expected[:15])
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_batch_invariant_tiles_do_not_depend_on_the_number_of_tokens(is_gated: bool) -> None:
+    tiles = [{choose_tile(n, 128, is_gated, fixed) for n in (8, 8000, 10**6)} for fixed in (1, 0)]
+    assert [len(of) for of in tiles] == [1, 3]
+
+
+@pytest.mark.parametrize("num_pairs", [8, 8000, 10**6])
+def test_both_products_have_tiles_of_the_same_rows(num_pairs: int) -> None:
+    tiles = [choose_tile(num_pairs, 128, is_gated, False) for is_gated in (False, True)]
+    assert tiles[0].block_t == tiles[1].block_t

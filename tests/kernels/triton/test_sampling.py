@@ -1,0 +1,105 @@
+"""The best token, noise included, against the torch reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanocore.kernels.backend import Noise
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.triton.sampling import best_token
+
+REFERENCE = TorchKernels()
+
+# numpy, which interprets the kernels, warns of what a GPU does in silence.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("width", [1, 3, 500, 2048, 2049, 9000])
+def test_of_equal_logits_the_first_is_best(width: int) -> None:
+    logits = (2 * draw(12, width)).round()
+    value, column = best_token(logits, 0)
+    assert torch.equal(value, logits.amax(dim=1))
+    assert column.tolist() == [row.tolist().index(row.max()) for row in logits]
+
+
+def test_equal_logits_of_different_programs_are_a_tie_too() -> None:
+    logits = torch.zeros(3, 10000)
+    logits[0, [2500, 9999]] = 5.0
+    logits[1, [9999, 4096]] = 5.0
+    assert best_token(logits, 0)[1].tolist() == [2500, 4096, 0]
+
+
+def test_noise_is_that_of_the_reference_but_for_rounding() -> None:
+    """Every token's noise shows when it is the only one."""
+    rows = torch.arange(150)
+    seed = torch.cat((rows[:50] * 2**54 - 7, -rows[:98] * 977, torch.tensor([2**63 - 1, -(2**63)])))
+    noise = Noise(torch.ones(150), seed, rows * 31)
+    value, _ = best_token(torch.zeros(150, 1), 1000, noise)
+    expected, _ = REFERENCE.best_token(torch.zeros(150, 1), 1000, noise)
+    torch.testing.assert_close(value, expected, atol=2e-6, rtol=2e-6)
+    assert value.std() > 1.0
+
+
+@pytest.mark.parametrize("first_token", [0, 77, 151000])
+@pytest.mark.parametrize("width", [40, 5003])
+def test_rows_take_the_token_that_the_reference_takes(width: int, first_token: int) -> None:
+    logits = 3 * draw(40, width)
+    temperature = torch.tensor([0.0, 0.3, 1.0, 5.0]).repeat(10)
+    noise = Noise(temperature, torch.arange(40) * 2**40 - 2**45, torch.arange(40))
+    value, column = best_token(logits, first_token, noise)
+    expected_value, expected_column = REFERENCE.best_token(logits, first_token, noise)
+    torch.testing.assert_close(value, expected_value, atol=1e-5, rtol=1e-5)
+    assert torch.equal(column, expected_column)
+    assert torch.equal(column[::4], logits.argmax(dim=1)[::4])
+    assert not torch.equal(column[3::4], logits.argmax(dim=1)[3::4])
+
+
+def test_a_token_has_its_noise_whichever_columns_a_rank_has() -> None:
+    logits = draw(20, 90)
+    noise = Noise(torch.ones(20), torch.arange(20), torch.arange(20) * 5)
+    value, column = best_token(logits, 0, noise)
+    parts = [best_token(logits[:, i : i + 30], i, noise) for i in (0, 30, 60)]
+    values = torch.stack([part[0] for part in parts])
+    best = values.argmax(dim=0)
+    columns = torch.stack([part[1] + 30 * i for i, part in enumerate(parts)])
+    assert torch.equal(values.amax(dim=0), value)
+    assert torch.equal(columns.gather(0, best[None])[0], column)
+
+
+def test_excluded_tokens_are_never_best() -> None:
+    logits = draw(20, 3000)
+    logits[:, ::2] = -torch.inf
+    noise = Noise(torch.full((20,), 50.0), torch.arange(20), torch.arange(20))
+    assert (best_token(logits, 0, noise)[1] % 2 == 1).all()
+
+
+@pytest.mark.parametrize("nothing", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_a_best_token_takes_the_first(nothing: float, temperature: float) -> None:
+    logits = draw(3, 4100)
+    logits[::2] = nothing
+    noise = Noise(torch.full((3,), temperature), torch.arange(3), torch.arange(3))
+    value, column = best_token(logits, 0, noise)
+    assert column[::2].tolist() == [0, 0]
+    assert value[::2].tolist() == [-torch.inf] * 2
+    assert column[1] == REFERENCE.best_token(logits, 0, noise)[1][1]
+
+
+def test_rows_may_lie_apart_and_settings_too() -> None:
+    logits, settings = draw(8, 120)[::2, 10:100], torch.arange(12.0).reshape(4, 3)
+    noise = Noise(settings[:, 0] + 0.5, settings[:, 1].long(), settings.long()[:, 2])
+    value, column = best_token(logits, 3, noise)
+    expected = REFERENCE.best_token(logits, 3, noise)
+    torch.testing.assert_close(value, expected[0])
+    assert torch.equal(column, expected[1])
+
+
+def test_no_rows_are_no_work() -> None:
+    value, column = best_token(draw(1, 8)[:0], 0)
+    assert (value.shape, column.shape, column.dtype) == ((0,), (0,), torch.int64)

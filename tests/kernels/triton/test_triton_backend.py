@@ -1,0 +1,189 @@
+"""The Triton kernels together: a whole model, as the engine runs it, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+
+from nanocore.kernels.backend import Noise, select_kernels
+from nanocore.kernels.triton.triton_backend import TritonKernels
+from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker import step_graphs
+from nanocore.worker.layers.decoder import DecoderModel
+from tests.fake_device import FakeGraphRecorder
+from tests.tiny_models import make_tiny_qwen3
+from tests.worker.device_engine import Engine, Wish, expected, load_model
+
+# What is infinite on a GPU without a word, numpy warns of.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+CPU = torch.device("cpu")
+MAX_LAUNCHES_PER_LAYER = 9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    model = load_model(make_tiny_qwen3(tmp_path_factory.mktemp("model"), head_dim=16))
+    model.layers = model.layers[:2]  # for time
+    return model
+
+
+def make_wishes(*lengths: int, max_tokens: int = 3) -> list[Wish]:
+    rng = np.random.default_rng(5)
+    samplings = [
+        EngineSamplingParams(temperature=0.0),
+        EngineSamplingParams(temperature=0.8),
+        EngineSamplingParams(temperature=1.1, top_k=20, top_p=0.9),
+    ]
+    return [
+        Wish(rng.integers(0, 380, length).tolist(), max_tokens, samplings[i % len(samplings)])
+        for i, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_model_says_with_it_what_it_says_with_torch(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
+) -> None:
+    """Chunks, mixed steps and decodes, as graphs and not, two steps in flight."""
+    monkeypatch.setattr(step_graphs, "_MIXED_TOKENS", (8,))
+    monkeypatch.setattr(step_graphs, "_decode_sizes", lambda largest: [2, largest])
+    wishes = make_wishes(3, 12, 20)
+    recorder = FakeGraphRecorder()
+    kernels = TritonKernels(CPU, batch_invariant)
+    engine = Engine(model, 2, recorder, budget=14, kernels=kernels)
+    assert engine.run(wishes) == expected(model, wishes)
+    assert recorder.num_replays > 0
+    assert recorder.num_replays < engine.scheduler.counters.num_steps  # some were too large
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations of torch that launch a kernel, outside of Triton's own."""
+
+    FREE = (
+        "view", "reshape", "slice", "select", "as_strided", "empty", "expand", "transpose", "t",
+        "unsqueeze", "squeeze", "split", "detach", "alias", "unbind", "permute", "new_empty",
+        "empty_like", "empty_strided", "_unsafe_view", "unflatten", "flatten", "lift_fresh", "detach_",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.is_inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if not self.is_inside and name not in self.FREE:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    launches = Launches()
+    call = GridExecutor.__call__
+
+    def counted(executor: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+        launches.names.append(executor.fn.__name__)
+        launches.is_inside = True
+        try:
+            return call(executor, *args, **kwargs)
+        finally:
+            launches.is_inside = False
+
+    with monkeypatch.context() as patch, launches:
+        patch.setattr(GridExecutor, "__call__", counted)
+        yield launches
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_decode_step_launches_at_most_nine_kernels_a_layer(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch, is_split: bool
+) -> None:
+    kernels = TritonKernels(CPU)
+    kernels._num_sms = 1000 if is_split else 1
+    engine = Engine(model, 1, kernels=kernels)
+    engine.scheduler.add(make_wishes(5, max_tokens=9)[0].request(0))
+    engine.deliveries.take(engine.scheduler, engine.runner.execute(engine.scheduler.schedule()))
+    counts = []
+    layers = model.layers
+    for num_layers in (2, 1):
+        monkeypatch.setattr(model, "layers", layers[:num_layers])
+        monkeypatch.setattr(engine.runner, "kv_caches", engine.runner.kv_caches[:num_layers])
+        with counting(monkeypatch) as launches:
+            engine.deliveries.take(
+                engine.scheduler, engine.runner.execute(engine.scheduler.schedule())
+            )
+        counts.append(Counter(launches.names))
+    layer = counts[0] - counts[1]
+    assert layer["merge_splits_kernel"] == int(is_split)
+    assert 5 <= layer.total() <= MAX_LAUNCHES_PER_LAYER, layer
+
+
+def sampled_logits(
+    model: DecoderModel, wishes: list[Wish], budget: int, kernels: TritonKernels
+) -> dict[tuple[int, int], Tensor]:
+    """What each token of each request was sampled from; a noise's seed is the request's handle."""
+    engine = Engine(model, 1, budget=budget, kernels=kernels)
+    assert engine.runner.sampler is not None
+    sample = engine.runner.sampler.sample_plain
+    logits: dict[tuple[int, int], Tensor] = {}
+
+    def recording(logits_RV: Tensor, noise: Noise | None) -> Tensor:
+        assert noise is not None
+        keys = zip(noise.seed_R.tolist(), noise.position_R.tolist(), strict=True)
+        logits.update({key: row.clone() for key, row in zip(keys, logits_RV, strict=True)})
+        return sample(logits_RV, noise)
+
+    engine.runner.sampler.sample_plain = recording  # type: ignore[method-assign]
+    engine.run(wishes)
+    return logits
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_batch_invariant_logits_are_the_same_bits_alone_in_a_crowd_and_in_chunks(
+    model: DecoderModel, batch_invariant: bool
+) -> None:
+    """Without the mode they differ in the same comparison: the test can fail."""
+    kernels = TritonKernels(CPU, batch_invariant)
+    wishes = make_wishes(5, 18, max_tokens=2)
+    crowd = sampled_logits(model, wishes, budget=48, kernels=kernels)
+    chunks = sampled_logits(model, wishes, budget=7, kernels=kernels)
+    differ = sum(not torch.equal(crowd[key], chunks[key]) for key in crowd)
+    alone = Engine(model, 1, kernels=kernels)
+    assert alone.runner.sampler is not None
+    for handle in range(1, len(wishes)):
+        empty = [Wish([1], 1)] * handle  # so that the handle, and with it the seed, is the same
+        for key, row in sampled_logits(model, [*empty, wishes[handle]], 48, kernels).items():
+            if key[0] == handle:
+                differ += not torch.equal(row, crowd[key])
+    assert crowd.keys() == chunks.keys()
+    assert (differ == 0) == batch_invariant
+
+
+def test_without_cuda_it_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ValueError, match=r"the device is cpu.*use auto"):
+        select_kernels("triton", CPU)
+
+
+def test_int8_weights_give_what_the_reference_gives() -> None:
+    x, weight = torch.randn(3, 40), torch.randn(48, 40)
+    reference = select_kernels("torch", CPU)
+    kernels = select_kernels("triton", CPU)
+    expected_packed = reference.pack_linear(weight.clone(), "int8")
+    packed = kernels.pack_linear(weight.clone(), "int8")
+    torch.testing.assert_close(kernels.linear(x, packed), reference.linear(x, expected_packed))
+    torch.testing.assert_close(
+        kernels.gated_linear(x, packed), reference.gated_linear(x, expected_packed)
+    )
+    torch.testing.assert_close(kernels.logits(x, packed), reference.logits(x, expected_packed))
