@@ -23,7 +23,7 @@ from nanocore.worker.device_rows import DeviceRows, NewTokens
 from nanocore.worker.input_batch import BatchStep, InputBatch
 from nanocore.worker.sampling.sampler import TokenSampler
 from nanocore.worker.step_graphs import GraphRecorder, HostBounds, StepGraphs
-from nanocore.worker.step_memory import StepFields, StepShape, num_bytes
+from nanocore.worker.step_memory import StepColumns, StepFields, StepShape, num_bytes
 from nanocore.worker.stream import Pending, Stream
 
 
@@ -85,6 +85,7 @@ class DeviceSteps:
         self._stream = stream
         self._device = rows.token_table.device
         self._graphs: StepGraphs[Sampled | None] | None = None
+        self._kept_columns: dict[tuple[int, StepShape], StepColumns] = {}
 
     def record(self, shapes: list[StepShape], recorder: GraphRecorder) -> StepGraphs:
         """Record graphs of these shapes, to be replayed from now on."""
@@ -108,8 +109,8 @@ class DeviceSteps:
         layout = shape if graph is None else graph.shape
         size = num_bytes(layout)
         staged = self._stream.stage(size + (0 if new is None else new.column.nbytes))
-        fields = StepFields.of(staged, layout)
-        num_filtered, max_top_k = fields.fill(step, appended, self._batch, self._rows.spare_row)
+        columns = self._columns(staged, layout, is_graph=graph is not None)
+        num_filtered, max_top_k = columns.fill(step, appended, self._batch)
         if new is not None:
             staged[size:].view(torch.int32).numpy()[:] = new.column
         order = step.order
@@ -137,6 +138,16 @@ class DeviceSteps:
 
         self._batch.append(step.sample_rows, None)
         return PendingStep(step.sample_rows, self._stream.run(work))
+
+    def _columns(self, staged: Tensor, shape: StepShape, is_graph: bool) -> StepColumns:
+        """Of staged memory; kept for shapes that come again, in any of the few slots there are."""
+        key = staged.data_ptr(), shape
+        columns = self._kept_columns.get(key)
+        if columns is None:
+            columns = StepColumns(staged, shape, self._rows.spare_row)
+            if is_graph:
+                self._kept_columns[key] = columns
+        return columns
 
     def _compute(self, step: StepFields, bounds: HostBounds) -> Sampled | None:
         """All of a step, but for filters."""

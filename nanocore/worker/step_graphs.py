@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import GraphSupport
-from nanocore.worker.step_memory import StepFields, StepShape, num_bytes
+from nanocore.worker.step_memory import StepColumns, StepFields, StepShape, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class StepGraphs(Generic[R]):
         on_device = torch.empty_like(memory, device=device)
         graphs = []
         for shape in shapes:
-            StepFields.of(memory, shape).fill_with_padding(spare_row, shape.is_uniform)
+            StepColumns(memory, shape, spare_row).fill_with_padding()
             on_device.copy_(memory)
             bounds = HostBounds.of(shape, max_model_len)
             graphs.append(_record(shape, on_device, bounds, compute, recorder))

@@ -85,10 +85,23 @@ class StepFields:
             offset = end
         return cls(**views)
 
-    def fill(
-        self, step: BatchStep, appended: AppendedBlocks, batch: InputBatch, spare_row: int
-    ) -> tuple[int, int]:
-        """Write a step, on the host, and padding.
+
+class StepColumns:
+    """The same memory on the host, to be written.
+
+    Args:
+        memory: uint8, of at least `num_bytes(shape)`. spare_row: for padding.
+    """
+
+    def __init__(self, memory: Tensor, shape: StepShape, spare_row: int) -> None:
+        fields = StepFields.of(memory, shape)
+        self._columns = {name: getattr(fields, name).numpy() for name, _, _ in _FIELDS}
+        self._num_tokens, self._num_seqs = shape.num_tokens, shape.num_seqs
+        self._is_uniform = shape.is_uniform
+        self._spare_row = spare_row
+
+    def fill(self, step: BatchStep, appended: AppendedBlocks, batch: InputBatch) -> tuple[int, int]:
+        """Write a step, and padding.
 
         Returns how many of its rows are filtered, and the largest top_k of those.
         """
@@ -96,9 +109,8 @@ class StepFields:
         top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
         greedy = batch.greedy[rows]
         is_filtered = ~greedy & ((top_k < batch.vocab_size) | (top_p < 1.0) | (min_p > 0.0))
-        filtered = np.flatnonzero(is_filtered)
+        filtered = is_filtered.nonzero()[0]
         self._write(
-            spare_row,
             rows_T=order.rows_T,
             positions_T=step.positions_T,
             slots_T=step.slots_T,
@@ -112,37 +124,40 @@ class StepFields:
             block_columns_W=appended.columns,
             block_ids_W=appended.block_ids,
             seq_lens_B=step.seq_lens_B,
-            temperature_R=np.where(greedy, 0.0, batch.temperature[rows]),
+            temperature_R=np.where(greedy, np.float32(0.0), batch.temperature[rows]),
             top_k_R=top_k,
             top_p_R=top_p,
             min_p_R=min_p,
         )
         self._write_query_starts(order.query_start_A.numpy())
-        is_uniform = order.num_decodes == len(order.rows_B)
-        self.num_decodes_1[0] = len(self.rows_B) if is_uniform else order.num_decodes
+        self._write_num_decodes(order.num_decodes)
         return len(filtered), int(top_k[filtered].max(initial=0))
 
-    def fill_with_padding(self, spare_row: int, is_uniform: bool) -> None:
-        """Write a step of nothing else, on the host: of decodes, or else of chunks."""
-        self._write(spare_row, **{name: np.zeros(0) for name in _COLUMNS})
+    def fill_with_padding(self) -> None:
+        """Write a step of nothing else: of decodes, or else of chunks."""
+        self._write(**{name: np.zeros(0) for name in _COLUMNS})
         self._write_query_starts(np.zeros(1, np.int32))
-        self.num_decodes_1[0] = len(self.rows_B) if is_uniform else 0
+        self._write_num_decodes(0)
 
-    def _write(self, spare_row: int, **columns: NDArray) -> None:
+    def _write(self, **columns: NDArray) -> None:
         for name, values in columns.items():
-            column = getattr(self, name).numpy()
-            column[: len(values)] = values
-            column[len(values) :] = spare_row if name in _ROWS else _PADDING.get(name, 0)
+            column, count = self._columns[name], len(values)
+            column[:count] = values
+            if count < len(column):
+                column[count:] = self._spare_row if name in _ROWS else _PADDING.get(name, 0)
+
+    def _write_num_decodes(self, num_decodes: int) -> None:
+        """Padding among decodes is decodes."""
+        self._columns["num_decodes_1"][0] = self._num_seqs if self._is_uniform else num_decodes
 
     def _write_query_starts(self, starts_A: NDArray[np.int32]) -> None:
         """Each padding sequence gets one of the padding tokens, and the last one the rest."""
-        column = self.query_start_A.numpy()
+        column = self._columns["query_start_A"]
         column[: len(starts_A)] = starts_A
         if len(column) > len(starts_A):
-            num_padding = len(column) - len(starts_A)
-            ends = starts_A[-1] + np.arange(1, num_padding + 1)
-            column[len(starts_A) :] = np.minimum(ends, len(self.rows_T))
-            column[-1] = len(self.rows_T)
+            ends = starts_A[-1] + np.arange(1, len(column) - len(starts_A) + 1)
+            column[len(starts_A) :] = np.minimum(ends, self._num_tokens)
+            column[-1] = self._num_tokens
 
 
 def num_bytes(shape: StepShape) -> int:
