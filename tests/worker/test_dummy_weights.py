@@ -20,6 +20,17 @@ def filled(name: str, *shape: int, index: Index = (), seed: int = 0) -> Tensor:
     return target
 
 
+@pytest.fixture(params=["host", "device"], autouse=True)
+def _drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU, and as on a GPU."""
+    if request.param == "device":
+        monkeypatch.setattr(dummy_weights, "_draw", dummy_weights._draw_on_device)
+
+
+def set_block_numel(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
+    monkeypatch.setattr(dummy_weights, "_BLOCK_NUMEL", {dummy_weights._draw: numel})
+
+
 @pytest.mark.parametrize("block_numel", [1, 8, 100, 2**18])
 @pytest.mark.parametrize(
     "index",
@@ -29,7 +40,7 @@ def filled(name: str, *shape: int, index: Index = (), seed: int = 0) -> Tensor:
 def test_a_slice_is_that_of_the_whole_tensor(
     monkeypatch: pytest.MonkeyPatch, index: Index, block_numel: int
 ) -> None:
-    monkeypatch.setattr(dummy_weights, "_BLOCK_NUMEL", block_numel)
+    set_block_numel(monkeypatch, block_numel)
     assert torch.equal(filled("a", 10, 6, 4, index=index), filled("a", 10, 6, 4)[index])
 
 
@@ -53,7 +64,7 @@ def test_a_norm_that_is_stored_less_one_is_near_one_too() -> None:
 
 
 def test_names_blocks_and_seeds_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dummy_weights, "_BLOCK_NUMEL", 40)
+    set_block_numel(monkeypatch, 40)
     first = filled("a", 20, 4)
     assert torch.equal(first, filled("a", 20, 4))
     assert not torch.equal(first, filled("b", 20, 4))

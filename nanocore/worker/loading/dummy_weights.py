@@ -1,8 +1,9 @@
 """Random weights for `--load-format dummy`: speed and memory of a model without its checkpoint.
 
 A value depends on seed, tensor name and its place in the whole tensor, never on what a rank keeps:
-at any tensor parallel size it is the same model. Scaled so that activations neither vanish nor
-overflow.
+at any tensor parallel size it is the same model. GPUs draw their own numbers, and so another model
+than CPUs do: one core would take a minute for eight billion. Scaled so that activations neither
+vanish nor overflow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from nanocore.worker.loading.weights import Part, Slots
 
-_BLOCK_NUMEL = 2**18
 _INT16_STD = 2**16 / math.sqrt(12)
 _NORM_STD = 0.1
 _BIAS_STD = 0.02
@@ -27,8 +27,8 @@ def fill_dummy_weights(slots: Slots, seed: int = 0) -> int:
 
     Matrices have mean 0 and standard deviation 1 / sqrt(last dimension), biases 0 and 0.02, other
     vectors (norms) 1 and 0.1; all are uniform. A slot's offset changes nothing: a norm is near 1
-    whatever a checkpoint would store. Memory beside the parameters: 1.5 MiB, or six bytes per
-    element of a tensor's row, if that is more.
+    whatever a checkpoint would store. Memory beside the parameters: 1.5 MiB on a CPU and 16 MiB on
+    a GPU, or six or four bytes per element of a tensor's row, if that is more.
     """
     num_bytes = 0
     for name, slot in slots.items():
@@ -54,19 +54,32 @@ def _fill(
     num_rows, *row_shape = shape or (1,)
     start, stop, _ = part.index[0].indices(num_rows) if part.index else (0, num_rows, 1)
     target = part.target.view(1) if not shape else part.target
-    block_rows = max(1, _BLOCK_NUMEL // max(1, math.prod(row_shape)))
+    draw = _draw if target.device.type == "cpu" else _draw_on_device
+    block_rows = max(1, _BLOCK_NUMEL[draw] // max(1, math.prod(row_shape)))
     for block in range(start // block_rows, -(-stop // block_rows)):
         first = block * block_rows
         count = min(block_rows, num_rows - first)
-        values = _uniform((count, *row_shape), (*seeds, block), std, mean)
+        values = draw((count, *row_shape), (*seeds, block), target.device)
+        values.mul_(std).add_(mean)
         low, high = max(start, first), min(stop, first + count)
         rows = values[low - first : high - first]
         target[low - start : high - start].copy_(rows[(slice(None), *part.index[1:])])
 
 
-def _uniform(shape: tuple[int, ...], seeds: tuple[int, ...], std: float, mean: float) -> Tensor:
-    """float32. Sixteen random bits per value: more than a bfloat16 can hold, and cheap."""
+def _draw(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.device) -> Tensor:
+    """float32 with mean 0 and standard deviation 1. Sixteen random bits per value: more than a
+    bfloat16 can hold, and cheap."""
     numel = math.prod(shape)
     words = np.random.SFC64(seeds).random_raw(-(-numel // 4))
     values = torch.from_numpy(words.view(np.int16)[:numel]).to(torch.float32)
-    return values.mul_(std / _INT16_STD).add_(mean).view(shape)
+    return values.mul_(1 / _INT16_STD).view(shape)
+
+
+def _draw_on_device(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.device) -> Tensor:
+    """Likewise, by the device."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(repr(seeds).encode()))
+    values = torch.empty(shape, device=device)
+    return values.uniform_(-math.sqrt(3), math.sqrt(3), generator=generator)
+
+
+_BLOCK_NUMEL = {_draw: 2**18, _draw_on_device: 2**22}

@@ -72,7 +72,8 @@ class Launches(TorchDispatchMode):
     FREE = (
         "view", "reshape", "slice", "select", "as_strided", "empty", "expand", "transpose", "t",
         "unsqueeze", "squeeze", "split", "detach", "alias", "unbind", "permute", "new_empty",
-        "empty_like", "empty_strided", "_unsafe_view", "unflatten", "flatten", "lift_fresh", "detach_",
+        "empty_like", "empty_strided", "_unsafe_view", "unflatten", "flatten", "lift_fresh",
+        "detach_",
     )  # fmt: skip
 
     def __init__(self) -> None:

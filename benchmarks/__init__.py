@@ -1,0 +1,1 @@
+"""Measurements of the engine; the files are scripts, gpu/ is a package."""

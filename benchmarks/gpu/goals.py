@@ -1,0 +1,131 @@
+"""The goals on one H200, and what the reports in a folder say of them: README.md's table.
+
+    python -m benchmarks.gpu.run table --device cpu --out benchmarks/results
+
+Limits are computed at 4.3 TB/s and 790 TFLOP/s. A figure that no report holds is "not measured
+yet". Rehearsals (--small) are never put into the README.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.gpu.session import Session, read_report, say
+
+README: Final = Path(__file__).with_name("README.md")
+BEGIN: Final = "<!-- goals: filled by `table` -->\n"
+END: Final = "<!-- end of goals -->\n"
+NOT_MEASURED: Final = "not measured yet"
+_HEADING: Final = (
+    "| measure (H200, bfloat16, random weights) | limit | first goal | goal | stretch | measured |"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure of a report, and what it should be. describe: from its measurement."""
+
+    measure: str
+    limit: str
+    goals: tuple[str, str, str]
+    report: str
+    measurement: str
+    describe: Callable[[dict[str, Any]], str]
+
+    def row(self, folder: Path) -> str:
+        """As Markdown."""
+        cells = (self.measure, self.limit, *self.goals, self._measured(folder))
+        return f"| {' | '.join(cells)} |"
+
+    def _measured(self, folder: Path) -> str:
+        report = read_report(folder, self.report)
+        if report is None or report["small"]:
+            return NOT_MEASURED
+        found = report["measurements"].get(self.measurement)
+        if found is None:
+            if self.measurement in report["errors"]:
+                return "failed"
+            return NOT_MEASURED
+        return self.describe(found)
+
+
+def _step(found: dict[str, Any]) -> str:
+    return f"{found['step_ms']['median']:.2f} ms ({found['share_of_limit']:.0%})"
+
+
+def _throughput(found: dict[str, Any]) -> str:
+    return f"{found['output_tokens_per_s']['median']:,.0f} tok/s ({found['share_of_limit']:.0%})"
+
+
+def _prefill(found: dict[str, Any]) -> str:
+    return f"{found['tokens_per_s']:,.0f} tok/s ({found['share_of_limit']:.0%})"
+
+
+def _against_fa3(found: dict[str, Any]) -> str:
+    other = found["others"].get("fa3", {})
+    beside = f", {other['times_of_ours']:.2f}x FA3" if "times_of_ours" in other else ""
+    return f"{found['share_of_limit']:.0%} of the limit{beside}"
+
+
+def _idle(found: dict[str, Any]) -> str:
+    return f"{found['idle_ms']:.2f} ms"
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    ratio = found["times_slower_than_ours"]
+    return f"{ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f})"
+
+
+GOALS: Final = (
+    Goal("decode attention, B 256, context 1k", "4.3 TB/s", ("70 %", "80 %, >= 0.95x FA3", "88 %"),
+         "kernels", "decode_attention/g2/b256/ctx1024", _against_fa3),
+    Goal("prefill attention, 4k, causal, beside FA3", "1.0", ("0.5x", "0.6x", "0.75x"),
+         "kernels", "prefill_attention/g2/4x4096", _against_fa3),
+    Goal("0.6B: a step, B 1, context 1k", "0.305 ms", ("1.5 ms", "1.1 ms (28 %)", "0.8 ms"),
+         "engine", "speed/qwen3-0.6b/decode/b1/ctx1024", _step),
+    Goal("0.6B: a step, B 32, context 1k", "1.15 ms", ("2.6 ms", "2.0 ms (57 %)", "1.7 ms"),
+         "engine", "speed/qwen3-0.6b/decode/b32/ctx1024", _step),
+    Goal("0.6B: a step, B 256, context 1k", "7.4 ms", ("11.5 ms", "9.6 ms (77 %)", "8.8 ms"),
+         "engine", "speed/qwen3-0.6b/decode/b256/ctx1024", _step),
+    Goal("0.6B: nano-vllm's benchmark", "36.2k tok/s", ("16k (44 %)", "22k (61 %)", "25k (70 %)"),
+         "offline", "qwen3-0.6b/sdk", _throughput),
+    Goal("8B: a step, B 1, context 1k", "3.56 ms", ("4.9 ms", "4.4 ms (81 %)", "4.1 ms"),
+         "engine", "speed/qwen3-8b/decode/b1/ctx1024", _step),
+    Goal("8B: nano-vllm's benchmark", "12.7k tok/s", ("7.5k", "8.9k (70 %)", "9.8k"),
+         "offline", "qwen3-8b/sdk", _throughput),
+    Goal("0.6B: 16k tokens of 1k prompts", "791k tok/s", ("35 %", "50 %", "60 %"),
+         "engine", "speed/qwen3-0.6b/prefill/1024", _prefill),
+    Goal("8B: 16k tokens of 1k prompts", "55.7k tok/s", ("60 %", "72 %", "80 %"),
+         "engine", "speed/qwen3-8b/prefill/1024", _prefill),
+    Goal("0.6B: GPU idle in a decode step, B 32", "0", ("1.5 ms", "< 0.1 ms", "0"),
+         "engine", "speed/qwen3-0.6b/idle/b32", _idle),
+    Goal("time of nano-vllm over ours, FA3 under it", "-", ("1.0x", ">= 1.3x", "1.5x"),
+         "peers", "qwen3-0.6b/nano-vllm, FA3", _ratio),
+    Goal("time of vLLM 0.25.1 over ours, FA3", "-", ("0.7x", ">= 1.0x", "1.15x"),
+         "peers", "qwen3-0.6b/vllm, FA3", _ratio),
+    Goal("time of transformers, sdpa, over ours", "-", ("8x", "12x", ""),
+         "peers", "qwen3-0.6b/transformers, sdpa", _ratio),
+)  # fmt: skip
+
+
+def measure(session: Session) -> None:
+    """Print the table, and put it into the README."""
+    table = goals_table(session.out)
+    say(table)
+    if not session.small:
+        README.write_text(with_table(README.read_text(), table))
+
+
+def goals_table(folder: Path) -> str:
+    """Markdown."""
+    return "\n".join([_HEADING, "|" + "---|" * 6, *(goal.row(folder) for goal in GOALS)]) + "\n"
+
+
+def with_table(readme: str, table: str) -> str:
+    """The README with this table in place of its own."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{table}{END}{after}"

@@ -1,0 +1,1 @@
+"""Drivers of engines: each is a process that answers runs, see benchmarks/peers/line_protocol."""

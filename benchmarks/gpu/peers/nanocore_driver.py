@@ -1,0 +1,42 @@
+"""Our engine through its SDK, with dummy weights, behind the line protocol."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import fa3
+from benchmarks.gpu.offline_report import engine_settings, generate
+from benchmarks.gpu.peers.arguments import driver_parser
+from benchmarks.gpu.session import Session, describe_versions
+from benchmarks.gpu.workload import Workload
+from benchmarks.peers.line_protocol import Requests, claim_stdout, describe_run, serve
+from nanocore.client import LLM
+
+
+def main() -> None:
+    """Start the engine and serve."""
+    arguments = driver_parser().parse_args()
+    answers = claim_stdout()
+    session = Session(out=Path(), device=torch.device(arguments.device), small=arguments.small)
+    settings = engine_settings(session)
+    if arguments.attention:
+        settings["attention_backend"] = arguments.attention
+        os.environ[fa3.FOLDER_VARIABLE] = str(arguments.carried or "")  # the engine inherits it
+    if session.on_gpu:
+        settings["gpu_memory_utilization"] = arguments.memory_share
+    with LLM(arguments.model, **settings) as llm:
+
+        def run(requests: Requests) -> dict[str, Any]:
+            workload = Workload([p for p, _ in requests], [n for _, n in requests])
+            wall_s, tokens = generate(llm, workload)
+            return describe_run(wall_s, [], [], tokens)
+
+        serve(answers, run, versions=describe_versions(), settings=settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Which shapes of tiles are fastest: for attention, matrix products, and experts.
+
+What the modules of nanocore/kernels/triton choose is measured beside all others; the table names
+the best one of each case and what the module's own choice loses to it. Shapes that need more
+registers or shared memory than there is fail to launch, which counts as being slow. A shape is
+compiled when it is first tried, a second or so each: the time limit cuts off the last cases.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.attention_cases import Heads, Step, make_step
+from benchmarks.gpu.kernel_case import Draw
+from benchmarks.gpu.session import Results, Session, say
+from benchmarks.gpu.shapes import models
+from benchmarks.gpu.timing import num_sets, time_calls
+from nanocore.kernels.torch_backend import TorchKernels
+
+_COMPILE_THREADS: Final = 12
+_HEADS: Final = {"g2": Heads(16, 8, 128), "g4": Heads(32, 8, 128)}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A choice, and the calls to time. is_ours: what the module would choose.
+
+    may_compile_beside: its first call may be made in a thread, beside others'.
+    """
+
+    name: str
+    is_ours: bool
+    calls: Callable[[], list[Callable[[], Any]]]
+    may_compile_beside: bool = True
+
+
+def measure(session: Session) -> None:
+    """Case by case, the attention of decodes first."""
+    results = Results(session, "tune", needs_s=15.0 if session.on_gpu else 1.0)
+    cases = itertools.chain(
+        _decode_cases(session), _prefill_cases(session), _matmul_cases(session), _moe_cases(session)
+    )
+    with torch.inference_mode():
+        for name, candidates in cases:
+            if session.wants(name):
+                results.measure(name, _try_all, session, candidates)
+    results.finish()
+    say(table(results.measurements))
+
+
+def _try_all(session: Session, make: Callable[[], list[Candidate]]) -> dict[str, Any]:
+    """Microseconds by candidate; the best one, and what ours takes beside it."""
+    candidates = make()
+    if session.on_gpu:
+        _compile_all(candidates)
+    found: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    ours = None
+    for candidate in candidates:
+        if session.remaining_s < 5 and found:
+            failed[candidate.name] = "time limit"
+            continue
+        try:
+            figures = time_calls(candidate.calls(), session.device)
+        except Exception as error:  # out of resources, or it does not compile
+            failed[candidate.name] = f"{type(error).__name__}: {str(error)[:120]}"
+            continue
+        found[candidate.name] = figures["us"]["median"]
+        ours = candidate.name if candidate.is_ours else ours
+    best = min(found, key=lambda name: found[name])
+    return {
+        "best": best,
+        "best_us": found[best],
+        "ours": ours,
+        "ours_over_best": round(found[ours] / found[best], 4) if ours else None,
+        "us": dict(sorted(found.items(), key=lambda item: item[1])),
+        "failed": failed,
+    }
+
+
+def _compile_all(candidates: list[Candidate]) -> None:
+    """Call each candidate once, in threads: the compiler leaves the interpreter alone."""
+
+    def call_once(candidate: Candidate) -> None:
+        with (
+            suppress(Exception),
+            torch.inference_mode(),
+        ):  # what fails here fails again, and is said
+            candidate.calls()[0]()
+
+    with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
+        list(pool.map(call_once, [c for c in candidates if c.may_compile_beside]))
+
+
+Cases = Iterator[tuple[str, Callable[[], list[Candidate]]]]
+
+
+def _decode_cases(session: Session) -> Cases:
+    shapes = [(b, c) for c in (1024, 8192) for b in (256, 32, 1, 8, 128)]
+    grid = list(itertools.product((32, 64, 128), (4, 8), (2, 3, 4, 5)))
+    heads, dtype = _HEADS, torch.bfloat16
+    if session.small:
+        shapes, grid, heads, dtype = [(2, 40)], [(16, 4, 2)], {"g2": Heads(4, 2, 32)}, torch.float32
+    for group, (batch, context) in itertools.product(heads, shapes):
+        yield (
+            f"decode/{group}/b{batch}/ctx{context}",
+            partial(_decode, session, heads[group], batch, context, grid, dtype),
+        )
+
+
+def _decode(
+    session: Session, heads: Heads, batch: int, context: int, grid: list[Any], dtype: torch.dtype
+) -> list[Candidate]:
+    from nanocore.kernels.triton import attention
+    from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
+
+    steps = _steps(session, heads, [(context, 1)] * batch, dtype)
+    cache, metadata = steps[0].cache, steps[0].metadata
+    own_tiles = attention.decode_tiles(heads.size, dtype.itemsize, _capability(session))
+    num_sms = _num_sms(session)
+    own_splits = attention.choose_num_splits(batch, cache, metadata, own_tiles.keys, num_sms)
+    splits = sorted(
+        {
+            own_splits,
+            1,
+            *(
+                s
+                for s in (2, 4, 8, 16, 32)
+                if s <= context // 64 and s * batch * heads.num_kv <= 8 * num_sms
+            ),
+        }
+    )
+    all_tiles = {own_tiles, *(DecodeTiles(*values) for values in grid)}
+    if session.small:
+        splits = splits[:1]
+    candidates = []
+    for tiles, num_splits in itertools.product(sorted(all_tiles, key=str), splits):
+
+        def run(step: Step, tiles: DecodeTiles = tiles, num_splits: int = num_splits) -> None:
+            out = torch.empty_like(step.q_THD)
+            decode_attention(
+                step.q_THD, step.cache, step.metadata, step.spec, out, tiles, num_splits
+            )
+
+        name = f"keys {tiles.keys}, {_depth(tiles)}, splits {num_splits}"
+        is_ours = tiles == own_tiles and num_splits == own_splits
+        candidates.append(Candidate(name, is_ours, partial(_calls, run, steps)))
+    return candidates
+
+
+def _prefill_cases(session: Session) -> Cases:
+    shapes = [(16, 1024), (4, 4096), (2, 8192)]
+    grid = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
+    heads, dtype = _HEADS, torch.bfloat16
+    if session.small:
+        shapes, grid, heads, dtype = (
+            [(2, 33)],
+            [(16, 16, 4, 2)],
+            {"g2": Heads(4, 2, 32)},
+            torch.float32,
+        )
+    for group, (batch, length) in itertools.product(heads, shapes):
+        yield (
+            f"prefill/{group}/{batch}x{length}",
+            partial(_prefill, session, heads[group], batch, length, grid, dtype),
+        )
+
+
+def _prefill(
+    session: Session, heads: Heads, batch: int, length: int, grid: list[Any], dtype: torch.dtype
+) -> list[Candidate]:
+    from nanocore.kernels.triton import attention
+    from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
+
+    steps = _steps(session, heads, [(length, length)] * batch, dtype)
+    own = attention.prefill_tiles(heads.size, dtype.itemsize, _capability(session))
+    candidates = []
+    for tiles in sorted({own, *(PrefillTiles(*values) for values in grid)}, key=str):
+
+        def run(step: Step, tiles: PrefillTiles = tiles) -> None:
+            out = torch.empty_like(step.q_THD)
+            prefill_attention(
+                step.q_THD, step.cache, step.metadata, step.spec, out, tiles,
+                max_tokens=batch * length, max_seqs=batch, has_decodes=False,
+            )  # fmt: skip
+
+        name = f"rows {tiles.rows}, keys {tiles.keys}, {_depth(tiles)}"
+        candidates.append(Candidate(name, tiles == own, partial(_calls, run, steps)))
+    return candidates
+
+
+def _matmul_cases(session: Session) -> Cases:
+    """Products of ours: with gates at few rows, and all of them if batch-invariant."""
+    for model in models(session).values():
+        shape = model.shape
+        q_size = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+        layers = {
+            "gate_up": (2 * shape.intermediate_size, shape.hidden_size, True),
+            "qkv": (q_size, shape.hidden_size, False),
+            "down": (shape.hidden_size, shape.intermediate_size, False),
+        }
+        for rows, (layer, sizes) in itertools.product(
+            (2,) if session.small else (1, 32, 256, 4096), layers.items()
+        ):
+            yield (
+                f"matmul/{model.name}/{layer}/{rows}",
+                partial(_matmul, session, rows, *sizes),
+            )
+
+
+def _matmul(
+    session: Session, rows: int, num_out: int, num_in: int, is_gated: bool
+) -> list[Candidate]:
+    from nanocore.kernels.triton import matmul
+
+    dtype = torch.bfloat16 if session.on_gpu else torch.float32
+    pack = TorchKernels().pack_linear
+
+    def operands(number: int) -> tuple[Tensor, Any]:
+        draw = Draw(session.device, dtype, number)
+        return draw.normal(rows, num_in), pack(draw.normal(num_out, num_in, std=num_in**-0.5))
+
+    num_bytes = dtype.itemsize * (num_out * num_in + rows * (num_in + num_out))
+    sets = [operands(i) for i in range(num_sets(num_bytes, session.device))]
+    num_columns = num_out // 2 if is_gated else num_out
+    own = matmul.choose_tile(rows, num_columns, dtype.itemsize, is_gated, False)
+    heights = (
+        (max(16, min(64, 1 << (rows - 1).bit_length())), 64, 128)
+        if rows > 32
+        else (max(16, 1 << (rows - 1).bit_length()),)
+    )
+    grid = itertools.product(sorted(set(heights)), (16, 32, 64, 128), (64, 128), (4, 8), (3, 5))
+    tiles = {own, *(matmul.Tile(*values) for values in grid if _fits(*values))}
+    tiles = {own} if session.small else tiles
+    candidates = [
+        Candidate(
+            "torch",
+            False,
+            lambda: [lambda s=s: torch.nn.functional.linear(s[0], s[1].data) for s in sets],
+        )
+    ]
+    for tile in sorted(tiles, key=str):
+
+        def run(pair: tuple[Tensor, Any], tile: Any = tile) -> None:
+            with patch.object(matmul, "choose_tile", lambda *_: tile):
+                (matmul.gated_linear if is_gated else matmul.linear)(*pair)
+
+        candidates.append(
+            Candidate(_tile_name(tile), tile == own, partial(_calls, run, sets), False)
+        )
+    return candidates
+
+
+def _moe_cases(session: Session) -> Cases:
+    for rows in (2,) if session.small else (1, 32, 256, 4096):
+        yield f"moe/30b-a3b/{rows}", partial(_moe, session, rows)
+
+
+def _moe(session: Session, rows: int) -> list[Candidate]:
+    """One shape for both products, whose rows must be laid out alike; ours differ in width."""
+    from nanocore.kernels.triton import moe
+
+    experts, chosen, size, inner = (4, 2, 32, 16) if session.small else (128, 8, 2048, 768)
+    dtype = torch.bfloat16 if session.on_gpu else torch.float32
+    draw = Draw(session.device, dtype, 0)
+    x = draw.normal(rows, size)
+    gate_up, down = (
+        draw.normal(experts, 2 * inner, size, std=0.02),
+        draw.normal(experts, size, inner, std=0.02),
+    )
+    weights, ids = draw.normal(rows, experts).float().softmax(-1).topk(chosen)
+
+    def run_own(_: int) -> None:
+        moe.moe(x, gate_up, down, ids, weights)
+
+    candidates = [Candidate("the module's", True, partial(_calls, run_own, [0]))]
+    grid = itertools.product((16, 32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4))
+    for values in () if session.small else grid:
+        tile = moe.Tile(*values)
+
+        def run(_: int, tile: Any = tile) -> None:
+            with patch.object(moe, "choose_tile", lambda *_: tile):
+                moe.moe(x, gate_up, down, ids, weights)
+
+        if _fits(*values):
+            candidates.append(Candidate(_tile_name(tile), False, partial(_calls, run, [0]), False))
+    return candidates
+
+
+def table(measurements: dict[str, Any]) -> str:
+    """A line for each case."""
+    lines = [f"{'':32}{'best us':>10}{'ours/best':>10}  best; ours"]
+    for name, found in measurements.items():
+        ratio = f"{found['ours_over_best']:.2f}" if found["ours_over_best"] else "?"
+        lines.append(
+            f"{name:32}{found['best_us']:>10.1f}{ratio:>10}  {found['best']}; {found['ours']}"
+        )
+    return "\n".join(lines)
+
+
+def _steps(
+    session: Session, heads: Heads, seqs: list[tuple[int, int]], dtype: torch.dtype
+) -> list[Step]:
+    num_tokens = sum(context for context, _ in seqs)
+    num_bytes = 2 * num_tokens * heads.num_kv * heads.size * dtype.itemsize
+    count = num_sets(num_bytes, session.device)
+    return [make_step(session, heads, seqs, number, dtype) for number in range(count)]
+
+
+def _calls(run: Callable[[Any], Any], sets: list[Any]) -> list[Callable[[], Any]]:
+    return [partial(run, s) for s in sets]
+
+
+def _fits(block_t: int, block_o: int, block_i: int, _warps: int, stages: int) -> bool:
+    """Roughly: tiles of both operands in shared memory, sums in registers."""
+    return (
+        2 * stages * block_i * (block_t + 2 * block_o) <= 220 * 1024
+        and block_t * block_o <= 128 * 128
+    )
+
+
+def _tile_name(tile: Any) -> str:
+    return f"{tile.block_t}x{tile.block_o}x{tile.block_i}, {_depth(tile)}"
+
+
+def _depth(tile: Any) -> str:
+    return f"warps {tile.num_warps}, stages {tile.num_stages}"
+
+
+def _capability(session: Session) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(session.device) if session.on_gpu else (9, 0)
+
+
+def _num_sms(session: Session) -> int:
+    if not session.on_gpu:
+        return 4
+    return int(torch.cuda.get_device_properties(session.device).multi_processor_count)

@@ -1,0 +1,63 @@
+"""The least times of steps and workloads: bytes over the rate of copies, FLOP over that of GEMM."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.gpu.shapes import ASSUMED_RATES, MODELS
+from benchmarks.gpu.workload import nano_vllm_workload
+
+SMALL, LARGE = MODELS["qwen3-0.6b"], MODELS["qwen3-8b"]
+
+
+def test_sizes_are_those_of_the_models() -> None:
+    assert (SMALL.num_body, SMALL.num_head) == (440_401_920, 155_582_464)
+    assert round(LARGE.num_body / 1e9, 3) == 6.946
+    assert round(LARGE.num_head / 1e9, 3) == 0.622
+    assert (SMALL.kv_bytes_per_token, LARGE.kv_bytes_per_token) == (112 * 1024, 144 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "context", "milliseconds"),
+    [
+        ("qwen3-0.6b", 1, 128, 0.281),
+        ("qwen3-0.6b", 1, 1024, 0.305),
+        ("qwen3-0.6b", 32, 1024, 1.151),
+        ("qwen3-0.6b", 256, 128, 1.26),
+        ("qwen3-0.6b", 256, 1024, 7.38),
+        ("qwen3-0.6b", 256, 4096, 28.4),
+        ("qwen3-8b", 1, 1024, 3.56),
+        ("qwen3-8b", 32, 4096, 8.02),
+        ("qwen3-8b", 256, 128, 6.03),
+    ],
+)
+def test_a_decode_step_reads_weights_and_kv(
+    model: str, batch: int, context: int, milliseconds: float
+) -> None:
+    least_s = MODELS[model].decode_step_s(batch, batch * context, ASSUMED_RATES)
+    assert 1e3 * least_s == pytest.approx(milliseconds, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "tokens_per_s"),
+    [("qwen3-0.6b", 1024, 791e3), ("qwen3-0.6b", 4096, 585e3), ("qwen3-8b", 1024, 55.7e3),
+     ("qwen3-8b", 8192, 48.4e3)],
+)  # fmt: skip
+def test_prompts_are_multiplied_through(model: str, length: int, tokens_per_s: float) -> None:
+    least_s = MODELS[model].prefill_s([length], ASSUMED_RATES)
+    assert length / least_s == pytest.approx(tokens_per_s, rel=0.005)
+
+
+@pytest.mark.parametrize(("model", "tokens_per_s"), [("qwen3-0.6b", 36_200), ("qwen3-8b", 12_700)])
+def test_the_workload_is_nano_vllms_and_so_is_its_limit(model: str, tokens_per_s: float) -> None:
+    workload = nano_vllm_workload(MODELS[model].shape.vocab_size)
+    assert sum(map(len, workload.prompts)) == 142_827
+    assert workload.num_output_tokens == 133_966
+    least_s = MODELS[model].workload_s(workload.sizes, ASSUMED_RATES)
+    assert workload.num_output_tokens / least_s == pytest.approx(tokens_per_s, rel=0.005)
+
+
+def test_repetitions_differ_in_prompts_and_agree_in_lengths() -> None:
+    workloads = [nano_vllm_workload(1000, repetition) for repetition in (-1, 0, 1)]
+    assert len({tuple(w.prompts[0]) for w in workloads}) == 3
+    assert all(w.sizes == workloads[0].sizes for w in workloads)
