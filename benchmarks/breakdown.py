@@ -127,7 +127,7 @@ def run_rank(folder: str | Path, case: Case, quantization: str | None) -> dict[s
         )
         step += 1
         start_s = time.perf_counter()
-        worker.execute(plan)
+        worker.begin(plan).wait()
         return time.perf_counter() - start_s
 
     def new_rows() -> list[NewRow]:
@@ -148,9 +148,10 @@ def run_rank(folder: str | Path, case: Case, quantization: str | None) -> dict[s
     fresh = case.count > 1  # a chunk is computed again and again; decodes go on
     execute(new_rows() if fresh else [])
     watch.watch(runner.batch, "apply", "input_preparation")
-    watch.watch(runner.batch, "prepare", "input_preparation")
+    watch.watch(runner.batch, "advance", "input_preparation")
+    watch.watch(runner.batch, "inputs", "input_preparation")
     watch.watch(runner.batch, "append", "input_preparation")
-    watch.watch(runner, "sample", "sampling")
+    watch.watch(runner.sampler, "sample", "sampling")
     runner._replay.program.profile()
     steps_s = [execute(new_rows() if fresh else []) for _ in range(case.num_steps)]
     parts = {name: sum(times) for name, times in watch.seconds.items()}

@@ -58,12 +58,12 @@ class Bookkeeper:
 
     def __init__(self, caching: bool, vocab_size: int) -> None:
         config = EngineConfig(enable_prefix_caching=caching, max_num_seqs=MAX_NUM_SEQS)
-        kv_cache = KVCacheManager(NUM_BLOCKS, config.block_size, caching)
+        kv_cache = KVCacheManager(NUM_BLOCKS, config.sizes.block_size, caching)
         self.scheduler = Scheduler(config.scheduler_config(MAX_MODEL_LEN), kv_cache)
         limit = QueueLimit(10**9, 10**12, self.scheduler.counters)
         card = ModelCard(
             model="none", architecture="none", dtype="none", vocab_size=vocab_size,
-            max_model_len=MAX_MODEL_LEN, eos_token_ids=[], block_size=config.block_size,
+            max_model_len=MAX_MODEL_LEN, eos_token_ids=[], block_size=config.sizes.block_size,
             num_blocks=NUM_BLOCKS,
         )  # fmt: skip
         self._admission = Admission(card, config, limit)

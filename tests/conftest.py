@@ -2,6 +2,10 @@
 
 Tests, and the engines and ranks they start, compute with one thread each: there are often more of
 them than cores, and threads that spin for others which do not run make a second last a minute.
+
+Triton's kernels run in its interpreter, which must be chosen before they are imported: it computes
+with numpy, rightly in float32 only, and a program takes milliseconds. On a machine with a GPU,
+`TRITON_INTERPRET=0 python -m pytest tests/gpu` runs what needs one.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from pathlib import Path
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 from tests.tiny_models import make_tiny_qwen3

@@ -136,7 +136,8 @@ class DeviceSteps:
                 self._sample_filtered(inputs, result, num_filtered, max_top_k)
             return result.token_ids_R[: shape.num_samples]
 
-        self._batch.append(step.sample_rows, None)
+        if self._sampler is not None:  # else the tokens come with a later plan
+            self._batch.append(step.sample_rows, None)
         return PendingStep(step.sample_rows, self._stream.run(work))
 
     def _columns(self, staged: Tensor, shape: StepShape, is_graph: bool) -> StepColumns:

@@ -1,10 +1,12 @@
 """On a CUDA device: real streams and graphs, with the workloads of the fake ones.
 
-In float32, where Triton's kernels compute exactly enough for tokens to be those of a CPU.
+In float32, where Triton's kernels compute exactly enough for tokens to be those of a CPU. To be run
+with TRITON_INTERPRET=0, see `tests/conftest.py`.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from tests.worker.device_engine import Engine, Wish, expected, load_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "0", reason="Triton interprets"),
 ]
 
 

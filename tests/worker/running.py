@@ -32,7 +32,7 @@ from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.input_batch import BatchStep, InputBatch
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.model_runner import ModelRunner, StageLinks
+from nanocore.worker.model_runner import DeviceQueue, ModelRunner, StageLinks
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
 from nanocore.worker.sampling.sampler import TokenSampler
@@ -126,11 +126,16 @@ def make_runner(
     kv_cache_dtype: str = "auto",
     backend: str = "cpu",
     model: DecoderModel | None = None,
+    kernels: Kernels | None = None,
+    queue: DeviceQueue | None = None,
 ) -> ModelRunner:
-    """One rank, its weights loaded, ready for plans. model: to be loaded, or one is built."""
+    """One rank, its weights loaded, ready for plans.
+
+    model: to be loaded, or one is built. kernels: others than the backend's.
+    """
     model = model or build_model(load_model_config(folder), placement)
     load_weights(folder, model.slots(), model.ignored_tensors)
-    runner = ModelRunner(model, make_kernels(backend), links)
+    runner = ModelRunner(model, kernels or make_kernels(backend), links, queue)
     runner.pack(None)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
     runner.allocate(

@@ -8,27 +8,37 @@ model on the host, one request at a time.
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker import step_graphs
+from nanocore.worker.communication.communicator import Communicator, SingleRank
+from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.model_runner import DeviceQueue, StageLinks
+from nanocore.worker.placement import Placement
 from nanocore.worker.step_graphs import graph_shapes
 from nanocore.worker.step_memory import StepShape
-from tests.fake_device import FakeGraphRecorder
+from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import (
     BLOCK_SIZE,
     BUDGET,
     MAX_NUM_SEQS,
+    DeviceKernels,
     Engine,
     Wish,
     expected,
     load_model,
 )
+from tests.worker.ranks import run_ranks
+from tests.worker.running import make_runner, write_script
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +120,39 @@ def test_nothing_is_planned_for_rows_that_wait_for_their_last_token(model: Decod
     engine = Engine(model, 2)
     engine.run([Wish(MIXED[1].prompt, 1)])
     assert engine.scheduler.counters.num_steps == 1
+
+
+def test_stages_on_devices_say_what_one_rank_does(
+    model: DecoderModel, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The first stage learns from the next plan what the last one sampled."""
+    folder = make_tiny_qwen3(tmp_path_factory.mktemp("stages"), head_dim=16)
+    wishes = [Wish(prompt, 6) for prompt in prompts(9, 40, 3, 21)]
+    outputs = list(expected(model, wishes).values())
+    script = write_script([wish.prompt for wish in wishes], outputs, num_groups=2)
+    channel = create_channel(1 << 16, 2)
+
+    def run(rank: Communicator) -> list[tuple[int, int, int]]:
+        stage = rank.rank
+        end = ShmChannel(channel, 1 << 16, 2)
+        links = StageLinks(receive=end) if stage else StageLinks(send=end)
+        placement = Placement(torch.float32, torch.device("cpu"), SingleRank(), stage, 2)
+        queue = DeviceQueue(FakeStream(1))
+        runner = make_runner(folder, placement, links, kernels=DeviceKernels(), queue=queue)
+        said = []
+        for plan, samples in zip(script.plans, script.samples, strict=True):
+            result = runner.execute(plan)
+            rows, token_ids = (np.frombuffer(c, "<i4") for c in (result.rows, result.token_ids))
+            for row, token_id in zip(rows.tolist(), token_ids.tolist(), strict=True):
+                said.append((*samples[row], token_id))
+        return said
+
+    nothing, said = run_ranks(2, run)
+    os.close(channel)
+    assert nothing == []
+    assert {(r, i): token for r, i, token in said} == {
+        (r, i): token for r, output in enumerate(outputs) for i, token in enumerate(output)
+    }
 
 
 @settings(
