@@ -308,13 +308,22 @@ def select_kernels(name: str, device: torch.device, batch_invariant: bool = Fals
     if name not in _BACKENDS:
         raise ValueError(f"no kernel backend {name!r}; there is: {', '.join(_BACKENDS)}")
     if name == "auto":
-        name = "triton" if device.type == "cuda" else "cpu"
-        if name == "cpu" and find_library() is None:
-            logger.warning("computing with torch, which is slower than our kernels: %s", _REMEDY)
-            name = "torch"
+        name = _best(device)
     if batch_invariant and name not in ("cpu", "triton"):
         raise ValueError("its results depend on the batch; --batch-invariant needs cpu or triton")
     return _BACKENDS[name](device, batch_invariant)
+
+
+def _best(device: torch.device) -> str:
+    """The backend that "auto" stands for; a warning says what there would be a better one with."""
+    if device.type == "cuda":
+        lacks, best = _triton_lacks(device), "triton"
+    else:
+        lacks, best = "" if find_library() is not None else _REMEDY, "cpu"
+    if lacks:
+        logger.warning("computing with torch, which is slower than our kernels: %s", lacks)
+        return "torch"
+    return best
 
 
 def _torch(device: torch.device, batch_invariant: bool) -> Kernels:
@@ -330,21 +339,33 @@ def _cpu(device: torch.device, batch_invariant: bool) -> Kernels:
     return CpuKernels(library)  # always batch-invariant
 
 
-def _triton(device: torch.device, batch_invariant: bool) -> Kernels:
-    # Imported here: Triton takes a moment, and is not there where there is no CUDA.
+def _triton_lacks(device: torch.device) -> str:
+    """Why Triton's kernels cannot run on a CUDA device, or ""."""
     if importlib.util.find_spec("triton") is None:
-        raise ValueError("the package triton is not installed; it comes with torch for CUDA")
+        return "the package triton is not installed; it comes with torch for CUDA"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        return f"{device} is older than Ampere (compute capability 8.0), and has no bfloat16"
+    return ""
+
+
+def _triton(device: torch.device, batch_invariant: bool) -> Kernels:
+    if lacks := _triton_lacks(device):
+        raise ValueError(lacks)
+    # Imported here: it takes a moment, which a CPU's start can do without.
     from nanocore.kernels.triton.triton_backend import TritonKernels
 
     return TritonKernels(device, batch_invariant)
 
 
 def _flash(device: torch.device, batch_invariant: bool) -> Kernels:
+    if lacks := _triton_lacks(device):  # all but attention is Triton's
+        raise ValueError(lacks)
     from nanocore.kernels.triton.flash_backend import FlashKernels
 
     return FlashKernels(device)
 
 
+_MIN_CAPABILITY: Final = (8, 0)
 _REMEDY: Final = "nanocore was installed without a C++ compiler: install g++, then nanocore again"
 _BACKENDS: Final[dict[str, Callable[[torch.device, bool], Kernels]]] = {
     "auto": _torch, "cpu": _cpu, "triton": _triton, "flash": _flash, "torch": _torch,
