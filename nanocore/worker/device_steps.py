@@ -122,9 +122,10 @@ class DeviceSteps:
                 inputs, tail = StepFields.of(memory, shape), memory[size:]
             else:
                 graph.memory.copy_(staged[:size], non_blocking=True)
-                inputs, tail = graph.fields, staged[size:].to(self._device, non_blocking=True)
+                inputs, tail = graph.fields, staged[size:]
             if new is not None:
-                self._rows.take(tail.view(torch.int32), new)
+                column = tail.to(self._device, non_blocking=True)
+                self._rows.take(column.view(torch.int32), new)
             if graph is None:
                 result = self._compute(inputs, bounds)
             else:

@@ -78,12 +78,9 @@ class StepFields:
     @classmethod
     def of(cls, memory: Tensor, shape: StepShape) -> StepFields:
         """Views of uint8 memory of at least `num_bytes(shape)`."""
-        views, offset = {}, 0
-        for name, dtype, count in _layout(shape):
-            end = offset + count * dtype.itemsize
-            views[name] = memory[offset:end].view(dtype)
-            offset = end
-        return cls(**views)
+        return cls(
+            **{name: memory[start:end].view(dtype) for name, dtype, start, end in _layout(shape)}
+        )
 
 
 class StepColumns:
@@ -162,17 +159,18 @@ class StepColumns:
 
 def num_bytes(shape: StepShape) -> int:
     """Of a step's inputs."""
-    return sum(count * dtype.itemsize for _, dtype, count in _layout(shape))
+    return _aligned(_layout(shape)[-1][3])
 
 
+_ALIGNMENT: Final = 16
 _FLOAT32: Final = frozenset(("temperature_R", "top_p_R", "min_p_R"))
 _INT32: Final = frozenset(
     ("seq_lens_B", "query_start_A", "num_decodes_1", "block_ids_W", "top_k_R")
 )
 
 
-def _layout(shape: StepShape) -> list[tuple[str, torch.dtype, int]]:
-    """(field, dtype, length) as they lie in memory; the wide ones first, for alignment."""
+def _layout(shape: StepShape) -> list[tuple[str, torch.dtype, int, int]]:
+    """(field, dtype, where it begins, where it ends), in bytes."""
     counts = {
         "T": shape.num_tokens,
         "B": shape.num_seqs,
@@ -181,7 +179,18 @@ def _layout(shape: StepShape) -> list[tuple[str, torch.dtype, int]]:
         "W": shape.num_blocks,
         "1": 1,
     }
-    return [(name, dtype, counts[dim]) for name, dtype, dim in _FIELDS]
+    layout, start = [], 0
+    for name, dtype, dim in _FIELDS:
+        end = start + counts[dim] * dtype.itemsize
+        layout.append((name, dtype, start, end))
+        start = _aligned(end)
+    return layout
+
+
+def _aligned(offset: int) -> int:
+    """Fields begin at multiples of 16 bytes: Triton compiles a kernel anew for pointers that do
+    and for those that do not, which must not happen in the middle of serving."""
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 def _dtype(name: str) -> torch.dtype:

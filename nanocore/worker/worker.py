@@ -119,6 +119,8 @@ class Worker:
     def _available_kv_bytes(self) -> int:
         config = self._config
         if config.kv_cache_memory_bytes is not None:
+            if self.device.type == "cuda":
+                self._run_largest_steps()  # compiles kernels, which no request should wait for
             return config.kv_cache_memory_bytes
         if self.device.type != "cuda":
             return cpu_kv_bytes(config.num_ranks)

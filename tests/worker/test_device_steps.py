@@ -9,6 +9,7 @@ model on the host, one request at a time.
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.model_runner import DeviceQueue, StageLinks
 from nanocore.worker.placement import Placement
 from nanocore.worker.step_graphs import graph_shapes
-from nanocore.worker.step_memory import StepShape
+from nanocore.worker.step_memory import StepFields, StepShape, num_bytes
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import (
@@ -206,3 +207,19 @@ def test_mixed_graphs_have_room_for_every_row_and_for_padding(
     assert [shape.num_tokens for shape in shapes] == [1024, 512]
     assert shapes[1] == StepShape(512, 257, 257, 512 // 64 + 257, is_uniform=False)
     assert graph_shapes("never", 256, 1024, 64) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 64])
+def test_inputs_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
+    shape = StepShape(size + 7, size, size + 1, 2 * size, is_uniform=False)
+    memory = torch.zeros(num_bytes(shape), dtype=torch.uint8)
+    step = StepFields.of(memory, shape)
+    views = [getattr(step, field.name) for field in fields(step)]
+    for i, view in enumerate(views):
+        assert (view.data_ptr() - memory.data_ptr()) % 16 == 0
+        view.fill_(i + 1)
+    for i, view in enumerate(views):
+        assert (view == i + 1).all()
+    lengths = [len(x) for x in (step.rows_T, step.rows_B, step.query_start_A, step.seed_R)]
+    assert lengths == [size + 7, size, size + 1, size + 1]
+    assert (len(step.block_ids_W), len(step.num_decodes_1)) == (2 * size, 1)
