@@ -13,11 +13,13 @@ from nanocore.protocol.errors import CacheMemoryError
 from nanocore.protocol.plan import SchedulerOutput
 from nanocore.worker import memory
 from nanocore.worker.config.model_config import load_model_config
-from nanocore.worker.largest_step import run_largest_steps
-from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
+from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
+from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.worker.configs import make_worker_config
+from tests.worker.device_engine import DeviceKernels, load_model
 
 GB = 10**9
 CUDA = torch.device("cuda", 0)
@@ -108,4 +110,18 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     assert [plan.num_tokens for plan in plans] == [8 * 37, 300]
     assert longest == [37, 1023]
     assert sampled == [8, 8, 1]
+    assert runner.kv_caches == []
+
+
+def test_on_a_device_the_largest_graphs_are_recorded_to_be_counted(tiny_model: Path) -> None:
+    recorder = FakeGraphRecorder()
+    model = load_model(tiny_model)
+    queue = DeviceQueue(FakeStream(1), recorder)
+    runner = ModelRunner(model, DeviceKernels(), queue=queue)
+    config = make_worker_config(
+        folder=str(tiny_model), max_model_len=64, max_num_seqs=8, max_num_batched_tokens=300
+    )
+    run_largest_steps(runner, kv_cache_format("auto", torch.float32), config)
+    assert recorder.num_records == NUM_PROFILED_GRAPHS
+    assert len(runner.graph_shapes(8, 300, 16)) > NUM_PROFILED_GRAPHS
     assert runner.kv_caches == []
