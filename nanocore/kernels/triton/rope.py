@@ -157,7 +157,7 @@ def rope_and_store_kv_kernel(
     else:
         slot = tl.load(slots + token)
         heads = (block - Q_BLOCKS) % KV_BLOCKS * BLOCK + tl.arange(0, BLOCK)
-        is_head = (heads < KV_HEADS) & (slot >= 0)
+        is_head = heads < tl.where(slot >= 0, KV_HEADS, 0)
         if block < Q_BLOCKS + KV_BLOCKS:
             k_row = row + HEADS * HEAD_DIM
             first, second, rest = _load(
