@@ -19,14 +19,14 @@ def make_metadata(
     """Metadata of these rows; their seeds are 0, 1, 2, ... if not given."""
     temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*rows, strict=True))
     top_k = np.where(top_k > 0, np.minimum(top_k, vocab_size), vocab_size)
+    has_filters = (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)
     return SamplingMetadata.of_rows(
-        temperature == 0.0,
         temperature.astype(np.float32),
         top_k.astype(np.int32),
         top_p.astype(np.float32),
         min_p.astype(np.float32),
+        has_filters & (temperature != 0.0),
         np.arange(len(rows)) if seeds is None else np.array(seeds, np.int64),
-        vocab_size,
     )
 
 

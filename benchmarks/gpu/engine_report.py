@@ -6,9 +6,7 @@ Each model's engine is in this process and ends before the next one starts.
 from __future__ import annotations
 
 import gc
-import os
 import tempfile
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -21,6 +19,7 @@ from benchmarks.gpu.engine_checks import check_against_transformers, check_paths
 from benchmarks.gpu.engine_speed import decode_figures, idle_figures, prefill_figures
 from benchmarks.gpu.session import TIME_LIMIT, Results, Session, say
 from benchmarks.gpu.shapes import Model, models, rates
+from nanocore.engine_core.process import process_age_s
 
 
 def measure(session: Session) -> None:
@@ -85,10 +84,3 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def process_age_s() -> float:
-    """Seconds since this process was started, the interpreter's own start included."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

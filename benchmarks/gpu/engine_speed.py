@@ -28,7 +28,7 @@ def decode_figures(
     num_steps = 4 if session.small else 64
     generated = start_decoding(engine, model, batch, context, num_steps)
     times_s = [engine.step(generated) for _ in range(num_steps)]
-    finish(engine)
+    engine.run()
     step_ms = spread([round(1e3 * t, 4) for t in times_s])
     middle = context + num_steps // 2
     limit_ms = 1e3 * model.decode_step_s(batch, batch * middle, rates(session))
@@ -54,7 +54,7 @@ def prefill_figures(
             engine.add(prompt, 1)
         synchronize(session.device)
         start_s = time.perf_counter()
-        finish(engine)
+        engine.run()
         times_s.append(time.perf_counter() - start_s)
     del times_s[0]
     limit_s = model.prefill_s([length] * num_prompts, rates(session))
@@ -86,7 +86,7 @@ def idle_figures(
         for _ in range(num_steps):
             engine.step(generated)
         synchronize(session.device)
-    finish(engine)
+    engine.run()
     busy_s, num_pieces, names = device_work(profile)
     step_ms = spread([round(1e3 * t, 4) for t in plain_s])
     busy_ms = 1e3 * busy_s / num_steps
@@ -138,11 +138,6 @@ def start_decoding(
     for _ in range(3):
         engine.step(generated)
     return generated
-
-
-def finish(engine: LocalEngine) -> None:
-    """Step until no request is left."""
-    engine.run()
 
 
 def _prompts(model: Model, count: int, length: int, seed: int) -> list[list[int]]:

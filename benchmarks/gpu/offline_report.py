@@ -36,7 +36,7 @@ def measure(session: Session) -> None:
 
 
 def engine_settings(session: Session) -> dict[str, Any]:
-    """Settings of nanocore-engine, of those that this version has."""
+    """Of nanocore-engine."""
     return common_settings(session) | {"load_format": "dummy"}
 
 

@@ -8,6 +8,8 @@ EOS is ignored, so all have the same work.
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -16,12 +18,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.gpu.peer_process import PeerProcess
-from benchmarks.gpu.run import ROOT
+from benchmarks.gpu.run import ROOT, child_environment
 from benchmarks.gpu.session import Results, Session, say
 from benchmarks.gpu.shapes import MODELS, Model, models, rates
-from benchmarks.gpu.workload import nano_vllm_workload
+from benchmarks.gpu.workload import Workload, nano_vllm_workload
 from benchmarks.machine import spread
+from benchmarks.peer_process import PeerCommand, PeerProcess
+from benchmarks.workloads import BenchmarkRequest
 
 OURS: Final = "nanocore"
 MEMORY_SHARE: Final = 0.44
@@ -111,7 +114,10 @@ def _start(session: Session, peer: Peer, folder: Path, log: Path) -> PeerProcess
     ]  # fmt: skip
     arguments += ["--small"] if session.small else []
     arguments += ["--carried", str(session.carried)] if session.carried else []
-    return PeerProcess(peer.name, f"benchmarks.gpu.peers.{peer.module}", arguments, path, log)
+    environment = child_environment()
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), environment["PYTHONPATH"]])
+    command = [sys.executable, "-m", f"benchmarks.gpu.peers.{peer.module}", *arguments]
+    return PeerProcess(PeerCommand(peer.name, command, environment), log)
 
 
 def _take_turns(
@@ -121,8 +127,8 @@ def _take_turns(
     walls_s: dict[str, list[float]] = {engine.name: [] for engine in engines}
     for engine in engines:
         warm_up = nano_vllm_workload(model.shape.vocab_size, -1, session.small)
-        num_outputs = [min(8, count) for count in warm_up.num_outputs]
-        engine.run(warm_up.prompts, num_outputs, max(1.0, session.remaining_s))
+        warm_up = Workload(warm_up.prompts, [min(8, count) for count in warm_up.num_outputs])
+        engine.run(_requests(warm_up), max(1.0, session.remaining_s))
     start_s, longest_s = time.monotonic(), 0.0
     for repetition in range(2 if session.small else 3):
         left_s = min(session.remaining_s, start_s + _ROUNDS_S - time.monotonic())
@@ -132,12 +138,17 @@ def _take_turns(
         taken = {}
         for engine in engines if repetition % 2 else engines[::-1]:
             limit_s = max(1.0, session.remaining_s)
-            taken[engine.name] = engine.run(workload.prompts, workload.num_outputs, limit_s)
+            taken[engine.name] = engine.run(_requests(workload), limit_s).wall_s
             say(f"round {repetition}, {engine.name}: {taken[engine.name]:.2f} s")
         longest_s = max(longest_s, sum(taken.values()))
         for name, wall_s in taken.items():
             walls_s[name].append(wall_s)
     return walls_s
+
+
+def _requests(workload: Workload) -> list[BenchmarkRequest]:
+    pairs = zip(workload.prompts, workload.num_outputs, strict=True)
+    return [BenchmarkRequest(tuple(prompt), count) for prompt, count in pairs]
 
 
 def _summarize(

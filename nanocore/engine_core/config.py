@@ -7,7 +7,7 @@ every default resolved. Names are those of `vllm serve`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -218,20 +218,18 @@ class EngineConfig:
 
     def for_device(self, device_type: str) -> EngineConfig:
         """With the sizes that were left open, as they suit this kind of device."""
-        default = _DEFAULT_SIZES[device_type]
-        is_flash = self.attention_backend == "flash"
-        return replace(
-            self,
-            block_size=self.block_size or (FLASH_BLOCK_SIZE if is_flash else default.block_size),
-            max_num_batched_tokens=self.max_num_batched_tokens or default.max_num_batched_tokens,
-        )
+        return replace(self, **asdict(self._sizes_on(device_type)))
 
     @property
     def sizes(self) -> Sizes:
         """Those given, or else a CPU's."""
-        default = _DEFAULT_SIZES["cpu"]
+        return self._sizes_on("cpu")
+
+    def _sizes_on(self, device_type: str) -> Sizes:
+        default = _DEFAULT_SIZES[device_type]
+        block_size = FLASH_BLOCK_SIZE if self.attention_backend == "flash" else default.block_size
         return Sizes(
-            block_size=self.block_size or default.block_size,
+            block_size=self.block_size or block_size,
             max_num_batched_tokens=self.max_num_batched_tokens or default.max_num_batched_tokens,
         )
 

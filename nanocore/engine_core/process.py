@@ -58,7 +58,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
     Raises:
         StartError: what kept the engine from serving.
     """
-    imports_s = _process_age_s()
+    imports_s = process_age_s()
     started_s = time.monotonic() - imports_s
     _raise_descriptor_limit()
     config = config.for_device(select_device(config.device).type)
@@ -169,8 +169,8 @@ def serve(
     return 130 if interrupted and not farewell.failure else exit_code
 
 
-def _process_age_s() -> float:
-    """Seconds since this process began."""
+def process_age_s() -> float:
+    """Seconds since this process began, the interpreter's own start included."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after boot; field 22 of proc(5)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s

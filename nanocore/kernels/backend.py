@@ -104,6 +104,10 @@ class Noise:
     seed_R: Tensor
     position_R: Tensor
 
+    def of_rows(self, rows: Tensor | slice) -> Noise:
+        """That of some of the rows."""
+        return Noise(self.temperature_R[rows], self.seed_R[rows], self.position_R[rows])
+
     def contiguous(self) -> Noise:
         """The same in tensors without gaps."""
         return Noise(*(x.contiguous() for x in (self.temperature_R, self.seed_R, self.position_R)))
@@ -122,6 +126,10 @@ class Filters:
     top_k_R: Tensor
     top_p_R: Tensor
     min_p_R: Tensor
+
+    def of_rows(self, rows: Tensor | slice) -> Filters:
+        """Those of some of the rows."""
+        return Filters(self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows])
 
 
 class Replay(Protocol):

@@ -87,13 +87,12 @@ class DeviceSteps:
         self._graphs: StepGraphs[Sampled | None] | None = None
         self._kept_columns: dict[tuple[int, StepShape], StepColumns] = {}
 
-    def record(self, shapes: list[StepShape], recorder: GraphRecorder) -> StepGraphs:
+    def record(self, shapes: list[StepShape], recorder: GraphRecorder) -> None:
         """Record graphs of these shapes, to be replayed from now on."""
         rows = self._rows
         self._graphs = StepGraphs(
             shapes, self._compute, recorder, rows.spare_row, rows.token_table.shape[1], self._device
         )
-        return self._graphs
 
     def begin(
         self,
@@ -113,8 +112,6 @@ class DeviceSteps:
         num_filtered, max_top_k = columns.fill(step, appended, self._batch)
         if new is not None:
             staged[size:].view(torch.int32).numpy()[:] = new.column
-        order = step.order
-        bounds = HostBounds(order.num_decodes, order.query_start, step.seq_lens_B.tolist())
 
         def work() -> Tensor | None:
             if graph is None:
@@ -127,7 +124,7 @@ class DeviceSteps:
                 column = tail.to(self._device, non_blocking=True)
                 self._rows.take(column.view(torch.int32), new)
             if graph is None:
-                result = self._compute(inputs, bounds)
+                result = self._compute(inputs, HostBounds.of_step(step))
             else:
                 graph.replay()
                 result = graph.result
@@ -170,8 +167,7 @@ class DeviceSteps:
         if logits_RV is None:
             return None
         assert self._sampler is not None, "a stage with logits samples"
-        noise = Noise(step.temperature_R, step.seed_R, step.sample_positions_R)
-        token_ids_R = self._sampler.sample_plain(logits_RV, noise)
+        token_ids_R = self._sampler.sample_plain(logits_RV, _noise(step))
         rows.append_tokens(step, token_ids_R)
         return Sampled(logits_RV, token_ids_R)
 
@@ -183,13 +179,13 @@ class DeviceSteps:
         index_F = step.filtered_R[:num_filtered]
         chosen_F = self._sampler.sample_filtered(
             result.logits_RV[index_F],
-            Noise(
-                step.temperature_R[index_F],
-                step.seed_R[index_F],
-                step.sample_positions_R[index_F],
-            ),
-            Filters(step.top_k_R[index_F], step.top_p_R[index_F], step.min_p_R[index_F]),
+            _noise(step).of_rows(index_F),
+            Filters(step.top_k_R, step.top_p_R, step.min_p_R).of_rows(index_F),
             max_top_k,
         )
         result.token_ids_R[index_F] = chosen_F
         self._rows.append_tokens(step, result.token_ids_R)
+
+
+def _noise(step: StepFields) -> Noise:
+    return Noise(step.temperature_R, step.seed_R, step.sample_positions_R)

@@ -105,11 +105,11 @@ class InputBatch:
         self.is_active = np.zeros(max_num_seqs, bool)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
-        self.greedy = np.zeros(max_num_seqs, bool)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int32)
         self.top_p = np.zeros(max_num_seqs, np.float32)
         self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.is_filtered = np.zeros(max_num_seqs, bool)
         self.seed = np.zeros(max_num_seqs, np.int64)
         # Valid until a row is added or removed:
         self._decode_orders: dict[int, Order] = {}
@@ -178,8 +178,8 @@ class InputBatch:
         """How these rows sample."""
         if self._sampling is None or self._sampling[0] is not rows:
             metadata = SamplingMetadata.of_rows(
-                self.greedy[rows], self.temperature[rows], self.top_k[rows], self.top_p[rows],
-                self.min_p[rows], self.seed[rows], self.vocab_size,
+                self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows],
+                self.is_filtered[rows], self.seed[rows],
             )  # fmt: skip
             self._sampling = rows, metadata
         return self._sampling[1]
@@ -227,18 +227,19 @@ class InputBatch:
 
     def _add(self, new: NewRow) -> None:
         row, sampling = new.row, new.sampling
-        token_ids = ints(new.token_ids)
+        num_tokens = len(new.token_ids) // _TOKEN_DTYPE.itemsize
         assert not self.is_active[row], f"row {row} is taken"
         self.is_active[row] = True
         if self.token_ids.shape[1]:
-            self.token_ids[row, : len(token_ids)] = token_ids
-        self.num_tokens[row] = len(token_ids)
+            self.token_ids[row, :num_tokens] = ints(new.token_ids)
+        self.num_tokens[row] = num_tokens
         self.num_computed[row] = new.num_computed_tokens
         self.blocks.set_row(row, ints(new.block_ids))
-        self.greedy[row] = sampling.greedy
-        self.temperature[row] = min(sampling.temperature, _MAX_FLOAT32)
-        top_k_off = sampling.top_k <= 0
-        self.top_k[row] = self.vocab_size if top_k_off else min(sampling.top_k, self.vocab_size)
+        self.temperature[row] = 0 if sampling.greedy else min(sampling.temperature, _MAX_FLOAT32)
+        top_k = min(sampling.top_k if sampling.top_k > 0 else self.vocab_size, self.vocab_size)
+        has_filters = top_k < self.vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.is_filtered[row] = has_filters and not sampling.greedy
+        self.top_k[row] = top_k
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
         self.seed[row] = new.seed

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import GraphSupport
+from nanocore.worker.input_batch import BatchStep
 from nanocore.worker.step_memory import StepColumns, StepFields, StepShape, num_bytes
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,12 @@ class HostBounds:
     seq_lens: list[int]
 
     @classmethod
-    def of(cls, shape: StepShape, max_model_len: int) -> HostBounds:
+    def of_step(cls, step: BatchStep) -> HostBounds:
+        """Those of a step that runs once."""
+        return cls(step.order.num_decodes, step.order.query_start, step.seq_lens_B.tolist())
+
+    @classmethod
+    def of_shape(cls, shape: StepShape, max_model_len: int) -> HostBounds:
         """Those of any step of this shape."""
         num_seqs = shape.num_seqs
         starts = [0] + [shape.num_tokens] * num_seqs
@@ -94,7 +100,7 @@ class StepGraphs(Generic[R]):
         for shape in shapes:
             StepColumns(memory, shape, spare_row).fill_with_padding()
             on_device.copy_(memory)
-            bounds = HostBounds.of(shape, max_model_len)
+            bounds = HostBounds.of_shape(shape, max_model_len)
             graphs.append(_record(shape, on_device, bounds, compute, recorder))
         self._uniform = [graph for graph in reversed(graphs) if graph.shape.is_uniform]
         self._mixed = [graph for graph in reversed(graphs) if not graph.shape.is_uniform]
@@ -102,9 +108,6 @@ class StepGraphs(Generic[R]):
             "graphs %.2f s: %d of decodes, %d of mixed steps", time.monotonic() - start_s,
             len(self._uniform), len(self._mixed),
         )  # fmt: skip
-
-    def __len__(self) -> int:
-        return len(self._uniform) + len(self._mixed)
 
     def find(self, shape: StepShape) -> Graph[R] | None:
         """The smallest graph that steps of this shape fit, if there is one."""

@@ -103,10 +103,7 @@ class StepColumns:
         Returns how many of its rows are filtered, and the largest top_k of those.
         """
         order, rows = step.order, step.sample_rows
-        top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows]
-        greedy = batch.greedy[rows]
-        is_filtered = ~greedy & ((top_k < batch.vocab_size) | (top_p < 1.0) | (min_p > 0.0))
-        filtered = is_filtered.nonzero()[0]
+        top_k, filtered = batch.top_k[rows], batch.is_filtered[rows].nonzero()[0]
         self._write(
             rows_T=order.rows_T,
             positions_T=step.positions_T,
@@ -121,10 +118,10 @@ class StepColumns:
             block_columns_W=appended.columns,
             block_ids_W=appended.block_ids,
             seq_lens_B=step.seq_lens_B,
-            temperature_R=np.where(greedy, np.float32(0.0), batch.temperature[rows]),
+            temperature_R=batch.temperature[rows],
             top_k_R=top_k,
-            top_p_R=top_p,
-            min_p_R=min_p,
+            top_p_R=batch.top_p[rows],
+            min_p_R=batch.min_p[rows],
         )
         self._write_query_starts(order.query_start_A.numpy())
         self._write_num_decodes(order.num_decodes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.peer_process import PeerError, PeerProcess
+from benchmarks.peer_process import PeerCommand, PeerError, PeerProcess
 from tests.kernels.paged_case import PagedCase
 
 Report = Callable[[str], dict[str, Any]]
@@ -118,8 +119,8 @@ def test_a_peer_that_fails_costs_only_itself(
 
 
 def test_a_peer_that_does_not_answer_is_ended(tmp_path: Path) -> None:
-    (tmp_path / "silent_driver.py").write_text("import time; time.sleep(1000)")
-    with PeerProcess("silent", "silent_driver", [], [tmp_path], tmp_path / "log") as peer:
+    silent = PeerCommand("silent", [sys.executable, "-c", "import time; time.sleep(1000)"])
+    with PeerProcess(silent, tmp_path / "log") as peer:
         with pytest.raises(PeerError, match="no answer in 0 s"):
             peer.wait_ready(0.2)
         peer._process.kill()

@@ -9,17 +9,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from nanocore.kernels.triton.triton_backend import TritonKernels
-from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker import step_graphs
 from nanocore.worker.cuda_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.model_runner import DeviceQueue
 from tests.tiny_models import make_tiny_qwen3
-from tests.worker.device_engine import Engine, Wish, expected, load_model
+from tests.worker.device_engine import Engine, expected, load_model, make_wishes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,19 +29,6 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp("model"), head_dim=64)
-
-
-def make_wishes() -> list[Wish]:
-    rng = np.random.default_rng(3)
-    samplings = [
-        EngineSamplingParams(temperature=0.0),
-        EngineSamplingParams(temperature=0.8),
-        EngineSamplingParams(temperature=1.1, top_k=20, top_p=0.9),
-    ]
-    return [
-        Wish(rng.integers(0, 380, length).tolist(), 12, samplings[i % 3])
-        for i, length in enumerate([1, 5, 60, 33, 17, 4, 40])
-    ]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -62,5 +47,5 @@ def test_cuda_steps_give_the_tokens_of_a_cpu(
     kernels = TritonKernels(device, batch_invariant)
     model = load_model(folder, "cuda")
     engine = Engine(model, depth, kernels=kernels, queue=queue)
-    wishes = make_wishes()
+    wishes = make_wishes(1, 5, 60, 33, 17, 4, 40, max_tokens=12)
     assert engine.run(wishes) == expected(load_model(folder), wishes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,6 +92,20 @@ class Wish:
             self.sampling, max_tokens=self.max_tokens, stop_token_ids=list(self.stop_token_ids)
         )
         return made
+
+
+def make_wishes(*lengths: int, max_tokens: int = 3) -> list[Wish]:
+    """Random prompts of these lengths that sample in turn: greedy, with a temperature, filtered."""
+    rng = np.random.default_rng(5)
+    samplings = [
+        EngineSamplingParams(temperature=0.0),
+        EngineSamplingParams(temperature=0.8),
+        EngineSamplingParams(temperature=1.1, top_k=20, top_p=0.9),
+    ]
+    return [
+        Wish(rng.integers(0, 380, length).tolist(), max_tokens, samplings[i % len(samplings)])
+        for i, length in enumerate(lengths)
+    ]
 
 
 class Engine:

@@ -41,6 +41,7 @@ def main() -> None:
         lambda requests: _run(engine, requests),
         versions={"nano-vllm": "source", "torch": torch.__version__},
         settings={"attention": arguments.attention},
+        may_be_stopped=False,
     )
 
 

@@ -35,7 +35,7 @@ def main() -> None:
             wall_s, tokens = generate(llm, workload)
             return describe_run(wall_s, [], [], tokens)
 
-        serve(answers, run, versions=describe_versions(), settings=settings)
+        serve(answers, run, versions=describe_versions(), settings=settings, may_be_stopped=False)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def main() -> None:
         lambda requests: _run(model, batching, requests),
         versions={"transformers": transformers.__version__, "torch": torch.__version__},
         settings={"attention": arguments.attention},
+        may_be_stopped=False,
     )
 
 

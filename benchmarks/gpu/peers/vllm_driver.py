@@ -53,6 +53,7 @@ def main() -> None:
         versions={"vllm": vllm.__version__},
         settings={"attention": arguments.attention,
                   "start_s": round(time.perf_counter() - start_s, 1)},
+        may_be_stopped=False,
     )  # fmt: skip
 
 

@@ -9,9 +9,6 @@ candidates, so all decide alike without another word. One rank is the case of no
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
@@ -30,28 +27,6 @@ from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 
 _NUM_CANDIDATES = 256
 _WIDENING = 32
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """What rows with noise need; F of them, on the device."""
-
-    temperature_F: Tensor
-    top_k_F: Tensor
-    top_p_F: Tensor
-    min_p_F: Tensor
-    seed_F: Tensor
-    position_F: Tensor
-
-    @classmethod
-    def of(cls, noise: Noise, filters: Filters) -> _Rows:
-        return cls(
-            noise.temperature_R, filters.top_k_R, filters.top_p_R, filters.min_p_R, noise.seed_R,
-            noise.position_R,
-        )  # fmt: skip
-
-    def __getitem__(self, rows: Tensor | slice) -> _Rows:
-        return _Rows(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 class TokenSampler:
@@ -83,11 +58,11 @@ class TokenSampler:
             return self.sample_plain(logits_RV, noise)
         token_ids_R = torch.empty_like(position_R)
         if len(others):
-            token_ids_R[others] = self.sample_plain(logits_RV[others], _take(noise, others))
+            token_ids_R[others] = self.sample_plain(logits_RV[others], noise.of_rows(others))
         filters = Filters(metadata.top_k_R, metadata.top_p_R, metadata.min_p_R)
         if len(others):
-            logits_RV, noise = logits_RV[filtered], _take(noise, filtered)
-            filters = _take(filters, filtered)
+            logits_RV, noise = logits_RV[filtered], noise.of_rows(filtered)
+            filters = filters.of_rows(filtered)
         token_ids_R[filtered] = self.sample_filtered(logits_RV, noise, filters, metadata.max_top_k)
         return token_ids_R
 
@@ -109,29 +84,22 @@ class TokenSampler:
             if best is not None:
                 return best[1]
         chosen_R = _sample_filtered(
-            logits_RV, _Rows.of(noise, filters), max_top_k, self._first_token, self.vocab_size,
-            self._tp,
+            logits_RV, noise, filters, max_top_k, self._first_token, self.vocab_size, self._tp,
         )  # fmt: skip
         return token_ids_of(chosen_R).clamp_(max=self.vocab_size - 1)
 
 
-P = TypeVar("P", Noise, Filters)
-
-
-def _take(columns: P, rows: Tensor) -> P:
-    return type(columns)(*(getattr(columns, field.name)[rows] for field in fields(columns)))
-
-
 def _sample_filtered(
     logits_FV: Tensor,
-    rows: _Rows,
+    noise: Noise,
+    filters: Filters,
     max_top_k: int,
     first_token: int,
     vocab_size: int,
     tp: Communicator,
 ) -> Tensor:
     """The chosen candidates [F] of rows with top_k, top_p or min_p, the same on every rank."""
-    logits_FV = logits_FV / rows.temperature_F[:, None]
+    logits_FV = logits_FV / noise.temperature_R[:, None]
     num_candidates = min(max_top_k, _NUM_CANDIDATES)
     chosen_F = torch.empty(len(logits_FV), dtype=torch.int64, device=logits_FV.device)
     undecided = torch.arange(len(logits_FV), device=logits_FV.device)
@@ -140,21 +108,22 @@ def _sample_filtered(
     while True:
         candidates_FC, bound_F = _exchange(logits_FV, first_token, num_candidates, tp)
         if mass_F is None:
-            mass_F = _mass(logits_FV, candidates_FC[:, 0], rows.min_p_F, tp)
+            mass_F = _mass(logits_FV, candidates_FC[:, 0], filters.min_p_R, tp)
         needed_F = torch.empty_like(bound_F)
         for chunk in cached_rows(candidates_FC):
-            part, candidates_CC = rows[chunk], candidates_FC[chunk]
+            candidates_CC = candidates_FC[chunk]
             num_kept_C, needed_F[chunk] = _cut(
-                candidates_CC, bound_F[chunk], mass_F[chunk], part, vocab_size
+                candidates_CC, bound_F[chunk], mass_F[chunk], filters.of_rows(chunk), vocab_size
             )
-            chosen_F[undecided[chunk]] = _choose(candidates_CC, num_kept_C, part)
+            chosen_F[undecided[chunk]] = _choose(candidates_CC, num_kept_C, noise.of_rows(chunk))
         # With the best max_top_k of every row at hand there is no need to look.
         if max_top_k <= num_candidates:
             return chosen_F
         open_rows = needed_F.nonzero()[:, 0]
         if len(open_rows) == 0:
             return chosen_F
-        undecided, rows = undecided[open_rows], rows[open_rows]
+        undecided = undecided[open_rows]
+        noise, filters = noise.of_rows(open_rows), filters.of_rows(open_rows)
         logits_FV, mass_F = logits_FV[open_rows], mass_F[open_rows]
         widths = tp.all_gather(torch.tensor([logits_FV.shape[1]], device=logits_FV.device))
         num_candidates = min(
@@ -203,7 +172,7 @@ def _mass(logits_FV: Tensor, best_F: Tensor, min_p_F: Tensor, tp: Communicator) 
 
 
 def _cut(
-    candidates_FC: Tensor, bound_F: Tensor, mass_F: Tensor, rows: _Rows, vocab_size: int
+    candidates_FC: Tensor, bound_F: Tensor, mass_F: Tensor, filters: Filters, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """(how many candidates are kept, how many are needed to tell or 0 if it is certain), both [F].
 
@@ -216,24 +185,24 @@ def _cut(
     sums_FC = gaps_FC.neg().exp_().cumsum(dim=1, dtype=torch.float64)
     num_sure_F = (candidates_FC >= bound_F[:, None]).sum(dim=1)
     have_all_F = bound_F == torch.iinfo(torch.int64).min
-    has_top_k_F = rows.top_k_F < vocab_size
+    has_top_k_F = filters.top_k_R < vocab_size
 
-    num_min_p_F = _num_below(gaps_FC, -rows.min_p_F.log(), right=True)
-    num_allowed_F = torch.minimum(num_min_p_F, rows.top_k_F).clamp_(min=1)
+    num_min_p_F = _num_below(gaps_FC, -filters.min_p_R.log(), right=True)
+    num_allowed_F = torch.minimum(num_min_p_F, filters.top_k_R).clamp_(min=1)
     allowed_sum_F = sums_FC.gather(1, num_allowed_F[:, None] - 1)[:, 0]
-    limit_F = rows.top_p_F * torch.where(has_top_k_F, allowed_sum_F, mass_F)
-    limit_F = torch.where(rows.top_p_F < 1.0, limit_F, torch.inf)
+    limit_F = filters.top_p_R * torch.where(has_top_k_F, allowed_sum_F, mass_F)
+    limit_F = torch.where(filters.top_p_R < 1.0, limit_F, torch.inf)
     num_kept_F = torch.minimum(num_allowed_F, 1 + _num_below(sums_FC, limit_F, right=False))
 
     # The first two rules cut among the tokens that are known for sure, or there are no others.
-    bounded_F = have_all_F | (rows.top_k_F <= num_sure_F) | (num_allowed_F < num_sure_F)
+    bounded_F = have_all_F | (filters.top_k_R <= num_sure_F) | (num_allowed_F < num_sure_F)
     is_sure_F = bounded_F | (~has_top_k_F & (num_kept_F < num_sure_F))
     # No token that is missing outweighs the last one that is not, so top_p needs this many more,
     # and one after the cut to see that it is the cut.
     last_F1 = (num_sure_F - 1).clamp_(min=0)[:, None]
     lacking_F = torch.minimum(limit_F, mass_F) - sums_FC.gather(1, last_F1)[:, 0]
     needed_F = num_sure_F + 1 + lacking_F * gaps_FC.gather(1, last_F1)[:, 0].exp()
-    needed_F = torch.where(has_top_k_F, rows.top_k_F, needed_F).nan_to_num_(vocab_size)
+    needed_F = torch.where(has_top_k_F, filters.top_k_R, needed_F).nan_to_num_(vocab_size)
     needed_F = needed_F.clamp_(1, vocab_size).long()
     return num_kept_F, needed_F.masked_fill_(is_sure_F, 0)
 
@@ -243,10 +212,10 @@ def _num_below(ascending_FC: Tensor, limit_F: Tensor, right: bool) -> Tensor:
     return torch.searchsorted(ascending_FC, limit_F[:, None], right=right)[:, 0]
 
 
-def _choose(candidates_FC: Tensor, num_kept_F: Tensor, rows: _Rows) -> Tensor:
+def _choose(candidates_FC: Tensor, num_kept_F: Tensor, noise: Noise) -> Tensor:
     """Of each row's kept candidates, which come first, the one to sample; [F]."""
     token_ids_FC = token_ids_of(candidates_FC)
-    noisy_FC = gumbel_noise(rows.seed_F, rows.position_F, token_ids_FC)
+    noisy_FC = gumbel_noise(noise.seed_R, noise.position_R, token_ids_FC)
     noisy_FC += logits_of(candidates_FC)
     index_C = torch.arange(noisy_FC.shape[1], device=noisy_FC.device)
     noisy_FC.masked_fill_(index_C >= num_kept_F[:, None], -torch.inf)

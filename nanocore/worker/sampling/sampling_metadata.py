@@ -34,23 +34,20 @@ class SamplingMetadata:
     @classmethod
     def of_rows(
         cls,
-        greedy: NDArray[np.bool_],
         temperature: NDArray[np.float32],
         top_k: NDArray[np.int32],
         top_p: NDArray[np.float32],
         min_p: NDArray[np.float32],
+        is_filtered: NDArray[np.bool_],
         seed: NDArray[np.int64],
-        vocab_size: int,
     ) -> SamplingMetadata:
-        """From columns on the host, each of R; top_k is vocab_size where it is off."""
-        filtered = ~greedy & ((top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0))
-
+        """From columns on the host, each of R; top_k is V or more where it is off."""
         return cls(
-            all_greedy=bool(greedy.all()),
-            filtered_rows=torch.from_numpy(np.flatnonzero(filtered)),
-            unfiltered_rows=torch.from_numpy(np.flatnonzero(~filtered)),
-            max_top_k=int(top_k[filtered].max(initial=0)),
-            temperature_R=torch.from_numpy(np.where(greedy, np.float32(0), temperature)),
+            all_greedy=not temperature.any(),
+            filtered_rows=torch.from_numpy(np.flatnonzero(is_filtered)),
+            unfiltered_rows=torch.from_numpy(np.flatnonzero(~is_filtered)),
+            max_top_k=int(top_k[is_filtered].max(initial=0)),
+            temperature_R=torch.from_numpy(temperature),
             top_k_R=torch.from_numpy(top_k),
             top_p_R=torch.from_numpy(top_p),
             min_p_R=torch.from_numpy(min_p),

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,12 +17,11 @@ from triton.runtime.interpreter import GridExecutor
 
 from nanocore.kernels.backend import Noise, select_kernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
-from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker import step_graphs
 from nanocore.worker.layers.decoder import DecoderModel
 from tests.fake_device import FakeGraphRecorder
 from tests.tiny_models import make_tiny_qwen3
-from tests.worker.device_engine import Engine, Wish, expected, load_model
+from tests.worker.device_engine import Engine, Wish, expected, load_model, make_wishes
 
 # What is infinite on a GPU without a word, numpy warns of.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -37,19 +35,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     model = load_model(make_tiny_qwen3(tmp_path_factory.mktemp("model"), head_dim=16))
     model.layers = model.layers[:2]  # for time
     return model
-
-
-def make_wishes(*lengths: int, max_tokens: int = 3) -> list[Wish]:
-    rng = np.random.default_rng(5)
-    samplings = [
-        EngineSamplingParams(temperature=0.0),
-        EngineSamplingParams(temperature=0.8),
-        EngineSamplingParams(temperature=1.1, top_k=20, top_p=0.9),
-    ]
-    return [
-        Wish(rng.integers(0, 380, length).tolist(), max_tokens, samplings[i % len(samplings)])
-        for i, length in enumerate(lengths)
-    ]
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
