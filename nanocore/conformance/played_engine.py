@@ -30,7 +30,7 @@ HANDLE = 7
 _POLL_MS = 20
 
 WELCOME: Body = {
-    "protocol": [1, 3],
+    "protocol": [1, 4],
     "session": "5c0e8c2f90d9aa41",
     "engine_instance": "00112233445566778899aabbccddeeff",
     "model": {

@@ -29,14 +29,18 @@ from nanocore.protocol.fields import (
 )
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 3)
+PROTOCOL_VERSION = (1, 4)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ControlOperation = Literal["stats", "reset_prefix_cache", "pause", "resume", "read_file"]
 Capability = Literal["prefix_caching", "priority"]
 ModelFileName = Literal[
-    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
 ]
 """The files of a model that an engine serves to its clients: what tokenizing and chatting need."""
 
@@ -104,7 +108,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What this engine refuses to exceed. The queue's limits are None in engines that have none."""
+    """What this engine refuses to exceed. Limits are None in engines that have none."""
 
     max_frame_bytes: int
     max_num_seqs: int
@@ -115,6 +119,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: Annotated[int | None, since(1)] = None
     max_num_queued_tokens: Annotated[int | None, since(1)] = None
     max_file_chunk_bytes: Annotated[int, since(3)] = MAX_FILE_CHUNK_BYTES
+    max_num_clients: Annotated[int | None, since(4)] = None
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=True):
@@ -138,11 +143,15 @@ class Welcome(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """Engine to client: no session, and which versions would have one."""
+    """Engine to client: no session, and which versions would have one.
+
+    retry_after_s: the version would do, but the engine has as many sessions as it serves.
+    """
 
     op = Op.REFUSED
     message: str
     supported: list[tuple[int, int]]
+    retry_after_s: Annotated[float | None, limited(minimum=0), since(4)] = None
 
 
 class Submit(Message, frozen=True, forbid_unknown_fields=True):
@@ -172,8 +181,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is rare in an OUTPUT: a request's start and its end.
 
     num_cached_tokens: with the first token; prompt tokens taken from the prefix cache.
-    finish_reason: the last thing said of a request. stop_reason: the stop token id that ended it.
-    message: with finish_reason "error", the cause.
+    finish_reason: the last thing said of a request. stop_reason: which of stop_token_ids ended it.
+    message: the cause of an "error", or of an "abort" that the client did not ask for.
     """
 
     handle: Handle
@@ -225,11 +234,15 @@ class Ping(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """Either way: I am here. num_steps: an engine's step counter, its heartbeat."""
+    """Either way: I am here. num_steps: an engine's step counter, its heartbeat.
+
+    step_age_ms: of an engine; for how long the step that it is in has been running, 0 if none is.
+    """
 
     op = Op.PONG
     nonce: ExactInt = 0
     num_steps: ExactInt | None = None
+    step_age_ms: Annotated[ExactInt | None, since(4)] = None
 
 
 class Control(Message, frozen=True, forbid_unknown_fields=True):

@@ -39,7 +39,7 @@ def bodies(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
         case Op.SUBMIT:
             body = {"request_id": draw(REQUEST_IDS), "prompt_token_ids": draw(PROMPTS)}
         case Op.HELLO:
-            body = {"protocol": draw(st.sampled_from([[1, 3], [1, 0], [2, 0], [1, 99]]))}
+            body = {"protocol": draw(st.sampled_from([[1, 4], [1, 0], [2, 0], [1, 99]]))}
         case Op.ABORT:
             body = {"request_ids": draw(st.lists(REQUEST_IDS, max_size=4))}
         case Op.CONTROL:
