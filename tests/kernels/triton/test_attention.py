@@ -31,9 +31,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def check(step: PagedStep, **options: object) -> None:
+def check(step: PagedStep, atol: float = 2e-6, **options: object) -> None:
     out_THD = step.run(**options)  # type: ignore[arg-type]
-    torch.testing.assert_close(out_THD.double(), step.expected().double(), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(out_THD.double(), step.expected().double(), rtol=1e-5, atol=atol)
 
 
 def run_decodes(step: PagedStep, keys: int, num_splits: int) -> Tensor:
@@ -100,7 +100,7 @@ def test_softcap_of_scores_beyond_what_powers_can_hold() -> None:
     step = draw_step(HEADS, [33], [(40, 18)], softcap=1.0)
     for piece in step.pieces:
         piece.sequence.q_LHD.mul_(1000)
-    check(step)
+    check(step, atol=1e-4)  # float32 knows scores of a thousand no better, nor their tanh near 0
 
 
 def test_scores_so_large_that_powers_overflow_without_a_peak() -> None:
@@ -170,6 +170,7 @@ def test_a_block_table_much_wider_than_contexts() -> None:
     check(draw_step(HEADS, [1, 33], [(40, 18)], spare_columns=500), num_sms=8)
 
 
+@pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize("chunks", [[48], [16, 32], [7, 9, 30, 2], [1] * 3 + [45]], ids=str)
 @pytest.mark.parametrize("window", [0, 21])
 def test_chunking_changes_no_bit_of_a_prompt(chunks: list[int], window: int) -> None:
@@ -182,6 +183,7 @@ def test_chunking_changes_no_bit_of_a_prompt(chunks: list[int], window: int) -> 
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize("window", [0, 21])
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
 def test_batch_invariance_of_every_bit(window: int, kv_cache: str) -> None:
@@ -206,6 +208,7 @@ def test_batch_invariance_of_every_bit(window: int, kv_cache: str) -> None:
     assert torch.equal(last_token(decodes, 1, padding, spare_columns=9, max_decodes=9), alone)
 
 
+@pytest.mark.usefixtures("products_in_order")
 def test_a_decode_is_the_same_bit_for_bit_in_any_company_of_equal_number() -> None:
     step = draw_step(HEADS, [50, 9, 33])
     others = draw_step(HEADS, [50, 80, 1])

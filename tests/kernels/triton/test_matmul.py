@@ -73,6 +73,7 @@ def test_many_tiles_of_rows_are_each_computed_once() -> None:
     assert_near(linear(x, weight), exact(x, weight, None))
 
 
+@pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_row_has_the_same_bits_alone_and_in_a_crowd(quantization: str | None) -> None:
     x, weight = draw(70, 130), pack(40, 130, quantization)

@@ -57,6 +57,7 @@ def test_tokens_may_lie_apart() -> None:
     assert_as_reference(args)
 
 
+@pytest.mark.usefixtures("products_in_order")
 def test_a_token_has_the_same_bits_alone_and_in_a_crowd() -> None:
     args = make(40, 8, 3, 24, 12)
     out = moe(*args)

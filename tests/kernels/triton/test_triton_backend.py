@@ -137,6 +137,7 @@ def sampled_logits(
     return logits
 
 
+@pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_batch_invariant_logits_are_the_same_bits_alone_in_a_crowd_and_in_chunks(
     model: DecoderModel, batch_invariant: bool
