@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints-cpu.txt
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS)
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-all lint bench clean
 
 help:
 	@echo "make demo   a model answers: launch the engine, stream a chat, 64 requests at once"
-	@echo "make test   style, types and all tests"
+	@echo "make test   style, types and the tests, in a few minutes"
+	@echo "make test-all  the long campaigns, too: sanitizers, all GPU kernels compiled, benchmarks, other languages' clients"
 	@echo "make lint   style and types alone"
 	@echo "make bench  the offline workloads W1-W5, to benchmarks/results/"
 	@echo "make clean  remove the environment and caches"
@@ -40,6 +41,9 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 test: lint
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not campaign"
+
+test-all: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/.dev

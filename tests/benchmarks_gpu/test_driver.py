@@ -18,6 +18,8 @@ from benchmarks.gpu import run
 from benchmarks.gpu.restarts import CONTINUE_VARIABLE
 from benchmarks.gpu.session import Results, Session
 
+pytestmark = pytest.mark.campaign
+
 Report = Callable[[str], dict[str, Any]]
 
 

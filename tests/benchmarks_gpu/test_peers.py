@@ -14,6 +14,8 @@ import torch
 from benchmarks.peer_process import PeerCommand, PeerError, PeerProcess
 from tests.kernels.paged_case import PagedCase
 
+pytestmark = pytest.mark.campaign
+
 Report = Callable[[str], dict[str, Any]]
 
 FAKE_MODEL_RUNNER = """

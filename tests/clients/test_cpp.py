@@ -13,6 +13,8 @@ from nanocore.client import AsyncEngineClient
 from nanocore.protocol.messages import Stats
 from tests.clients.conftest import MAX_TOKENS, ROOT, VECTORS, Chat, assert_conforms
 
+pytestmark = pytest.mark.campaign
+
 SOURCE = ROOT / "clients" / "cpp"
 HEADERS = ("zmq_addon.hpp", "msgpack.hpp", "nlohmann/json.hpp")
 BUILD_TIMEOUT_S = 540.0

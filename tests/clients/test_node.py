@@ -14,6 +14,8 @@ import pytest
 from nanocore.client.tokenizer import Tokenizer
 from tests.clients.conftest import MAX_TOKENS, QUESTION, ROOT, VECTORS, Chat, assert_conforms
 
+pytestmark = pytest.mark.campaign
+
 PACKAGE = ROOT / "clients" / "node"
 TIMEOUT_S = 100.0
 UNREACHABLE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ENETUNREACH", "ETIMEDOUT")

@@ -84,7 +84,7 @@ def crate(tmp_path_factory: pytest.TempPathFactory) -> Crate:
     return crate
 
 
-pytestmark = pytest.mark.timeout(BUILD_TIMEOUT_S + 120)
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(BUILD_TIMEOUT_S + 120)]
 
 
 def joined(token_ids: list[int]) -> str:

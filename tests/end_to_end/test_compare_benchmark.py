@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.campaign
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 DEMO_MODEL = Path(__file__).parents[2] / "nanocore" / "demo_model"
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.campaign
+
 DEMO_MODEL = Path(__file__).parents[2] / "nanocore" / "demo_model"
 
 

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.campaign
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.campaign
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "wire.py"
 KEYS = {
     "outputs_256", "outputs_256_vllm_layout", "submit_32768_array", "submit_32768_list",

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.campaign
+
 DEMO_MODEL = Path(__file__).parents[2] / "nanocore" / "demo_model"
 
 

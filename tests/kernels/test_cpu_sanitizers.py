@@ -21,6 +21,8 @@ from tests.kernels.cpu_case import (
     start_compiling,
 )
 
+pytestmark = pytest.mark.campaign
+
 REPOSITORY = Path(__file__).parents[2]
 NUM_ROUNDS = 25
 INSTRUCTION_SETS = list(dict.fromkeys([*list(runnable_libraries())[:1], "plain"]))

@@ -6,6 +6,8 @@ import pytest
 
 from tests.kernels.triton.compilation import CAPABILITIES, Usage, measure
 
+pytestmark = pytest.mark.campaign
+
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """What a program may have; CUDA C++ programming guide, technical specifications."""
 

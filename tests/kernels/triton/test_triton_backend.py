@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     return model
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_a_model_says_with_it_what_it_says_with_torch(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
 ) -> None:
@@ -138,7 +138,7 @@ def sampled_logits(
 
 
 @pytest.mark.usefixtures("products_in_order")
-@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize("batch_invariant", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_batch_invariant_logits_are_the_same_bits_alone_in_a_crowd_and_in_chunks(
     model: DecoderModel, batch_invariant: bool
 ) -> None:
