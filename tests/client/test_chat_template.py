@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from nanocore.client.tokenizer import MAX_TEMPLATE_CHARS, ChatMessage, Tokenizer
+from nanocore.client.chat_template import MAX_TEMPLATE_CHARS
+from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import InvalidRequestError
 from tests.client.byte_tokens import ids_of
 
