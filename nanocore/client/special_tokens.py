@@ -33,7 +33,7 @@ class SpecialTokens:
             for name, value in source.items():
                 if name in STANDARD_NAMES:
                     named[name] = value
-                elif name.endswith("_token"):
+                elif name.endswith("_token") and _text(value) is not None:
                     named.setdefault(name, value)
                 elif name in ("extra_special_tokens", "additional_special_tokens"):
                     if isinstance(value, dict):
@@ -60,7 +60,7 @@ class SpecialTokens:
         missing = []
         for token_id, entry in sorted((int(key), entry) for key, entry in self._added.items()):
             token = tokenizers.AddedToken(**entry)
-            if repr(token) in exact:
+            if repr(token) in exact or not token.content:
                 continue
             own_id = backend.token_to_id(token.content)
             if token_id == (next_id if own_id is None else own_id):
