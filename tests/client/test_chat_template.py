@@ -121,10 +121,10 @@ def test_templates_read_the_date_from_a_clock() -> None:
     assert template.render(CONVERSATION) == "01 Feb 2026, 03:04"
 
 
-def test_the_clock_is_todays(folder: Path) -> None:
-    before = datetime.now().timestamp()
-    rendered = _render(folder, "{{ strftime_now('%s') }}")
-    assert int(before) <= int(rendered) <= datetime.now().timestamp()
+def test_the_clock_is_this_machines(folder: Path) -> None:
+    before = datetime.now()
+    shown = datetime.fromisoformat(_render(folder, "{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}"))
+    assert before <= shown <= datetime.now()
 
 
 def test_what_is_marked_as_generated_is_text_in_its_place(folder: Path) -> None:

@@ -131,7 +131,7 @@ ADDED = {
 }
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     config=st.dictionaries(st.sampled_from(NAMES), IN_CONFIG),
     image=st.none() | TOKENS,
