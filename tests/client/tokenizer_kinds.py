@@ -124,4 +124,6 @@ def _repaired(tokenizer: Tokenizer, token_ids: Sequence[int], skip: bool) -> lis
             put(utf8.decode(b"", final=True))
             utf8.reset()
             repaired.append(token_id)
+    if (rest := utf8.decode(b"", final=True)) != "\ufffd":
+        put(rest)  # no half character: it can never become one
     return repaired
