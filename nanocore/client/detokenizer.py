@@ -1,17 +1,21 @@
-"""Incremental detokenization: text piece by piece, each piece whole UTF-8.
+"""Incremental detokenization: text piece by piece, each piece whole characters.
 
-A character may span tokens; its bytes are held back until it is complete. What is still incomplete
-when a request ends is dropped, so no output ever ends in half a character.
+The rule: the pieces of a request make the text that decoding its prompt and output at once would
+add to the prompt's. Exceptions are what can be told only later: a character that is incomplete when
+the request ends is left out (at once, it would be U+FFFD), and of byte tokens (<0x80>) whole
+characters count even if their neighbours are no UTF-8 (at once, the whole run would be U+FFFD).
+How the tokens are cut into calls has no influence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
+from os.path import commonprefix
 from typing import Final
 
-from tokenizers.decoders import DecodeStream
-
-from nanocore.client.tokenizer import REPLACEMENT, Tokenizer
+from nanocore.client.token_texts import REPLACEMENT, TokenTexts
+from nanocore.client.tokenizer import Tokenizer
 
 MAX_CONTEXT_TOKENS: Final = 8
 MAX_HELD_TOKENS: Final = 16
@@ -23,59 +27,87 @@ class IncrementalDetokenizer:
 
     Args:
         tokenizer: the model's.
-        prompt_token_ids: context for the first token (a leading space may depend on it).
+        prompt_token_ids: what the output follows (a leading space may depend on it).
         skip_special_tokens: leave special tokens out of the text.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._texts = tokenizer.token_texts(skip_special_tokens)
-        context: list[int] = []
-        if self._texts is None:
-            # The library takes context that ends in half a character for text still to be shown.
+        self._source: _SingleTokens | _Window
+        texts = tokenizer.token_texts(skip_special_tokens)
+        if texts is not None:
+            self._source = _SingleTokens(texts, prompt_token_ids)
+        else:
             context = list(prompt_token_ids[-MAX_CONTEXT_TOKENS:])
-            while context and tokenizer.decode(context, skip_special_tokens).endswith(REPLACEMENT):
-                context.pop()
-        self._stream = self._new_stream(context)
-        self._held: list[int] = []
+            self._source = _Window(lambda ids: tokenizer.decode(ids, skip_special_tokens), context)
+        self._push = self._source.push
 
     def append(self, token_ids: list[int]) -> str:
         """The text that these tokens complete."""
         if len(token_ids) == 1:
-            return self._step(token_ids[0])
-        return "".join(map(self._step, token_ids))
+            return self._push(token_ids[0])
+        return "".join(map(self._push, token_ids))
 
-    def _step(self, token_id: int) -> str:
-        if self._texts is not None and not self._held:
-            text = self._texts[token_id]
-            if text is not None:
+    def flush(self) -> str:
+        """The text held back, when no more tokens will come."""
+        return self._source.flush()
+
+
+class _SingleTokens:
+    """For tokens that have texts of their own: only bytes of half a character are kept."""
+
+    def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
+        self._texts = texts
+        self._bytes = b""
+        self._is_first = not texts.joins_bytes and not any(
+            texts[token_id] for token_id in reversed(prompt_token_ids)
+        )
+
+    def push(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        text = self._texts[token_id]
+        if self._is_first and text:
+            text = self._texts.first(token_id)
+            self._is_first = False
+        if type(text) is str:
+            if not self._bytes or not text:
                 return text
-            self._stream = self._new_stream([])  # what came before has no influence
-        return self._decode(token_id)
+            text = text.encode()
+        assert isinstance(text, bytes)
+        data = self._bytes + text
+        characters, num_bytes = codecs.utf_8_decode(data, "replace", False)
+        self._bytes = data[num_bytes:]
+        return characters
 
-    def _decode(self, token_id: int) -> str:
-        """The long way, for what depends on its neighbours."""
-        try:
-            piece: str | None = self._stream.step(self._tokenizer.backend, token_id)
-        except Exception:  # the library's own type; it has lost its place over invalid bytes
-            self._held.append(token_id)
-            return self._restart()
-        if piece is not None:
-            if self._held:
-                self._held = []
-            return piece
+    def flush(self) -> str:
+        """Nothing if half a character is held; Python holds other bytes, too (a surrogate's)."""
+        text = self._bytes.decode("utf-8", "replace")
+        return "" if text == REPLACEMENT else text
+
+
+class _Window:
+    """For tokens whose text depends on those before: a decode of a few shows what one adds."""
+
+    def __init__(self, decode: Callable[[list[int]], str], context: list[int]) -> None:
+        self._decode = decode
+        self._context = context
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The text that this token adds; "" while it may be half a character."""
         self._held.append(token_id)
-        return self._restart() if len(self._held) >= MAX_HELD_TOKENS else ""
+        text = self._decode(self._context + self._held)
+        if text.endswith(REPLACEMENT) and len(self._held) < MAX_HELD_TOKENS:
+            return ""
+        return self._take(text)
 
-    def _restart(self) -> str:
-        """Give up on what is held: show what it is worth, and begin anew after it."""
-        text = self._tokenizer.decode(self._held, self._skip_special_tokens)
-        self._stream = self._new_stream([] if text.endswith(REPLACEMENT) else self._held)
+    def flush(self) -> str:
+        """What is held back, without the half character."""
+        return self._take(self._decode(self._context + self._held).removesuffix(REPLACEMENT))
+
+    def _take(self, text: str) -> str:
+        shown = self._decode(self._context)
+        self._context = (self._context + self._held)[-MAX_CONTEXT_TOKENS:]
         self._held = []
-        return text.removesuffix(REPLACEMENT)  # the last one may be the half of a character
-
-    def _new_stream(self, context: list[int]) -> DecodeStream:
-        return DecodeStream(ids=context, skip_special_tokens=self._skip_special_tokens)
+        return text[len(commonprefix([shown, text])) :]  # noqa: RUF071  these are no paths

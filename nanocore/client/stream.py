@@ -195,16 +195,21 @@ class RequestStream:
         if end is not None and end.finish_reason == "stop" and not self._keeps_stop:
             shown = token_ids[:-1]  # the EOS or stop token itself is not text
         if self._stops is None:
-            return self._detokenizer.append(shown), None, len(token_ids)
+            text = self._detokenizer.append(shown)
+            if end is not None:
+                text += self._detokenizer.flush()
+            return text, None, len(token_ids)
         pieces = []
         for i, token_id in enumerate(shown):  # one by one: the result must not depend on merging
             text, stop = self._stops.push(self._detokenizer.append([token_id]))
             pieces.append(text)
             if stop is not None:
                 return "".join(pieces), stop, i + 1
+        stop = None
         if end is not None:
-            pieces.append(self._stops.flush())
-        return "".join(pieces), None, len(token_ids)
+            text, stop = self._stops.push(self._detokenizer.flush())
+            pieces.append(text if stop is not None else text + self._stops.flush())
+        return "".join(pieces), stop, len(token_ids)
 
     def _metrics(self) -> RequestMetrics:
         start_s, first_s = self._start_s, self._first_token_s

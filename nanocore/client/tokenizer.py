@@ -8,51 +8,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self, TypedDict
+from typing import Any, Final, NotRequired, Self, TypedDict
 
-import jinja2
-import jinja2.sandbox
 import tokenizers
-from tokenizers import decoders
 
+from nanocore.client.chat_template import ChatTemplate
+from nanocore.client.special_tokens import SpecialTokens
+from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenTexts
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import ModelFileName
 
 TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
 )
 """What a Tokenizer is made of; only the first is needed."""
-MAX_TEMPLATE_CHARS = 1 << 16
-REPLACEMENT: Final = "\ufffd"
-"""What bytes that are no UTF-8 decode to."""
 
 
 class ChatMessage(TypedDict):
-    """One turn of a conversation. role: "system", "user" or "assistant"."""
+    """One turn of a conversation.
 
-    role: str
-    content: str
-
-
-class TokenTexts(dict[int, str | None]):
-    """The text of each token that has the same text wherever it stands, filled on first use.
-
-    None marks a token that needs its neighbours: its bytes are not whole characters.
+    role: "system", "user", "assistant" or whatever else the model's template knows. content: text,
+    or parts if the template takes them. Further keys are for templates that ask for them.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
-        super().__init__()
-        self._backend = backend
-        self._skip_special_tokens = skip_special_tokens
-
-    def __missing__(self, token_id: int) -> str | None:
-        text: str = self._backend.decode([token_id], skip_special_tokens=self._skip_special_tokens)
-        self[token_id] = whole = None if REPLACEMENT in text else text
-        return whole
+    role: str
+    content: NotRequired[str | list[dict[str, Any]] | None]
+    name: NotRequired[str]
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[dict[str, Any]] | None]
+    tool_call_id: NotRequired[str]
 
 
 class Tokenizer:
@@ -78,13 +66,25 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequestError(f"tokenizer.json of {source}: {error}") from None
+        # How training cut, filled and varied its texts: none of it is for prompts.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        if getattr(self.backend.model, "dropout", None) is not None:
+            self.backend.model.dropout = None
         self._source = source
-        self._token_texts: dict[bool, TokenTexts] = {}
-        config = _parse_config(files, source)
-        self._template = _template_source(files, config, source)
-        self._special_tokens = {
-            name: _token_text(config.get(name)) for name in ("bos_token", "eos_token")
-        }
+        self._token_texts: dict[bool, TokenTexts | None] = {}
+        config = _parse_object(files, "tokenizer_config.json", source)
+        special_tokens = SpecialTokens(
+            config, _parse_object(files, "special_tokens_map.json", source)
+        )
+        try:
+            special_tokens.add_to(self.backend)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidRequestError(f"the special tokens of {source}: {error}") from None
+        template = _template_text(files, config, source)
+        self._template: ChatTemplate | None = None
+        if template is not None:
+            self._template = ChatTemplate(template, special_tokens.texts, source)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -113,24 +113,17 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
-        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """The text of token ids. Ids that no token has add nothing."""
+        known = [token_id for token_id in token_ids if 0 <= token_id < MAX_TOKEN_IDS]
+        text: str = self.backend.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
-        """Texts of single tokens; None if this model's tokens have none of their own.
-
-        A byte-level decoder (GPT-2's, Llama 3's, Qwen's) joins the bytes of all tokens and decodes
-        them: between whole characters, a token's text depends on nothing else. Other decoders add
-        or strip spaces, according to the neighbours.
-        """
-        if not isinstance(self.backend.decoder, decoders.ByteLevel):
-            return None
-        texts = self._token_texts.get(skip_special_tokens)
-        if texts is None:
-            texts = TokenTexts(self.backend, skip_special_tokens)
+        """Texts of single tokens; None if this model's tokens have none of their own."""
+        if skip_special_tokens not in self._token_texts:
+            texts = TokenTexts.of(self.backend, skip_special_tokens)
             self._token_texts[skip_special_tokens] = texts
-        return texts
+        return self._token_texts[skip_special_tokens]
 
     def render_chat(
         self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True
@@ -142,65 +135,36 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidRequestError(
-                f"{self._source} has no chat template: use generate() with a prompt"
+                f"{self._source} has no chat template (or has several, and none of them is named "
+                "default): use generate() with a prompt"
             )
-        try:
-            return self._compiled_template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except Exception as error:  # it is its author's code: whatever it raises is its error
-            raise InvalidRequestError(
-                f"the chat template of {self._source} failed: {type(error).__name__}: {error}"
-            ) from None
-
-    @cached_property
-    def _compiled_template(self) -> jinja2.Template:
-        """Compiled on first use: a template that is wrong harms only those who chat."""
-        assert self._template is not None
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = _raise_exception
-        return environment.from_string(self._template)
+        return self._template.render(messages, add_generation_prompt)
 
     def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a conversation, ready for the model's answer."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)
 
 
-def _parse_config(files: Mapping[str, bytes], source: str) -> dict[str, Any]:
+def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[str, Any]:
     try:
-        config = json.loads(files.get("tokenizer_config.json", b"{}").decode())
+        content = json.loads(files.get(name, b"{}").decode())
     except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"tokenizer_config.json of {source}: {error}") from None
-    if not isinstance(config, dict):
-        raise InvalidRequestError(f"tokenizer_config.json of {source} holds no JSON object")
-    return config
+        raise InvalidRequestError(f"{name} of {source}: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidRequestError(f"{name} of {source} holds no JSON object")
+    return content
 
 
-def _template_source(files: Mapping[str, bytes], config: dict[str, Any], source: str) -> str | None:
+def _template_text(files: Mapping[str, bytes], config: dict[str, Any], source: str) -> str | None:
+    """The template's own file, or else the configuration's; of several, the one named default."""
     content = files.get("chat_template.jinja")
     try:
         template = config.get("chat_template") if content is None else content.decode()
     except ValueError as error:
         raise InvalidRequestError(f"chat_template.jinja of {source}: {error}") from None
-    if not isinstance(template, str):
-        return None
-    if len(template) > MAX_TEMPLATE_CHARS:
-        raise InvalidRequestError(
-            f"the chat template of {source} has {len(template)} characters: at most "
-            f"{MAX_TEMPLATE_CHARS}"
-        )
-    return template
-
-
-def _token_text(token: object) -> str:
-    """tokenizer_config.json gives a special token as its text, or as an object around it."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    if isinstance(template, list):
+        entries = [e for e in template if isinstance(e, dict) and e.get("name") == "default"]
+        template = entries[-1].get("template") if entries else None
+    elif isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None

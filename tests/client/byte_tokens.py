@@ -16,7 +16,8 @@ def _symbols() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-_SYMBOLS = _symbols()
+SYMBOLS = _symbols()
+"""By byte."""
 
 
 def ids_of(tokenizer: Tokenizer, data: bytes | str) -> list[int]:
@@ -24,4 +25,4 @@ def ids_of(tokenizer: Tokenizer, data: bytes | str) -> list[int]:
     if isinstance(data, str):
         data = data.encode()
     vocab: dict[str, int] = tokenizer.backend.get_vocab()
-    return [vocab[_SYMBOLS[byte]] for byte in data]
+    return [vocab[SYMBOLS[byte]] for byte in data]

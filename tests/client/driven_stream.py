@@ -17,16 +17,21 @@ PATIENCE_S = 1.0
 
 
 class DrivenStream:
-    """A stream of request "r", whose prompt is "hi". aborts: what it asked the engine to end."""
+    """A stream of request "r". aborts: what it asked the engine to end.
 
-    def __init__(self, tokenizer: Tokenizer, **params: Any) -> None:
+    prompt_ids: the prompt; None is "hi", for the tokenizer of bytes.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: list[int] | None = None, **params: Any
+    ) -> None:
         self.aborts: list[str] = []
         self._tokenizer = tokenizer
         sampling = SamplingParams(**params)
         self.stream = RequestStream(
             "r",
             "hi",
-            ids_of(tokenizer, "hi"),
+            ids_of(tokenizer, "hi") if prompt_ids is None else prompt_ids,
             sampling,
             tokenizer if sampling.detokenize else None,
             lambda stream: self.aborts.append(stream.request_id),

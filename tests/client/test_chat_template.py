@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from nanocore.client.tokenizer import MAX_TEMPLATE_CHARS, ChatMessage, Tokenizer
+from nanocore.client.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import InvalidRequestError
 from tests.client.byte_tokens import ids_of
 
@@ -47,6 +50,154 @@ def test_a_template_file_is_preferred_to_the_config(folder: Path) -> None:
     assert _render(folder, "{{ messages|length }} turns") == "2 turns"
 
 
+def _both(folder: Path, messages: Any = CONVERSATION) -> str:
+    """The prompt, which is also that of transformers."""
+    rendered = Tokenizer.from_folder(folder).render_chat(messages)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert rendered == expected
+    return rendered
+
+
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "usual"}]
+
+
+@pytest.mark.parametrize("templates", [NAMED, NAMED[::-1], [*NAMED[:1] * 2, *NAMED]])
+def test_of_several_templates_the_default_is_used(folder: Path, templates: list[Any]) -> None:
+    _write_config(folder, chat_template=templates)
+    assert _both(folder) == "usual"
+    _write_config(folder, chat_template={e["name"]: e["template"] for e in templates})
+    assert _both(folder) == "usual"
+
+
+def test_a_template_file_is_preferred_to_several_in_the_config(folder: Path) -> None:
+    _write_config(folder, chat_template=NAMED)
+    (folder / "chat_template.jinja").write_text("the file")
+    assert _both(folder) == "the file"
+    (folder / "chat_template.jinja").write_text("")
+    assert _both(folder) == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "rendered"),
+    [
+        (b"\xef\xbb\xbfhi", "\ufeffhi"),  # a mark is text: the model was trained with it
+        (b"a\r\nb\r{{ 'c\r\nd' }}\r\n", "a\nb\nc\nd"),
+        ("中 {{ '👍' }}".encode(), "中 👍"),
+        (b"\n\n  {%- if true %}\n  x\n  {% endif %}\n\n", "  x\n"),
+    ],
+)
+def test_the_bytes_of_a_template_file_mean_what_they_mean_to_transformers(
+    folder: Path, content: bytes, rendered: str
+) -> None:
+    (folder / "chat_template.jinja").write_bytes(content)
+    assert _both(folder) == rendered
+
+
+def test_a_template_file_that_is_no_utf8_is_refused_by_name(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(InvalidRequestError, match=r"chat_template\.jinja"):
+        Tokenizer.from_folder(folder)
+
+
+def test_json_is_written_for_models_and_not_for_html(folder: Path) -> None:
+    """jinja2's own filter sorts the keys, escapes <, >, & and ', and every letter but ASCII's."""
+    value = '{"b": "<a> & \'é\'", "a": [1, null, true, "中"]}'
+    _write_config(folder, chat_template=f"{{{{ {value.replace('null', 'none')} | tojson }}}}")
+    assert _both(folder) == value
+    options = "separators=(',', ':'), indent='\t', sort_keys=true, ensure_ascii=true"
+    _write_config(folder, chat_template=f"{{{{ {{'b': ['é'], 'a': 1}} | tojson({options}) }}}}")
+    assert _both(folder) == '{\n\t"a":1,\n\t"b":[\n\t\t"\\u00e9"\n\t]\n}'
+
+
+def test_json_is_plain_text_to_other_filters(folder: Path) -> None:
+    assert _render(folder, "{{ ['<'] | tojson + '<' }}{{ ('\"' | tojson)[:2] }}") == '["<"]<"\\'
+
+
+def test_templates_read_the_date_from_a_clock() -> None:
+    template = ChatTemplate(
+        "{{ strftime_now('%d %b %Y, %H:%M') }}", {}, "here", now=lambda: datetime(2026, 2, 1, 3, 4)
+    )
+    assert template.render(CONVERSATION) == "01 Feb 2026, 03:04"
+
+
+def test_the_clock_is_this_machines(folder: Path) -> None:
+    before = datetime.now()
+    shown = datetime.fromisoformat(_render(folder, "{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}"))
+    assert before <= shown <= datetime.now()
+
+
+def test_what_is_marked_as_generated_is_text_in_its_place(folder: Path) -> None:
+    template = "{% set x = 1 %}a{% generation %}{% set x = 2 %}b{{ x }}{% endgeneration %}{{ x }}"
+    (folder / "chat_template.jinja").write_text(template)
+    assert _both(folder) == "ab21"
+
+
+def test_tools_and_documents_are_known_and_not_given(folder: Path) -> None:
+    names = ("tools", "documents", "messages", "enable_thinking", "bos_token", "unk_token")
+    template = "".join(f"{{{{ {n} is defined }}}}{{{{ {n} is none }}}} " for n in names)
+    (folder / "chat_template.jinja").write_text(template)
+    assert _both(folder) == "TrueTrue TrueTrue TrueFalse FalseFalse FalseFalse FalseFalse "
+
+
+def test_keys_without_a_value_are_left_out_of_messages(folder: Path) -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": None}], "name": None}]
+    (folder / "chat_template.jinja").write_text("{{ messages[0] | tojson }}")
+    rendered = _both(folder, messages)
+    assert rendered == '{"role": "assistant", "tool_calls": [{"id": null}]}'
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_every_name_that_templates_know_it_by(folder: Path, key: str) -> None:
+    template = "{{ messages[0].reasoning_content }} {{ messages[0].thinking }}"
+    (folder / "chat_template.jinja").write_text(template)
+    assert _both(folder, [{"role": "assistant", "content": "x", key: "why"}]) == "why why"
+
+
+class _Role(str):
+    """A string with more to it."""
+
+    def secret(self) -> str:
+        """What a template must not reach."""
+        return "secret"
+
+
+def test_templates_get_plain_copies_of_values(folder: Path) -> None:
+    message: Any = {"role": _Role("user"), "content": ("a", True, 1.5)}
+    template = "{{ messages[0].role.secret is defined }} {{ messages[0].content | tojson }}"
+    assert _render(folder, template, [message]) == 'False ["a", true, 1.5]'
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "at least one message"),
+        (["hi"], "not str"),
+        ([{"role": "user", "content": object()}], "not object"),
+        ([{"role": "user", "content": b"hi"}], "not bytes"),
+        ([{"role": "user", "content": [{"x": {1, 2}}]}], "not set"),
+    ],
+)
+def test_messages_that_are_none_are_refused_in_words(
+    folder: Path, messages: Any, reason: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=reason):
+        _render(folder, "x", messages)
+
+
+def test_messages_that_hold_themselves_are_refused(folder: Path) -> None:
+    content: list[Any] = []
+    content.append(content)
+    with pytest.raises(InvalidRequestError, match="messages of a chat"):
+        _render(folder, "x", [ChatMessage(role="user", content=content)])
+
+
+def test_a_long_complaint_of_a_template_is_shortened(folder: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"\(100000 characters\)") as caught:
+        _render(folder, "{{ raise_exception('no' * 50000) }}")
+    assert len(str(caught.value)) < 1000
+
+
 def test_blocks_leave_no_blank_lines_as_in_transformers(folder: Path) -> None:
     template = (
         "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}"
@@ -62,7 +213,10 @@ def test_special_tokens_are_known_to_the_template_in_either_form(
     assert _render(folder, "[{{ bos_token }}][{{ eos_token }}]") == "[<s>][]"
 
 
-@pytest.mark.parametrize("template", [None, 5, ["x"]])
+@pytest.mark.parametrize(
+    "template",
+    [None, 5, [], ["x"], [{"name": []}], NAMED[:1], {"tool_use": "x"}, [{"name": "default"}]],
+)
 def test_a_model_without_a_template_says_so(folder: Path, template: object) -> None:
     _write_config(folder, chat_template=template)
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:
@@ -89,6 +243,15 @@ def test_a_template_may_reject_the_messages_in_its_own_words(folder: Path) -> No
         "{{ messages.append(1) }}",
         "{{ messages[0].update(role='root') }}",
         "{{ messages[0].__setitem__('role', 'root') }}",
+        "{{ strftime_now.__globals__['json'] }}",
+        "{{ strftime_now.__closure__[0].cell_contents }}",
+        "{{ dict.__class__.__mro__ }}",
+        "{{ dict.__call__.__globals__ }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+        "{{ namespace()._Namespace__attrs.keys() }}",
+        "{% set d = {} %}{{ d.update(a=1) }}",
     ],
 )
 def test_a_template_cannot_leave_the_sandbox(folder: Path, template: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import InvalidRequestError
 from tests.client.byte_tokens import END, ids_of
+from tests.tiny_models import VOCAB_SIZE
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -31,11 +34,11 @@ def test_special_tokens_are_left_out_of_the_text_unless_wanted(tokenizer: Tokeni
     assert tokenizer.decode(ids, skip_special_tokens=False) == "hi<|end|>"
 
 
-def test_a_whole_token_has_a_text_and_a_part_of_a_character_has_none(tokenizer: Tokenizer) -> None:
+def test_a_whole_token_has_a_text_and_a_part_of_a_character_has_bytes(tokenizer: Tokenizer) -> None:
     texts = tokenizer.token_texts(skip_special_tokens=True)
     assert texts is not None
     ids = ids_of(tokenizer, "aé")
-    assert [texts[token_id] for token_id in [*ids, END, 10**6]] == ["a", None, None, "", ""]
+    assert [texts[token_id] for token_id in [*ids, END, 10**6]] == ["a", b"\xc3", b"\xa9", "", ""]
     assert tokenizer.token_texts(skip_special_tokens=True) is texts
     kept = tokenizer.token_texts(skip_special_tokens=False)
     assert kept is not None
@@ -44,7 +47,7 @@ def test_a_whole_token_has_a_text_and_a_part_of_a_character_has_none(tokenizer: 
 
 def test_tokens_whose_text_depends_on_their_neighbours_have_none(folder: Path) -> None:
     backend = Tokenizer.from_folder(folder).backend
-    backend.decoder = decoders.Metaspace()
+    backend.decoder = decoders.BPEDecoder()
     backend.save(str(folder / "tokenizer.json"))
     assert Tokenizer.from_folder(folder).token_texts(skip_special_tokens=True) is None
 
@@ -62,9 +65,85 @@ def test_a_conversation_gets_no_second_set_of_special_tokens(folder: Path) -> No
     )
 
 
+def _with_sections(folder: Path, **sections: Any) -> Tokenizer:
+    """The folder's tokenizer with other sections in its tokenizer.json; `model` is merged."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"] |= sections.pop("model", {})
+    path.write_text(json.dumps(content | sections))
+    return Tokenizer.from_folder(folder)
+
+
+TRUNCATION = {"direction": "Left", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+PADDING = {
+    "strategy": {"Fixed": 16}, "direction": "Right", "pad_to_multiple_of": 8,
+    "pad_id": END, "pad_type_id": 0, "pad_token": "<|end|>",
+}  # fmt: skip
+
+
+def test_prompts_are_neither_cut_nor_filled_as_the_training_texts_were(folder: Path) -> None:
+    tokenizer = _with_sections(folder, truncation=TRUNCATION, padding=PADDING)
+    text = "a long prompt, longer than three tokens"
+    assert tokenizer.encode(text) == ids_of(tokenizer, text)
+    assert tokenizer.encode("a") == ids_of(tokenizer, "a")
+    assert tokenizer.encode_chat([{"role": "user", "content": text}]) == ids_of(
+        tokenizer, f"user: {text}\nassistant: "
+    )
+
+
+def test_a_text_is_always_the_same_tokens_even_if_they_were_varied_in_training(
+    folder: Path,
+) -> None:
+    merges = {"vocab": {"a": 0, "b": 1, "ab": 2, "abab": 3}, "merges": ["a b", "ab ab"]}
+    tokenizer = _with_sections(folder, model={**merges, "dropout": 0.5}, added_tokens=[])
+    assert {tuple(tokenizer.encode("abab")) for _ in range(64)} == {(3,)}
+
+
+@pytest.mark.parametrize("decoder", [None, {"type": "Fuse"}])
+def test_a_tokenizer_that_does_not_say_how_to_decode_still_makes_text(
+    folder: Path, decoder: object
+) -> None:
+    tokenizer = _with_sections(folder, decoder=decoder)
+    assert tokenizer.decode(tokenizer.encode("ab")) == ("a b" if decoder is None else "ab")
+
+
+def test_normalizers_and_prefix_spaces_are_the_models_own(folder: Path) -> None:
+    normalizer = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+    pre_tokenizer = {
+        "type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False,
+    }  # fmt: skip
+    tokenizer = _with_sections(folder, normalizer=normalizer, pre_tokenizer=pre_tokenizer)
+    assert tokenizer.encode("E\u0301") == ids_of(tokenizer, " é")
+
+
+def test_added_tokens_beyond_the_vocabulary_are_tokens(folder: Path) -> None:
+    added = [
+        {"id": VOCAB_SIZE + 1000, "content": "<far>", "single_word": False, "lstrip": False,
+         "rstrip": False, "normalized": False, "special": False},
+    ]  # fmt: skip
+    tokenizer = _with_sections(folder, added_tokens=added)
+    (far,) = tokenizer.encode("<far>")
+    assert far >= VOCAB_SIZE - 1
+    assert tokenizer.decode([far]) == "<far>"
+
+
+@pytest.mark.parametrize("token_id", [10**6, 2**32, 2**70, -1])
+def test_ids_that_no_token_has_add_no_text(tokenizer: Tokenizer, token_id: int) -> None:
+    ids = ids_of(tokenizer, "ab")
+    assert tokenizer.decode([ids[0], token_id, ids[1]]) == "ab"
+
+
+def test_a_very_long_text_is_encoded_and_decoded_whole(tokenizer: Tokenizer) -> None:
+    text = "é 中 a\n" * 20_000
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 def test_text_that_is_no_unicode_is_an_invalid_request(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequestError):
-        tokenizer.encode("a lone surrogate: \ud800")
+    text = "a lone surrogate: \ud800"
+    with pytest.raises(InvalidRequestError, match="cannot be tokenized"):
+        tokenizer.encode(text)
+    with pytest.raises(InvalidRequestError, match="cannot be tokenized"):
+        tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def test_a_folder_without_a_tokenizer_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -50,6 +50,28 @@ def test_a_chat_needs_nothing_but_the_endpoint(
     run(scenario())
 
 
+def test_special_tokens_come_from_an_engine_that_serves_their_file_and_else_are_not_missed(
+    endpoint: str, contents: dict[str, bytes]
+) -> None:
+    """The file is new in protocol 1.4."""
+    contents["chat_template.jinja"] = b"{{ bos_token }}{{ messages[0].content }}"
+    messages: Any = [{"role": "user", "content": "a"}]
+
+    async def render() -> str:
+        async with _serving(endpoint, contents) as (engine, client):
+            loading = asyncio.create_task(client.get_tokenizer())
+            await engine.serve_chunks(len(contents) - 1, contents)  # but generation_config.json
+            text: str = (await loading).render_chat(messages)
+            return text
+
+    assert run(render()) == "a"
+    contents["special_tokens_map.json"] = b'{"bos_token": {"content": "<filler300>"}}'
+    contents["tokenizer_config.json"] += b" "  # not in the cache
+    contents["tokenizer.json"] += b" "
+    contents["chat_template.jinja"] += b"{# #}"
+    assert run(render()) == "<filler300>a"
+
+
 def test_a_hundred_requests_at_once_load_it_once_and_keep_their_order(
     endpoint: str, contents: dict[str, bytes]
 ) -> None:

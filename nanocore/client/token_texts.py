@@ -1,0 +1,129 @@
+"""The text of single tokens: what one adds to a text, whatever tokens came before it.
+
+Most decoders allow that: byte-level ones (GPT-2's, Llama 3's, Qwen's) join the tokens' bytes, and
+those of SentencePiece's kind (Llama 2's, Gemma's) their texts, and only the first token of all is
+treated apart. A token that is not whole characters has bytes for a text. Owned by the Tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Final, Self
+
+import tokenizers
+
+REPLACEMENT: Final = "\ufffd"
+"""What bytes that are no UTF-8 decode to."""
+MAX_TOKEN_IDS: Final = 1 << 32
+"""The library takes no other ids, and no tokenizer has them."""
+_BYTE_TOKEN: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
+_JOINING_STEPS: Final = frozenset({"ByteLevel", "Fuse"})
+_SINGLE_STEPS: Final = frozenset({"Replace", "ByteFallback", "Metaspace", "WordPiece"})
+
+
+class TokenTexts(dict[int, str | bytes]):
+    """Texts by token id, filled on first use; "" for ids of no token. Made by `of`.
+
+    joins_bytes: the decoder only joins the tokens' bytes; the first is as any other.
+    """
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> Self | None:
+        """The texts of a tokenizer's tokens; None if they depend on the tokens before them."""
+        steps = _decoder_steps(backend)
+        joins_bytes = bool(steps) and {step["type"] for step in steps} <= _JOINING_STEPS
+        texts = cls(backend, skip_special_tokens, joins_bytes)
+        if joins_bytes or (_treats_tokens_singly(steps) and texts._find_anchor()):
+            return texts
+        return None
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, skip_special_tokens: bool, joins_bytes: bool
+    ) -> None:
+        super().__init__()
+        self.joins_bytes = joins_bytes
+        self._backend = backend
+        self._skip_special_tokens = skip_special_tokens
+        self._anchor: list[int] = []
+        self._anchor_text = ""
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        text: str | bytes = ""
+        if 0 <= token_id < MAX_TOKEN_IDS:
+            whole = self._decode([*self._anchor, token_id])
+            text = whole.removeprefix(self._anchor_text)
+            if REPLACEMENT in text:
+                text = self._partial(token_id, text)
+        self[token_id] = text
+        return text
+
+    def first(self, token_id: int) -> str | bytes:
+        """The text of a token at the very beginning, where many decoders leave out a space."""
+        text = self[token_id]
+        return self._decode([token_id]) if text and isinstance(text, str) else text
+
+    def _partial(self, token_id: int, text: str) -> str | bytes:
+        """The bytes behind a text with a U+FFFD, unless that is what they say."""
+        token = self._backend.id_to_token(token_id)
+        assert token is not None, "it has a text"
+        if self.joins_bytes:
+            symbols = [_BYTES.get(symbol) for symbol in token]
+            data = bytes(b for b in symbols if b is not None)
+            if None in symbols:  # an added token, which stands for itself
+                data = token.encode()
+        elif match := _BYTE_TOKEN.fullmatch(token):
+            data = bytes.fromhex(match[1])
+        else:
+            return text
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return data
+
+    def _find_anchor(self) -> bool:
+        """Find an ordinary token to put before others, so that they are not the first."""
+        for token_id in range(self._backend.get_vocab_size()):
+            text = self._decode([token_id])
+            if not text or text.isspace() or REPLACEMENT in text:
+                continue
+            if not _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or ""):
+                self._anchor, self._anchor_text = [token_id], text
+                return True
+        return False
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        return text
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """What a tokenizer's decoder does, step by step, in the format of tokenizer.json."""
+    if backend.decoder is None:
+        return []  # tokens are joined by spaces
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _treats_tokens_singly(steps: list[dict[str, Any]]) -> bool:
+    """Whether these steps see one token at a time, but for a space before the first."""
+    fused = False  # into a single text
+    for step in steps:
+        if step["type"] == "Fuse":
+            fused = True
+        elif step["type"] == "Strip":
+            if fused and (step["start"] > 1 or step["stop"] > 0):
+                return False
+        elif fused or step["type"] not in _SINGLE_STEPS:
+            return False
+    return True
+
+
+def _byte_level_symbols() -> dict[str, int]:
+    """The bytes by the printable characters that stand for them in byte-level vocabularies."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTES: Final = _byte_level_symbols()

@@ -1,0 +1,203 @@
+"""Detokenizers of every kind: piece by piece the same text as decoding at once, at every cut."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanocore.client.detokenizer import MAX_HELD_TOKENS, IncrementalDetokenizer
+from nanocore.client.tokenizer import Tokenizer
+from nanocore.protocol.messages import FinishReason
+from tests.client.byte_tokens import ids_of
+from tests.client.driven_stream import DrivenStream
+from tests.client.tokenizer_kinds import FALLBACK, KINDS, WORDS, expected_text, has_decoder, make
+
+PROPERTY = settings(max_examples=30, deadline=None, derandomize=True)
+REPLACEMENT = "\ufffd"
+IN_CHARACTERS = [*"é中👍\u07ff\U0010ffff".encode(), 0xFF]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """The name of a kind."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def any_tokenizer(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer of that kind."""
+    folder = tmp_path_factory.mktemp(kind)
+    tokenizer = make(kind, folder)
+    assert has_decoder(folder) == (kind != "none")
+    return tokenizer
+
+
+def _ids(data: st.DataObject, tokenizer: Tokenizer, max_size: int = MAX_HELD_TOKENS) -> list[int]:
+    """Any tokens: often bytes of characters, at times an id that no token has."""
+    vocab = tokenizer.backend.get_vocab()
+    byte_ids = [vocab[f"<0x{b:02X}>"] for b in IN_CHARACTERS if f"<0x{b:02X}>" in vocab]
+    last = tokenizer.backend.get_vocab_size()
+    some = st.one_of(
+        st.integers(0, last + 2), st.integers(last - len(WORDS) - 4, last - 1),
+        st.sampled_from(byte_ids or [*IN_CHARACTERS]),
+    )  # fmt: skip
+    return data.draw(st.lists(some, max_size=max_size))
+
+
+def _prompt(data: st.DataObject, tokenizer: Tokenizer) -> list[int]:
+    """None, or tokens up to a whole character, which is what prompts end with."""
+    vocab = tokenizer.backend.get_vocab()
+    whole = [vocab[token] for token in ("b", "!", ".", "▁a", "<s>", "<|end|>") if token in vocab]
+    if data.draw(st.booleans()):
+        return []
+    return [*_ids(data, tokenizer, 4), vocab["!"], data.draw(st.sampled_from(whole))]
+
+
+def _text(tokenizer: Tokenizer, prompt: list[int], pieces: list[list[int]], skip: bool) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip)
+    return "".join(map(detokenizer.append, pieces)) + detokenizer.flush()
+
+
+@PROPERTY
+@given(data=st.data(), skip=st.booleans())
+def test_wherever_the_output_ends_its_text_is_that_of_decoding_at_once(
+    kind: str, any_tokenizer: Tokenizer, data: st.DataObject, skip: bool
+) -> None:
+    prompt, output = _prompt(data, any_tokenizer), _ids(data, any_tokenizer)
+    for end in range(len(output) + 1):
+        text = _text(any_tokenizer, prompt, [[i] for i in output[:end]], skip)
+        whole = expected_text(kind, any_tokenizer, prompt, output[:end], skip)
+        assert text in (whole, whole.removesuffix(REPLACEMENT)), output[:end]
+
+
+@PROPERTY
+@given(data=st.data(), cuts=st.sets(st.integers(0, MAX_HELD_TOKENS)))
+def test_how_the_output_is_cut_makes_no_difference(
+    any_tokenizer: Tokenizer, data: st.DataObject, cuts: set[int]
+) -> None:
+    prompt, output = _prompt(data, any_tokenizer), _ids(data, any_tokenizer)
+    edges = [0, *sorted(cut for cut in cuts if cut < len(output)), len(output)]
+    pieces = [output[start:end] for start, end in itertools.pairwise(edges)]
+    singles = [[token_id] for token_id in output]
+    assert _text(any_tokenizer, prompt, pieces, True) == _text(any_tokenizer, prompt, singles, True)
+
+
+@PROPERTY
+@given(
+    data=st.data(),
+    stop=st.sampled_from(
+        ["a", "b", " ", "é", "中", "ab", "bb", "a b", "!", " the", "<", REPLACEMENT]
+    ),
+    reason=st.sampled_from(["length", "abort"]),
+)
+def test_stop_strings_end_the_text_of_decoding_at_once_whenever_the_stream_is_read(
+    kind: str, any_tokenizer: Tokenizer, data: st.DataObject, stop: str, reason: FinishReason
+) -> None:
+    prompt, output = _prompt(data, any_tokenizer), _ids(data, any_tokenizer)
+    driven = DrivenStream(any_tokenizer, prompt, stop=[stop])
+    deltas = ""
+    for token_id in output:
+        driven.stream.push_tokens([token_id])
+        if data.draw(st.booleans()) and (read := driven.stream.read()) is not None:
+            deltas += read.outputs[0].delta
+    driven.end(reason)
+    if (last := driven.stream.read()) is not None:
+        deltas += last.outputs[0].delta
+    texts = [_text(any_tokenizer, prompt, [output[:end]], True) for end in range(len(output) + 1)]
+    assert deltas == next((text for text in texts if stop in text), texts[-1]).partition(stop)[0]
+
+
+@pytest.mark.parametrize("read_early", [False, True])
+@pytest.mark.parametrize("stop", [None, ["never"]])
+def test_whole_characters_in_the_token_of_a_half_one_are_not_lost_at_the_end(
+    tmp_path: Path, read_early: bool, stop: list[str] | None
+) -> None:
+    """Vocabularies have such tokens: " ", and the first two bytes of a Chinese character."""
+    tokenizer = make("byte-level", tmp_path)
+    output = [tokenizer.backend.token_to_id("abä")]  # a, b, and the first byte of 中
+    assert tokenizer.decode(output) == f"ab{REPLACEMENT}"
+    driven = DrivenStream(tokenizer, stop=stop)
+    driven.stream.push_tokens(output)
+    if read_early:
+        assert driven.next().outputs[0].text == "ab"
+    driven.end("length")
+    assert driven.final().outputs[0].text == "ab"
+
+
+def test_a_long_run_of_bytes_that_are_no_text_costs_the_next_character_nothing(
+    tmp_path: Path,
+) -> None:
+    tokenizer = make("byte-level", tmp_path)
+    vocab = tokenizer.backend.get_vocab()
+    ids = [vocab["ÿ"]] * (MAX_HELD_TOKENS - 1) + ids_of(tokenizer, "中")
+    assert _text(tokenizer, [], [ids], True) == REPLACEMENT * (MAX_HELD_TOKENS - 1) + "中"
+
+
+def test_bytes_held_without_need_are_shown_at_the_end(tmp_path: Path) -> None:
+    """Python takes the beginning of an encoded surrogate for half a character; none can follow."""
+    tokenizer = make("byte-level", tmp_path)
+    ids = [tokenizer.backend.token_to_id(symbol) for symbol in ("í", "°")]
+    assert _text(tokenizer, [], [ids], True) == tokenizer.decode(ids) == REPLACEMENT * 2
+
+
+@pytest.fixture(params=sorted(FALLBACK))
+def fallback(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    """A tokenizer of SentencePiece's kind, as Llama 2's and Gemma's."""
+    return make(request.param, tmp_path)
+
+
+def _named(tokenizer: Tokenizer, *tokens: str | bytes) -> list[int]:
+    """Ids of words, and of the byte tokens of bytes."""
+    names = [[f"<0x{byte:02X}>" for byte in t] if isinstance(t, bytes) else [t] for t in tokens]
+    return [tokenizer.backend.token_to_id(name) for name in itertools.chain(*names)]
+
+
+def _pieces(tokenizer: Tokenizer, output: list[int], prompt: list[int]) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, True)
+    return [detokenizer.append([token_id]) for token_id in output]
+
+
+def test_the_first_piece_keeps_the_space_between_it_and_the_prompt(fallback: Tokenizer) -> None:
+    prompt = _named(fallback, "b")
+    for context in (prompt, [*prompt, *_named(fallback, *["<s>"] * 20)]):
+        assert _pieces(fallback, _named(fallback, "▁a", "b"), context) == [" a", "b"]
+
+
+@pytest.mark.parametrize("prompt", [[], ["<s>"]])
+def test_after_a_prompt_without_text_the_first_piece_begins_as_the_decoder_begins(
+    fallback: Tokenizer, prompt: list[str]
+) -> None:
+    output = _named(fallback, "<s>", "▁a", "▁a")
+    assert "".join(_pieces(fallback, output, _named(fallback, *prompt))) == fallback.decode(output)
+
+
+def test_byte_tokens_between_words_make_whole_characters(fallback: Tokenizer) -> None:
+    output = _named(fallback, "b", "中".encode(), "▁a")
+    assert _pieces(fallback, output, _named(fallback, "b")) == ["b", "", "", "中", " a"]
+
+
+def test_an_invalid_byte_spoils_no_character_before_it_and_no_space_after_it(
+    fallback: Tokenizer,
+) -> None:
+    """At once, these decoders take back the whole run of bytes when one is invalid."""
+    output = _named(fallback, "中".encode() + b"\x80", "▁a", "b")
+    pieces = _pieces(fallback, output, _named(fallback, "b"))
+    assert pieces == ["", "", "中", REPLACEMENT, " a", "b"]
+    assert fallback.decode(output).endswith(REPLACEMENT * 4 + " ab")
+
+
+@pytest.mark.parametrize("token_id", [10**6, 2**31 - 1, -1, -(2**31)])
+def test_ids_that_no_token_has_add_nothing_and_harm_nothing(
+    any_tokenizer: Tokenizer, token_id: int
+) -> None:
+    """Models have more rows than tokenizers have tokens, and engines may be wrong."""
+    b = any_tokenizer.backend.token_to_id("b")
+    driven = DrivenStream(any_tokenizer, [b])
+    driven.stream.push_tokens([b, token_id, b])
+    driven.end("length")
+    expected = expected_text("", any_tokenizer, [b], [b, b], True)
+    assert driven.final().outputs[0].text == expected

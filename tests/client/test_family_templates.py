@@ -1,0 +1,127 @@
+"""Chat templates of many kinds: the same prompt as transformers makes, or refused by both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
+
+from nanocore.client import chat_template
+from nanocore.client.tokenizer import ChatMessage, Tokenizer
+from tests.client.family_templates import FAMILIES
+from tests.tiny_models import write_byte_tokenizer
+
+NOW = datetime(2025, 3, 9, 8, 7, 6, 54321)
+CALL = {
+    "id": "call12345",
+    "type": "function",
+    "function": {
+        "name": "wetter",
+        "arguments": {"zeit": "<jetzt> & 'später'", "ort": "Köln 中", "tage": [1, 2.5, None, True]},
+    },
+}
+TEXT_ARGUMENTS = {"name": "f", "arguments": '{"a":1}'}
+USER = {"role": "user", "content": "  Hi,\n {{ 7 * 7 }} <b>&amp; 'é' 中 👍! "}
+ANSWER = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n Well \n"}
+CALLING = {"role": "assistant", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": '{"grad": 21}', "tool_call_id": "call12345", "name": "wetter"}
+SYSTEM = {"role": "system", "content": " Be brief. /no_think"}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [USER],
+    "system": [SYSTEM, USER],
+    "three turns": [USER, ANSWER, {"role": "user", "content": ""}],
+    "the answer last": [SYSTEM, USER, ANSWER],
+    "tool calls": [USER, CALLING, RESULT, ANSWER, USER],
+    "two results": [SYSTEM, USER, CALLING, RESULT, RESULT],
+    "values of None": [
+        {**USER, "name": None, "tool_calls": None},
+        {**CALLING, "content": None, "reasoning_content": None},
+        {"role": "tool", "content": None, "tool_call_id": "x"},
+    ],
+    "no content": [{"role": "user"}],
+    "reasoning": [USER, {**ANSWER, "reasoning_content": "r1", "thinking": "r2"}],
+    "reasoning, another name": [USER, {**CALLING, "reasoning": "because"}, RESULT],
+    "thinking": [USER, {**ANSWER, "content": "so", "thinking": "because"}],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": " a "}, {"type": "image"}]}],
+    "a result that is no text": [USER, CALLING, {**RESULT, "content": {"content": [1, "<"]}}],
+    "arguments as text": [USER, {**CALLING, "tool_calls": [{**CALL, "function": TEXT_ARGUMENTS}]}],
+    "two calls": [USER, {**CALLING, "tool_calls": [CALL, {**CALL, "id": "no"}]}],
+    "a tuple": [{"role": "user", "content": "x", "extra": ({"b": (1, 2)}, 1e300)}],
+    "an unknown role": [{"role": "wizard", "content": "abra"}, USER],
+    "the wrong order": [ANSWER, ANSWER],
+}  # fmt: skip
+
+
+class _Clock(datetime):
+    """A datetime that stands still."""
+
+    @classmethod
+    def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+        """The test's time."""
+        return NOW
+
+
+@pytest.fixture(autouse=True)
+def _the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template_utils, "datetime", _Clock)
+    real = chat_template.ChatTemplate
+
+    def at_this_time(*args: Any) -> chat_template.ChatTemplate:
+        return real(*args, now=lambda: NOW)
+
+    monkeypatch.setattr("nanocore.client.tokenizer.ChatTemplate", at_this_time)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with the template of one family."""
+    folder = tmp_path_factory.mktemp("family")
+    write_byte_tokenizer(folder)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<filler300>",
+        "eos_token": "<|end|>", "pad_token": None, "image_token": "<filler301>",
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text(FAMILIES[request.param])
+    return folder
+
+
+def _rendered(render: Callable[..., str], *args: Any, **kwargs: Any) -> tuple[str, str]:
+    """The prompt, or the reason why there is none."""
+    try:
+        return "prompt", render(*args, **kwargs)
+    except Exception as error:  # transformers raises whatever the template does
+        return "refused", str(error)
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_the_prompts_are_those_of_transformers(folder: Path, add_generation_prompt: bool) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    num_prompts = 0
+    for name, messages in CONVERSATIONS.items():
+        before = json.dumps(messages)
+        kind, expected = _rendered(
+            reference.apply_chat_template,
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt,
+        )  # fmt: skip
+        got = _rendered(tokenizer.render_chat, messages, add_generation_prompt)
+        assert got[0] == kind, (name, expected, got)
+        if kind == "prompt":
+            assert got[1] == expected, name
+            num_prompts += 1
+        else:
+            assert expected in got[1], name
+        assert json.dumps(messages) == before, name
+        if kind == "prompt" and add_generation_prompt:
+            ids = reference.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+            assert tokenizer.encode_chat(cast("list[ChatMessage]", messages)) == ids, name
+    assert num_prompts >= 4, "a comparison of prompts, not of refusals"
