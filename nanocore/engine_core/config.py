@@ -23,7 +23,7 @@ from nanocore.protocol.messages import Capability
 from nanocore.protocol.worker import KVCacheDtype, LoadFormat, Quantization, WorkerConfig
 
 Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackend = Literal["auto", "cpu", "triton", "flash", "torch"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 

@@ -1,0 +1,54 @@
+"""JSON files of a model folder, which anybody may have written: bounded, and never a surprise.
+
+What is no regular file is not opened (a pipe would be waited for), what is too large is not read,
+and text that is no JSON, or nested without end, is an error like any other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from nanocore.protocol.errors import ModelFileError
+
+T = TypeVar("T")
+
+MAX_JSON_BYTES: Final = 128 * 2**20
+"""Ten times the index of the largest checkpoints."""
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """The file's value.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ModelFileError: it cannot be read, is too large, or is not of this kind.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ModelFileError(f"{path} is not a file")
+        with path.open("rb") as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ModelFileError(f"{path}: {error.strerror or error}") from None
+    if len(content) > MAX_JSON_BYTES:
+        raise ModelFileError(f"{path} has more than {MAX_JSON_BYTES} bytes: no model's file has")
+    return decode_json(content, kind, str(path))
+
+
+def decode_json(content: bytes, kind: type[T], where: str) -> T:
+    """The value of this text. where: what to call it in errors.
+
+    Raises:
+        ModelFileError: it is not of this kind.
+    """
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except RecursionError:
+        raise ModelFileError(f"{where}: JSON nested too deep") from None
+    except ValueError as error:  # msgspec's errors are, and those of text that is no UTF-8
+        raise ModelFileError(f"{where}: {error}; download it again") from None
