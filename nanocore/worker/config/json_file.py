@@ -29,26 +29,14 @@ def read_json(path: Path, kind: type[T]) -> T:
     try:
         if path.exists() and not path.is_file():
             raise ModelFileError(f"{path} is not a file")
-        with path.open("rb") as file:
-            content = file.read(MAX_JSON_BYTES + 1)
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelFileError(f"{path} has more than {MAX_JSON_BYTES} bytes: it is no model's")
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ModelFileError(f"{path}: {error.strerror or error}") from None
-    if len(content) > MAX_JSON_BYTES:
-        raise ModelFileError(f"{path} has more than {MAX_JSON_BYTES} bytes: no model's file has")
-    return decode_json(content, kind, str(path))
-
-
-def decode_json(content: bytes, kind: type[T], where: str) -> T:
-    """The value of this text. where: what to call it in errors.
-
-    Raises:
-        ModelFileError: it is not of this kind.
-    """
-    try:
-        return msgspec.json.decode(content, type=kind)
     except RecursionError:
-        raise ModelFileError(f"{where}: JSON nested too deep") from None
+        raise ModelFileError(f"{path}: JSON nested too deep") from None
     except ValueError as error:  # msgspec's errors are, and those of text that is no UTF-8
-        raise ModelFileError(f"{where}: {error}; download it again") from None
+        raise ModelFileError(f"{path}: {error}; download it again") from None
