@@ -50,6 +50,7 @@ OUT_OF_RANGE: list[tuple[str, str, list[Any]]] = [
     ("Qwen3Moe", "decoder_sparse_step", [0, -1]),
     ("Qwen3Moe", "mlp_only_layers", [3, ["x"], [1.5], {}]),
     ("Qwen3Moe", "norm_topk_prob", [1, "yes"]),
+    ("Llama", "is_causal", [False, 0]),
     ("Llama", "tie_word_embeddings", [1, "true"]),
     ("Llama", "architectures", ["LlamaForCausalLM", [1], {}]),
     ("Llama", "hidden_act", [1, ["silu"], {}]),
@@ -121,6 +122,8 @@ def test_an_end_that_the_model_cannot_say_is_refused_in_either_file(tmp_path: Pa
             load_model_config(write(tmp_path, generation={"eos_token_id": ids}, eos_token_id=3))
     folder = write(tmp_path, generation={"eos_token_id": [7, 5, 7]}, eos_token_id=10**12)
     assert load_model_config(folder).eos_token_ids == (7, 5)  # the other file's is not used
+    with pytest.raises(ModelFileError, match=r"config.json: eos_token_id = true cannot be read"):
+        load_model_config(write(tmp_path, generation={"eos_token_id": 7}, eos_token_id=True))
 
 
 def test_a_familys_own_end_is_left_out_of_a_vocabulary_that_lacks_it() -> None:
@@ -195,6 +198,12 @@ def test_a_file_of_no_end_is_not_read_to_it(
 def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ModelFileError, match=r"config\.json is not a file"):
+        load_model_config(tmp_path)
+
+
+def test_a_link_to_nothing_is_no_missing_file(tmp_path: Path) -> None:
+    (write(tmp_path) / "generation_config.json").symlink_to("../blobs/1")
+    with pytest.raises(ModelFileError, match=r"generation_config\.json is missing"):
         load_model_config(tmp_path)
 
 

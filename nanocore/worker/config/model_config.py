@@ -113,7 +113,8 @@ def load_model_config(folder: Path) -> ModelConfig:
             f"known: {', '.join(ARCHITECTURES)}"
         )
     path = folder / "generation_config.json"
-    generation = Settings.read(path) if path.exists() else Settings(path, {})
+    is_there = path.exists() or path.is_symlink()  # a link to nothing is an error
+    generation = Settings.read(path) if is_there else Settings(path, {})
     return parse_model_config(settings, generation)
 
 
@@ -188,31 +189,28 @@ def _refuse_what_no_family_has(settings: Settings) -> None:
     for name in ("use_bidirectional_attention", "is_encoder_decoder"):
         if settings.get(name, bool, False):
             raise settings.error(name)
+    if not settings.get("is_causal", bool, True):
+        raise settings.error("is_causal")
 
 
 def _eos_token_ids(
     settings: Settings, generation: Settings, family: Family, vocab_size: int
 ) -> tuple[int, ...]:
-    """generation_config.json's, or else config.json's; the family's default if the model has it."""
-    if generation.has("eos_token_id"):
-        return _ids(generation, vocab_size)
-    if "eos_token_id" in settings.values:
-        return _ids(settings, vocab_size) if settings.has("eos_token_id") else ()
-    default = family.eos_token_id
-    return () if default is None or default >= vocab_size else (default,)
+    """generation_config.json's, or else config.json's; the family's default if the model has it.
 
-
-def _ids(settings: Settings, vocab_size: int) -> tuple[int, ...]:
-    """The ids that a file names.
-
-    One that the model cannot say is refused, though transformers would serve it: texts would then
-    end nowhere, and the files are probably not of one model.
+    An id that the model cannot say is refused, though transformers would serve it: texts would then
+    end nowhere, and the files are probably not of one model. Where generation_config.json has ids,
+    those of config.json need not be right.
     """
     name = "eos_token_id"
-    is_list = isinstance(settings.values[name], list)
-    ids = settings.get(name, list[int], []) if is_list else [settings.get(name, int, 0)]
-    if len(ids) > _MAX_EOS_IDS:
-        raise settings.error(name, f"has {len(ids)} ids, and may have {_MAX_EOS_IDS}")
+    ids, general = _ids(settings), _ids(generation)
+    if general is not None:
+        settings, ids = generation, general
+    if ids is None:
+        default = family.eos_token_id
+        if default is None or default >= vocab_size or name in settings.values:
+            return ()
+        return (default,)
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise settings.error(
@@ -221,3 +219,16 @@ def _ids(settings: Settings, vocab_size: int) -> tuple[int, ...]:
                 "(vocab_size): correct it, or write null if no token ends a text",
             )
     return tuple(dict.fromkeys(ids))
+
+
+def _ids(settings: Settings) -> list[int] | None:
+    """The ids that a file names as ends; None if it names none."""
+    name = "eos_token_id"
+    if not settings.has(name):
+        return None
+    if not isinstance(settings.values[name], list):
+        return [settings.get(name, int, 0)]
+    ids = settings.get(name, list[int], [])
+    if len(ids) > _MAX_EOS_IDS:
+        raise settings.error(name, f"has {len(ids)} ids, and may have {_MAX_EOS_IDS}")
+    return ids
