@@ -25,11 +25,11 @@ LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_facto
 HUGE = 10**12
 
 OUT_OF_RANGE: list[tuple[str, str, list[Any]]] = [
-    ("Llama", "rms_norm_eps", [0, 0.0, -1e-6, 1.5, 1e30, HUGE]),
+    ("Llama", "rms_norm_eps", [0, 0.0, 5e-324, -1e-6, 1.5, 1e30, HUGE]),
     ("Llama", "rope_theta", [0, 1, -10_000.0, 0.5, 1e30, 10**400]),
     ("Gemma3", "rope_local_base_freq", [0, -1.0, 1e30]),
     ("Phi3", "partial_rotary_factor", [0, -0.5, 1.5, 1e30]),
-    ("Gemma2", "attn_logit_softcapping", [0, -50.0, 1e30]),
+    ("Gemma2", "attn_logit_softcapping", [0, 5e-324, -50.0, 1e30]),
     ("Gemma3", "final_logit_softcapping", [0.0, -1, 1e30]),
     ("Gemma2", "query_pre_attn_scalar", [0, -256, HUGE, 1.5, True]),
     ("Gemma2", "sliding_window", [0, -1, HUGE, 4.5]),
@@ -63,15 +63,15 @@ ROPE_OUT_OF_RANGE: list[tuple[dict[str, Any], str, list[Any]]] = [
     ({"rope_type": "dynamic"}, "factor", [0, -2, 1e30]),
     (YARN, "factor", [0, -2, 1e30, 10**400]),
     (YARN, "original_max_position_embeddings", [0, -1, HUGE, 1.5]),
-    (YARN, "beta_fast", [-1, 1e30]),
-    (YARN, "beta_slow", [-1, 1e30]),
+    (YARN, "beta_fast", [-1, 1e30, 5e-324]),
+    (YARN, "beta_slow", [-1, 1e30, 5e-324]),
     (YARN, "attention_factor", [0, -1, 1e30]),
     (YARN, "mscale", [-1, 1e30]),
     (YARN, "mscale_all_dim", [-1, 1e30]),
     (YARN, "truncate", [1]),
     (YARN, "rope_theta", [0, 1, -1, 1e30]),
     (YARN, "partial_rotary_factor", [0, -1, 2]),
-    (LLAMA3, "low_freq_factor", [0, -1, 5.0, 1e30]),
+    (LLAMA3, "low_freq_factor", [0, -1, 5.0, 1e30, 5e-324]),
     (LLAMA3, "high_freq_factor", [0, -1, 1.0, 1e30]),
 ]
 

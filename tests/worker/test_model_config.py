@@ -263,7 +263,7 @@ def test_phi3_rotates_a_part_of_the_head() -> None:
         ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
         ("Gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30"),
         ("Llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30"),
-        ("Gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping = 0.0 must exceed"),
+        ("Gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping = 0.0 must be at"),
         ("Mistral", {"attention_bias": True}, "attention_bias = true"),
         ("Phi3", {"attention_bias": True}, "attention_bias = true"),
         ("Qwen2", {"attention_bias": False}, "attention_bias = false"),

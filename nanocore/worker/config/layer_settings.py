@@ -28,7 +28,7 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
 }  # fmt: skip
 """By transformers' names. Its other gelus are not the tanh approximation, and not here."""
 
-_SOFTCAP: Final = Range(0, 1e6, exceeds_low=True)
+_SOFTCAP: Final = Range(1e-3, 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

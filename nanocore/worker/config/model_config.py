@@ -36,7 +36,7 @@ ARCHITECTURES = tuple(FAMILIES)
 MAX_LAYERS: Final = 1024
 """Eight times what the deepest models have: what is made for each layer stays little."""
 
-_EPS: Final = Range(0, 1, exceeds_low=True)
+_EPS: Final = Range(1e-30, 1)
 _MAX_EOS_IDS: Final = 1024
 
 

@@ -26,9 +26,9 @@ _KNOWN = {
 # Far wider than any model, and narrow enough for the formulas to stay finite in float32.
 _THETA = Range(1, 1e15, exceeds_low=True)
 _FACTOR = Range(1, 1e6)
-_BAND = Range(0, 1e6, exceeds_low=True)
-_SCALE = Range(0, 1e3)
-_FACTOR_OF_ATTENTION = Range(0, 1e3, exceeds_low=True)
+_BAND = Range(1e-3, 1e6)
+_MSCALE = Range(0, 1e3)
+_ATTENTION_FACTOR = Range(1e-3, 1e3)
 _PART = Range(0, 1, exceeds_low=True)
 
 
@@ -91,12 +91,12 @@ def _read(settings: Settings, rope: Settings, head_dim: int, theta: float) -> Ro
         original_max_position_embeddings=_original_length(settings, rope, kind),
         low_freq_factor=rope.number("low_freq_factor", 1.0, _BAND),
         high_freq_factor=rope.number("high_freq_factor", 1.0, _BAND),
-        beta_fast=rope.number("beta_fast", 0.0, _SCALE) or 32.0,
-        beta_slow=rope.number("beta_slow", 0.0, _SCALE) or 1.0,
+        beta_fast=rope.within("beta_fast", rope.get("beta_fast", float, 0.0) or 32.0, _BAND),
+        beta_slow=rope.within("beta_slow", rope.get("beta_slow", float, 0.0) or 1.0, _BAND),
         truncate=rope.get("truncate", bool, True),
         attention_factor=_attention_factor(rope),
-        mscale=rope.number("mscale", 0.0, _SCALE),
-        mscale_all_dim=rope.number("mscale_all_dim", 0.0, _SCALE),
+        mscale=rope.number("mscale", 0.0, _MSCALE),
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0, _MSCALE),
     )
     _check(settings, rope, config, head_dim)
     return config
@@ -104,7 +104,7 @@ def _read(settings: Settings, rope: Settings, head_dim: int, theta: float) -> Ro
 
 def _attention_factor(rope: Settings) -> float | None:
     factor = rope.nullable("attention_factor", float, None)
-    return None if factor is None else rope.within("attention_factor", factor, _FACTOR_OF_ATTENTION)
+    return None if factor is None else rope.within("attention_factor", factor, _ATTENTION_FACTOR)
 
 
 def _kind(rope: Settings) -> RopeKind:
