@@ -15,11 +15,14 @@ from nanocore.protocol.errors import ModelFileError
 
 T = TypeVar("T")
 
-MAX_JSON_BYTES: Final = 128 * 2**20
+MAX_INDEX_BYTES: Final = 128 * 2**20
 """Ten times the index of the largest checkpoints."""
 
+MAX_SETTINGS_BYTES: Final = 4 * 2**20
+"""As Python objects they may take fifty times that."""
 
-def read_json(path: Path, kind: type[T]) -> T:
+
+def read_json(path: Path, kind: type[T], max_bytes: int) -> T:
     """The file's value.
 
     Raises:
@@ -29,8 +32,8 @@ def read_json(path: Path, kind: type[T]) -> T:
     try:
         if path.exists() and not path.is_file():
             raise ModelFileError(f"{path} is not a file")
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelFileError(f"{path} has more than {MAX_JSON_BYTES} bytes: it is no model's")
+        if (num_bytes := path.stat().st_size) > max_bytes:
+            raise ModelFileError(f"{path}: {num_bytes} bytes, and no model needs {max_bytes}")
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         raise

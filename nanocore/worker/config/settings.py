@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.config.json_file import read_json
+from nanocore.worker.config.json_file import MAX_SETTINGS_BYTES, read_json
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -55,7 +55,7 @@ class Settings:
             ModelFileError: it is missing, or no JSON object.
         """
         try:
-            return cls(path, read_json(path, dict[str, Any]))
+            return cls(path, read_json(path, dict[str, Any], MAX_SETTINGS_BYTES))
         except FileNotFoundError:
             raise ModelFileError(f"{path} is missing") from None
 

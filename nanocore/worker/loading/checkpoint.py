@@ -16,7 +16,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.config.json_file import read_json
+from nanocore.worker.config.json_file import MAX_INDEX_BYTES, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -132,7 +132,7 @@ def read_header(path: Path) -> list[StoredTensor]:
 def _read_index(index: Path) -> dict[str, str] | None:
     """Of each tensor the file that holds it; None if there is no index."""
     try:
-        weight_map = read_json(index, _Index).weight_map
+        weight_map = read_json(index, _Index, MAX_INDEX_BYTES).weight_map
     except FileNotFoundError:
         return None
     for name, file in weight_map.items():

@@ -43,7 +43,8 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         path = Path(name).expanduser()
         is_folder, is_there = path.is_dir(), path.exists()
     except (OSError, RuntimeError) as error:  # no permission, too long, no such user's home
-        raise ModelFileError(f"--model {shorten(name)}: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise ModelFileError(f"--model {shorten(name)}: {why}") from None
     if name and is_folder:
         if revision is not None:
             raise ConfigError(f"--revision {revision}: {path} is a folder, which has no revisions")
