@@ -65,16 +65,21 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe_unnormalized": (
         "Qwen3MoeForCausalLM",
-        EXPERTS | {"head_dim": 24, "tie_word_embeddings": True},
+        EXPERTS | {"head_dim": 24, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
     ),
     "qwen2_moe": (
         "Qwen2MoeForCausalLM",
-        EXPERTS | {"shared_expert_intermediate_size": 96, "decoder_sparse_step": 2},
+        EXPERTS
+        | {
+            "shared_expert_intermediate_size": 96,
+            "decoder_sparse_step": 2,
+            "hidden_act": "gelu_new",
+        },
     ),
     "llama": ("LlamaForCausalLM", {"head_dim": 24, "num_attention_heads": 8}),
     "llama_biased": (
         "LlamaForCausalLM",
-        {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": True, "mlp_bias": True, "hidden_act": "swish"},
     ),
     "llama_llama3": (
         "LlamaForCausalLM",

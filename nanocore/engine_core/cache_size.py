@@ -11,16 +11,18 @@ from nanocore.worker.config.model_config import ModelConfig
 def longest_request(config: EngineConfig, model: ModelConfig) -> int:
     """--max-model-len, or what the model serves where that is left out or "auto".
 
+    A model with dynamic NTK serves more if asked, and then rotates all it serves otherwise.
+
     Raises:
         ConfigError: the model does not serve so many positions.
     """
     if not isinstance(config.max_model_len, int):
         return model.max_model_len
-    if config.max_model_len > model.max_model_len:
+    if config.max_model_len > model.longest_model_len:
         raise ConfigError(
             f"--max-model-len {config.max_model_len}: the model was made for "
-            f"{model.max_model_len} positions (max_position_embeddings in config.json, times the "
-            "factor of its rotary embedding if it has one); lower it"
+            f"{model.longest_model_len} positions (max_position_embeddings in config.json, times "
+            "the factor of its rotary embedding if it has one); lower it"
         )
     return config.max_model_len
 

@@ -1,4 +1,7 @@
-"""`nanocore-engine --check`: would an engine start with these flags? Reads no weights."""
+"""`nanocore-engine --check`: would an engine start with these flags?
+
+Reads no weights, but to see whether a head that should be the embedding is.
+"""
 
 from __future__ import annotations
 

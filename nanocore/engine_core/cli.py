@@ -73,7 +73,9 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--load-format", choices=get_args(LoadFormat), help="dummy: random weights, no files"
     )
-    model.add_argument("--dtype", choices=get_args(Dtype), help="default: the checkpoint's")
+    model.add_argument(
+        "--dtype", choices=get_args(Dtype), help="default: the checkpoint's; float16 is for CUDA"
+    )
     model.add_argument(
         "--max-model-len",
         type=_length,

@@ -23,7 +23,7 @@ from nanocore.protocol.messages import Capability
 from nanocore.protocol.worker import KVCacheDtype, LoadFormat, Quantization, WorkerConfig
 
 Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["auto", "float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackend = Literal["auto", "cpu", "triton", "flash", "torch"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -111,6 +111,8 @@ class EngineConfig:
 
     model: folder in Hugging Face format, or id on the Hugging Face hub; None is the bundled demo
     model. revision: of the hub's model. load_format: "dummy" is random weights.
+    dtype: of weights and activations; "auto" is the checkpoint's, or bfloat16 in place of a float16
+    that cannot be had.
     attention_backend: of all kernels; "auto" takes the fastest that is here. quantization: of
     weights as they are loaded; None keeps them in dtype.
     batch_invariant: a request's logits are the same bits whatever else runs, and however its tokens

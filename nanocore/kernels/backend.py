@@ -238,8 +238,9 @@ class Kernels(Protocol):
         down_XEI: Tensor,
         expert_ids_TC: Tensor,
         weights_TC: Tensor,
+        activation: Activation = "silu",
     ) -> Tensor:
-        """The weighted sum of each token's C experts, SwiGLU MLPs; [T, E].
+        """The weighted sum of each token's C experts, gated MLPs; [T, E].
 
         gate_up_XIE: [X, 2 I, E], gate before up. down_XEI: [X, E, I]. Under tensor parallelism I is
         this rank's share and the caller sums over ranks. expert_ids_TC: int64, below X.

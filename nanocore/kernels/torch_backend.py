@@ -16,7 +16,7 @@ from nanocore.kernels.gumbel_noise import best_with_noise
 from nanocore.kernels.linear_weight import LinearWeight, check_quantization, quantize_weight
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_kv_cache import store_kv
-from nanocore.kernels.torch_moe import moe
+from nanocore.kernels.torch_moe import gated, moe
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
@@ -61,8 +61,7 @@ class TorchKernels:
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        gate, up = self.linear(x_TI, weight, bias_O).chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return gated(self.linear(x_TI, weight, bias_O), activation)
 
     def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
         logits_RV = self.linear(x_RE, weight).float()
@@ -103,8 +102,9 @@ class TorchKernels:
         down_XEI: Tensor,
         expert_ids_TC: Tensor,
         weights_TC: Tensor,
+        activation: Activation = "silu",
     ) -> Tensor:
-        return moe(x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC)
+        return moe(x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC, activation)
 
     def rope_and_store_kv(
         self,

@@ -8,20 +8,36 @@ Shape suffixes: see `backend`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from nanocore.kernels.backend import Activation
+
+
+def gated(x_TO: Tensor, activation: Activation) -> Tensor:
+    """act(first half) * second half, [T, O / 2]."""
+    gate, up = x_TO.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
 
 def moe(
-    x_TE: Tensor, gate_up_XIE: Tensor, down_XEI: Tensor, expert_ids_TC: Tensor, weights_TC: Tensor
+    x_TE: Tensor,
+    gate_up_XIE: Tensor,
+    down_XEI: Tensor,
+    expert_ids_TC: Tensor,
+    weights_TC: Tensor,
+    activation: Activation = "silu",
 ) -> Tensor:
     """The weighted sum of each token's C experts, [T, E]; see `backend.Kernels.moe`."""
     num_chosen = expert_ids_TC.shape[1]
     order = expert_ids_TC.flatten().argsort(stable=True)
     ends_X = _ends(expert_ids_TC, len(gate_up_XIE))
-    gate, up = _grouped_linear(x_TE[order // num_chosen], gate_up_XIE, ends_X).chunk(2, dim=-1)
-    sorted_out = _grouped_linear(F.silu(gate) * up, down_XEI, ends_X)
+    gate_up = _grouped_linear(x_TE[order // num_chosen], gate_up_XIE, ends_X)
+    sorted_out = _grouped_linear(gated(gate_up, activation), down_XEI, ends_X)
     out = torch.empty_like(sorted_out)
     out[order] = sorted_out
     weights_T1C = weights_TC.to(x_TE.dtype)[:, None]

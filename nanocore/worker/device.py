@@ -10,9 +10,12 @@ from nanocore.kernels.backend import Kernels, select_kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.protocol.worker import WorkerConfig
+from nanocore.worker.config.model_config import ModelConfig
 
 _FP8_CAPABILITY: Final = (8, 9)
-_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES: Final = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
+}  # fmt: skip
 
 
 def select_device(name: str, rank: int = 0) -> torch.device:
@@ -36,13 +39,26 @@ def select_device(name: str, rank: int = 0) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def select_dtype(name: str, checkpoint_dtype: str) -> torch.dtype:
+def select_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype of weights and activations; "auto" is the checkpoint's.
 
+    float16 is for CUDA, and for models whose activations it holds; where a checkpoint's cannot be
+    had, "auto" is bfloat16: as many bytes, and a range that nothing leaves.
+
     Raises:
-        ModelFileError: it is not implemented.
+        ConfigError: it cannot be had here. ModelFileError: the checkpoint's is not implemented.
     """
-    name = checkpoint_dtype if name == "auto" else name
+    if name == "float16" and device.type != "cuda":
+        raise ConfigError(f"--dtype float16: not on {device}; use bfloat16 or float32")
+    if name == "float16" and not model.fits_float16:
+        raise ConfigError(
+            f"--dtype float16: the activations of {model.architecture} leave its range; use "
+            "bfloat16 or float32"
+        )
+    if name == "auto":
+        name = model.dtype or "float32"
+        if name == "float16" and (device.type != "cuda" or not model.fits_float16):
+            name = "bfloat16"
     if name not in _DTYPES:
         raise ModelFileError(
             f"the checkpoint's dtype {name!r} is not implemented: choose one of "

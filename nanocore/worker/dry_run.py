@@ -7,26 +7,18 @@ the weights are found in a second. What activations take on CUDA is known only o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.protocol.errors import CacheMemoryError
 from nanocore.protocol.worker import WorkerConfig, WorkerInfo
-from nanocore.worker.config.model_config import ModelConfig, load_model_config
-from nanocore.worker.device import (
-    dtype_name,
-    make_kernels,
-    select_device,
-    select_dtype,
-    select_kv_format,
-)
+from nanocore.worker.checked_model import check_files, check_memory, loaded_bytes, read_model
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.device import dtype_name, make_kernels, select_device, select_kv_format
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.loading.loader import check_weights
-from nanocore.worker.memory import available_bytes, cpu_kv_bytes
+from nanocore.worker.memory import cpu_kv_bytes
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
@@ -51,11 +43,10 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     Raises:
         ConfigError, ModelFileError, CacheMemoryError: why an engine would not start.
     """
-    folder = Path(config.folder)
-    model_config = load_model_config(folder)
-    models = [_build(config, model_config, rank) for rank in range(config.num_ranks)]
-    if config.load_format != "dummy":
-        check_weights(folder, models[0].slots(), models[0].ignored_tensors)
+    model_config, dtype = read_model(config, select_device(config.device))
+    models = [_build(config, model_config, dtype, rank) for rank in range(config.num_ranks)]
+    check_files(config, models[0])
+    check_memory(config, {rank: loaded_bytes(model) for rank, model in enumerate(models)})
     weight_bytes = [_weight_bytes(config, model) for model in models]
     kv_bytes = _kv_bytes(config, weight_bytes)
     return [
@@ -64,10 +55,12 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     ]
 
 
-def _build(config: WorkerConfig, model_config: ModelConfig, rank: int) -> DecoderModel:
+def _build(
+    config: WorkerConfig, model_config: ModelConfig, dtype: torch.dtype, rank: int
+) -> DecoderModel:
     pp_rank, tp_rank = divmod(rank, config.tensor_parallel_size)
     placement = Placement(
-        dtype=select_dtype(config.dtype, model_config.dtype),
+        dtype=dtype,
         device=torch.device("meta"),
         tp=_Seat(tp_rank, config.tensor_parallel_size),
         pp_rank=pp_rank,
@@ -78,7 +71,7 @@ def _build(config: WorkerConfig, model_config: ModelConfig, rank: int) -> Decode
 
 def _weight_bytes(config: WorkerConfig, model: DecoderModel) -> int:
     """Of a model's weights once they are packed, which it has to itself."""
-    num_bytes = sum(part.target.nbytes for slot in model.slots().values() for part in slot.parts)
+    num_bytes = loaded_bytes(model)
     packer = WeightPacker(TorchKernels(), config.quantization)
     model.pack(packer)
     return num_bytes - packer.saved_bytes
@@ -89,24 +82,14 @@ def _kv_bytes(config: WorkerConfig, weight_bytes: list[int]) -> list[int]:
     if config.kv_cache_memory_bytes is not None:
         return [config.kv_cache_memory_bytes] * config.num_ranks
     if select_device(config.device).type == "cpu":
-        _require(sum(weight_bytes), available_bytes(), "this machine's free memory")
         return [cpu_kv_bytes(config.num_ranks, sum(weight_bytes))] * config.num_ranks
     kv_bytes = []
     for rank, num_bytes in enumerate(weight_bytes):
         device = select_device(config.device, rank)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         have_bytes = int(total_bytes * config.gpu_memory_utilization) - (total_bytes - free_bytes)
-        _require(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")
         kv_bytes.append(have_bytes - num_bytes)
     return kv_bytes
-
-
-def _require(need_bytes: int, have_bytes: int, what: str) -> None:
-    if need_bytes > have_bytes:
-        raise CacheMemoryError(
-            f"the weights need {need_bytes / 1e6:.1f} MB, and {what} is {have_bytes / 1e6:.1f} MB: "
-            "use a smaller --dtype or model, or more ranks on more devices"
-        )
 
 
 def _info(

@@ -6,13 +6,18 @@ vocabulary rows are dealt out in order of rank. Pipeline stages split the sequen
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.communication.communicator import Communicator, SingleRank
+
+_MAX_TENSOR_BYTES: Final = 2**47
+"""What a process can address. Larger ones would overflow in torch, even without memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +50,18 @@ class Placement:
         return self.pp_rank == self.pp_size - 1
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A parameter of this rank, not yet filled."""
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        """A parameter of this rank, not yet filled.
+
+        Raises:
+            ModelFileError: no memory could hold it.
+        """
+        dtype = dtype or self.dtype
+        if math.prod(shape) * dtype.itemsize > _MAX_TENSOR_BYTES:
+            raise ModelFileError(
+                f"config.json implies a tensor of shape {list(shape)}, which no memory holds: is "
+                "it of this model?"
+            )
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def on_meta(self) -> Placement:
         """The same part without memory behind it: shapes alone."""

@@ -3,8 +3,8 @@
 Frequencies are computed in float32 in transformers' order of operations, so that both agree to the
 bit. Keys are cached rotated, so a position's rotation never changes while an engine runs. Dynamic
 NTK, which transformers recomputes as a sequence grows, is therefore fixed by the served length:
-up to the model's own length it is the plain rotation; beyond, every sequence gets the base that
-transformers uses for a sequence of exactly the served length (as vLLM does).
+up to the model's own length, which is served by default, it is the plain rotation; beyond, every
+sequence gets the base that transformers uses for one of exactly the served length (as vLLM does).
 """
 
 from __future__ import annotations

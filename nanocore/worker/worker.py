@@ -14,14 +14,13 @@ import torch
 
 from nanocore.protocol.plan import SchedulerOutput
 from nanocore.protocol.worker import RankStart, WorkerConfig, WorkerInfo
+from nanocore.worker.checked_model import check_files, check_memory, loaded_bytes, read_model
 from nanocore.worker.communication.links import RankLinks, connect
-from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.cuda_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.device import (
     dtype_name,
     make_kernels,
     select_device,
-    select_dtype,
     select_kv_format,
     steps_in_flight,
 )
@@ -45,18 +44,19 @@ class Worker:
 
     Raises:
         ConfigError: the device is not there, or the model cannot be split so.
-        ModelFileError: config.json is missing, malformed, or asks for what is not implemented.
+        ModelFileError: a file is missing, malformed, of another model, or asks for what is not
+            implemented. CacheMemoryError: the weights do not fit.
     """
 
     def __init__(self, config: WorkerConfig, start: RankStart | None = None) -> None:
         self._config = config
         rank = start.rank if start else 0
         self._progress = rank == 0
-        model_config = load_model_config(Path(config.folder))
         device = self.device = select_device(config.device, rank)
+        model_config, dtype = read_model(config, device, log=self._progress)
         links = connect(start, device, model_config.hidden_size) if start else RankLinks()
         self._placement = Placement(
-            dtype=select_dtype(config.dtype, model_config.dtype),
+            dtype=dtype,
             device=device,
             tp=links.tp,
             pp_rank=rank // config.tensor_parallel_size,
@@ -64,6 +64,9 @@ class Worker:
         )
         self._kernels = make_kernels(config, device)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
+        outline = build_model(model_config, self._placement.on_meta())
+        check_files(config, outline)
+        check_memory(config, {rank: loaded_bytes(outline)})
         model = build_model(model_config, self._placement)
         self._recorder: CudaGraphRecorder | None = None
         self._runner = ModelRunner(

@@ -55,7 +55,7 @@ def test_check_reads_the_headers_of_weight_files(tiny_model: Path, tmp_path: Pat
 
 
 def test_weights_that_the_memory_does_not_hold_are_found_before_loading(tmp_path: Path) -> None:
-    model = write_wide_model(tmp_path / "wide", intermediate_size=2**33)
+    model = write_wide_model(tmp_path / "wide", intermediate_size=2**30)
     result = run_to_exit("--model", str(model), "--check", "--load-format", "dummy")
     assert result.returncode == 4
     assert "the weights need" in result.stderr

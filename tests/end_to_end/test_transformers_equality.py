@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nanocore.client import LLM, SamplingParams
+from tests.model_families import BUILDERS
 from tests.tiny_models import VOCAB_SIZE
 
 NUM_OUTPUT_TOKENS = 12
@@ -42,13 +43,13 @@ def prompts() -> list[list[int]]:
 
 
 @cache
-def reference(folder: Path) -> list[list[int]]:
-    """What transformers generates for each prompt, alone, in float32."""
-    from transformers import Qwen3ForCausalLM
+def reference(folder: Path, num_prompts: int | None = None) -> list[list[int]]:
+    """What transformers generates for each prompt, or the first ones, alone, in float32."""
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     outputs = []
-    for prompt in prompts():
+    for prompt in prompts()[:num_prompts]:
         ids = torch.tensor([prompt])
         tokens = model.generate(
             ids,
@@ -156,6 +157,17 @@ def test_a_second_round_hits_everything_but_the_last_block(
     block_size = 16
     expected = [(len(prompt) - 1) // block_size * block_size for prompt in prompts()]
     assert sorted(cached.values()) == sorted(count for count in expected if count)
+
+
+def test_default_flags_stretch_nothing_that_transformers_does_not(tmp_path: Path) -> None:
+    """Dynamic NTK stretches contexts beyond the model's own length, and those alone."""
+    folder = BUILDERS["llama_dynamic"](tmp_path)
+    short = prompts()[:20]
+    with LLM(folder) as llm:
+        assert llm.model_card.max_model_len == 128
+        outputs = llm.generate(short, PARAMS, use_tqdm=False)
+    assert max(map(len, short)) == 100
+    assert [output.outputs[0].token_ids for output in outputs] == reference(folder, len(short))
 
 
 def test_untied_embeddings_from_sharded_files(untied_sharded_model: Path) -> None:

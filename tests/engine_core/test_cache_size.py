@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nanocore.engine_core.cache_size import longest_request, size_cache
@@ -9,6 +11,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.protocol.worker import WorkerInfo
 from nanocore.worker.config.model_config import ModelConfig, load_model_config
+from tests.model_families import BUILDERS
 
 
 def rank(num_blocks: int, block_bytes: int = 1000, device: str = "cpu") -> WorkerInfo:
@@ -79,4 +82,14 @@ def test_the_model_limits_the_length(model: ModelConfig) -> None:
     assert longest_request(EngineConfig(max_model_len="auto"), model) == 1024
     assert longest_request(EngineConfig(max_model_len=1000), model) == 1000
     with pytest.raises(ConfigError, match="--max-model-len 1025"):
+        longest_request(EngineConfig(max_model_len=1025), model)
+
+
+def test_a_length_that_bends_all_positions_must_be_asked_for(tmp_path: Path) -> None:
+    """Dynamic NTK: with default flags a model says what it was trained to say."""
+    model = load_model_config(BUILDERS["llama_dynamic"](tmp_path))
+    assert longest_request(EngineConfig(), model) == 128
+    assert longest_request(EngineConfig(max_model_len="auto"), model) == 128
+    assert longest_request(EngineConfig(max_model_len=1024), model) == 1024
+    with pytest.raises(ConfigError, match="made for 1024 positions"):
         longest_request(EngineConfig(max_model_len=1025), model)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,12 +27,15 @@ def make(tokens: int, experts: int, chosen: int, hidden: int, inner: int) -> lis
     return [draw(tokens, hidden), gate_up, down, ids, weights]
 
 
-def expected(x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def expected(
+    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor,
+    activation: Callable[[Tensor], Tensor] = F.silu,
+) -> Tensor:  # fmt: skip
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(len(x)):
         for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
             gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-            out[token] += weight * (down[expert].double() @ (F.silu(gate) * up))
+            out[token] += weight * (down[expert].double() @ (activation(gate) * up))
     return out
 
 
@@ -41,6 +47,13 @@ def test_each_token_gets_its_experts_by_its_weights(
 ) -> None:
     args = make(tokens, experts, chosen, hidden, inner)
     torch.testing.assert_close(KERNELS.moe(*args).double(), expected(*args), atol=1e-4, rtol=1e-5)
+
+
+def test_experts_may_have_another_activation() -> None:
+    args = make(20, 4, 2, 16, 8)
+    reference = expected(*args, activation=partial(F.gelu, approximate="tanh"))
+    out = KERNELS.moe(*args, "gelu").double()
+    torch.testing.assert_close(out, reference, atol=1e-4, rtol=1e-5)
 
 
 def test_all_tokens_may_choose_the_same_experts() -> None:

@@ -33,7 +33,7 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
     folder = BUILDERS[name](tmp_path)
     config, model = parse(folder), load(folder)
     assert config.architecture == type(model).__name__
-    assert config.max_model_len == MAX_MODEL_LEN
+    assert config.longest_model_len == MAX_MODEL_LEN
     assert config.eos_token_ids == (EOS,)
     for i, layer in enumerate(model.model.layers):
         attention, mlp = layer.self_attn, layer.mlp

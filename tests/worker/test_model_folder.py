@@ -82,6 +82,18 @@ def test_a_path_that_is_not_there_is_refused(name: str) -> None:
         resolve_model(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("x" * 5000, "File name too long"), ("/" + "x/" * 5000, "File name too long"),
+     ("~nobody_of_this_name/model", "home directory")],
+    ids=["name", "path", "home"],
+)  # fmt: skip
+def test_a_path_that_cannot_be_looked_at_is_refused(name: str, why: str) -> None:
+    with pytest.raises(ModelFileError, match=why) as error:
+        resolve_model(name)
+    assert len(str(error.value)) < 1000
+
+
 def test_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.touch()

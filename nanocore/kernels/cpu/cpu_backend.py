@@ -145,9 +145,10 @@ class CpuKernels:
         down_XEI: Tensor,
         expert_ids_TC: Tensor,
         weights_TC: Tensor,
+        activation: Activation = "silu",
     ) -> Tensor:
         self._refuse_recording("experts")
-        return self._torch.moe(x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC)
+        return self._torch.moe(x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC, activation)
 
     def rope_and_store_kv(
         self,

@@ -9,7 +9,7 @@ bits depend on its token and expert alone, and a token sums its choices in their
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import triton
@@ -18,6 +18,9 @@ from torch import Tensor
 
 from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.matmul import Tile, multiply
+
+if TYPE_CHECKING:
+    from nanocore.kernels.backend import Activation
 
 _PLAN_BLOCK: Final = 2048
 _SUM_BLOCK: Final = 1024
@@ -90,6 +93,7 @@ def grouped_kernel(
     BLOCK_I: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_GELU: tl.constexpr,
 ) -> None:
     """Row pair // PAIRS_PER_ROW of x by the weight of the pair's expert, to row `pair` of out."""
     tile_o, tile_t = tl.program_id(0), tl.program_id(1)
@@ -115,7 +119,7 @@ def grouped_kernel(
     )
     result = sums.to(out.dtype.element_ty)
     if IS_GATED:
-        result = apply_gate(result, up.to(out.dtype.element_ty), False)
+        result = apply_gate(result, up.to(out.dtype.element_ty), IS_GELU)
     to = out + pairs[:, None] * num_columns + columns[None, :]
     tl.store(to, result, mask=is_row[:, None] & (columns < num_columns)[None, :])
 
@@ -142,6 +146,7 @@ def moe(
     down_XEI: Tensor,
     expert_ids_TC: Tensor,
     weights_TC: Tensor,
+    activation: Activation = "silu",
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
@@ -159,8 +164,8 @@ def moe(
         down_tile = choose_tile(num_pairs, num_experts, False, batch_invariant)
     plan = _plan(expert_ids_TC.contiguous(), num_experts, up_tile.block_t)
     inner_PI, out_PE = x_TE.new_empty(num_pairs, inner), x_TE.new_empty(num_pairs, hidden)
-    _multiply_grouped(x_TE, gate_up_XIE, inner_PI, plan, num_chosen, up_tile, is_gated=True)
-    _multiply_grouped(inner_PI, down_XEI, out_PE, plan, 1, down_tile, is_gated=False)
+    _multiply_grouped(x_TE, gate_up_XIE, inner_PI, plan, num_chosen, up_tile, activation)
+    _multiply_grouped(inner_PI, down_XEI, out_PE, plan, 1, down_tile, None)
     weighted_sum_kernel[(num_tokens, triton.cdiv(hidden, _SUM_BLOCK))](
         out_PE, weights_TC.contiguous(), out, hidden,
         NUM_CHOSEN=num_chosen, BLOCK=_SUM_BLOCK, num_warps=4,
@@ -202,7 +207,7 @@ def _multiply_grouped(
     plan: tuple[Tensor, Tensor, Tensor],
     pairs_per_row: int,
     tile: Tile,
-    is_gated: bool,
+    activation: Activation | None,
 ) -> None:
     num_columns, num_inputs = out.shape[1], x.shape[1]
     assert x.stride(1) == 1
@@ -211,6 +216,7 @@ def _multiply_grouped(
     grouped_kernel[(triton.cdiv(num_columns, tile.block_o), max_tiles)](
         x, weight_XOI, out, *plan, num_columns, num_inputs, x.stride(0),
         PAIRS_PER_ROW=pairs_per_row, BLOCK_T=tile.block_t, BLOCK_O=tile.block_o,
-        BLOCK_I=tile.block_i, IS_EVEN=num_inputs % tile.block_i == 0, IS_GATED=is_gated,
+        BLOCK_I=tile.block_i, IS_EVEN=num_inputs % tile.block_i == 0,
+        IS_GATED=activation is not None, IS_GELU=activation == "gelu",
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

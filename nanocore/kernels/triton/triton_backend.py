@@ -122,9 +122,10 @@ class TritonKernels:
         down_XEI: Tensor,
         expert_ids_TC: Tensor,
         weights_TC: Tensor,
+        activation: Activation = "silu",
     ) -> Tensor:
         return moe(
-            x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC,
+            x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC, activation,
             batch_invariant=self._batch_invariant,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.rope_settings import LAYER_TYPES, LayerType
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.settings import MAX_SIZE, Range, Settings
 
 WindowRule = Callable[[Settings, int], tuple[int | None, list[bool]]]
 """Settings and number of layers to the window, None for none, and which layers have it."""
@@ -42,7 +42,8 @@ class Family:
     query_pre_attn_scalar: the default of that setting, None if head_dim stands in for it.
     scaled_embedding: embeddings are multiplied by the root of hidden_size.
     qk_norm: heads of Q and K are normed. norm_offset: what norm weights are stored less.
-    sparse, shared_expert: mixture of experts, and with an expert for every token.
+    fits_float16: activations stay within its range. sparse, shared_expert: mixture of experts, and
+    with an expert for every token.
     """
 
     num_kv_heads: int | None = None
@@ -68,6 +69,7 @@ class Family:
     scaled_embedding: bool = False
     qk_norm: bool = False
     norm_offset: float = 0.0
+    fits_float16: bool = True
     sparse: bool = False
     shared_expert: bool = False
 
@@ -97,9 +99,7 @@ def read_layer_types(
             f"{settings.path}: layers of sliding_attention need a sliding_window"
             + (" and use_sliding_window" if settings.has("use_sliding_window") else "")
         )
-    if window < 1:
-        raise settings.error("sliding_window", "must be at least 1")
-    return tuple(types), window
+    return tuple(types), settings.within("sliding_window", window, Range(1, MAX_SIZE))
 
 
 def _layer_type(settings: Settings, name: str) -> LayerType:
@@ -131,6 +131,7 @@ def _qwen_window(chosen: Callable[[int, int], bool]) -> WindowRule:
             return None, [False] * num_layers
         window = settings.nullable("sliding_window", int, 4096)
         limit = settings.get("max_window_layers", int, 28)
+        settings.within("max_window_layers", limit, Range(0, MAX_SIZE))
         return window, [window is not None and chosen(i, limit) for i in range(num_layers)]
 
     return rule
@@ -179,7 +180,7 @@ _GEMMA2 = Family(
     bias_setting="attention_bias", biased_o_proj=True,
     window=_gemma_window(2, None), free_layer_types=True, query_pre_attn_scalar=256,
     attn_logit_softcapping=Softcap(50.0), final_logit_softcapping=Softcap(30.0),
-    scaled_embedding=True, norm_offset=1.0,
+    scaled_embedding=True, norm_offset=1.0, fits_float16=False,
 )  # fmt: skip
 _GEMMA3 = Family(
     num_kv_heads=4, head_dim=256, tie_word_embeddings=True, eos_token_id=1,
@@ -188,7 +189,7 @@ _GEMMA3 = Family(
     window=_gemma_window(6, "sliding_window_pattern"), free_layer_types=True,
     rope_by_layer_type=True, query_pre_attn_scalar=256,
     final_logit_softcapping=Softcap(None),  # transformers' Gemma 3 does not cap attention
-    scaled_embedding=True, qk_norm=True, norm_offset=1.0,
+    scaled_embedding=True, qk_norm=True, norm_offset=1.0, fits_float16=False,
 )  # fmt: skip
 
 FAMILIES: dict[str, Family] = {

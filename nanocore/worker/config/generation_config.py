@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nanocore.protocol.errors import InvalidRequestError, ModelFileError
+from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
 from nanocore.protocol.sampling import DefaultSampling
 from nanocore.worker.config.settings import Settings
 
@@ -81,7 +81,7 @@ def read_generation_defaults(settings: Settings) -> GenerationDefaults:
 def _ignored(settings: Settings) -> tuple[str, ...]:
     used = _HARMLESS | set(_USED)
     return tuple(
-        f"{name} = {value}"
+        shorten(f"{name} = {value}")
         for name, value in sorted(settings.values.items())
         if name not in used and not name.startswith(("_", "output_"))
         if (value != _NEUTRAL[name] if name in _NEUTRAL else value not in (None, 0, [], {}, ""))

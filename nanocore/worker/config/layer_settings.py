@@ -6,8 +6,9 @@ A family that does not have a setting refuses values of it that would ask for so
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final
 
+from nanocore.kernels.backend import Activation
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.families import Family, Softcap
 from nanocore.worker.config.rope_settings import (
@@ -15,11 +16,19 @@ from nanocore.worker.config.rope_settings import (
     read_rope_by_layer_type,
     read_shared_rope,
 )
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.settings import Range, Settings
 from nanocore.worker.rope import RopeConfig
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
-_ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+MAX_EXPERTS: Final = 2**16
+"""Of all layers together; twice what the largest models have."""
+
+_ACTIVATIONS: Final[dict[str, Activation]] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_python_tanh": "gelu",
+    "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_accurate": "gelu",
+}  # fmt: skip
+"""By transformers' names. Its other gelus are not the tanh approximation, and not here."""
+
+_SOFTCAP: Final = Range(1e-3, 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +51,11 @@ class MoeConfig:
 def read_heads(settings: Settings, family: Family) -> tuple[int, int, int]:
     """The numbers of query heads and of KV heads, and their size."""
     num_heads, hidden_size = settings.size("num_attention_heads"), settings.size("hidden_size")
-    num_kv_heads = settings.nullable("num_key_value_heads", int, family.num_kv_heads)
-    if num_kv_heads is None:
-        num_kv_heads = num_heads
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+    if "num_key_value_heads" in settings.values:
+        num_kv_heads = settings.size("num_key_value_heads", num_heads)
+    else:
+        num_kv_heads = family.num_kv_heads or num_heads
+    if num_heads % num_kv_heads:
         raise ModelFileError(
             f"{settings.path}: {num_heads} heads cannot share {num_kv_heads} KV heads evenly"
         )
@@ -75,14 +85,12 @@ def read_mlp_bias(settings: Settings, family: Family) -> bool:
 
 
 def read_activation(settings: Settings, family: Family) -> Activation:
-    """What the MLP's gate passes through."""
-    value = settings.get(family.activation_setting, str, family.activation)
-    for known in _ACTIVATIONS:
-        if value == known:
-            return known
-    raise settings.error(
-        family.activation_setting, f"is not implemented; known: {', '.join(_ACTIVATIONS)}"
-    )
+    """What the gates of MLPs and of experts pass through."""
+    name = family.activation_setting
+    value = settings.get(name, str, family.activation)
+    if value not in _ACTIVATIONS:
+        raise settings.error(name, f"is not implemented; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]
 
 
 def read_query_divisor(settings: Settings, family: Family, head_dim: int) -> int:
@@ -99,9 +107,7 @@ def read_softcap(settings: Settings, name: str, support: Softcap | None) -> floa
         return 0.0
     if support is None:
         raise settings.error(name, "is not implemented for this architecture")
-    if cap <= 0.0:
-        raise settings.error(name, "must exceed 0; null is none")
-    return cap
+    return settings.within(name, cap, _SOFTCAP)
 
 
 def read_rope(settings: Settings, family: Family, head_dim: int) -> dict[LayerType, RopeConfig]:
@@ -130,12 +136,12 @@ def read_moe(settings: Settings, family: Family, num_layers: int) -> MoeConfig |
         return None
     # transformers 5 writes num_local_experts for Qwen3-MoE where everybody else has num_experts.
     name = "num_local_experts" if settings.has("num_local_experts") else "num_experts"
-    num_experts = settings.size(name)
+    num_experts = settings.size(name, most=MAX_EXPERTS // num_layers)
     per_tok = settings.size("num_experts_per_tok")
     if per_tok > num_experts:
         raise settings.error("num_experts_per_tok", f"exceeds {name} = {num_experts}")
     step = settings.size("decoder_sparse_step", 1)
-    dense = settings.get("mlp_only_layers", list[int], [])
+    dense = set(settings.get("mlp_only_layers", list[int], []))
     shared = settings.size("shared_expert_intermediate_size") if family.shared_expert else 0
     return MoeConfig(
         num_experts=num_experts,

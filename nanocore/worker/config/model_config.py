@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
-from nanocore.protocol.errors import ModelFileError
+from nanocore.kernels.backend import Activation
+from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.families import FAMILIES, Family, read_layer_types
 from nanocore.worker.config.generation_config import GenerationDefaults, read_generation_defaults
 from nanocore.worker.config.layer_settings import (
-    Activation,
     MoeConfig,
     read_activation,
     read_attention_bias,
@@ -26,20 +27,29 @@ from nanocore.worker.config.layer_settings import (
     read_softcap,
 )
 from nanocore.worker.config.rope_settings import LayerType, scaled_length
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.settings import Range, Settings
 from nanocore.worker.rope import RopeConfig
 
 ARCHITECTURES = tuple(FAMILIES)
 """What `models.build_model` builds."""
+
+MAX_LAYERS: Final = 1024
+"""Eight times what the deepest models have: what is made for each layer stays little."""
+
+_EPS: Final = Range(1e-30, 1)
+_MAX_EOS_IDS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer.
 
-    max_model_len: positions that the model serves, stretched ones included.
-    dtype: the checkpoint's, as torch spells it.
-    eos_token_ids: of generation_config.json, or else of config.json.
+    max_model_len: positions that the model serves if nobody asks for more, and longest_model_len if
+    somebody does: dynamic NTK bends every position as soon as it is to serve more than the model
+    was trained for.
+    dtype: the checkpoint's, as torch spells it; "" if config.json does not name it.
+    eos_token_ids: of generation_config.json, or else of config.json; each is in the vocabulary.
+    hidden_act: of MLPs and of experts.
     attention_bias: of Q, K and V. mlp_bias: of all three projections.
     layer_types: one per layer. sliding_window: how many tokens a layer of sliding_attention sees,
     the current one included; 0 if there is no such layer.
@@ -60,6 +70,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_model_len: int
+    longest_model_len: int
     rms_norm_eps: float
     tie_word_embeddings: bool
     dtype: str
@@ -78,6 +89,7 @@ class ModelConfig:
     moe: MoeConfig | None
     qk_norm: bool
     norm_offset: float
+    fits_float16: bool
     generation: GenerationDefaults
 
 
@@ -97,11 +109,12 @@ def load_model_config(folder: Path) -> ModelConfig:
     architecture = _architecture(settings)
     if architecture not in ARCHITECTURES:
         raise ModelFileError(
-            f"{settings.path}: architecture {architecture!r} is unknown; "
+            f"{settings.path}: architecture {shorten(repr(architecture))} is unknown; "
             f"known: {', '.join(ARCHITECTURES)}"
         )
     path = folder / "generation_config.json"
-    generation = Settings.read(path) if path.exists() else Settings(path, {})
+    is_there = path.exists() or path.is_symlink()  # a link to nothing is an error
+    generation = Settings.read(path) if is_there else Settings(path, {})
     return parse_model_config(settings, generation)
 
 
@@ -115,16 +128,19 @@ def parse_model_config(settings: Settings, generation: Settings) -> ModelConfig:
     family = FAMILIES[architecture]
     _refuse_what_no_family_has(settings)
     num_heads, num_kv_heads, head_dim = read_heads(settings, family)
-    num_layers, hidden_size = settings.size("num_hidden_layers"), settings.size("hidden_size")
+    num_layers = settings.size("num_hidden_layers", most=MAX_LAYERS)
+    vocab_size, hidden_size = settings.size("vocab_size"), settings.size("hidden_size")
     layer_types, sliding_window = read_layer_types(settings, family, num_layers)
     rope = read_rope(settings, family, head_dim)
-    max_len = settings.size("max_position_embeddings")
+    max_len = longest = settings.size("max_position_embeddings")
     if not family.rope_by_layer_type:  # Gemma 3's is already stretched
-        max_len = scaled_length(rope["full_attention"], max_len)
+        longest = scaled_length(rope["full_attention"], max_len)
+        if rope["full_attention"].kind != "dynamic":
+            max_len = longest
     attention_bias = read_attention_bias(settings, family)
     return ModelConfig(
         architecture=architecture,
-        vocab_size=settings.size("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=settings.size("intermediate_size"),
         num_layers=num_layers,
@@ -132,10 +148,11 @@ def parse_model_config(settings: Settings, generation: Settings) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_model_len=max_len,
-        rms_norm_eps=settings.get("rms_norm_eps", float, family.rms_norm_eps),
+        longest_model_len=longest,
+        rms_norm_eps=settings.number("rms_norm_eps", family.rms_norm_eps, _EPS),
         tie_word_embeddings=settings.get("tie_word_embeddings", bool, family.tie_word_embeddings),
-        dtype=settings.get("dtype", str, settings.get("torch_dtype", str, "float32")),
-        eos_token_ids=_eos_token_ids(settings, generation, family),
+        dtype=settings.get("dtype", str, settings.get("torch_dtype", str, "")),
+        eos_token_ids=_eos_token_ids(settings, generation, family, vocab_size),
         hidden_act=read_activation(settings, family),
         attention_bias=attention_bias,
         o_proj_bias=attention_bias and family.biased_o_proj,
@@ -154,6 +171,7 @@ def parse_model_config(settings: Settings, generation: Settings) -> ModelConfig:
         moe=read_moe(settings, family, num_layers),
         qk_norm=family.qk_norm,
         norm_offset=family.norm_offset,
+        fits_float16=family.fits_float16,
         generation=read_generation_defaults(generation),
     )
 
@@ -171,18 +189,46 @@ def _refuse_what_no_family_has(settings: Settings) -> None:
     for name in ("use_bidirectional_attention", "is_encoder_decoder"):
         if settings.get(name, bool, False):
             raise settings.error(name)
+    if not settings.get("is_causal", bool, True):
+        raise settings.error("is_causal")
 
 
-def _eos_token_ids(settings: Settings, generation: Settings, family: Family) -> tuple[int, ...]:
-    """generation_config.json's, or else config.json's."""
-    if generation.has("eos_token_id"):
-        return _ids(generation)
-    if "eos_token_id" not in settings.values:
-        return () if family.eos_token_id is None else (family.eos_token_id,)
-    return _ids(settings) if settings.has("eos_token_id") else ()
+def _eos_token_ids(
+    settings: Settings, generation: Settings, family: Family, vocab_size: int
+) -> tuple[int, ...]:
+    """generation_config.json's, or else config.json's; the family's default if the model has it.
+
+    An id that the model cannot say is refused, though transformers would serve it: texts would then
+    end nowhere, and the files are probably not of one model. Where generation_config.json has ids,
+    those of config.json need not be right.
+    """
+    name = "eos_token_id"
+    ids, general = _ids(settings), _ids(generation)
+    if general is not None:
+        settings, ids = generation, general
+    if ids is None:
+        default = family.eos_token_id
+        if default is None or default >= vocab_size or name in settings.values:
+            return ()
+        return (default,)
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise settings.error(
+                name,
+                f"has the id {token_id}, which is not in the vocabulary of {vocab_size} tokens "
+                "(vocab_size): correct it, or write null if no token ends a text",
+            )
+    return tuple(dict.fromkeys(ids))
 
 
-def _ids(settings: Settings) -> tuple[int, ...]:
-    if isinstance(settings.values["eos_token_id"], list):
-        return tuple(settings.get("eos_token_id", list[int], []))
-    return (settings.get("eos_token_id", int, 0),)
+def _ids(settings: Settings) -> list[int] | None:
+    """The ids that a file names as ends; None if it names none."""
+    name = "eos_token_id"
+    if not settings.has(name):
+        return None
+    if not isinstance(settings.values[name], list):
+        return [settings.get(name, int, 0)]
+    ids = settings.get(name, list[int], [])
+    if len(ids) > _MAX_EOS_IDS:
+        raise settings.error(name, f"has {len(ids)} ids, and may have {_MAX_EOS_IDS}")
+    return ids

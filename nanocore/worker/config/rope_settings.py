@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.settings import MAX_SIZE, Range, Settings
 from nanocore.worker.rope import RopeConfig, RopeKind
 
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -23,6 +23,14 @@ _KNOWN = {
     "finetuned",  # a remark, in some YaRN models
 }  # fmt: skip
 
+# Far wider than any model, and narrow enough for the formulas to stay finite in float32.
+_THETA = Range(1, 1e15, exceeds_low=True)
+_FACTOR = Range(1, 1e6)
+_BAND = Range(1e-3, 1e6)
+_MSCALE = Range(0, 1e3)
+_ATTENTION_FACTOR = Range(1e-3, 1e3)
+_PART = Range(0, 1, exceeds_low=True)
+
 
 def read_shared_rope(settings: Settings, head_dim: int, theta: float = 10_000.0) -> RopeConfig:
     """The rotation that all layers share. theta: where none is given.
@@ -31,7 +39,7 @@ def read_shared_rope(settings: Settings, head_dim: int, theta: float = 10_000.0)
         ModelFileError: a kind or key that is unknown, or a value that cannot work.
     """
     name = "rope_scaling" if settings.values.get("rope_scaling") else "rope_parameters"
-    theta = settings.get("rope_theta", float, theta)
+    theta = settings.number("rope_theta", theta, _THETA)
     return _read(settings, settings.section(name), head_dim, theta)
 
 
@@ -49,8 +57,8 @@ def read_rope_by_layer_type(settings: Settings, head_dim: int) -> dict[LayerType
     old = settings.section("rope_scaling")
     if old.values:
         full = Settings(settings.path, full.values | old.values, old.name)
-    full_theta = settings.get("rope_theta", float, 1_000_000.0)
-    local_theta = settings.get("rope_local_base_freq", float, 10_000.0)
+    full_theta = settings.number("rope_theta", 1_000_000.0, _THETA)
+    local_theta = settings.number("rope_local_base_freq", 10_000.0, _THETA)
     local = nested.section("sliding_attention")
     return {
         "full_attention": _read(settings, full, head_dim, full_theta),
@@ -59,12 +67,13 @@ def read_rope_by_layer_type(settings: Settings, head_dim: int) -> dict[LayerType
 
 
 def scaled_length(rope: RopeConfig, max_position_embeddings: int) -> int:
-    """How many positions a model serves: vLLM's rule for each kind of stretching."""
+    """How many positions a model can serve: vLLM's rule for each kind of stretching."""
+    length = max_position_embeddings  # llama3's is already stretched
     if rope.kind in ("linear", "dynamic"):
-        return int(max_position_embeddings * rope.factor)
+        length = int(max_position_embeddings * rope.factor)
     if rope.kind == "yarn":
-        return int(rope.original_max_position_embeddings * rope.factor)
-    return max_position_embeddings  # llama3's is already stretched
+        length = int(rope.original_max_position_embeddings * rope.factor)
+    return min(length, MAX_SIZE)
 
 
 def _read(settings: Settings, rope: Settings, head_dim: int, theta: float) -> RopeConfig:
@@ -73,24 +82,29 @@ def _read(settings: Settings, rope: Settings, head_dim: int, theta: float) -> Ro
         if key not in _KNOWN:
             raise rope.error(key, "is an unknown rotary setting")
     kind = _kind(rope)
-    partial = settings.get("partial_rotary_factor", float, 1.0)
+    partial = settings.number("partial_rotary_factor", 1.0, _PART)
     config = RopeConfig(
         kind=kind,
-        rotary_dim=int(head_dim * rope.get("partial_rotary_factor", float, partial)),
-        theta=rope.get("rope_theta", float, theta),
-        factor=rope.get("factor", float, 1.0),
+        rotary_dim=int(head_dim * rope.number("partial_rotary_factor", partial, _PART)),
+        theta=rope.number("rope_theta", theta, _THETA),
+        factor=rope.number("factor", 1.0, _FACTOR),
         original_max_position_embeddings=_original_length(settings, rope, kind),
-        low_freq_factor=rope.get("low_freq_factor", float, 1.0),
-        high_freq_factor=rope.get("high_freq_factor", float, 1.0),
-        beta_fast=rope.get("beta_fast", float, 0.0) or 32.0,
-        beta_slow=rope.get("beta_slow", float, 0.0) or 1.0,
+        low_freq_factor=rope.number("low_freq_factor", 1.0, _BAND),
+        high_freq_factor=rope.number("high_freq_factor", 1.0, _BAND),
+        beta_fast=rope.within("beta_fast", rope.get("beta_fast", float, 0.0) or 32.0, _BAND),
+        beta_slow=rope.within("beta_slow", rope.get("beta_slow", float, 0.0) or 1.0, _BAND),
         truncate=rope.get("truncate", bool, True),
-        attention_factor=rope.nullable("attention_factor", float, None),
-        mscale=rope.get("mscale", float, 0.0),
-        mscale_all_dim=rope.get("mscale_all_dim", float, 0.0),
+        attention_factor=_attention_factor(rope),
+        mscale=rope.number("mscale", 0.0, _MSCALE),
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0, _MSCALE),
     )
     _check(settings, rope, config, head_dim)
     return config
+
+
+def _attention_factor(rope: Settings) -> float | None:
+    factor = rope.nullable("attention_factor", float, None)
+    return None if factor is None else rope.within("attention_factor", factor, _ATTENTION_FACTOR)
 
 
 def _kind(rope: Settings) -> RopeKind:
@@ -121,14 +135,8 @@ def _check(settings: Settings, rope: Settings, config: RopeConfig, head_dim: int
             f"makes {config.rotary_dim} of head_dim = {head_dim} rotate: an even number is needed, "
             f"from {least} to head_dim",
         )
-    if config.theta <= 1.0:
-        raise (rope if rope.has("rope_theta") else settings).error("rope_theta", "must exceed 1")
-    if config.kind != "default" and not config.factor >= 1.0:
-        raise rope.error("factor", "must be at least 1")
     if config.kind != "default" and not rope.has("factor"):
         raise rope.error("factor", f"is needed by rope_type {config.kind}")
     if config.kind == "llama3":
-        if not 0.0 < config.low_freq_factor < config.high_freq_factor:
-            raise rope.error("high_freq_factor", "must exceed low_freq_factor, which exceeds 0")
-    if config.kind == "yarn" and min(config.beta_fast, config.beta_slow) <= 0.0:
-        raise rope.error("beta_slow", "and beta_fast must exceed 0")
+        if not config.low_freq_factor < config.high_freq_factor:
+            raise rope.error("high_freq_factor", "must exceed low_freq_factor")

@@ -1,19 +1,41 @@
-"""The settings of one JSON file of a model folder, taken by name and type.
+"""The settings of one JSON file of a model folder, taken by name, type and range.
 
-A value of the wrong type or range, and a setting that nanocore does not implement, end in a
-`ModelFileError` that names the file, the setting and the value.
+A value of the wrong type or out of its range, and a setting that nanocore does not implement, end
+in a `ModelFileError` that names the file, the setting, the value and the limit.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.config.json_file import MAX_SETTINGS_BYTES, read_json
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
+
+MAX_SIZE: Final = 2**31 - 1
+"""Sizes, positions and token ids are 32-bit numbers in kernels and on the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from low to high; low itself is none of them if it is to be exceeded."""
+
+    low: float
+    high: float
+    exceeds_low: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.exceeds_low and value == self.low)
+
+    def __str__(self) -> str:
+        low = f"exceed {self.low:g} and be" if self.exceeds_low else f"be at least {self.low:g} and"
+        return f"must {low} at most {self.high:.15g}"
 
 
 class Settings:
@@ -33,11 +55,9 @@ class Settings:
             ModelFileError: it is missing, or no JSON object.
         """
         try:
-            return cls(path, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+            return cls(path, read_json(path, dict[str, Any], MAX_SETTINGS_BYTES))
         except FileNotFoundError:
             raise ModelFileError(f"{path} is missing") from None
-        except (OSError, msgspec.DecodeError) as error:
-            raise ModelFileError(f"{path}: {error}") from None
 
     def has(self, name: str) -> bool:
         """Whether the setting is there and not null."""
@@ -53,13 +73,21 @@ class Settings:
             return default
         return self._convert(name, kind) if self.has(name) else None
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """An integer of at least 1; required where there is no default."""
+    def number(self, name: str, default: float, limits: Range) -> float:
+        """A number within limits, or the default where it is absent or null."""
+        return self.within(name, self.get(name, float, default), limits)
+
+    def size(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """An integer from 1 to `most`; required where there is no default."""
         value = self.get(name, int, default)
         if value is None:
             raise ModelFileError(f"{self.path}: {self._full(name)} is missing")
-        if value < 1:
-            raise self.error(name, "must be at least 1")
+        return self.within(name, value, Range(1, most))
+
+    def within(self, name: str, value: N, limits: Range) -> N:
+        """The value of a setting, once it is known to be within limits."""
+        if value not in limits:
+            raise self.error(name, str(limits))
         return value
 
     def section(self, name: str) -> Settings:
@@ -69,11 +97,15 @@ class Settings:
 
     def error(self, name: str, why: str = "is not implemented") -> ModelFileError:
         """The error that says why this setting cannot be used."""
-        value = msgspec.json.encode(self.values.get(name)).decode()
+        try:
+            value = msgspec.json.encode(self.values.get(name)).decode()
+        except RecursionError:
+            value = "(nested deep)"
         return ModelFileError(f"{self.path}: {self._full(name)} = {value:.200} {why}")
 
     def _full(self, name: str) -> str:
-        return f"{self.name}.{name}" if self.name else name
+        full = f"{self.name}.{name}" if self.name else name
+        return f"{full:.200}"
 
     def _convert(self, name: str, kind: type[T]) -> T:
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanocore.kernels.backend import Activation
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
@@ -23,7 +22,7 @@ class GatedMLP:
         inner_size: int,
         what: str = "intermediate_size",
     ) -> None:
-        self.activation: Activation = "gelu" if config.hidden_act == "gelu_pytorch_tanh" else "silu"
+        self.activation = config.hidden_act
         rows = Rows.share(placement, inner_size, what)
         self.gate_up_proj = ColumnParallelLinear(
             placement, config.hidden_size, [rows, rows], bias=config.mlp_bias

@@ -37,6 +37,7 @@ class SparseMLP:
         self.tp = placement.tp
         self.num_experts_per_tok = moe.num_experts_per_tok
         self.norm_topk_prob = moe.norm_topk_prob
+        self.activation = config.hidden_act
         self.rows = Rows.share(placement, moe.intermediate_size, "moe_intermediate_size")
         self.router_XE = placement.empty(moe.num_experts, hidden_size)
         self.router: LinearWeight
@@ -70,7 +71,9 @@ class SparseMLP:
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """What this rank adds to the result."""
         expert_ids_TC, weights_TC = self._route(x_TE, context.kernels)
-        return context.kernels.moe(x_TE, self.gate_up_XIE, self.down_XEI, expert_ids_TC, weights_TC)
+        return context.kernels.moe(
+            x_TE, self.gate_up_XIE, self.down_XEI, expert_ids_TC, weights_TC, self.activation
+        )
 
     def _route(self, x_TE: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """(expert ids, int64 [T, C]; their weights, float32 [T, C])."""

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from nanocore.protocol.errors import ModelFileError
+from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.worker.config.json_file import MAX_INDEX_BYTES, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -49,6 +50,21 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+def quoted(name: str) -> str:
+    """A tensor's or file's name as messages show it, whatever a file makes of it."""
+    return shorten(repr(name))
+
+
+def all_tensors(folder: Path) -> list[StoredTensor]:
+    """Every tensor that the folder's files hold; whether they belong together is not asked.
+
+    Raises:
+        ModelFileError: no safetensors files, or ambiguous ones; a file is missing or damaged.
+    """
+    files = _weight_files(folder, _read_index(folder / INDEX_FILE))
+    return [tensor for path in files for tensor in read_header(path)]
+
+
 def stored_tensors(folder: Path, ignored: frozenset[str]) -> Iterator[StoredTensor]:
     """Every tensor of a model folder except `ignored` ones, file by file, each in file order.
 
@@ -65,19 +81,19 @@ def stored_tensors(folder: Path, ignored: frozenset[str]) -> Iterator[StoredTens
                 continue
             if name in seen:
                 raise ModelFileError(
-                    f"{path}: tensor {name!r} is also in {seen[name].name}: download the model "
-                    "again, or remove the file that does not belong to it"
+                    f"{path}: tensor {quoted(name)} is also in {seen[name].name}: download the "
+                    "model again, or remove the file that does not belong to it"
                 )
             if weight_map is not None and name not in weight_map:
-                raise ModelFileError(f"{path}: tensor {name!r} is not in {INDEX_FILE}")
+                raise ModelFileError(f"{path}: tensor {quoted(name)} is not in {INDEX_FILE}")
             seen[name] = path
             yield tensor
     for name, file in (weight_map or {}).items():
         if name not in ignored and (name not in seen or seen[name].name != file):
             where = f"it is in {seen[name].name}" if name in seen else "it is in no file"
             raise ModelFileError(
-                f"{folder / INDEX_FILE}: tensor {name!r} should be in {file}, but {where}: index "
-                "and files are not of the same model; download both again"
+                f"{folder / INDEX_FILE}: tensor {quoted(name)} should be in {file}, but {where}: "
+                "index and files are not of the same model; download both again"
             )
 
 
@@ -88,6 +104,8 @@ def read_header(path: Path) -> list[StoredTensor]:
         ModelFileError: the file is missing, damaged, incomplete or something else.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ModelFileError(f"{path} is not a file")
         with safe_open(path, framework="pt"):
             pass  # opening validates
         with path.open("rb") as file:
@@ -99,8 +117,9 @@ def read_header(path: Path) -> list[StoredTensor]:
         raise ModelFileError(f"{path} is missing{_why_missing(path)}") from None
     except OSError as error:
         raise ModelFileError(f"{path}: {error.strerror or error}") from None
-    except (SafetensorError, msgspec.DecodeError) as error:
-        raise ModelFileError(f"{path}: {_describe(path)} ({error})") from None
+    except (SafetensorError, ValueError, RecursionError) as error:
+        # ValueError: msgspec's, and that of names that are no UTF-8.
+        raise ModelFileError(f"{path}: {_describe(path)} ({shorten(str(error))})") from None
     start = _HEADER_START + length
     tensors = [
         StoredTensor(path, name, entry.dtype, entry.shape, start + begin, end - begin)
@@ -113,18 +132,16 @@ def read_header(path: Path) -> list[StoredTensor]:
 def _read_index(index: Path) -> dict[str, str] | None:
     """Of each tensor the file that holds it; None if there is no index."""
     try:
-        weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+        weight_map = read_json(index, _Index, MAX_INDEX_BYTES).weight_map
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise ModelFileError(f"{index}: {error}; download it again") from None
     for name, file in weight_map.items():
         # A name, and nothing that could lead elsewhere. The file may be a link: the hub's cache
         # is made of them.
-        if not re.fullmatch(r"[\w.-]+\.safetensors", file):
+        if not re.fullmatch(r"[\w.-]{1,200}\.safetensors", file):
             raise ModelFileError(
-                f"{index}: tensor {name!r} is said to be in {file!r}, which is not the name of a "
-                "safetensors file in this folder"
+                f"{index}: tensor {quoted(name)} is said to be in {quoted(file)}, which is not the "
+                "name of a safetensors file in this folder"
             )
     return weight_map
 
@@ -203,6 +220,6 @@ def _size_by_header(header: bytes, data_start: int) -> int:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         ends = [msgspec.json.decode(e, type=_Entry).data_offsets[1] for e in entries.values()]
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return 0
     return data_start + max(ends, default=0)

@@ -24,11 +24,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.loading.checkpoint import StoredTensor, stored_tensors
+from nanocore.worker.loading.checkpoint import StoredTensor, quoted, stored_tensors
 from nanocore.worker.loading.model_folder import display_name
 from nanocore.worker.loading.weights import Index, Slots
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+HEAD = "lm_head.weight"
 _PIECE_BYTES = 4 * 2**20
 _MAX_THREADS = 4
 
@@ -113,7 +114,7 @@ def _expected_tensors(folder: Path, slots: Slots, ignored: frozenset[str]) -> li
     """All tensors of `slots`, each with the shape it should have, in the order of the files."""
     found = list(stored_tensors(folder, ignored.difference(slots)))
     for stored in found:
-        where = f"{stored.path}: tensor {stored.name!r}"
+        where = f"{stored.path}: tensor {quoted(stored.name)}"
         slot = slots.get(stored.name)
         if slot is None:
             raise ModelFileError(f"{where} is not part of this model: is it what config.json says?")
@@ -131,6 +132,7 @@ def _expected_tensors(folder: Path, slots: Slots, ignored: frozenset[str]) -> li
         raise ModelFileError(
             f"{folder}: {len(missing)} of {len(slots)} tensors are missing, e.g. {missing[0]!r}: "
             "is it what config.json says?"
+            + (" tie_word_embeddings would make the embedding the head" * (missing == [HEAD]))
         )
     return found
 

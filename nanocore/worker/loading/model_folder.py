@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from nanocore.protocol.errors import ConfigError, ModelFileError
+from nanocore.protocol.errors import ConfigError, ModelFileError, shorten
 
 _ALLOWED = [
     "config.json",
@@ -39,12 +39,17 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         ConfigError: a revision of a folder.
         ModelFileError: neither folder nor id; not found, not accessible, not reachable.
     """
-    path = Path(name).expanduser()
-    if name and path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_there = path.is_dir(), path.exists()
+    except (OSError, RuntimeError) as error:  # no permission, too long, no such user's home
+        why = getattr(error, "strerror", None) or error
+        raise ModelFileError(f"--model {shorten(name)}: {why}") from None
+    if name and is_folder:
         if revision is not None:
             raise ConfigError(f"--revision {revision}: {path} is a folder, which has no revisions")
         return path
-    if name and path.exists():
+    if name and is_there:
         raise ModelFileError(f"--model {name} is a file: give the folder that it is in")
     if name.startswith(("/", "./", "../", "~")):
         raise ModelFileError(f"--model {name}: there is no such folder")

@@ -33,6 +33,7 @@ def cases() -> list[Case]:
         _decode("decode, head dim 256, window, softcap", head_dim=256, window=512, softcap=50.0),
         _decode("decode, int8 cache", cache="*i8"),
         _decode("decode, float32", dtype="*fp32"),
+        _decode("decode, float16", dtype="*fp16"),
         _merge("merge of splits"),
         _prefill("prefill"),
         _prefill("prefill of all, batch-invariant", splits_off_decodes=False),
@@ -43,6 +44,7 @@ def cases() -> list[Case]:
         _prefill("prefill, head dim 256, window, softcap", head_dim=256, window=512, softcap=50.0),
         _prefill("prefill, int8 cache", cache="*i8"),
         _prefill("prefill, float32", dtype="*fp32"),
+        _prefill("prefill, float16", dtype="*fp16"),
     ]
 
 

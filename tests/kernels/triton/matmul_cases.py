@@ -10,6 +10,7 @@ def cases() -> list[Case]:
     return [
         _case("linear, a decode", rows=1, columns=1024),
         _case("linear, decodes", rows=32, columns=4096),
+        _case("linear, float16", rows=32, columns=4096, x="*fp16", weight="*fp16", out="*fp16"),
         _case("linear, 64 decodes", rows=64, columns=4096),
         _case("logits, decodes", rows=16, columns=151936, out="*fp32"),
         _case("gated, decodes", rows=16, columns=3072, is_gated=True),
@@ -28,6 +29,7 @@ def _case(
     name: str,
     rows: int,
     columns: int,
+    x: str = "*bf16",
     weight: str = "*bf16",
     bias: str | None = None,
     out: str = "*bf16",
@@ -37,7 +39,7 @@ def _case(
     weight_bytes = 1 if weight == "*i8" else 2
     tile = choose_tile(rows, columns, weight_bytes, is_gated, batch_invariant)
     signature = {
-        "x": "*bf16", "weight": weight, "out": out, "num_rows": "i32", "num_columns": "i32",
+        "x": x, "weight": weight, "out": out, "num_rows": "i32", "num_columns": "i32",
         "num_inputs": "i32", "x_stride": "i32",
     }  # fmt: skip
     constexprs = {

@@ -64,7 +64,7 @@ def _case(name: str, tile: Tile, is_gated: bool) -> Case:
         constexprs={
             "PAIRS_PER_ROW": 8 if is_gated else 1, "BLOCK_T": tile.block_t,
             "BLOCK_O": tile.block_o, "BLOCK_I": tile.block_i, "IS_EVEN": True,
-            "IS_GATED": is_gated,
+            "IS_GATED": is_gated, "IS_GELU": False,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

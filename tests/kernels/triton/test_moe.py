@@ -40,6 +40,13 @@ def test_each_token_gets_its_experts_by_its_weights(
     assert_as_reference(make(tokens, experts, chosen, hidden, inner))
 
 
+def test_experts_may_have_another_activation() -> None:
+    args = make(20, 4, 2, 16, 8)
+    out = moe(*args, "gelu")
+    torch.testing.assert_close(out, REFERENCE.moe(*args, "gelu"), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(out, moe(*args), atol=1e-2)
+
+
 def test_all_tokens_may_choose_the_same_experts() -> None:
     args = make(50, 8, 2, 16, 8)
     args[3][:] = torch.tensor([6, 1])

@@ -6,6 +6,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +16,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from nanocore.kernels.backend import Noise, select_kernels
+from nanocore.kernels.backend import Kernels, Noise, select_kernels
+from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker import step_graphs
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.placement import Placement
 from tests.fake_device import FakeGraphRecorder
+from tests.model_families import BUILDERS, greedy_continuations
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import Engine, Wish, expected, load_model, make_wishes
+from tests.worker.running import make_runner, run_runner, write_script
 
 # What is infinite on a GPU without a word, numpy warns of.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -51,6 +56,28 @@ def test_a_model_says_with_it_what_it_says_with_torch(
     assert engine.run(wishes) == expected(model, wishes)
     assert recorder.num_replays > 0
     assert recorder.num_replays < engine.scheduler.counters.num_steps  # some were too large
+
+
+def test_float16_rounds_as_torch_does(tmp_path: Path) -> None:
+    """Of a model with experts, biases and a gate of each kind; the interpreter can do float16."""
+    folder = BUILDERS["qwen2_moe"](tmp_path)
+    prompts = [[7, 30, 200], list(range(60, 72))]
+    exact = greedy_continuations(folder, prompts, 2)
+    script = write_script(prompts, [said.token_ids for said in exact])
+    placement = Placement(torch.float16, CPU)
+
+    def logits(kernels: Kernels) -> Tensor:
+        samples = run_runner(make_runner(folder, placement, kernels=kernels), script)
+        return torch.stack([s.logits_V for s in samples]).float()
+
+    samples = [pair for step in script.samples for pair in step.values()]
+    expected_SV = torch.stack([exact[i].logits_TV[t] for i, t in samples])
+    differences = [
+        (logits(kernels) - expected_SV).square().mean().sqrt()
+        for kernels in (TritonKernels(CPU), TorchKernels())
+    ]
+    assert 0 < differences[0] < 1.25 * differences[1]
+    assert differences[1] < 0.02
 
 
 class Launches(TorchDispatchMode):

@@ -1,0 +1,223 @@
+"""Every value of a model's JSON files is in its range and means what transformers means, or is
+refused with the file, the key, the value and the limit; whatever the file is, in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import tracemalloc
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanocore.kernels.torch_moe import gated
+from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.config.layer_settings import MAX_EXPERTS
+from nanocore.worker.config.model_config import MAX_LAYERS, load_model_config
+from nanocore.worker.loading.stored_config import as_stored
+from tests.worker.test_model_config import EXPERTS, parse, write
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+HUGE = 10**12
+
+OUT_OF_RANGE: list[tuple[str, str, list[Any]]] = [
+    ("Llama", "rms_norm_eps", [0, 0.0, 5e-324, -1e-6, 1.5, 1e30, HUGE]),
+    ("Llama", "rope_theta", [0, 1, -10_000.0, 0.5, 1e30, 10**400]),
+    ("Gemma3", "rope_local_base_freq", [0, -1.0, 1e30]),
+    ("Phi3", "partial_rotary_factor", [0, -0.5, 1.5, 1e30]),
+    ("Gemma2", "attn_logit_softcapping", [0, 5e-324, -50.0, 1e30]),
+    ("Gemma3", "final_logit_softcapping", [0.0, -1, 1e30]),
+    ("Gemma2", "query_pre_attn_scalar", [0, -256, HUGE, 1.5, True]),
+    ("Gemma2", "sliding_window", [0, -1, HUGE, 4.5]),
+    ("Mistral", "sliding_window", [0, -1, HUGE, "4096"]),
+    ("Gemma3", "sliding_window_pattern", [0, -1]),
+    ("Llama", "head_dim", [0, -8, HUGE, 10**400, 16.5]),
+    ("Llama", "hidden_size", [0, -64, HUGE, 10**400, "64", True, [64]]),
+    ("Llama", "vocab_size", [0, -1, HUGE, 10**400]),
+    ("Llama", "intermediate_size", [0, -1, HUGE]),
+    ("Llama", "num_attention_heads", [0, -1, HUGE]),
+    ("Llama", "num_key_value_heads", [0, -1, HUGE]),
+    ("Llama", "num_hidden_layers", [0, -1, MAX_LAYERS + 1, 10**9, 10**400]),
+    ("Llama", "max_position_embeddings", [0, -1, HUGE]),
+    ("Qwen3Moe", "num_experts", [0, -1, MAX_EXPERTS, 10**9]),
+    ("Qwen3Moe", "num_experts_per_tok", [0, -1, 9, 10**9]),
+    ("Qwen3Moe", "moe_intermediate_size", [0, -1, HUGE]),
+    ("Qwen2Moe", "shared_expert_intermediate_size", [0, -1, HUGE]),
+    ("Qwen3Moe", "decoder_sparse_step", [0, -1]),
+    ("Qwen3Moe", "mlp_only_layers", [3, ["x"], [1.5], {}]),
+    ("Qwen3Moe", "norm_topk_prob", [1, "yes"]),
+    ("Llama", "is_causal", [False, 0]),
+    ("Llama", "tie_word_embeddings", [1, "true"]),
+    ("Llama", "architectures", ["LlamaForCausalLM", [1], {}]),
+    ("Llama", "hidden_act", [1, ["silu"], {}]),
+    ("Llama", "torch_dtype", [1, ["float32"]]),
+    ("Llama", "eos_token_id", [-1, 100, HUGE, 10**400, True, 2.0, "2", [2, -1], [2, 100], [2, "x"],
+                               [2, None], [[2]], {"id": 2}, list(range(100)) * 20]),
+]  # fmt: skip
+ROPE_OUT_OF_RANGE: list[tuple[dict[str, Any], str, list[Any]]] = [
+    ({"rope_type": "linear"}, "factor", [0, 0.5, -2, 1e30, True, "2"]),
+    ({"rope_type": "dynamic"}, "factor", [0, -2, 1e30]),
+    (YARN, "factor", [0, -2, 1e30, 10**400]),
+    (YARN, "original_max_position_embeddings", [0, -1, HUGE, 1.5]),
+    (YARN, "beta_fast", [-1, 1e30, 5e-324]),
+    (YARN, "beta_slow", [-1, 1e30, 5e-324]),
+    (YARN, "attention_factor", [0, -1, 1e30]),
+    (YARN, "mscale", [-1, 1e30]),
+    (YARN, "mscale_all_dim", [-1, 1e30]),
+    (YARN, "truncate", [1]),
+    (YARN, "rope_theta", [0, 1, -1, 1e30]),
+    (YARN, "partial_rotary_factor", [0, -1, 2]),
+    (LLAMA3, "low_freq_factor", [0, -1, 5.0, 1e30, 5e-324]),
+    (LLAMA3, "high_freq_factor", [0, -1, 1.0, 1e30]),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "values"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_refused_by_name(family: str, key: str, values: list) -> None:
+    for value in values:
+        with pytest.raises(ModelFileError) as error:
+            parse(family, **{key: value})
+        assert str(error.value).startswith(f"config.json: {key} = "), value
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(("rope", "key", "values"), ROPE_OUT_OF_RANGE)
+def test_a_rotary_value_out_of_range_is_refused_by_name(
+    name: str, rope: dict, key: str, values: list
+) -> None:
+    for value in values:
+        with pytest.raises(ModelFileError) as error:
+            parse("Llama", **{name: rope | {key: value}})
+        other = "high_freq_factor" if key == "low_freq_factor" else key
+        assert str(error.value).startswith(
+            (f"config.json: {name}.{key} = ", f"config.json: {name}.{other} = ")
+        ), value
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Llama", {"rms_norm_eps": 1e-12}),
+        ("Llama", {"rope_theta": 5e10}),  # a context of four million
+        ("Llama", {"num_hidden_layers": MAX_LAYERS}),
+        ("Qwen3Moe", {"num_experts": 512, "num_hidden_layers": 94}),
+        ("Llama", {"eos_token_id": [0, 99]}),
+        ("Llama", {"rope_scaling": LLAMA3 | {"factor": 32}}),
+        ("Mistral", {"sliding_window": 2**31 - 1}),
+    ],
+)
+def test_what_real_models_have_is_in_range(family: str, changes: dict) -> None:
+    parse(family, **changes)
+
+
+def test_an_end_that_the_model_cannot_say_is_refused_in_either_file(tmp_path: Path) -> None:
+    for ids in ([1, 100], 10**12, [-5]):
+        with pytest.raises(
+            ModelFileError, match=r"generation_config.json: eos_token_id = .*100 to"
+        ):
+            load_model_config(write(tmp_path, generation={"eos_token_id": ids}, eos_token_id=3))
+    folder = write(tmp_path, generation={"eos_token_id": [7, 5, 7]}, eos_token_id=10**12)
+    assert load_model_config(folder).eos_token_ids == (7, 5)  # the other file's is not used
+    with pytest.raises(ModelFileError, match=r"config.json: eos_token_id = true cannot be read"):
+        load_model_config(write(tmp_path, generation={"eos_token_id": 7}, eos_token_id=True))
+
+
+def test_a_familys_own_end_is_left_out_of_a_vocabulary_that_lacks_it() -> None:
+    assert parse("Phi3").eos_token_ids == ()
+    assert parse("Phi3", vocab_size=40_000).eos_token_ids == (32000,)
+
+
+def test_every_activation_of_transformers_is_computed_or_refused() -> None:
+    from transformers.activations import ACT2CLS, ACT2FN
+
+    x = torch.linspace(-8, 8, 1001)
+    served = set()
+    for name in ACT2CLS:
+        try:
+            activation = parse("Llama", hidden_act=name).hidden_act
+        except ModelFileError:
+            continue
+        served.add(name)
+        ours = gated(torch.cat((x, torch.ones_like(x))), activation)
+        torch.testing.assert_close(ours, ACT2FN[name](x), atol=2e-6, rtol=1e-5)
+    assert {"silu", "swish", "gelu_pytorch_tanh", "gelu_new"} <= served
+    assert "gelu" not in served  # the exact one
+
+
+def bad_files() -> dict[str, bytes]:
+    """config.json as a damaged disk or a stranger would have it."""
+    base = json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()
+    deep = b'{"rope_scaling":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    return {
+        "deep": deep,
+        "deep enough": b'{"architectures":' + b"[" * 900 + b"]" * 900 + b"}",
+        "a digit too many": b'{"vocab_size": ' + b"9" * 10_000 + b"}",
+        "out of range": base.replace(b"}", b', "rope_theta": 1e999}'),
+        "NaN": base.replace(b"}", b', "rms_norm_eps": NaN}'),
+        "Infinity": base.replace(b"}", b', "rms_norm_eps": -Infinity}'),
+        "BOM": b"\xef\xbb\xbf" + base,
+        "UTF-16": base.decode().encode("utf-16"),
+        "no UTF-8": b'{"architectures": ["\xff\xfe"]}',
+        "no UTF-8 in a key": b'{"\xff": 1}',
+        "a lone surrogate": b'{"architectures": ["\\ud800"]}',
+        "a list": b"[]",
+        "nothing": b"",
+        "half": base[:-3],
+        "10 MB of one name": b'{"architectures": ["' + b"x" * 10_000_000 + b'"]}',
+    }
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("kind", bad_files())
+def test_a_file_that_is_damaged_is_named(tmp_path: Path, kind: str, file: str) -> None:
+    content = bad_files()[kind]
+    write(tmp_path, generation={})
+    (tmp_path / file).write_bytes(content)
+    if file == "generation_config.json" and kind == "deep enough":
+        load_model_config(tmp_path)  # a setting of another program
+        return
+    with pytest.raises(ModelFileError) as error:
+        load_model_config(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / file}: ")
+    assert len(str(error.value)) < 2000
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_a_file_of_no_end_is_not_read_to_it(tmp_path: Path, file: str) -> None:
+    with (write(tmp_path) / file).open("ab") as sparse:
+        sparse.truncate(2**40)
+    with pytest.raises(ModelFileError, match="1099511627776 bytes, and no model needs"):
+        as_stored(load_model_config(tmp_path), tmp_path)
+
+
+def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelFileError, match=r"config\.json is not a file"):
+        load_model_config(tmp_path)
+
+
+def test_a_link_to_nothing_is_no_missing_file(tmp_path: Path) -> None:
+    (write(tmp_path) / "generation_config.json").symlink_to("../blobs/1")
+    with pytest.raises(ModelFileError, match=r"generation_config\.json is missing"):
+        load_model_config(tmp_path)
+
+
+def test_what_cannot_be_honoured_is_quoted_in_part(tmp_path: Path) -> None:
+    config = load_model_config(write(tmp_path, generation={"of_the_future": "x" * 10**6}))
+    (ignored,) = config.generation.ignored
+    assert len(ignored) < 1000
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts", "max_position_embeddings",
+                                 "vocab_size", "hidden_size", "num_attention_heads"])  # fmt: skip
+def test_absurd_sizes_take_no_memory_to_be_read(key: str) -> None:
+    tracemalloc.start()
+    with suppress(ModelFileError):  # of some the memory, or the files, will have to judge
+        parse("Qwen3Moe", **EXPERTS | {key: 10**9})
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 2**20
