@@ -25,7 +25,7 @@ import torch
 from machine import describe_run, nice_sessions, write_report
 
 from nanocore.client import LLM, SamplingParams
-from nanocore.client.launcher import EngineArgument
+from nanocore.client.engine_flags import EngineArgument
 from nanocore.kernels.kv_quantization import kv_cache_format
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -20,7 +20,7 @@ from offline import submit
 from workloads import make_workload
 
 from nanocore.client import LLM
-from nanocore.client.launcher import EngineArgument
+from nanocore.client.engine_flags import EngineArgument
 
 RESULTS: Final = Path(__file__).parent / "results" / "parallel.json"
 ENGINES: Final[dict[str, dict[str, EngineArgument]]] = {

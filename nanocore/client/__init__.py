@@ -1,9 +1,11 @@
 """The SDK: text in, text out, over the wire. Needs no torch; imports only `nanocore.protocol`."""
 
 from nanocore.client.async_client import AsyncEngineClient
+from nanocore.client.connection import EngineHealth
 from nanocore.client.llm import LLM
 from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanocore.protocol.errors import (
+    ClientStateError,
     ConfigError,
     ContextLengthError,
     EngineDeadError,
@@ -19,10 +21,12 @@ from nanocore.protocol.sampling import SamplingParams
 __all__ = [
     "LLM",
     "AsyncEngineClient",
+    "ClientStateError",
     "CompletionOutput",
     "ConfigError",
     "ContextLengthError",
     "EngineDeadError",
+    "EngineHealth",
     "EngineOverloadedError",
     "EngineStartError",
     "InvalidRequestError",

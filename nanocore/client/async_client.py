@@ -1,7 +1,8 @@
 """AsyncEngineClient: the asyncio SDK. It owns an engine, or joins one that runs.
 
 Tokenizes, submits, streams, and turns whatever goes wrong into typed exceptions. Leaving a
-`generate` iterator, or cancelling its task, aborts the request.
+`generate` iterator, or cancelling its task, aborts the request. Belongs to the event loop in which
+it is entered; in every other one it says so.
 """
 
 from __future__ import annotations
@@ -9,27 +10,38 @@ from __future__ import annotations
 import asyncio
 import uuid
 from array import array
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeAlias, TypedDict
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from os import PathLike
+from types import NoneType, TracebackType
+from typing import Final, Self, TypeAlias, TypedDict
 
-from nanocore.client.connection import EngineConnection, EngineHealth
-from nanocore.client.file_cache import FileCache
-from nanocore.client.launcher import EngineArgument, EngineProcess
-from nanocore.client.model_files import ModelFiles
+from nanocore.client.arguments import (
+    check_endpoint,
+    check_request_id,
+    check_sampling_params,
+    check_timeout,
+    folder_path,
+)
+from nanocore.client.connection import EngineHealth
+from nanocore.client.engine_flags import EngineArgument, engine_flags
+from nanocore.client.engine_link import EngineLink, Session
+from nanocore.client.launcher import EngineProcess
 from nanocore.client.outputs import RequestOutput
 from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
-from nanocore.client.tokenizer_loader import TokenizerLoader
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.endpoint_lock import own_default_endpoint
-from nanocore.protocol.errors import EngineDeadError, InvalidRequestError, NanocoreError
+from nanocore.protocol.errors import ClientStateError, ConfigError, InvalidRequestError
 from nanocore.protocol.messages import ControlOperation, ModelCard, Reply, Stats, Submit
 from nanocore.protocol.sampling import SamplingParams
 from nanocore.protocol.sockets import ClientKeys, client_keys
 
 HEALTH_TIMEOUT_S = 5.0
+_ELSEWHERE: Final = (
+    "this client belongs to the event loop in which it was entered, and this is another one: enter "
+    "and use it within one asyncio.run(), and in one thread, or make a client for each"
+)
 
 
 class TokensPrompt(TypedDict):
@@ -42,58 +54,72 @@ Prompt: TypeAlias = "str | list[int] | array[int] | TokensPrompt"
 
 
 class AsyncEngineClient:
-    """A client of one engine; use `launch` or `connect`, and `async with`."""
+    """A client of one engine; use `launch` or `connect`, and `async with`.
+
+    If the session with the engine is lost, what was open in it fails, and the next call opens a new
+    one, with whichever engine serves at the endpoint then.
+
+    Every method raises ClientStateError before the client is entered, after it is closed, and in
+    another event loop than the one in which it was entered.
+    """
 
     def __init__(
         self,
         *,
         endpoint: str | None,
-        engine_args: dict[str, EngineArgument] | None,
-        tokenizer: str | Path | None,
+        engine_flags: Sequence[str],
+        tokenizer: str | PathLike[str] | None,
         timeout_s: float,
         keys: ClientKeys | None = None,
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint = endpoint  # None: we launch an engine
         self._keys = keys
-        self._engine_args = engine_args
-        self._tokenizer_folder = None if tokenizer is None else Path(tokenizer)
+        self._engine_flags = engine_flags
+        self._tokenizer_folder = None if tokenizer is None else folder_path("tokenizer", tokenizer)
         self._timeout_s = timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it is entered
         self._process: EngineProcess | None = None
-        self._process_watch: asyncio.Task[None] | None = None
-        self._connection: EngineConnection | None = None
-        self._files: ModelFiles | None = None
-        self._tokenizer: TokenizerLoader | None = None
+        self._link: EngineLink | None = None
 
     @classmethod
     def launch(
         cls,
-        model: str | Path | None = None,
+        model: str | PathLike[str] | None = None,
         *,
-        tokenizer: str | Path | None = None,
+        tokenizer: str | PathLike[str] | None = None,
         start_timeout_s: float = 600.0,
         **engine_args: EngineArgument,
     ) -> Self:
         """A client with an engine process of its own, which ends with it.
 
         Args:
-            model: model folder; None is the bundled demo model.
+            model: model folder, or id on the hub; None is the bundled demo model.
             tokenizer: folder with the tokenizer's files; None reads them from the engine.
             start_timeout_s: how long the engine may take to load.
-            engine_args: flags of `nanocore-engine`, e.g. max_num_seqs=8.
+            engine_args: flags of `nanocore-engine`, e.g. max_num_seqs=8; False is --no-flag, and
+                None leaves a flag out.
 
+        Raises (at once):
+            ConfigError: a value that no flag can have.
         Raises (on entering):
             EngineStartError: with the engine's own reason.
         """
-        args = {"model": None if model is None else str(model), **engine_args}
-        return cls(endpoint=None, engine_args=args, tokenizer=tokenizer, timeout_s=start_timeout_s)
+        if not isinstance(model, (str, PathLike, NoneType)):
+            raise ConfigError(f"model={model!r}: a folder, an id on the hub, or None")
+        return cls(
+            endpoint=None,
+            engine_flags=engine_flags({"model": model, **engine_args}),
+            tokenizer=tokenizer,
+            timeout_s=check_timeout("start_timeout_s", start_timeout_s),
+        )
 
     @classmethod
     def connect(
         cls,
         endpoint: str | None = None,
         *,
-        curve_dir: str | Path | None = None,
-        tokenizer: str | Path | None = None,
+        curve_dir: str | PathLike[str] | None = None,
+        tokenizer: str | PathLike[str] | None = None,
         timeout_s: float = 10.0,
     ) -> Self:
         """A client of a running engine, by default the user's default one.
@@ -104,42 +130,41 @@ class AsyncEngineClient:
             endpoint: ipc:///path/engine.sock or tcp://host:port.
             curve_dir: folder with this client's keys and the engine's, for tcp alone.
             tokenizer: folder with the tokenizer's files; None reads them from the engine.
-            timeout_s: how long the engine may take to answer.
+            timeout_s: how long entering waits for an engine to listen there, and to answer.
 
         Raises (at once):
             ConfigError: tcp without keys, or a default endpoint in another user's directory.
             KeyFileError: keys that cannot be used.
         Raises (on entering):
             EngineDeadError: nobody answers. ProtocolError: the engine speaks another version.
+            EngineOverloadedError: it has as many clients as it serves.
         """
-        endpoint = endpoint or own_default_endpoint()
+        endpoint = own_default_endpoint() if endpoint is None else check_endpoint(endpoint)
+        folder = None if curve_dir is None else folder_path("curve_dir", curve_dir)
         return cls(
             endpoint=endpoint,
-            engine_args=None,
+            engine_flags=(),
             tokenizer=tokenizer,
-            timeout_s=timeout_s,
-            keys=client_keys(endpoint, curve_dir),
+            timeout_s=check_timeout("timeout_s", timeout_s),
+            keys=client_keys(endpoint, folder),
         )
 
     async def __aenter__(self) -> Self:
+        if self._loop is not None:
+            raise ClientStateError("this client is open already: enter it once")
+        self._loop = asyncio.get_running_loop()
         try:
-            if self._engine_args is not None:
-                self._process = EngineProcess(self._engine_args)
+            endpoint = self._endpoint
+            if endpoint is None:
+                self._process = EngineProcess(self._engine_flags)
                 await self._process.wait_ready(self._timeout_s)
-                self._endpoint = self._process.endpoint
-            assert self._endpoint is not None
-            self._connection = await EngineConnection.open(
-                self._endpoint, self._timeout_s, self._keys
-            )
+                endpoint = self._process.endpoint
+            link = EngineLink(endpoint, self._keys, self._tokenizer_folder, self._process)
+            self._link = link
+            await link.open(self._timeout_s)
         except BaseException:
             await self.close()
             raise
-        self._files = ModelFiles(self._connection, FileCache())
-        self._tokenizer = TokenizerLoader(
-            self._tokenizer_folder, self._files, self.model_card.model
-        )
-        if self._process is not None:
-            self._process_watch = asyncio.create_task(self._watch_process(self._process))
         return self
 
     async def __aexit__(
@@ -152,18 +177,21 @@ class AsyncEngineClient:
 
     async def close(self) -> None:
         """End the session, and the engine if it is ours. Idempotent."""
-        if self._process_watch is not None:
-            self._process_watch.cancel()
-            await asyncio.gather(self._process_watch, return_exceptions=True)
-            self._process_watch = None
-        if self._connection is not None:
-            await self._connection.close()
-            self._connection = None
-        if self._tokenizer is not None:
-            await self._tokenizer.close()
-        if self._process is not None:
-            process, self._process = self._process, None
-            await process.stop()
+        if self._loop is None:
+            return
+        elsewhere = asyncio.get_running_loop() is not self._loop
+        if elsewhere and self._loop.is_running():
+            raise ClientStateError(_ELSEWHERE)
+        link, process = self._link, self._process
+        self._loop = self._link = self._process = None
+        try:
+            if link is not None:
+                link.release() if elsewhere else await link.close()
+        finally:
+            if process is not None:
+                await process.stop()
+        if elsewhere:
+            raise ClientStateError(f"{_ELSEWHERE}; it is closed now")
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -174,7 +202,7 @@ class AsyncEngineClient:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a completion; each output holds everything so far and what is new.
 
         Args:
@@ -196,6 +224,7 @@ class AsyncEngineClient:
                 if output is not None:
                     yield output
                 else:
+                    self._check_loop()  # else nobody would ever wake us
                     await stream.news()
         finally:
             stream.close()
@@ -207,12 +236,13 @@ class AsyncEngineClient:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the assistant's answer to a conversation, by the model's chat template."""
         prompt = (await self.get_tokenizer()).encode_chat(messages)
         outputs = self.generate(prompt, sampling_params, request_id, priority, cache_salt)
-        async for output in outputs:
-            yield output
+        async with aclosing(outputs):  # whoever leaves us leaves the request at once
+            async for output in outputs:
+                yield output
 
     async def complete(
         self,
@@ -231,25 +261,25 @@ class AsyncEngineClient:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with finish_reason "abort". Idempotent."""
-        self._open_connection().abort([request_id])
+        link = self._check_loop()
+        link.abort(check_request_id(request_id, link.welcome.limits.max_request_id_chars))
 
     # -- the engine -------------------------------------------------------------------------------
 
     @property
     def endpoint(self) -> str:
         """Where the engine listens."""
-        assert self._endpoint is not None, "known once entered"
-        return self._endpoint
+        return self._endpoint or self._entered().endpoint
 
     @property
     def model_card(self) -> ModelCard:
         """What the engine says of its model."""
-        return self._open_connection().welcome.model
+        return self._entered().welcome.model
 
     @property
     def max_num_seqs(self) -> int:
         """Requests that the engine runs at once; more of them wait."""
-        return self._open_connection().welcome.limits.max_num_seqs
+        return self._entered().welcome.limits.max_num_seqs
 
     async def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer: of the folder that was named, or else as the engine serves it.
@@ -258,9 +288,7 @@ class AsyncEngineClient:
             InvalidRequestError: there is none, or its files are damaged.
             ProtocolError, EngineDeadError: the engine sends something else, or nothing.
         """
-        self._open_connection()
-        assert self._tokenizer is not None
-        return await self._tokenizer.get()
+        return await (await self._session()).tokenizer.get()
 
     async def read_file(self, name: str) -> bytes:
         """A file of the model; `model_card.files` names those that the engine serves.
@@ -269,9 +297,9 @@ class AsyncEngineClient:
             InvalidRequestError: it serves no such file.
             ProtocolError, EngineDeadError: the engine sends something else, or nothing.
         """
-        self._open_connection()
-        assert self._files is not None
-        return await self._files.read(name)
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"a file's name is a str, not {type(name).__name__}")
+        return await (await self._session()).files.read(name)
 
     async def stats(self) -> Stats:
         """The engine's counters and gauges."""
@@ -281,7 +309,7 @@ class AsyncEngineClient:
 
     async def health(self) -> EngineHealth:
         """A sign of life, or EngineDeadError."""
-        return await self._open_connection().ping(HEALTH_TIMEOUT_S)
+        return await (await self._session()).connection.ping(HEALTH_TIMEOUT_S)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False, and nothing happens, while a request holds blocks."""
@@ -297,13 +325,23 @@ class AsyncEngineClient:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _open_connection(self) -> EngineConnection:
-        if self._connection is None:
-            raise EngineDeadError("this client is not open: use it inside `async with`")
-        return self._connection
+    def _entered(self) -> EngineLink:
+        if self._link is None:
+            raise ClientStateError("this client is not open: use it inside `async with`")
+        return self._link
+
+    def _check_loop(self) -> EngineLink:
+        """The link, which serves one event loop: in another one every wait would be for ever."""
+        link = self._entered()
+        if asyncio.get_running_loop() is not self._loop:
+            raise ClientStateError(_ELSEWHERE)
+        return link
+
+    async def _session(self) -> Session:
+        return await self._check_loop().session()
 
     async def _control(self, operation: ControlOperation) -> Reply:
-        return await self._open_connection().control(operation)
+        return await (await self._session()).connection.control(operation)
 
     async def _submit(
         self,
@@ -313,11 +351,18 @@ class AsyncEngineClient:
         priority: int,
         cache_salt: str | None,
     ) -> RequestStream:
-        connection = self._open_connection()
-        params = params or SamplingParams.from_engine(self.model_card.default_sampling)
-        text, token_ids = await self._tokenize(prompt)
+        session = await self._session()
+        connection = session.connection
+        welcome = connection.welcome
+        if params is None:
+            params = SamplingParams.from_engine(welcome.model.default_sampling)
+        if request_id is None:
+            request_id = uuid.uuid4().hex
+        check_sampling_params(params)
+        check_request_id(request_id, welcome.limits.max_request_id_chars)
+        text, token_ids = await self._tokenize(session, prompt)
         submit = Submit(
-            request_id=request_id or uuid.uuid4().hex,
+            request_id=request_id,
             prompt_token_ids=pack_int32(token_ids),
             sampling=params.for_engine(),
             priority=priority,
@@ -328,15 +373,15 @@ class AsyncEngineClient:
             text,
             token_ids,
             params,
-            await self.get_tokenizer() if params.detokenize else None,
+            await session.tokenizer.get() if params.detokenize else None,
             leave=connection.leave,
         )
         await connection.submit(stream, submit)
         return stream
 
-    async def _tokenize(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+    async def _tokenize(self, session: Session, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):
-            return prompt, (await self.get_tokenizer()).encode(prompt)
+            return prompt, (await session.tokenizer.get()).encode(prompt)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         if isinstance(token_ids, (list, array)):
             return None, token_ids
@@ -344,10 +389,3 @@ class AsyncEngineClient:
             "a prompt is a str, a list or array of token ids or {'prompt_token_ids': [...]}, not "
             f"{type(prompt).__name__}"
         )
-
-    async def _watch_process(self, process: EngineProcess) -> None:
-        """Tell everyone who waits when our engine dies, by whatever cause."""
-        code = await process.wait_exit()
-        error: NanocoreError = EngineDeadError(f"the engine process exited with code {code}")
-        if self._connection is not None:
-            self._connection.fail(error)

@@ -1,7 +1,8 @@
-"""A client's session with one engine: HELLO, the receive loop, and who waits for what.
+"""A client's session with one engine: the receive loop, and who waits for what.
 
-Lives in one asyncio event loop. Every wait ends: an engine that says nothing for
-`ENGINE_TIMEOUT_S`, although it pings every second, is taken for dead, and everyone waiting is told.
+Lives in one asyncio event loop. Every wait ends: with the connection, or because an engine that
+says nothing for `ENGINE_TIMEOUT_S`, although it pings every second, is taken for dead. Whoever
+waits is then told. A session that has ended stays so; `EngineLink` opens the next one.
 Messages that have piled up are taken in together, so readers find their tokens merged.
 """
 
@@ -10,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
-from nanocore import __version__
+from nanocore.client.handshake import say_hello
 from nanocore.client.stream import RequestStream
 from nanocore.client.stream_table import StreamTable
 from nanocore.protocol.codec import client_decoder, encode
 from nanocore.protocol.errors import (
+    ClientStateError,
     EngineDeadError,
     InvalidRequestError,
     NanocoreError,
@@ -26,52 +28,64 @@ from nanocore.protocol.errors import (
     exception_for,
 )
 from nanocore.protocol.messages import (
-    PROTOCOL_VERSION,
     Abort,
     Accepted,
     Bye,
     Control,
     ControlOperation,
     Error,
-    Hello,
     Message,
     Output,
     Ping,
     Pong,
-    Refused,
     Reply,
     Submit,
     Welcome,
 )
-from nanocore.protocol.sockets import ClientKeys, ClientSocket
+from nanocore.protocol.sockets import ClientKeys, ClientSocket, ConnectionLostError
 
 ENGINE_TIMEOUT_S: Final = 10.0
 GRACE_S: Final = 1.0
 """If the event loop was blocked for long, what arrived meanwhile is read only now."""
 _MAX_BATCH: Final = 64
 """Messages taken in at once, before their readers get a turn."""
+NO_SESSION: Final = "no_session"
 Answer = TypeVar("Answer", bound=Message)
+Explain: TypeAlias = Callable[[NanocoreError], Awaitable[NanocoreError]]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """An engine's answer to a PING. latency_s: there and back. num_steps: its step counter."""
+    """An engine's answer to a PING.
+
+    latency_s: there and back. num_steps: its step counter. step_age_s: for how long the step that
+    it is in has been running, 0 if it is in none; None of engines that speak a protocol before 1.4.
+    """
 
     latency_s: float
     num_steps: int
+    step_age_s: float | None = None
 
 
 class EngineConnection:
-    """An open session. Made by `open`; ends by `close`, by BYE or by silence."""
+    """An open session. Made by `open`; ends by `close`, by BYE, by silence, or with its connection.
 
-    def __init__(self, socket: ClientSocket, welcome: Welcome) -> None:
+    explain: finds out what has become of an engine that has lost our session; what it returns is
+    told to those who wait, and if nobody does it is not called.
+    """
+
+    def __init__(
+        self, socket: ClientSocket, welcome: Welcome, explain: Explain | None = None
+    ) -> None:
         self.welcome = welcome
         self._socket = socket
+        self._explain = explain
         self._decoder = client_decoder()
         self._streams = StreamTable()
         self._replies: dict[int, asyncio.Future[Reply]] = {}
         self._pongs: dict[int, asyncio.Future[Pong]] = {}
         self._call_ids = itertools.count(1)
+        self._loss: NanocoreError | None = None  # while it is being explained
         self._error: NanocoreError | None = None
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
@@ -81,44 +95,27 @@ class EngineConnection:
 
     @classmethod
     async def open(
-        cls, endpoint: str, timeout_s: float, keys: ClientKeys | None = None
+        cls,
+        endpoint: str,
+        timeout_s: float,
+        keys: ClientKeys | None = None,
+        *,
+        patient: bool = True,
+        explain: Explain | None = None,
     ) -> EngineConnection:
-        """Open a session.
+        """Open a session; raises as `say_hello`."""
+        socket, welcome = await say_hello(endpoint, timeout_s, keys, patient=patient)
+        return cls(socket, welcome, explain)
 
-        Raises:
-            EngineDeadError: no engine answers at this endpoint within timeout_s.
-            ProtocolError: an engine answers, and refuses.
-        """
-        socket = ClientSocket(endpoint, keys)
-        try:
-            async with asyncio.timeout(timeout_s):
-                hello = Hello(protocol=PROTOCOL_VERSION, client=f"nanocore-python/{__version__}")
-                await socket.send(encode(hello))
-                answer = client_decoder().decode(await socket.receive())
-        except TimeoutError:
-            socket.close()
-            if keys is None:
-                remedy = (
-                    f"start one with `nanocore-engine --listen {endpoint}`, or use "
-                    "AsyncEngineClient.launch"
-                )
-            else:
-                remedy = (
-                    "if one runs there, check the keys: engine.key here must be the engine's own, "
-                    "and clients/NAME.key in the engine's --curve-dir must be this client.key"
-                )
-            raise EngineDeadError(
-                f"no engine answered at {endpoint} within {timeout_s} s: {remedy}"
-            ) from None
-        except BaseException:
-            socket.close()
-            raise
-        if isinstance(answer, Welcome):
-            return cls(socket, answer)
-        socket.close()
-        if isinstance(answer, Refused):
-            raise ProtocolError(answer.message)
-        raise ProtocolError(f"the engine answered HELLO with {answer.op.name}")
+    @property
+    def end(self) -> NanocoreError | None:
+        """Why the session is over, as well as it is known; None while it is open."""
+        return self._error or self._loss
+
+    @property
+    def cause(self) -> NanocoreError | None:
+        """The same, as it was first noticed."""
+        return self._loss or self._error
 
     async def submit(self, stream: RequestStream, submit: Submit) -> None:
         """Send a request; its output, or why there is none, goes to the stream.
@@ -132,8 +129,14 @@ class EngineConnection:
             raise exception_for("duplicate_request_id", text)
         try:
             frames = encode(submit)
-        except (ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(f"the request cannot be encoded: {error}") from None
+        num_bytes, limit = len(frames[-1]), self.welcome.limits.max_frame_bytes
+        if num_bytes > limit:  # the engine would cut the connection, and all requests with it
+            raise InvalidRequestError(
+                f"the request has {num_bytes} bytes, 4 for each token of its prompt: the engine "
+                f"takes at most {limit}"
+            )
         self._streams.add(stream)
         try:
             await self._send(frames)
@@ -144,7 +147,7 @@ class EngineConnection:
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests, without waiting. Ids that have ended are ignored."""
-        if self._error is None:
+        if self.end is None:
             self._socket.post(encode(Abort(request_ids=request_ids)))
 
     def leave(self, stream: RequestStream) -> None:
@@ -173,7 +176,12 @@ class EngineConnection:
                 pong = await self._call(self._pongs, lambda nonce: Ping(nonce=nonce))
         except TimeoutError:
             raise EngineDeadError(f"the engine did not answer within {timeout_s} s") from None
-        return EngineHealth(time.monotonic() - start_s, pong.num_steps or 0)
+        age_ms = pong.step_age_ms
+        return EngineHealth(
+            latency_s=time.monotonic() - start_s,
+            num_steps=pong.num_steps or 0,
+            step_age_s=None if age_ms is None else age_ms / 1e3,
+        )
 
     def fail(self, error: NanocoreError) -> None:
         """End the session because of an error: everyone who waits gets it. The first one counts."""
@@ -181,7 +189,7 @@ class EngineConnection:
             return
         self._error = error
         self._task.cancel()
-        self._timer.cancel()
+        self.release()
         self._streams.fail(error)
         waiting: list[asyncio.Future[Any]] = [*self._replies.values(), *self._pongs.values()]
         for future in waiting:
@@ -191,15 +199,19 @@ class EngineConnection:
 
     async def close(self) -> None:
         """Say BYE and close. Idempotent."""
-        if self._error is None:
+        if self.end is None:
             self._socket.post(encode(Bye(reason="the client is done")))
-            self.fail(EngineDeadError("this client is closed"))
+        self.fail(ClientStateError("this client was closed"))
         await asyncio.gather(self._task, return_exceptions=True)
+
+    def release(self) -> None:
+        """Free the socket without a word, from wherever. Idempotent."""
+        self._timer.cancel()
         self._socket.close()
 
     def _check_alive(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.end is not None:
+            raise self.end
 
     async def _call(
         self, waiting: dict[int, asyncio.Future[Answer]], make_message: Callable[[int], Message]
@@ -227,19 +239,37 @@ class EngineConnection:
             sending.result()
 
     async def _receive_loop(self) -> None:
+        """Receive until the session ends. Whatever ends it, nobody may wait for ever."""
         try:
-            while True:
-                self._take(await self._socket.receive())
-                for _ in range(_MAX_BATCH):
-                    if (frames := self._socket.receive_nowait()) is None:
-                        break
-                    self._take(frames)
-                else:
-                    await asyncio.sleep(0)  # receiving did not wait, so nobody else had a turn
-        except NanocoreError as error:
-            self.fail(error)
-        except Exception as error:  # whatever it is, nobody may wait for ever
+            try:
+                await self._receive()
+            except NanocoreError as error:
+                self.fail(await self._explained(error))
+        except Exception as error:
             self.fail(ProtocolError(f"receiving failed: {type(error).__name__}: {error}"))
+
+    async def _receive(self) -> NoReturn:
+        while True:
+            self._take(await self._socket.receive())
+            for _ in range(_MAX_BATCH):
+                if (frames := self._socket.receive_nowait()) is None:
+                    break
+                self._take(frames)
+            else:
+                await asyncio.sleep(0)  # receiving did not wait, so nobody else had a turn
+
+    async def _explained(self, error: NanocoreError) -> NanocoreError:
+        """What those who wait are told of this end of the session."""
+        is_loss = isinstance(error, ConnectionLostError) or getattr(error, "code", "") == NO_SESSION
+        if not is_loss or self._explain is None or not self._is_awaited:
+            return error
+        self._loss = error
+        self.release()
+        return await self._explain(error)
+
+    @property
+    def _is_awaited(self) -> bool:
+        return bool(self._streams or self._replies or self._pongs)
 
     def _take(self, frames: list[bytes]) -> None:
         self._heard_s = self._loop.time()
@@ -276,7 +306,9 @@ class EngineConnection:
 
     def _handle_error(self, error: Error) -> None:
         exception = exception_for(error.code, error.message, error.retry_after_s)
-        if error.code in ("engine_dead", "no_session"):
+        if error.code == NO_SESSION:  # its message is about ours that it was to answer
+            raise ProtocolError("the engine does not know this session any more", NO_SESSION)
+        if error.code == "engine_dead":
             raise exception
         if error.request_id is not None:
             self._streams.refuse(error.request_id, exception)

@@ -1,55 +1,66 @@
 """Starts an engine process for a client, hears whether it is ready, and ends it.
 
 The two hold one socket pair between them: over it comes the engine's start report, and each side
-takes its closing for the other's death. The engine listens in a fresh private directory.
+takes its closing for the other's death. The engine listens in a fresh private directory, whose path
+goes the other way, so that the last of the two can remove it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
+import os
 import socket
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Final
 
 import msgspec
 
-from nanocore.protocol.endpoint import IPC
-from nanocore.protocol.errors import EngineStartError
+from nanocore.client.launch_directory import LaunchDirectory
+from nanocore.protocol.endpoint import IPC, ipc_address
+from nanocore.protocol.errors import ConfigError, EngineStartError
 from nanocore.protocol.start import StartReport
 
-EngineArgument = str | int | float | bool | None
 STOP_TIMEOUT_S: Final = 10.0
+COMMAND: Final = (sys.executable, "-m", "nanocore.engine_core")
 
 
 class EngineProcess:
     """A `nanocore-engine` of our own.
 
-    Args:
-        arguments: its flags, named as in Python: max_num_seqs=8 is --max-num-seqs 8.
+    flags: of `engine_flags`.
+
+    Raises:
+        EngineStartError: there is no room for its directory, or for a process.
     """
 
-    def __init__(self, arguments: dict[str, EngineArgument]) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="nanocore-"))
-        self.endpoint = f"{IPC}{self._directory / 'engine.sock'}"
-        self._link, engine_end = socket.socketpair()
+    def __init__(self, flags: Sequence[str]) -> None:
+        with ExitStack() as failing:
+            try:
+                self._directory = LaunchDirectory()
+                failing.callback(self._directory.remove)
+                self.endpoint = f"{IPC}{self._directory.path / 'engine.sock'}"
+                ipc_address(self.endpoint)
+                self._link, engine_end = socket.socketpair()
+                failing.callback(self._link.close)
+                with engine_end:
+                    self._link.sendall(os.fsencode(self._directory.path) + b"\0")
+                    self._process = self._start(engine_end.fileno(), flags)
+            except (OSError, ConfigError) as error:
+                raise EngineStartError(f"no engine process could be started: {error}") from None
+            failing.pop_all()
         self._link.setblocking(False)
-        command = [
-            sys.executable, "-m", "nanocore.engine_core",
-            "--parent-fd", str(engine_end.fileno()), "--listen", self.endpoint,
-            *_flags(arguments),
-        ]  # fmt: skip
+
+    def _start(self, parent_fd: int, flags: Sequence[str]) -> subprocess.Popen[bytes]:
         # Its own session: Ctrl-C reaches the client, which then ends the engine in order.
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[engine_end.fileno()],
+        return subprocess.Popen(
+            [*COMMAND, f"--parent-fd={parent_fd}", f"--listen={self.endpoint}", *flags],
+            pass_fds=[parent_fd],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        engine_end.close()
 
     @property
     def pid(self) -> int:
@@ -79,43 +90,39 @@ class EngineProcess:
 
     async def wait_exit(self) -> int:
         """Wait until the process is gone; returns its exit code."""
-        while await asyncio.get_running_loop().sock_recv(self._link, 1):
+        while await self._read():
             pass
         return await asyncio.to_thread(self._process.wait)
 
     async def stop(self) -> None:
-        """End the process, kindly and then firmly, and remove its directory. Idempotent."""
+        """End the process, kindly and then firmly, and remove its directory. Idempotent.
+
+        Whoever is cancelled meanwhile wants it over now: the process is killed.
+        """
         self._process.terminate()
         try:
             await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+            pass
         finally:
+            self._process.kill()  # no effect if it has ended
+            self._process.wait()
             self._link.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
 
     async def _read_line(self) -> bytes:
         """One line from the engine; empty if it closed its end first."""
-        loop = asyncio.get_running_loop()
         line = b""
         while not line.endswith(b"\n"):
-            try:
-                data = await loop.sock_recv(self._link, 65536)
-            except ConnectionResetError:
-                data = b""
+            data = await self._read()
             if not data:
                 return b""
             line += data
         return line
 
-
-def _flags(arguments: dict[str, EngineArgument]) -> list[str]:
-    flags: list[str] = []
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            flags += [f"--{flag}", str(value)]
-    return flags
+    async def _read(self) -> bytes:
+        """What the engine says; empty once its end is closed."""
+        try:
+            return await asyncio.get_running_loop().sock_recv(self._link, 65536)
+        except ConnectionResetError:
+            return b""

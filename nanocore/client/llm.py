@@ -8,18 +8,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import Coroutine, Sequence
-from pathlib import Path
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent import futures
+from os import PathLike
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast
 
 from tqdm import tqdm
 
 from nanocore.client.async_client import AsyncEngineClient, Prompt
-from nanocore.client.launcher import EngineArgument
+from nanocore.client.engine_flags import EngineArgument
 from nanocore.client.outputs import RequestOutput
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
-from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
+from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard, Stats
 from nanocore.protocol.sampling import SamplingParams
 
@@ -41,20 +42,20 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | None = None,
+        model: str | PathLike[str] | None = None,
         *,
-        tokenizer: str | Path | None = None,
+        tokenizer: str | PathLike[str] | None = None,
         start_timeout_s: float = 600.0,
         **engine_args: EngineArgument,
     ) -> None:
+        self._client = AsyncEngineClient.launch(
+            model, tokenizer=tokenizer, start_timeout_s=start_timeout_s, **engine_args
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="nanocore-llm", daemon=True
         )
         self._thread.start()
-        self._client = AsyncEngineClient.launch(
-            model, tokenizer=tokenizer, start_timeout_s=start_timeout_s, **engine_args
-        )
         try:
             self._run(self._client.__aenter__())
         except BaseException:
@@ -75,8 +76,10 @@ class LLM:
     def close(self) -> None:
         """End the engine and free everything. Idempotent."""
         if not self._loop.is_closed():
-            self._run(self._client.close())
-            self._stop_loop()
+            try:
+                self._run(self._client.close())
+            finally:
+                self._stop_loop()
 
     @property
     def model_card(self) -> ModelCard:
@@ -96,17 +99,24 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; returns their last outputs in the order of the prompts.
 
+        All or nothing: the first request that is refused or fails is raised, and the others are
+        aborted.
+
         Args:
             prompts: one prompt, or several; a list of integers is one prompt of token ids.
             sampling_params: for all, or one for each; None takes the model's defaults.
             use_tqdm: show a progress bar on stderr.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: a request cannot be served as it is.
+            EngineDeadError: the engine is gone. ClientStateError: this LLM is closed.
         """
         batch = _as_batch(prompts)
         all_params: list[SamplingParams | None]
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            all_params = [sampling_params] * len(batch)
-        else:
+        if isinstance(sampling_params, (list, tuple)):
             all_params = list(sampling_params)
+        else:
+            all_params = [cast("SamplingParams | None", sampling_params)] * len(batch)
         if len(all_params) != len(batch):
             raise InvalidRequestError(
                 f"{len(batch)} prompts and {len(all_params)} sampling_params: give one for all, "
@@ -121,7 +131,12 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several."""
+        """Answer one conversation, or several, as `generate` completes prompts."""
+        if not isinstance(conversations, (list, tuple)):
+            raise InvalidRequestError(
+                "a conversation is a list of messages, and several are a list of such lists, not "
+                f"{type(conversations).__name__}"
+            )
         if conversations and isinstance(conversations[0], dict):
             conversations = [cast("Sequence[ChatMessage]", conversations)]
         encode = self.get_tokenizer().encode_chat
@@ -164,24 +179,80 @@ class LLM:
                 await asyncio.sleep(busy.retry_after_s)
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Run it in our thread. On Ctrl-C it is cancelled, and its end awaited, before we go."""
+        if self._loop.is_closed():
+            coroutine.close()
+            raise ClientStateError("this LLM is closed: make a new one")
+        call = _Call(self._loop, coroutine)
         try:
-            return future.result()
+            return call.outcome.result()
         except ExceptionGroup as group:
             raise group.exceptions[0] from None  # the task group's first failure is the cause
         except BaseException:
-            future.cancel()  # Ctrl-C: the requests in flight are aborted
+            if not call.outcome.done():
+                call.cancel()  # what it holds is freed, and requests in flight are aborted
+                futures.wait([call.outcome])
             raise
 
     def _stop_loop(self) -> None:
+        # Calls of other threads end with the client; they need a turn to say so.
+        futures.wait([_Call(self._loop, _others_end()).outcome])
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
+async def _others_end() -> None:
+    """Wait until this is the only task of its event loop, and no thread works for it."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+class _Call(Generic[Result]):
+    """A coroutine that runs in another thread's event loop.
+
+    outcome: unlike that of asyncio.run_coroutine_threadsafe, done only when the coroutine has
+    ended, however it ends.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Result]
+    ) -> None:
+        self.outcome: futures.Future[Result] = futures.Future()
+        self._loop, self._coroutine = loop, coroutine
+        self._task: asyncio.Task[Result] | None = None
+        loop.call_soon_threadsafe(self._start)
+
+    def cancel(self) -> None:
+        """Cancel it, from another thread."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._coroutine)
+        self._task.add_done_callback(self._finish)
+
+    def _cancel(self) -> None:
+        assert self._task is not None, "it was started before"
+        self._task.cancel()
+
+    def _finish(self, task: asyncio.Task[Result]) -> None:
+        if task.cancelled():
+            self.outcome.set_exception(futures.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(task.result())
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, dict, array)):
         return [cast("Prompt", prompts)]
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(
+            f"prompts are one prompt or several, not {type(prompts).__name__}: a prompt is a str, "
+            "a list or array of token ids or {'prompt_token_ids': [...]}"
+        )
     batch = list(prompts)
     if batch and isinstance(batch[0], int):
         return [cast("list[int]", batch)]

@@ -30,8 +30,9 @@ class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     """The generated part of a request, as of one moment.
 
     delta: text that is new in this output. finish_reason: None while it runs, then "stop",
-    "length", "abort" or "error". stop_reason: the stop string or stop token id that ended it,
-    or the engine's message if it was the engine that aborted or failed it.
+    "length", "abort" or "error". stop_reason: which of stop_token_ids (an int) or which stop string
+    (a str) ended it; None if anything else did, EOS included. message: the cause of an "error", and
+    of an "abort" that the caller did not ask for.
     """
 
     _parts: list[str]
@@ -41,6 +42,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     delta: str
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    message: str | None = None
     index: int = 0
 
     @property
@@ -54,9 +56,10 @@ class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
         return self._token_ids[: self._num_tokens]
 
     def __repr__(self) -> str:
+        message = f", message={self.message!r}" if self.message is not None else ""
         return (
             f"CompletionOutput(text={self.text!r}, num_tokens={self._num_tokens}, "
-            f"finish_reason={self.finish_reason!r}, stop_reason={self.stop_reason!r})"
+            f"finish_reason={self.finish_reason!r}, stop_reason={self.stop_reason!r}{message})"
         )
 
 

@@ -148,14 +148,14 @@ class RequestStream:
         self._num_read += num_used
         finish_reason: FinishReason | None = None
         stop_reason: int | str | None = None
+        message: str | None = None
         if stop is not None:
             self.close()
             self._end_s = time.monotonic()
             finish_reason, stop_reason = "stop", stop
         elif end is not None:
             self.finished = True
-            finish_reason = end.finish_reason
-            stop_reason = end.stop_reason if end.message is None else end.message
+            finish_reason, stop_reason, message = end.finish_reason, end.stop_reason, end.message
         if delta:
             self._parts.append(delta)
         return RequestOutput(
@@ -165,7 +165,7 @@ class RequestStream:
             [
                 CompletionOutput(
                     self._parts, len(self._parts), self._token_ids, self._num_read,
-                    delta, finish_reason, stop_reason,
+                    delta, finish_reason, stop_reason, message,
                 )
             ],
             self.finished,

@@ -22,6 +22,10 @@ class StreamTable:
         """Whether this id is in use."""
         return request_id in self._by_id
 
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._by_id)
+
     def add(self, stream: RequestStream) -> None:
         """A request is about to be submitted; its id must not be in use."""
         self._by_id[stream.request_id] = stream

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import NoReturn, get_args
 
 from nanocore import __version__
@@ -91,11 +92,13 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--quantization", choices=get_args(Quantization))
     device.add_argument(
         "--batch-invariant",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="the same logits, bit for bit, whatever else runs",
     )
     device.add_argument(
-        "--enforce-eager", action="store_true", help="call kernels one by one, capture no graphs"
+        "--enforce-eager",
+        action=argparse.BooleanOptionalAction,
+        help="call kernels one by one, capture no graphs",
     )
     device.add_argument(
         "--async-scheduling",
@@ -125,7 +128,7 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     cache.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     cache.add_argument(
         "--salt-prefix-cache-by-session",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="share cached prefixes only within a client's session",
     )
 
@@ -183,9 +186,20 @@ def parse_config(arguments: list[str]) -> EngineConfig:
     Raises:
         ConfigError: an unknown flag, or a value out of range.
     """
-    values = vars(build_parser().parse_args(arguments))
+    parser = build_parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"unknown: {' '.join(unknown)}{_near_match(parser, unknown[0])}")
+    values = vars(parsed)
     known = {field.name for field in fields(EngineConfig)}
     return EngineConfig(**{name: value for name, value in values.items() if name in known})
+
+
+def _near_match(parser: argparse.ArgumentParser, argument: str) -> str:
+    """The flag that may have been meant."""
+    known = [flag for action in parser._actions for flag in action.option_strings]
+    near = get_close_matches(argument.partition("=")[0], known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _parent_link(arguments: list[str]) -> ParentLink | None:

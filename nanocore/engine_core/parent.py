@@ -2,12 +2,15 @@
 
 Two independent ties, armed before anything heavy is imported: the kernel signals us when the parent
 dies, and a socket pair closes with it. Over the same pair the engine says that it is ready, or why
-it could not start, so that a failure reaches the launching client with its cause.
+it could not start, so that a failure reaches the launching client with its cause, and the client
+names the directory that it has made for this engine, which goes with either.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -34,6 +37,8 @@ class ParentLink:
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
+        self._heard = b""  # the directory's path and a zero
+        atexit.register(self._remove_directory)
         self._on_orphaned: Callable[[], None] = lambda: None
         # Not SIGTERM, of which a second one would mean "at once": the kernel sends this one each
         # time a thread of the dying parent hands us on to the next.
@@ -59,11 +64,17 @@ class ParentLink:
             self._on_orphaned()  # nobody listens: the watch thread sees the same
 
     def _watch(self) -> None:
-        while self._recv():
-            pass
+        while data := self._recv():
+            self._heard += data
         self._on_orphaned()
         threading.Event().wait(GRACE_S)
+        self._remove_directory()
         os._exit(StartError.exit_code)
+
+    def _remove_directory(self) -> None:
+        """The client does the same, if it is still there."""
+        if self._heard.endswith(b"\0"):
+            shutil.rmtree(self._heard[:-1], ignore_errors=True)
 
     def _recv(self) -> bytes:
         try:

@@ -52,7 +52,11 @@ class EngineOverloadedError(NanocoreError):
 
 
 class EngineDeadError(NanocoreError):
-    """The engine process is gone, or has stopped answering."""
+    """The engine process is gone, has stopped answering, or was replaced by a new one."""
+
+
+class ClientStateError(NanocoreError, RuntimeError):
+    """A client is used before it is entered, after it is closed, or in another event loop."""
 
 
 class ProtocolError(NanocoreError):

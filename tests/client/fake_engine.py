@@ -32,7 +32,7 @@ from nanocore.protocol.messages import (
     Welcome,
 )
 from nanocore.protocol.sampling import SamplingParams
-from nanocore.protocol.sockets import EngineSocket, SendResult
+from nanocore.protocol.sockets import EngineKeys, EngineSocket, SendResult
 from tests.client.running import PATIENCE_S
 from tests.protocol.samples import LIMITS, MODEL_CARD, WELCOME
 
@@ -60,8 +60,8 @@ def welcome_message(*files: ModelFile) -> Welcome:
 class FakeEngine:
     """Serves one client at an endpoint."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._socket = EngineSocket(endpoint)
+    def __init__(self, endpoint: str, keys: EngineKeys | None = None) -> None:
+        self._socket = EngineSocket(endpoint, keys)
         self._decoder = engine_decoder()
         self._client = b""
 

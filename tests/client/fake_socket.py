@@ -18,6 +18,8 @@ class FakeSocket:
     engine is connected.
     """
 
+    is_accepted = is_connected = True
+
     def __init__(self, endpoint: str = "") -> None:
         self.messages: list[Message] = []
         self.stuck = False

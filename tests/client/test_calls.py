@@ -67,6 +67,18 @@ def test_health_has_the_engines_step_counter(endpoint: str) -> None:
             health = await call
             assert health.num_steps == 42
             assert health.latency_s >= 0
+            assert health.step_age_s is None, "engines before 1.4 do not say"
+
+    run(scenario())
+
+
+def test_health_shows_a_step_that_hangs(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            call = asyncio.create_task(client.health())
+            ping = await engine.receive(Ping)
+            engine.send(Pong(nonce=ping.nonce, num_steps=42, step_age_ms=61_500))
+            assert (await call).step_age_s == 61.5
 
     run(scenario())
 

@@ -15,6 +15,7 @@ import pytest
 from nanocore.client import (
     LLM,
     AsyncEngineClient,
+    ClientStateError,
     ContextLengthError,
     EngineDeadError,
     InvalidRequestError,
@@ -87,6 +88,48 @@ def test_one_prompt_of_any_form_is_a_batch_of_one(joining: str, prompt: Any) -> 
             await engine.accept()
             engine.finish()
             assert len(await generating) == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("prompts", [None, 7, b"bytes", [None], [b"bytes"], [[1], None]], ids=repr)
+def test_what_are_no_prompts_is_refused(joining: str, prompts: Any) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (_, llm):
+            with pytest.raises(InvalidRequestError, match=r"a prompt is|prompts are"):
+                await _generate(llm, prompts, NO_TEXT)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("conversations", [None, 7, "hi", {"role": "user", "content": "hi"}])
+def test_what_are_no_conversations_is_refused(joining: str, conversations: Any) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (_, llm):
+            with pytest.raises(InvalidRequestError, match="a conversation is a list of messages"):
+                await asyncio.to_thread(llm.chat, conversations, use_tqdm=False)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("params", ["greedy", 5, {"max_tokens": 1}, [None, "greedy"]], ids=repr)
+def test_what_are_no_sampling_params_is_refused(joining: str, params: Any) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (_, llm):
+            with pytest.raises(InvalidRequestError, match="sampling_params are"):
+                await _generate(llm, [[1], [2]], params)
+
+    run(scenario())
+
+
+def test_closing_ends_the_calls_of_other_threads(joining: str) -> None:
+    async def scenario() -> None:
+        async with _served(joining) as (engine, llm):
+            generating = _generate(llm, [[1], [2]], NO_TEXT)
+            await engine.accept(1)
+            await asyncio.to_thread(llm.close)
+            with pytest.raises(ClientStateError, match="closed"):
+                await generating
 
     run(scenario())
 

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from nanocore.client import EngineDeadError, InvalidRequestError, ProtocolError
+from nanocore.client import (
+    ClientStateError,
+    EngineDeadError,
+    InvalidRequestError,
+    ProtocolError,
+)
 from nanocore.protocol.messages import (
     MAX_FILE_BYTES,
     MAX_FILE_CHUNK_BYTES,
@@ -246,7 +251,7 @@ def test_closing_ends_the_fetch(endpoint: str) -> None:
             reading = asyncio.create_task(client.read_file(NAME))
             await engine.serve_chunks(3, {NAME: CONTENT})
             await client.close()
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(ClientStateError):
                 await reading
 
     run(scenario())

@@ -13,3 +13,8 @@ def test_a_printed_completion_shows_its_own_moment() -> None:
     assert repr(completion) == (
         "CompletionOutput(text='a', num_tokens=1, finish_reason='stop', stop_reason='END')"
     )
+
+
+def test_a_printed_completion_shows_the_cause_of_its_end() -> None:
+    completion = CompletionOutput([], 0, [], 0, "", "error", None, "out of memory")
+    assert repr(completion).endswith("stop_reason=None, message='out of memory')")

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
 from nanocore import __version__
-from nanocore.client import AsyncEngineClient, EngineDeadError, NanocoreError, ProtocolError
+from nanocore.client import (
+    AsyncEngineClient,
+    ClientStateError,
+    EngineDeadError,
+    EngineOverloadedError,
+    NanocoreError,
+    ProtocolError,
+)
 from nanocore.client.connection import EngineConnection
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import (
@@ -68,6 +76,15 @@ def test_a_refusal_is_a_protocol_error_in_the_engines_words(endpoint: str) -> No
         run(_open(endpoint, encode(refused)))
 
 
+def test_an_engine_with_too_many_clients_is_overloaded_and_says_for_how_long(
+    endpoint: str,
+) -> None:
+    refused = Refused(message="64 clients", supported=[PROTOCOL_VERSION], retry_after_s=2.5)
+    with pytest.raises(EngineOverloadedError, match="64 clients") as caught:
+        run(_open(endpoint, encode(refused)))
+    assert caught.value.retry_after_s == 2.5
+
+
 @pytest.mark.parametrize(
     "answer", [encode(Bye()), encode(Ping()), [b"?"], [b"\x02", b"\x80"], [b"\x99", b"\x80"]]
 )
@@ -93,6 +110,23 @@ def test_an_engine_that_does_not_answer_hello_is_dead(endpoint: str) -> None:
     engine.close()
 
 
+def test_somebody_who_says_nothing_is_told_from_nobody(endpoint: str) -> None:
+    with pytest.raises(EngineDeadError, match="nobody listens there; start an engine"):
+        run(EngineConnection.open(endpoint, timeout_s=0.05))
+    engine = FakeEngine(endpoint)
+    try:
+        text = ""
+        for timeout_s in (0.1, 1.0, 10.0):  # a connection takes as long as the machine is busy
+            with pytest.raises(EngineDeadError) as caught:
+                run(EngineConnection.open(endpoint, timeout_s), patience_s=20.0)
+            text = str(caught.value)
+            if "nobody" not in text:
+                break
+        assert "somebody listens there and says nothing" in text
+    finally:
+        engine.close()
+
+
 def test_a_name_that_is_no_endpoint_is_an_error_of_ours() -> None:
     with pytest.raises(NanocoreError):
         run(EngineConnection.open("nonsense", timeout_s=0.05))
@@ -100,7 +134,7 @@ def test_a_name_that_is_no_endpoint_is_an_error_of_ours() -> None:
 
 def test_a_client_that_is_not_entered_says_so(endpoint: str) -> None:
     client = AsyncEngineClient.connect(endpoint)
-    with pytest.raises(EngineDeadError, match="async with"):
+    with pytest.raises(ClientStateError, match="async with"):
         run(client.stats())
 
 
@@ -135,7 +169,11 @@ ENDS: dict[str, tuple[list[bytes], type[NanocoreError], str]] = {
         EngineDeadError,
         "boom",
     ),
-    "no session": (encode(Error(code="no_session", message="who?")), ProtocolError, "who"),
+    "no session": (
+        encode(Error(code="no_session", message="PONG before HELLO, or after BYE")),
+        ProtocolError,
+        "closed this session.*nothing for 10 s.*send the requests",
+    ),
     "no message": ([b"\x12", b"\xc1"], ProtocolError, "OUTPUT"),
     "unknown op": ([b"\xee", b"\x80"], ProtocolError, "0xee"),
     "three frames": ([b"\x12", b"\x80", b""], ProtocolError, "3 frames"),
@@ -143,14 +181,17 @@ ENDS: dict[str, tuple[list[bytes], type[NanocoreError], str]] = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_when_the_session_ends_everyone_who_waits_is_told(endpoint: str, end: str) -> None:
+def test_when_the_session_ends_everyone_who_waits_is_told_and_the_next_call_opens_another(
+    endpoint: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanocore.client.engine_link.EXPLAIN_TIMEOUT_S", PATIENCE_S)
     frames, expected, text = ENDS[end]
 
     async def scenario() -> None:
         async with connected(endpoint) as (engine, client):
             waiting = [
                 asyncio.create_task(client.complete([1], NO_TEXT, request_id="a")),
-                asyncio.create_task(anext(client.generate([1], NO_TEXT, request_id="b"))),  # type: ignore[arg-type]
+                asyncio.create_task(anext(client.generate([1], NO_TEXT, request_id="b"))),
                 asyncio.create_task(client.stats()),
                 asyncio.create_task(client.health()),
             ]
@@ -158,12 +199,17 @@ def test_when_the_session_ends_everyone_who_waits_is_told(endpoint: str, end: st
             for _ in range(3):
                 await engine.receive(Message)
             engine.send_frames(frames)
+            if end == "no session":  # it is looked at what has become of the engine
+                await engine.welcome()
             results = await asyncio.gather(*waiting, return_exceptions=True)
             assert [type(result) for result in results] == [expected] * 4
-            assert all(text in str(result) for result in results)
-            for later in (client.stats(), client.health(), client.complete([1], NO_TEXT)):
-                with pytest.raises(expected, match=text):
-                    await later
+            assert all(re.search(text, str(result)) for result in results)
+            later = [asyncio.create_task(client.health()) for _ in range(3)]
+            if end != "no session":
+                await engine.welcome()
+            for ping in [await engine.receive(Ping) for _ in later]:  # and not another HELLO
+                engine.send(Pong(nonce=ping.nonce))
+            await asyncio.gather(*later)
 
     run(scenario())
 
@@ -200,7 +246,7 @@ def test_an_engine_that_falls_silent_is_dead(
 def socket(monkeypatch: pytest.MonkeyPatch) -> FakeSocket:
     """The socket of the next connection."""
     fake = FakeSocket()
-    monkeypatch.setattr("nanocore.client.connection.ClientSocket", lambda *_: fake)
+    monkeypatch.setattr("nanocore.client.handshake.ClientSocket", lambda *_, **__: fake)
     return fake
 
 

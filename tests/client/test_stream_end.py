@@ -25,6 +25,7 @@ def test_the_engines_finish_reason_is_the_outputs(
     assert output.finished
     assert output.outputs[0].finish_reason == reason
     assert output.outputs[0].stop_reason is None
+    assert output.outputs[0].message is None
     assert output.outputs[0].text == "ab"
     assert driven.aborts == []
 
@@ -43,8 +44,17 @@ def test_an_error_of_the_engine_is_an_end_with_its_cause(tokenizer: Tokenizer) -
     driven = DrivenStream(tokenizer)
     driven.end("error", message="the forward pass failed")
     completion = driven.final().outputs[0]
-    assert completion.finish_reason == "error"
-    assert completion.stop_reason == "the forward pass failed"
+    assert (completion.finish_reason, completion.stop_reason) == ("error", None)
+    assert completion.message == "the forward pass failed"
+
+
+def test_an_abort_by_the_engine_has_its_cause_and_no_stop_reason(tokenizer: Tokenizer) -> None:
+    driven = DrivenStream(tokenizer)
+    driven.push("ab")
+    driven.end("abort", message="SIGTERM")
+    completion = driven.final().outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("abort", None)
+    assert completion.message == "SIGTERM"
 
 
 def test_the_token_that_stops_is_an_id_but_not_text(tokenizer: Tokenizer) -> None:

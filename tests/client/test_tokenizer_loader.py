@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanocore.client import EngineDeadError, InvalidRequestError, ProtocolError
+from nanocore.client import ClientStateError, InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import Control, Event, Reply
 from tests.client.fake_engine import NO_TEXT, connected, file_entry, welcome_message
 from tests.client.running import run
@@ -169,9 +169,9 @@ def test_closing_ends_the_loading(endpoint: str, contents: dict[str, bytes]) -> 
             loading = asyncio.create_task(client.get_tokenizer())
             await engine.receive(Control)
             await client.close()
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(ClientStateError):
                 await loading
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(ClientStateError):
                 await client.get_tokenizer()
 
     run(scenario())

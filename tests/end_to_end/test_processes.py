@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from nanocore.client import (
     AsyncEngineClient,
     EngineDeadError,
     EngineStartError,
+    RequestOutput,
     SamplingParams,
 )
 from tests.end_to_end.engine_process import engine, run_to_exit
@@ -204,7 +205,8 @@ def test_a_signal_ends_every_request_and_then_the_engine(
             await anext(stream)
             os.kill(pid, number)
             last = [output async for output in stream][-1]
-            assert last.outputs[0].finish_reason == "abort"
+            end = last.outputs[0]
+            assert (end.finish_reason, end.stop_reason, end.message) == ("abort", None, number.name)
             with pytest.raises(EngineDeadError, match=number.name):
                 await ask_until_it_fails(client)
 
@@ -250,6 +252,36 @@ def test_killing_a_launched_engine_fails_its_requests_at_once(tiny_model: Path) 
     run(main())
 
 
+def test_killing_an_engine_tells_the_clients_that_joined_it_and_the_next_one_serves_them(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanocore.client.connection.ENGINE_TIMEOUT_S", 1000.0)  # it is not that
+
+    async def main(client: AsyncEngineClient, pid: int) -> None:
+        async with client:
+            stream = client.generate([1, 2, 3], LONG)
+            await anext(stream)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="was closed; nobody listens at"):
+                await read_to_the_end(stream)
+            with pytest.raises(EngineDeadError, match=r"nobody listens at .*nanocore-engine"):
+                await client.complete([1], GREEDY)
+            with engine(tiny_model, endpoint=client.endpoint):
+                while True:
+                    with contextlib.suppress(EngineDeadError):
+                        assert (await client.complete([1, 2], GREEDY)).finished
+                        return
+
+    with engine(tiny_model) as running:
+        client = AsyncEngineClient.connect(running.endpoint, timeout_s=60)
+        run(main(client, running.process.pid))
+
+
+async def read_to_the_end(stream: AsyncIterator[RequestOutput]) -> None:
+    async for _ in stream:
+        pass
+
+
 def test_a_killed_clients_requests_are_aborted(tiny_model: Path) -> None:
     script = (
         "import asyncio, sys\n"
@@ -280,43 +312,3 @@ def test_a_killed_clients_requests_are_aborted(tiny_model: Path) -> None:
             assert child.stdout.readline() == b"streaming\n"
             run(main(running.endpoint))
             child.wait()
-
-
-@pytest.mark.parametrize("when", ["serving", "loading"])
-def test_the_engine_is_gone_when_its_launcher_is_killed(tiny_model: Path, when: str) -> None:
-    script = (
-        "import sys\n"
-        "from nanocore.client import LLM\n"
-        "from nanocore.client.launcher import EngineProcess\n"
-        "if sys.argv[2] == 'serving':\n"
-        "    llm = LLM(sys.argv[1])\n"
-        "    process = llm._client._process\n"
-        "else:\n"
-        "    process = EngineProcess({'model': sys.argv[1]})\n"
-        "print(process.pid, process.endpoint, flush=True)\n"
-        "import threading; threading.Event().wait()\n"
-    )
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", script, str(tiny_model), when], stdout=subprocess.PIPE, text=True
-    )
-    assert launcher.stdout is not None
-    with launcher.stdout:
-        pid, endpoint = launcher.stdout.readline().split()
-        # A process file descriptor becomes readable when that very process has ended.
-        descriptor = os.pidfd_open(int(pid))
-        launcher.kill()
-        launcher.wait()
-        assert wait_readable(descriptor, timeout_s=10), "the engine outlives its launcher"
-        os.close(descriptor)
-    folder = Path(endpoint.removeprefix("ipc://")).parent
-    if when == "serving":
-        assert not (folder / "engine.sock").exists()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def wait_readable(descriptor: int, timeout_s: float) -> bool:
-    import select
-
-    with contextlib.closing(select.epoll()) as poll:
-        poll.register(descriptor, select.EPOLLIN)
-        return bool(poll.poll(timeout_s))

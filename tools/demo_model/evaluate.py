@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nanocore.client import LLM, SamplingParams
-from nanocore.client.launcher import EngineArgument
+from nanocore.client.engine_flags import EngineArgument
 from nanocore.protocol.messages import Stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

@@ -10,7 +10,7 @@ own PING does their work); and IMMEDIATE on clients, because it throws away what
 not yet read when the engine goes: its last words. TCP sockets need CURVE keys, on both sides.
 """
 
-from nanocore.protocol.sockets.client_socket import ClientSocket
+from nanocore.protocol.sockets.client_socket import ClientSocket, ConnectionLostError
 from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys, client_keys
 from nanocore.protocol.sockets.engine_socket import EngineSocket, PublisherSocket, SendResult
 from nanocore.protocol.sockets.options import MAX_FRAME_BYTES
@@ -20,6 +20,7 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "ClientKeys",
     "ClientSocket",
+    "ConnectionLostError",
     "EngineKeys",
     "EngineSocket",
     "PeerSocket",

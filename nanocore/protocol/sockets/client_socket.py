@@ -5,16 +5,40 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from typing import Final
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, EngineDeadError
 from nanocore.protocol.sockets.curve import ClientKeys
 from nanocore.protocol.sockets.options import receive_frames, send_frames, socket_options
+
+_EVENTS: Final = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+)
+
+
+class ConnectionLostError(EngineDeadError):
+    """The connection is no more, and everything that had come over it was received.
+
+    refused: there never was one, because nobody listens.
+    """
+
+    def __init__(self, refused: bool) -> None:
+        super().__init__("nobody listens" if refused else "the connection to the engine was closed")
+        self.refused = refused
 
 
 class ClientSocket:
     """A client's DEALER, for use inside one asyncio event loop, with one receiver.
+
+    One socket is one connection: until there is one ZeroMQ goes on trying, unless it is not to be
+    patient; once there was one, its end is the socket's (`receive` says so, after the last message
+    of the engine), although ZeroMQ would connect again and send there what was meant for the last.
 
     Sits directly on libzmq's descriptor: zmq.asyncio makes several futures and timers per message.
     The descriptor tells once that something has happened, and any call on the socket may use that
@@ -22,9 +46,12 @@ class ClientSocket:
     look at what the socket is ready for now (`_look`).
 
     keys: for an engine that asks for them; TCP endpoints need them.
+    patient: whether to wait for somebody to listen at the endpoint.
     """
 
-    def __init__(self, endpoint: str, keys: ClientKeys | None = None) -> None:
+    def __init__(
+        self, endpoint: str, keys: ClientKeys | None = None, *, patient: bool = True
+    ) -> None:
         options = socket_options(endpoint, keys)
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
@@ -37,12 +64,29 @@ class ClientSocket:
         self._socket.setsockopt(zmq.LINGER, 200)  # an ABORT or BYE just sent still leaves
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        self._patient = patient
+        self._is_accepted = self._is_connected = False
+        self._lost: ConnectionLostError | None = None
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_EVENTS)
+        self._monitor_fd: int = self._monitor.getsockopt(zmq.FD)  # type: ignore[assignment]
+        self._loop.add_reader(self._monitor_fd, self._take_events)
         self._loop.add_reader(self._fd, self._look)
+        self._take_events()  # its descriptor tells nothing to those who have not tried
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"endpoint {endpoint!r} is none: {error}") from None
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether somebody listens, or did, even if he has not spoken ZeroMQ with us yet."""
+        return self._is_accepted
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is, or was, a connection."""
+        return self._is_connected
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:
         """Send one message if that needs no waiting; whether it was sent."""
@@ -69,8 +113,14 @@ class ClientSocket:
         return frames
 
     async def receive(self) -> list[bytes]:
-        """The frames of the next message."""
+        """The frames of the next message.
+
+        Raises:
+            ConnectionLostError: there will be none.
+        """
         while (frames := self.receive_nowait()) is None:
+            if self._lost is not None:
+                raise self._lost
             assert self._readable is None, "a socket has one receiver"
             self._readable = self._loop.create_future()
             self._look()
@@ -81,12 +131,33 @@ class ClientSocket:
         return frames
 
     def close(self) -> None:
-        """Close at once. Idempotent."""
+        """Close at once, even if the event loop is closed already. Idempotent."""
         if not self._socket.closed:
-            self._loop.remove_reader(self._fd)
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
+                self._loop.remove_reader(self._monitor_fd)
             self._unsent.clear()
-            self._socket.close()
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close(0 if self._lost else None)
             self._context.term()
+
+    def _take_events(self) -> None:
+        """See what became of the connection."""
+        while self._lost is None:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_CONNECTED:
+                self._is_accepted = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_connected = True
+            elif self._is_connected or not self._patient:
+                self._lost = ConnectionLostError(refused=event == zmq.EVENT_CONNECT_RETRIED)
+        self._loop.remove_reader(self._monitor_fd)
+        if self._readable is not None and not self._readable.done():
+            self._readable.set_result(None)
 
     def _queue(self, frames: Sequence[bytes]) -> asyncio.Future[None]:
         """Let a message wait for its turn; cancelling the future takes it back."""

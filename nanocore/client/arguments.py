@@ -1,0 +1,75 @@
+"""What callers of the SDK give: checked before anything is sent or started.
+
+What would cost more than the call that gave it is refused here: an ERROR that names no request ends
+the whole session, and so would a SUBMIT whose id the engine cannot send back. All else is for the
+engine to judge, which has to check it anyway.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from nanocore.protocol.errors import ConfigError, InvalidRequestError
+from nanocore.protocol.sampling import SamplingParams
+
+
+def check_request_id(request_id: object, max_chars: int) -> str:
+    """The id, if it can be one.
+
+    Raises:
+        InvalidRequestError: it is no str of 1 to max_chars characters.
+    """
+    if not isinstance(request_id, str):
+        raise InvalidRequestError(f"a request_id is a str, not {type(request_id).__name__}")
+    if not 0 < len(request_id) <= max_chars:
+        raise InvalidRequestError(
+            f"a request_id has 1 to {max_chars} characters; this one has {len(request_id)}"
+        )
+    if not request_id.isascii():
+        try:
+            request_id.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the request_id is no Unicode: {error}") from None
+    return request_id
+
+
+def check_sampling_params(params: object) -> None:
+    """Raises InvalidRequestError unless they are SamplingParams."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"sampling_params are SamplingParams(...) or None, not {type(params).__name__}"
+        )
+
+
+def check_timeout(name: str, seconds: object) -> float:
+    """The time in seconds.
+
+    Raises:
+        ConfigError: it is no number above 0.
+    """
+    if isinstance(seconds, (int, float)) and seconds is not True and seconds > 0:  # nan is not
+        return seconds
+    raise ConfigError(f"{name}={seconds!r}: seconds above 0")
+
+
+def check_endpoint(endpoint: object) -> str:
+    """The endpoint, if it can be one; whether it is one, the socket says.
+
+    Raises:
+        ConfigError: it is no str, or holds a zero, at which ZeroMQ would cut it.
+    """
+    if isinstance(endpoint, str) and "\0" not in endpoint:
+        return endpoint
+    raise ConfigError(f"endpoint={endpoint!r}: a str, as in ipc:///path/engine.sock")
+
+
+def folder_path(name: str, folder: object) -> Path:
+    """A folder that is named by a str or a path.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(folder, (str, os.PathLike)) and isinstance(path := os.fspath(folder), str):
+        return Path(path)
+    raise ConfigError(f"{name}={folder!r}: a folder, as a str or a Path")
