@@ -373,6 +373,7 @@ class IoThread(threading.Thread):
         for handle in session.requests.values():
             self._request_ids.pop(handle, None)
         self._abort(list(session.requests.values()))
+        self._desk.leave(session)
         session.requests = {}
 
     def _log_closed(self) -> None:

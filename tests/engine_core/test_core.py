@@ -212,6 +212,32 @@ def test_a_paused_core_sleeps_on_its_inbox_and_runs_when_resumed() -> None:
     assert [event.finish_reason for event in ends(outputs)] == ["length"]
 
 
+def test_a_session_resumes_its_own_pause_and_nobody_elses() -> None:
+    core = CoreUnderTest()
+    script = [
+        ControlCall(1, 1, "pause"),
+        ControlCall(2, 2, "pause"),
+        ControlCall(2, 3, "pause"),
+        AddRequest(make_request(1, [1, 2], 5)),
+        ControlCall(2, 4, "resume"),  # once is enough
+        ControlCall(3, 5, "resume"),  # holds none
+        ControlCall(1, 6, "stats"),
+        ControlCall(1, 7, "resume"),
+        ControlCall(1, 8, "resume"),
+        Shutdown("test"),  # asked for when the request has ended
+    ]
+    core.core._inbox = ScriptedInbox(script)
+    core.core.run()
+    outputs = core.outbox.drain()
+    assert len(ends(outputs)) == 1
+    replies = {o.reply.call_id: o.reply for o in outputs if isinstance(o, ControlReply)}
+    assert all(reply.ok for reply in replies.values())
+    assert replies[6].stats is not None
+    assert replies[6].stats.paused
+    messages = {call_id: reply.message for call_id, reply in replies.items() if reply.message}
+    assert messages == dict.fromkeys((4, 5), "still paused by other sessions (1)")
+
+
 def test_a_control_operation_that_waited_for_a_step_is_answered_once(core: CoreUnderTest) -> None:
     core.during_step = [ControlCall(1, 1, "stats")]
     outputs = core.finish(AddRequest(make_request(1, [1] * 9, 5)))
