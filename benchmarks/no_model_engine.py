@@ -56,6 +56,10 @@ class NoModelExecutor:
         """The result of the one step that is in flight."""
         return self._result
 
+    def blame(self) -> str:
+        """Nothing can hang."""
+        return "the benchmark's executor hangs"
+
     def on_failure(self, report: Callable[[str], None]) -> None:
         """Nothing can fail."""
 

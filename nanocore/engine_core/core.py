@@ -26,6 +26,7 @@ from nanocore.engine_core.mailbox import (
 from nanocore.engine_core.outputs import split_events
 from nanocore.engine_core.request import Request
 from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import Event, FinishReason, Reply, Stats
 from nanocore.worker.executors.executor import StepExecutor
@@ -39,7 +40,7 @@ class EngineCore:
     Args:
         scheduler, executor: what to run and where; the core owns both.
         inbox, outbox: shared with the io thread.
-        trace: if given, every step is written to it.
+        trace: if given, every step is written to it. clock: tells others when a step began.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class EngineCore:
         inbox: Inbox,
         outbox: Outbox,
         trace: StepTrace | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.clock = clock or StepClock()
         self._executor = executor
         self._inbox = inbox
         self._outbox = outbox
@@ -78,6 +81,7 @@ class EngineCore:
     def step(self) -> None:
         """Submit what the executor takes, then see the oldest step through to its outputs."""
         scheduler, executor = self.scheduler, self._executor
+        self.clock.begin()
         while (
             self._num_in_flight < executor.max_concurrent_steps
             and not self._pausing
@@ -95,6 +99,7 @@ class EngineCore:
         scheduler.kv_cache.publish_events()
         if self._trace:
             self._trace.end(scheduler)
+        self.clock.end()
 
     def _submit(self, group: int) -> None:
         """Plan a step of this group and begin it."""
@@ -129,6 +134,8 @@ class EngineCore:
 
     def _drain_inbox(self, wait: bool, in_step: bool = False) -> None:
         """Handle what has arrived. Control operations run between steps: in one they wait."""
+        if wait:
+            self.clock.rest()
         with suppress(Empty):
             event = self._inbox.get(block=wait)
             while True:
