@@ -13,9 +13,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import fields
-from typing import NoReturn, get_args
+from typing import Final, NoReturn, get_args
 
 from nanocore import __version__
+from nanocore.engine_core import standard_streams
 from nanocore.engine_core.config import (
     AttentionBackend,
     Device,
@@ -25,8 +26,13 @@ from nanocore.engine_core.config import (
 )
 from nanocore.engine_core.parent import ParentLink
 from nanocore.protocol.endpoint import default_endpoint
-from nanocore.protocol.errors import ConfigError, StartError
+from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.protocol.worker import KVCacheDtype, LoadFormat, Quantization
+from nanocore.worker.host_memory import address_space_bytes, data_bytes
+
+_MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
+_MIN_DATA_BYTES: Final = 360 * 10**6
+"""Of libraries and threads, as measured with torch for CPUs alone; more is found out later."""
 
 _EXIT_CODES = """\
 exit codes: 0 clean, 2 usage or configuration, 3 model files, 4 memory, 5 address in use,
@@ -187,11 +193,39 @@ def parse_config(arguments: list[str]) -> EngineConfig:
 
 
 def _parent_link(arguments: list[str]) -> ParentLink | None:
-    """The link to a launching client, found even when other flags are wrong."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--parent-fd", type=int)
-    parent_fd = parser.parse_known_args(arguments)[0].parent_fd
-    return None if parent_fd is None else ParentLink(parent_fd)
+    """The link to a launching client, found even when other flags are wrong.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--parent-fd")
+    text = parser.parse_known_args(arguments)[0].parent_fd
+    if text is None:
+        return None
+    try:
+        return ParentLink(int(text))
+    except (ValueError, OSError, OverflowError):
+        raise ConfigError(
+            f"--parent-fd {text}: not the number of a socket; this flag is for launching clients"
+        ) from None
+
+
+def _require_room() -> None:
+    """Libraries that cannot be loaded whole, or start no thread, end the process without a word.
+
+    Raises:
+        CacheMemoryError: this process's limits leave no room for them.
+    """
+    for have_bytes, need_bytes, what in (
+        (address_space_bytes(), _MIN_ADDRESS_SPACE_BYTES, "address space (ulimit -v)"),
+        (data_bytes(), _MIN_DATA_BYTES, "data (ulimit -d)"),
+    ):
+        if have_bytes is not None and have_bytes < need_bytes:
+            raise CacheMemoryError(
+                f"out of memory: {have_bytes / 1e6:.0f} MB of {what} are left, and an engine needs "
+                f"{need_bytes / 1e6:.0f} MB beside its model: raise it"
+            )
 
 
 def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
@@ -208,33 +242,42 @@ def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
     return run_engine
 
 
+def _run(config: EngineConfig, parent: ParentLink | None) -> int:
+    """Check or serve; these import torch, which takes seconds."""
+    _require_room()
+    if config.check:
+        from nanocore.engine_core.check import check_engine
+
+        check_engine(config)
+        return 0
+    return _import_engine()(config, parent)
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run an engine until it is told to stop; exits with a code of the list in --help."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    standard_streams.open_missing()
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
         format=f"(engine pid={os.getpid()}) %(message)s",
     )
-    parent = _parent_link(arguments)
+    parent = None
     try:
-        config = parse_config(arguments)
-        # These import torch: seconds.
-        if config.check:
-            from nanocore.engine_core.check import check_engine
-
-            check_engine(config)
-            exit_code = 0
-        else:
-            exit_code = _import_engine()(config, parent)
+        with memory_errors(""):
+            parent = _parent_link(arguments)
+            exit_code = _run(parse_config(arguments), parent)
     except Exception as error:
         if isinstance(error, StartError):
             cause = error
-            print(f"nanocore-engine: {cause}", file=sys.stderr)
+            standard_streams.complain(f"nanocore-engine: {cause}")
         else:
             logging.exception("the engine failed to start")
             cause = StartError(f"internal error: {type(error).__name__}: {error}")
         if parent is not None:
             parent.report_failure(cause)
         exit_code = cause.exit_code
+    finally:
+        standard_streams.flush_or_drop()
+    logging.disable()  # what libraries have to say when the process ends
     sys.exit(exit_code)

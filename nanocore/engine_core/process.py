@@ -21,8 +21,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
-import torch
-
 from nanocore import __version__
 from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.cache_size import longest_request, size_cache
@@ -41,7 +39,7 @@ from nanocore.engine_core.watchdog import GRACE_S, Watchdog
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.endpoint import TcpAddress
 from nanocore.protocol.endpoint_lock import EndpointLock
-from nanocore.protocol.errors import CacheMemoryError, StartError
+from nanocore.protocol.errors import CacheMemoryError, StartError, is_out_of_memory, memory_errors
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineKeys, EngineSocket
 from nanocore.protocol.worker import WorkerInfo
@@ -215,6 +213,8 @@ def _run(core: EngineCore) -> tuple[Farewell, int]:
     except Exception as error:
         logger.exception("the step loop failed")
         reason = f"internal error: {type(error).__name__}: {error}"
+        if is_out_of_memory(error):
+            return Farewell(f"out of memory in a step: {error}", True), CacheMemoryError.exit_code
         return Farewell(reason, failure=True), StartError.exit_code
     exit_code = StartError.exit_code if shutdown.failure else 0
     return Farewell(shutdown.reason, shutdown.failure), exit_code
@@ -317,8 +317,6 @@ def _phase(name: str) -> Iterator[list[str]]:
     """Log a start-up phase with its seconds and what it notes."""
     notes: list[str] = []
     start_s = time.monotonic()
-    try:
+    with memory_errors(f"{name}: "):
         yield notes
-    except torch.OutOfMemoryError as error:
-        raise CacheMemoryError(f"{name}: out of device memory: {error}") from None
     logger.info("%s %.2f s: %s", name, time.monotonic() - start_s, ", ".join(notes))

@@ -26,12 +26,22 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_ranks_on_a_cpu_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 10 * GB)
-    assert memory.cpu_kv_bytes(1) == 4 * GB
-    assert memory.cpu_kv_bytes(2) == 2 * GB
-    assert memory.cpu_kv_bytes(2, taken_bytes=5 * GB) == 1 * GB
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1000 * GB)
-    assert memory.cpu_kv_bytes(4) == 2 * 2**30
+    monkeypatch.setattr(memory, "host_bytes", lambda: 10 * GB)
+    monkeypatch.setattr(memory, "process_bytes", lambda: None)
+    assert memory.cpu_memory_bytes(1) == 10 * GB
+    assert memory.cpu_memory_bytes(2) == 5 * GB
+    assert memory.cpu_memory_bytes(2, taken_bytes=4 * GB) == 3 * GB
+    assert memory.cpu_memory_bytes(2, taken_bytes=40 * GB) == 0
+    assert memory.cpu_kv_bytes(5 * GB, num_ranks=2) == 2 * GB
+    assert memory.cpu_kv_bytes(1000 * GB, num_ranks=4) == 2 * 2**30
+
+
+def test_what_a_process_may_have_is_each_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_bytes", lambda: 10 * GB)
+    monkeypatch.setattr(memory, "process_bytes", lambda: 3 * GB)
+    assert memory.cpu_memory_bytes(1) == 3 * GB
+    assert memory.cpu_memory_bytes(2, taken_bytes=2 * GB) == 2 * GB
+    assert memory.cpu_memory_bytes(5) == 2 * GB
 
 
 @pytest.fixture
