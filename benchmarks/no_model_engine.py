@@ -107,7 +107,7 @@ def main() -> int:
         num_blocks=NUM_BLOCKS,
         files=files.entries,
     )
-    executor = NoModelExecutor(config.max_num_seqs, tokenizer.encode(TEXT))
+    executor = NoModelExecutor(config.sizes.max_num_seqs, tokenizer.encode(TEXT))
     socket = EngineSocket(config.endpoint)
     return serve(config, socket, card, files, executor, started_s, parent=parent)
 

@@ -49,7 +49,7 @@ def size_cache(
     tightest = min(ranks, key=lambda rank: rank.available_kv_bytes // rank.kv_block_bytes)
     num_blocks = tightest.available_kv_bytes // tightest.kv_block_bytes
     if num_blocks >= num_needed:
-        return min(num_blocks, num_needed * config.max_num_seqs), max_model_len
+        return min(num_blocks, num_needed * config.sizes.max_num_seqs), max_model_len
     if fits_auto and num_blocks * block_size >= 2:
         return num_blocks, num_blocks * block_size
     raise CacheMemoryError(_too_long(config, ranks, tightest, max_model_len))

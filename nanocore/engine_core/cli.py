@@ -43,6 +43,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises instead of exiting, so that a launching client hears of usage errors, too."""
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace("ignored explicit argument", "takes no value, and was given")
         raise ConfigError(f"{message} (nanocore-engine --help lists the flags)")
 
 
@@ -82,10 +83,10 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=get_args(Dtype), help="default: the checkpoint's")
     model.add_argument(
         "--max-model-len",
-        type=_length,
+        type=_whole,
         help="tokens of prompt and output together; auto: what fits",
     )
-    model.add_argument("--seed", type=int, help="for requests that bring no seed (default: 0)")
+    model.add_argument("--seed", type=_whole, help="for requests that bring no seed (default: 0)")
 
 
 def _add_device_flags(parser: argparse.ArgumentParser) -> None:
@@ -107,25 +108,27 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
         help="begin a step before the last one is done (default: on CUDA)",
     )
     device.add_argument(
-        "--tensor-parallel-size", "-tp", "--tp", type=int, help="ranks that share each layer (1)"
+        "--tensor-parallel-size", "-tp", "--tp", type=_whole, help="ranks that share each layer (1)"
     )
     device.add_argument(
-        "--pipeline-parallel-size", "-pp", "--pp", type=int, help="stages of layers (1)"
+        "--pipeline-parallel-size", "-pp", "--pp", type=_whole, help="stages of layers (1)"
     )
     device.add_argument(
-        "--step-timeout-s", type=float, help="then the rank that hangs is named (300)"
+        "--step-timeout-s", type=_real, help="a step that takes longer ends the engine (300)"
     )
 
 
 def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("KV cache")
-    cache.add_argument("--block-size", type=int, help="tokens per KV block (16; 64 on CUDA)")
+    cache.add_argument("--block-size", type=_whole, help="tokens per KV block (16; 64 on CUDA)")
     cache.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype))
     cache.add_argument(
-        "--gpu-memory-utilization", type=float, help="share of a GPU's memory to use (0.9)"
+        "--gpu-memory-utilization", type=_real, help="share of a GPU's memory to use (0.9)"
     )
-    cache.add_argument("--kv-cache-memory-bytes", type=int, help="of each rank, instead of a share")
-    cache.add_argument("--num-gpu-blocks-override", type=int, help="KV blocks, on any device")
+    cache.add_argument(
+        "--kv-cache-memory-bytes", type=_whole, help="of each rank, instead of a share"
+    )
+    cache.add_argument("--num-gpu-blocks-override", type=_whole, help="KV blocks, on any device")
     cache.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     cache.add_argument(
         "--salt-prefix-cache-by-session",
@@ -136,22 +139,24 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     scheduler = parser.add_argument_group("scheduler")
-    scheduler.add_argument("--max-num-seqs", type=int, help="requests running at once (256)")
+    scheduler.add_argument("--max-num-seqs", type=_whole, help="requests running at once (256)")
     scheduler.add_argument(
-        "--max-num-batched-tokens", type=int, help="budget of a step (2048; 8192 on CUDA)"
+        "--max-num-batched-tokens", type=_whole, help="budget of a step (2048; 8192 on CUDA)"
     )
-    scheduler.add_argument("--max-num-queued-reqs", type=int, help="more are refused (4096)")
-    scheduler.add_argument("--max-num-queued-tokens", type=int, help="in prompts (4194304)")
+    scheduler.add_argument("--max-num-queued-reqs", type=_whole, help="more are refused (4096)")
+    scheduler.add_argument("--max-num-queued-tokens", type=_whole, help="in prompts (4194304)")
     scheduler.add_argument("--scheduling-policy", choices=get_args(SchedulingPolicy))
-    scheduler.add_argument("--long-prefill-token-threshold", type=int, help="per prompt and step")
     scheduler.add_argument(
-        "--max-num-partial-prefills", type=int, help="prompts in chunks at once (0: no limit)"
+        "--long-prefill-token-threshold", type=_whole, help="per prompt and step"
     )
     scheduler.add_argument(
-        "--watermark", type=float, help="share of KV blocks that admission leaves free (0)"
+        "--max-num-partial-prefills", type=_whole, help="prompts in chunks at once (0: no limit)"
     )
     scheduler.add_argument(
-        "--target-itl-ms", type=float, help="shrink prompt chunks so that decodes keep this (inf)"
+        "--watermark", type=_real, help="share of KV blocks that admission leaves free (0)"
+    )
+    scheduler.add_argument(
+        "--target-itl-ms", type=_real, help="shrink prompt chunks so that decodes keep this (inf)"
     )
 
 
@@ -167,7 +172,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--check", action="store_true", help="check flags, model files and memory, and exit"
     )
-    engine.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    engine.add_argument("--parent-fd", help=argparse.SUPPRESS)
 
 
 def _add_event_flags(parser: argparse.ArgumentParser) -> None:
@@ -177,8 +182,19 @@ def _add_event_flags(parser: argparse.ArgumentParser) -> None:
     events.add_argument("--kv-events-topic", help="first frame of each batch (default: empty)")
 
 
-def _length(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+def _whole(text: str) -> int | str:
+    """The number; of what is none EngineConfig says what it should have been."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _real(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def parse_config(arguments: list[str]) -> EngineConfig:

@@ -39,7 +39,14 @@ from nanocore.engine_core.watchdog import GRACE_S, Watchdog
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.endpoint import TcpAddress
 from nanocore.protocol.endpoint_lock import EndpointLock
-from nanocore.protocol.errors import CacheMemoryError, StartError, is_out_of_memory, memory_errors
+from nanocore.protocol.errors import (
+    CacheMemoryError,
+    ModelFileError,
+    StartError,
+    is_out_of_memory,
+    memory_errors,
+    shorten,
+)
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineKeys, EngineSocket
 from nanocore.protocol.worker import WorkerInfo
@@ -180,7 +187,7 @@ def _io_thread(
         files=files,
         capabilities=config.capabilities,
         instance=secrets.token_hex(16),
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.sizes.max_num_seqs,
         queue_limit=queue_limit,
         admission=Admission(card, config, queue_limit),
         num_steps=lambda: counters.num_steps,
@@ -276,7 +283,11 @@ def _handle_signals(inbox: Inbox) -> list[int]:
 def find_model(config: EngineConfig) -> Path:
     """The folder of the model to serve, downloaded if it has to be."""
     if config.model is not None:
-        return resolve_model(config.model, config.revision)
+        try:
+            return resolve_model(config.model, config.revision)
+        except OSError as error:
+            name = shorten(config.model)
+            raise ModelFileError(f"--model {name}: {error.strerror or error}") from None
     logger.info("no --model given: serving the bundled demo model")
     return Path(str(resources.files("nanocore") / "demo_model"))
 
