@@ -275,7 +275,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     standard_streams.open_missing()
     logging.basicConfig(
         level=logging.INFO,
-        stream=sys.stderr,
+        handlers=[standard_streams.LogHandler()],
         format=f"(engine pid={os.getpid()}) %(message)s",
     )
     parent = None

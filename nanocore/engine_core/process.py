@@ -276,7 +276,8 @@ def _handle_signals(inbox: Inbox) -> list[int]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    signal.signal(signal.SIGHUP, lambda *_: inbox.put(Shutdown("SIGHUP")))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, lambda *_: inbox.put(Shutdown("SIGHUP")))
     return interrupts
 
 

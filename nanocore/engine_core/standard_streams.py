@@ -2,14 +2,21 @@
 
 A descriptor that was closed before we began would be given to the next file or socket that is
 opened, and then get what libraries write to it. A stream whose reader is gone, or whose disk is
-full, would turn the exit code into Python's own.
+full, would turn the exit code into Python's own. One whose reader does not read, a pipe that is
+full or a terminal that is held, would stop the thread that logs, and all clients with it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import select
 import sys
 from contextlib import suppress
+from typing import Final
+
+STDERR_FD: Final = 2
+_PATIENCE_MS: Final = 100
 
 
 def open_missing() -> None:
@@ -22,6 +29,28 @@ def open_missing() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+
+
+class LogHandler(logging.Handler):
+    """Writes lines to stderr, and drops what its reader does not take in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._poll = select.poll()
+        self._poll.register(STDERR_FD, select.POLLOUT)
+        self._patience_ms = _PATIENCE_MS
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called under the handler's lock."""
+        data = (self.format(record) + "\n").encode(errors="backslashreplace")
+        with suppress(OSError):
+            # A pipe that can be written to takes so many bytes at once.
+            for start in range(0, len(data), select.PIPE_BUF):
+                if not self._poll.poll(self._patience_ms):
+                    self._patience_ms = 0  # until it is read again
+                    return
+                os.write(STDERR_FD, data[start : start + select.PIPE_BUF])
+        self._patience_ms = _PATIENCE_MS
 
 
 def complain(text: str) -> None:

@@ -15,7 +15,8 @@ import signal
 import time
 from typing import Final
 
-STDERR_FD: Final = 2
+from nanocore.engine_core.standard_streams import STDERR_FD
+
 _REARM_S: Final = 1.0
 """How old an armed switch may become in steps that end: arming it costs microseconds."""
 

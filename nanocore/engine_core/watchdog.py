@@ -17,7 +17,7 @@ from typing import Final
 
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.mailbox import Farewell, Outbox
-from nanocore.engine_core.step_clock import STDERR_FD
+from nanocore.engine_core.standard_streams import STDERR_FD
 from nanocore.protocol.errors import StartError
 
 logger = logging.getLogger(__name__)
