@@ -35,7 +35,7 @@ def size_cache(
 
     Raises:
         CacheMemoryError: a request of max_model_len does not fit, and may not be cut to what fits;
-            or there is not so much memory as flags say.
+            or there is not so much memory as flags say. ConfigError: no request fits the blocks.
     """
     _check_flags(config, ranks)
     block_size = config.sizes.block_size
@@ -45,6 +45,11 @@ def size_cache(
         num_blocks = config.num_gpu_blocks_override
         if fits_auto:
             max_model_len = min(max_model_len, num_blocks * block_size)
+        if num_blocks * block_size < 2:
+            raise ConfigError(
+                f"--num-gpu-blocks-override {num_blocks}: a block of {block_size} holds no request "
+                "of two tokens; raise it, or --block-size"
+            )
         return num_blocks, max_model_len
     tightest = min(ranks, key=lambda rank: rank.available_kv_bytes // rank.kv_block_bytes)
     num_blocks = tightest.available_kv_bytes // tightest.kv_block_bytes

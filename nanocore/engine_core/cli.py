@@ -283,6 +283,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         with memory_errors(""):
             parent = _parent_link(arguments)
             exit_code = _run(parse_config(arguments), parent)
+    except KeyboardInterrupt:  # before there is anything to end in order
+        exit_code = 130
     except Exception as error:
         if isinstance(error, StartError):
             cause = error

@@ -137,7 +137,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     tensor_parallel_size: _Ranks = 1
     pipeline_parallel_size: _Ranks = 1
-    step_timeout_s: Annotated[float, Meta(gt=0, le=10**6)] = 300.0
+    step_timeout_s: Annotated[float, Meta(ge=0.1, le=10**6)] = 300.0
     max_model_len: _Length | Literal["auto"] | None = None
     max_num_seqs: _Rows | None = None
     max_num_batched_tokens: _StepTokens | None = None

@@ -3,7 +3,8 @@
 The step loop writes the clock, other threads read it. A step that hangs in native code may hold the
 interpreter's lock, so that no other thread can so much as notice: for that case the loop keeps a
 dead man's switch armed while it is in steps, which needs no interpreter. It is disarmed while the
-loop sleeps, so that an engine that is stopped while idle lives on when it is continued.
+loop sleeps, so that an engine that is stopped while idle lives on when it is continued. (One that
+is stopped in the middle of a step for longer than the switch waits does not.)
 """
 
 from __future__ import annotations

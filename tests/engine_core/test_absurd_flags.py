@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from nanocore.engine_core import cli
 from nanocore.engine_core.cli import main
 
 
@@ -43,6 +44,7 @@ def check(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         ("--pipeline-parallel-size 1000", 2),
         ("--gpu-memory-utilization 1e400", 2),
         ("--watermark nan", 2),
+        ("--num-gpu-blocks-override 1 --block-size 1", 2),
         ("--curve-dir /nowhere", 2),
         ("--parent-fd 1000000", 2),
         ("--parent-fd foo", 2),
@@ -79,3 +81,13 @@ def test_one_odd_flag_contradicts_no_default(
 ) -> None:
     code, stderr = check(flags, capsys)
     assert (code, stderr) == (0, "")
+
+
+def test_an_interrupt_at_the_start_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupt)
+    assert check("", capsys) == (130, "")
