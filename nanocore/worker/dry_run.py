@@ -57,10 +57,10 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     if config.load_format != "dummy":
         check_weights(folder, models[0].slots(), models[0].ignored_tensors)
     weight_bytes = [_weight_bytes(config, model) for model in models]
-    memory_bytes = _memory_bytes(config, weight_bytes)
+    memory = _memory(config, weight_bytes)
     return [
-        _info(config, model, num_bytes, memory)
-        for model, num_bytes, memory in zip(models, weight_bytes, memory_bytes, strict=True)
+        _info(config, model, num_bytes, *rank_memory)
+        for model, num_bytes, rank_memory in zip(models, weight_bytes, memory, strict=True)
     ]
 
 
@@ -84,19 +84,24 @@ def _weight_bytes(config: WorkerConfig, model: DecoderModel) -> int:
     return num_bytes - packer.saved_bytes
 
 
-def _memory_bytes(config: WorkerConfig, weight_bytes: list[int]) -> list[int]:
-    """What each rank could have beside its weights."""
+def _memory(config: WorkerConfig, weight_bytes: list[int]) -> list[tuple[int, int]]:
+    """What each rank could have beside its weights, and how much of it is for KV."""
+    asked_bytes, num_ranks = config.kv_cache_memory_bytes, config.num_ranks
     if select_device(config.device).type == "cpu":
         _require(sum(weight_bytes), cpu_memory_bytes(1), "the memory that this engine can have")
-        return [cpu_memory_bytes(config.num_ranks, sum(weight_bytes))] * config.num_ranks
-    memory_bytes = []
+        most_bytes = cpu_memory_bytes(num_ranks, sum(weight_bytes))
+        kv_bytes = cpu_kv_bytes(most_bytes, num_ranks) if asked_bytes is None else asked_bytes
+        return [(most_bytes, kv_bytes)] * num_ranks
+    memory = []
     for rank, num_bytes in enumerate(weight_bytes):
         device = select_device(config.device, rank)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         have_bytes = int(total_bytes * config.gpu_memory_utilization) - (total_bytes - free_bytes)
-        _require(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")
-        memory_bytes.append(have_bytes - num_bytes)
-    return memory_bytes
+        if asked_bytes is None:
+            _require(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")
+        kv_bytes = have_bytes - num_bytes if asked_bytes is None else asked_bytes
+        memory.append((total_bytes - num_bytes, kv_bytes))
+    return memory
 
 
 def _require(need_bytes: int, have_bytes: int, what: str) -> None:
@@ -108,21 +113,18 @@ def _require(need_bytes: int, have_bytes: int, what: str) -> None:
 
 
 def _info(
-    config: WorkerConfig, model: DecoderModel, weight_bytes: int, memory_bytes: int
+    config: WorkerConfig, model: DecoderModel, weight_bytes: int, memory_bytes: int, kv_bytes: int
 ) -> WorkerInfo:
     device = select_device(config.device)
     kernels = make_kernels(config, device)
     kv_format = select_kv_format(config.kv_cache_dtype, model.placement.dtype, device)
     runner = ModelRunner(model, kernels)
-    kv_bytes = config.kv_cache_memory_bytes
-    if kv_bytes is None and device.type == "cpu":
-        kv_bytes = cpu_kv_bytes(memory_bytes, config.num_ranks)
     return WorkerInfo(
         device=str(device),
         dtype=dtype_name(model.placement.dtype),
         kernels=kernels.name,
         weight_bytes=weight_bytes,
         kv_block_bytes=runner.kv_block_bytes(kv_format, config.block_size),
-        available_kv_bytes=memory_bytes if kv_bytes is None else kv_bytes,
+        available_kv_bytes=kv_bytes,
         memory_bytes=memory_bytes,
     )
