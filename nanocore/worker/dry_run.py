@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.protocol.errors import CacheMemoryError
 from nanocore.protocol.worker import WorkerConfig, WorkerInfo
 from nanocore.worker.config.model_config import ModelConfig, load_model_config
 from nanocore.worker.device import (
@@ -26,7 +25,12 @@ from nanocore.worker.device import (
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.loader import check_weights
-from nanocore.worker.memory import cpu_kv_bytes, cpu_memory_bytes
+from nanocore.worker.memory import (
+    CPU_MEMORY,
+    cpu_kv_bytes,
+    cpu_memory_bytes,
+    require_weights,
+)
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
@@ -88,7 +92,7 @@ def _memory(config: WorkerConfig, weight_bytes: list[int]) -> list[tuple[int, in
     """What each rank could have beside its weights, and how much of it is for KV."""
     asked_bytes, num_ranks = config.kv_cache_memory_bytes, config.num_ranks
     if select_device(config.device).type == "cpu":
-        _require(sum(weight_bytes), cpu_memory_bytes(1), "the memory that this engine can have")
+        require_weights(sum(weight_bytes), cpu_memory_bytes(1), CPU_MEMORY)
         most_bytes = cpu_memory_bytes(num_ranks, sum(weight_bytes))
         kv_bytes = cpu_kv_bytes(most_bytes, num_ranks) if asked_bytes is None else asked_bytes
         return [(most_bytes, kv_bytes)] * num_ranks
@@ -98,18 +102,10 @@ def _memory(config: WorkerConfig, weight_bytes: list[int]) -> list[tuple[int, in
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         have_bytes = int(total_bytes * config.gpu_memory_utilization) - (total_bytes - free_bytes)
         if asked_bytes is None:
-            _require(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")
+            require_weights(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")
         kv_bytes = have_bytes - num_bytes if asked_bytes is None else asked_bytes
         memory.append((total_bytes - num_bytes, kv_bytes))
     return memory
-
-
-def _require(need_bytes: int, have_bytes: int, what: str) -> None:
-    if need_bytes > have_bytes:
-        raise CacheMemoryError(
-            f"the weights need {need_bytes / 1e6:.1f} MB, and {what} is {have_bytes / 1e6:.1f} MB: "
-            "use a smaller --dtype or model, or more ranks on more devices"
-        )
 
 
 def _info(

@@ -18,6 +18,7 @@ from nanocore.worker.host_memory import host_bytes, process_bytes
 
 CPU_KV_SHARE: Final = 0.4
 CPU_KV_CAP_BYTES: Final = 8 * 2**30
+CPU_MEMORY: Final = "the memory that this engine can have"
 
 
 def cpu_memory_bytes(num_ranks: int, taken_bytes: int = 0) -> int:
@@ -26,6 +27,19 @@ def cpu_memory_bytes(num_ranks: int, taken_bytes: int = 0) -> int:
     if (own_bytes := process_bytes()) is not None:
         most_bytes = min(most_bytes, own_bytes - taken_bytes // num_ranks)
     return max(0, most_bytes)
+
+
+def require_weights(need_bytes: int, have_bytes: int, what: str) -> None:
+    """What weights need against what there is before they are read.
+
+    Raises:
+        CacheMemoryError: it is too little.
+    """
+    if need_bytes > have_bytes:
+        raise CacheMemoryError(
+            f"the weights need {need_bytes / 1e6:.1f} MB, and {what} is {have_bytes / 1e6:.1f} MB: "
+            "use a smaller --dtype or model, or more ranks on more devices"
+        )
 
 
 def cpu_kv_bytes(memory_bytes: int, num_ranks: int) -> int:

@@ -25,10 +25,17 @@ from nanocore.worker.device import (
     select_kv_format,
     steps_in_flight,
 )
+from nanocore.worker.host_memory import host_bytes
 from nanocore.worker.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.memory import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
+from nanocore.worker.memory import (
+    CPU_MEMORY,
+    cpu_kv_bytes,
+    cpu_memory_bytes,
+    cuda_kv_bytes,
+    require_weights,
+)
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.pending_output import PendingOutput
@@ -88,6 +95,11 @@ class Worker:
             ModelFileError: see `loader.load_weights`. CacheMemoryError: nothing is left.
         """
         model = self._runner.model
+        if self.device.type == "cpu":
+            # Pages that are promised are found missing when they are written to, by a kill.
+            slots = model.slots().values()
+            num_bytes = sum(part.target.nbytes for slot in slots for part in slot.parts)
+            require_weights(num_bytes, host_bytes(), CPU_MEMORY)
         if self._config.load_format == "dummy":
             weight_bytes = fill_dummy_weights(model.slots(), self._config.seed)
         else:
