@@ -56,6 +56,10 @@ class NoModelExecutor:
         """The result of the one step that is in flight."""
         return self._result
 
+    def blame(self) -> str:
+        """Nothing can hang."""
+        return "the benchmark's executor hangs"
+
     def on_failure(self, report: Callable[[str], None]) -> None:
         """Nothing can fail."""
 
@@ -103,7 +107,7 @@ def main() -> int:
         num_blocks=NUM_BLOCKS,
         files=files.entries,
     )
-    executor = NoModelExecutor(config.max_num_seqs, tokenizer.encode(TEXT))
+    executor = NoModelExecutor(config.sizes.max_num_seqs, tokenizer.encode(TEXT))
     socket = EngineSocket(config.endpoint)
     return serve(config, socket, card, files, executor, started_s, parent=parent)
 

@@ -197,6 +197,10 @@ class _TimedExecutor:
         """The answer."""
         return self._executor.collect()
 
+    def blame(self) -> str:
+        """Nothing can hang."""
+        return "the benchmark's executor hangs"
+
     def on_failure(self, report: Callable[[str], None]) -> None:
         """Nothing can fail."""
 

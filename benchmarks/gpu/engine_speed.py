@@ -45,7 +45,7 @@ def prefill_figures(
 ) -> dict[str, Any]:
     """Prompt tokens per second of steps that are full of prompts of this length."""
     budget = engine.config.sizes.max_num_batched_tokens
-    num_prompts = max(1, min(budget // length, engine.config.max_num_seqs))
+    num_prompts = max(1, min(budget // length, engine.config.sizes.max_num_seqs))
     num_rounds = 2 if session.small else 5
     times_s = []
     length = min(length, engine.scheduler.config.max_model_len - 1)

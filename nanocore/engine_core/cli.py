@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import NoReturn, get_args
+from typing import Final, NoReturn, get_args
 
 from nanocore import __version__
+from nanocore.engine_core import standard_streams
 from nanocore.engine_core.config import (
     AttentionBackend,
     Device,
@@ -26,8 +27,13 @@ from nanocore.engine_core.config import (
 )
 from nanocore.engine_core.parent import ParentLink
 from nanocore.protocol.endpoint import default_endpoint
-from nanocore.protocol.errors import ConfigError, StartError
+from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.protocol.worker import KVCacheDtype, LoadFormat, Quantization
+from nanocore.worker.host_memory import address_space_bytes, data_bytes
+
+_MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
+_MIN_DATA_BYTES: Final = 360 * 10**6
+"""Of libraries and threads, as measured with torch for CPUs alone; more is found out later."""
 
 _EXIT_CODES = """\
 exit codes: 0 clean, 2 usage or configuration, 3 model files, 4 memory, 5 address in use,
@@ -38,6 +44,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises instead of exiting, so that a launching client hears of usage errors, too."""
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace("ignored explicit argument", "takes no value, and was given")
         raise ConfigError(f"{message} (nanocore-engine --help lists the flags)")
 
 
@@ -79,10 +86,10 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--max-model-len",
-        type=_length,
+        type=_whole,
         help="tokens of prompt and output together; auto: what fits",
     )
-    model.add_argument("--seed", type=int, help="for requests that bring no seed (default: 0)")
+    model.add_argument("--seed", type=_whole, help="for requests that bring no seed (default: 0)")
 
 
 def _add_device_flags(parser: argparse.ArgumentParser) -> None:
@@ -106,25 +113,27 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
         help="begin a step before the last one is done (default: on CUDA)",
     )
     device.add_argument(
-        "--tensor-parallel-size", "-tp", "--tp", type=int, help="ranks that share each layer (1)"
+        "--tensor-parallel-size", "-tp", "--tp", type=_whole, help="ranks that share each layer (1)"
     )
     device.add_argument(
-        "--pipeline-parallel-size", "-pp", "--pp", type=int, help="stages of layers (1)"
+        "--pipeline-parallel-size", "-pp", "--pp", type=_whole, help="stages of layers (1)"
     )
     device.add_argument(
-        "--step-timeout-s", type=float, help="then the rank that hangs is named (300)"
+        "--step-timeout-s", type=_real, help="a step that takes longer ends the engine (300)"
     )
 
 
 def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     cache = parser.add_argument_group("KV cache")
-    cache.add_argument("--block-size", type=int, help="tokens per KV block (16; 64 on CUDA)")
+    cache.add_argument("--block-size", type=_whole, help="tokens per KV block (16; 64 on CUDA)")
     cache.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDtype))
     cache.add_argument(
-        "--gpu-memory-utilization", type=float, help="share of a GPU's memory to use (0.9)"
+        "--gpu-memory-utilization", type=_real, help="share of a GPU's memory to use (0.9)"
     )
-    cache.add_argument("--kv-cache-memory-bytes", type=int, help="of each rank, instead of a share")
-    cache.add_argument("--num-gpu-blocks-override", type=int, help="KV blocks, on any device")
+    cache.add_argument(
+        "--kv-cache-memory-bytes", type=_whole, help="of each rank, instead of a share"
+    )
+    cache.add_argument("--num-gpu-blocks-override", type=_whole, help="KV blocks, on any device")
     cache.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     cache.add_argument(
         "--salt-prefix-cache-by-session",
@@ -135,22 +144,24 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     scheduler = parser.add_argument_group("scheduler")
-    scheduler.add_argument("--max-num-seqs", type=int, help="requests running at once (256)")
+    scheduler.add_argument("--max-num-seqs", type=_whole, help="requests running at once (256)")
     scheduler.add_argument(
-        "--max-num-batched-tokens", type=int, help="budget of a step (2048; 8192 on CUDA)"
+        "--max-num-batched-tokens", type=_whole, help="budget of a step (2048; 8192 on CUDA)"
     )
-    scheduler.add_argument("--max-num-queued-reqs", type=int, help="more are refused (4096)")
-    scheduler.add_argument("--max-num-queued-tokens", type=int, help="in prompts (4194304)")
+    scheduler.add_argument("--max-num-queued-reqs", type=_whole, help="more are refused (4096)")
+    scheduler.add_argument("--max-num-queued-tokens", type=_whole, help="in prompts (4194304)")
     scheduler.add_argument("--scheduling-policy", choices=get_args(SchedulingPolicy))
-    scheduler.add_argument("--long-prefill-token-threshold", type=int, help="per prompt and step")
     scheduler.add_argument(
-        "--max-num-partial-prefills", type=int, help="prompts in chunks at once (0: no limit)"
+        "--long-prefill-token-threshold", type=_whole, help="per prompt and step"
     )
     scheduler.add_argument(
-        "--watermark", type=float, help="share of KV blocks that admission leaves free (0)"
+        "--max-num-partial-prefills", type=_whole, help="prompts in chunks at once (0: no limit)"
     )
     scheduler.add_argument(
-        "--target-itl-ms", type=float, help="shrink prompt chunks so that decodes keep this (inf)"
+        "--watermark", type=_real, help="share of KV blocks that admission leaves free (0)"
+    )
+    scheduler.add_argument(
+        "--target-itl-ms", type=_real, help="shrink prompt chunks so that decodes keep this (inf)"
     )
 
 
@@ -166,7 +177,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--check", action="store_true", help="check flags, model files and memory, and exit"
     )
-    engine.add_argument("--parent-fd", type=int, help=argparse.SUPPRESS)
+    engine.add_argument("--parent-fd", help=argparse.SUPPRESS)
 
 
 def _add_event_flags(parser: argparse.ArgumentParser) -> None:
@@ -176,8 +187,19 @@ def _add_event_flags(parser: argparse.ArgumentParser) -> None:
     events.add_argument("--kv-events-topic", help="first frame of each batch (default: empty)")
 
 
-def _length(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+def _whole(text: str) -> int | str:
+    """The number; of what is none EngineConfig says what it should have been."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _real(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def parse_config(arguments: list[str]) -> EngineConfig:
@@ -203,11 +225,39 @@ def _near_match(parser: argparse.ArgumentParser, argument: str) -> str:
 
 
 def _parent_link(arguments: list[str]) -> ParentLink | None:
-    """The link to a launching client, found even when other flags are wrong."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--parent-fd", type=int)
-    parent_fd = parser.parse_known_args(arguments)[0].parent_fd
-    return None if parent_fd is None else ParentLink(parent_fd)
+    """The link to a launching client, found even when other flags are wrong.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--parent-fd")
+    text = parser.parse_known_args(arguments)[0].parent_fd
+    if text is None:
+        return None
+    try:
+        return ParentLink(int(text))
+    except (ValueError, OSError, OverflowError):
+        raise ConfigError(
+            f"--parent-fd {text}: not the number of a socket; this flag is for launching clients"
+        ) from None
+
+
+def _require_room() -> None:
+    """Libraries that cannot be loaded whole, or start no thread, end the process without a word.
+
+    Raises:
+        CacheMemoryError: this process's limits leave no room for them.
+    """
+    for have_bytes, need_bytes, what in (
+        (address_space_bytes(), _MIN_ADDRESS_SPACE_BYTES, "address space (ulimit -v)"),
+        (data_bytes(), _MIN_DATA_BYTES, "data (ulimit -d)"),
+    ):
+        if have_bytes is not None and have_bytes < need_bytes:
+            raise CacheMemoryError(
+                f"out of memory: {have_bytes / 1e6:.0f} MB of {what} are left, and an engine needs "
+                f"{need_bytes / 1e6:.0f} MB beside its model: raise it"
+            )
 
 
 def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
@@ -224,33 +274,44 @@ def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
     return run_engine
 
 
+def _run(config: EngineConfig, parent: ParentLink | None) -> int:
+    """Check or serve; these import torch, which takes seconds."""
+    _require_room()
+    if config.check:
+        from nanocore.engine_core.check import check_engine
+
+        check_engine(config)
+        return 0
+    return _import_engine()(config, parent)
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run an engine until it is told to stop; exits with a code of the list in --help."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    standard_streams.open_missing()
     logging.basicConfig(
         level=logging.INFO,
-        stream=sys.stderr,
+        handlers=[standard_streams.LogHandler()],
         format=f"(engine pid={os.getpid()}) %(message)s",
     )
-    parent = _parent_link(arguments)
+    parent = None
     try:
-        config = parse_config(arguments)
-        # These import torch: seconds.
-        if config.check:
-            from nanocore.engine_core.check import check_engine
-
-            check_engine(config)
-            exit_code = 0
-        else:
-            exit_code = _import_engine()(config, parent)
+        with memory_errors(""):
+            parent = _parent_link(arguments)
+            exit_code = _run(parse_config(arguments), parent)
+    except KeyboardInterrupt:  # before there is anything to end in order
+        exit_code = 130
     except Exception as error:
         if isinstance(error, StartError):
             cause = error
-            print(f"nanocore-engine: {cause}", file=sys.stderr)
+            standard_streams.complain(f"nanocore-engine: {cause}")
         else:
             logging.exception("the engine failed to start")
             cause = StartError(f"internal error: {type(error).__name__}: {error}")
         if parent is not None:
             parent.report_failure(cause)
         exit_code = cause.exit_code
+    finally:
+        standard_streams.flush_or_drop()
+    logging.disable()  # what libraries have to say when the process ends
     sys.exit(exit_code)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Annotated, Final, Literal
 
+from msgspec import Meta
+
+from nanocore.engine_core.field_check import check_fields, require
 from nanocore.protocol.endpoint import (
     IpcAddress,
     TcpAddress,
@@ -27,6 +30,20 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackend = Literal["auto", "cpu", "triton", "flash", "torch"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
+_MAX_NUM_ROWS: Final = 2**16
+_MAX_INT32: Final = 2**31 - 1
+_MAX_EXACT: Final = 2**53 - 1
+_Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z", description="without NUL")]
+_Name = Annotated[str, Meta(pattern=r"\A[^\0]+\Z", description="without NUL and not empty")]
+_Ranks = Annotated[int, Meta(ge=1, le=1024)]
+_Rows = Annotated[int, Meta(ge=1, le=_MAX_NUM_ROWS)]
+_StepTokens = Annotated[int, Meta(ge=1, le=2**20)]
+_Length = Annotated[int, Meta(ge=2, le=_MAX_INT32)]
+_Blocks = Annotated[int, Meta(ge=1, le=_MAX_INT32)]
+_Bytes = Annotated[int, Meta(ge=1, le=2**62)]
+_Queued = Annotated[int, Meta(ge=1, le=_MAX_EXACT)]
+_Limit = Annotated[int, Meta(ge=0, le=_MAX_INT32, description="from 0 to 2147483647; 0: no limit")]
+
 FLASH_BLOCK_SIZE: Final = 256
 """What any flash-attn takes."""
 
@@ -36,6 +53,7 @@ class Sizes:
     """What suits one kind of device and not another: a GPU wants more work at a time."""
 
     block_size: int = 16
+    max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
 
 
@@ -43,11 +61,6 @@ _DEFAULT_SIZES: Final = {
     "cpu": Sizes(),
     "cuda": Sizes(block_size=64, max_num_batched_tokens=8192),
 }
-
-
-def _require(ok: bool, flag: str, value: object, limit: str) -> None:
-    if not ok:
-        raise ConfigError(f"{flag} {value}: {limit}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,33 +88,12 @@ class SchedulerConfig:
     num_groups: int = 1
 
     def __post_init__(self) -> None:
-        policies = get_args(SchedulingPolicy)
-        _require(
-            self.policy in policies,
-            "--scheduling-policy",
-            self.policy,
-            f"choose one of {', '.join(policies)}",
-        )
-        _require(self.max_num_seqs >= 1, "--max-num-seqs", self.max_num_seqs, "at least 1")
-        _require(self.max_model_len >= 2, "--max-model-len", self.max_model_len, "at least 2")
-        _require(
+        require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "--max-num-batched-tokens",
             self.max_num_batched_tokens,
             f"must be at least --max-num-seqs ({self.max_num_seqs}), so that every running request "
             "can take a token in every step; raise it or lower --max-num-seqs",
-        )
-        for flag, value in (
-            ("--long-prefill-token-threshold", self.long_prefill_token_threshold),
-            ("--max-num-partial-prefills", self.max_num_partial_prefills),
-        ):
-            _require(value >= 0, flag, value, "at least 0; 0 is no limit")
-        _require(0.0 <= self.watermark < 1.0, "--watermark", self.watermark, "in [0, 1); 0 is off")
-        _require(
-            self.target_itl_ms > 0,
-            "--target-itl-ms",
-            self.target_itl_ms,
-            "milliseconds above 0; inf is no target",
         )
 
 
@@ -119,8 +111,9 @@ class EngineConfig:
     are computed. enforce_eager: call kernels one by one, capture no graphs. async_scheduling: begin
     a step before the last one is done; None does where the device works beside the host.
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages that
-    share the layers. step_timeout_s: how long a step may take before a rank is blamed for it.
+    share the layers. step_timeout_s: how long a step may take before it ends the engine.
     max_model_len: None takes the model's own, "auto" at most what fits the memory.
+    max_num_seqs, max_num_batched_tokens, block_size: None takes what suits the device, see `Sizes`.
     num_gpu_blocks_override: KV blocks, instead of sizing by memory. gpu_memory_utilization: share
     of each GPU's memory to use. kv_cache_memory_bytes: memory for each rank's KV, instead of that.
     kv_cache_dtype: "auto" is the model's dtype.
@@ -134,8 +127,8 @@ class EngineConfig:
     kv_events_replay_endpoint: where they ask for those they missed. kv_events_topic: first frame.
     """
 
-    model: str | None = None
-    revision: str | None = None
+    model: _Name | None = None
+    revision: _Name | None = None
     load_format: LoadFormat = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"
@@ -144,75 +137,41 @@ class EngineConfig:
     batch_invariant: bool = False
     enforce_eager: bool = False
     async_scheduling: bool | None = None
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    step_timeout_s: float = 300.0
-    max_model_len: int | Literal["auto"] | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    max_num_queued_reqs: int = 4096
-    max_num_queued_tokens: int = 4 * 2**20
+    tensor_parallel_size: _Ranks = 1
+    pipeline_parallel_size: _Ranks = 1
+    step_timeout_s: Annotated[float, Meta(ge=0.1, le=10**6)] = 300.0
+    max_model_len: _Length | Literal["auto"] | None = None
+    max_num_seqs: _Rows | None = None
+    max_num_batched_tokens: _StepTokens | None = None
+    max_num_queued_reqs: _Queued = 4096
+    max_num_queued_tokens: _Queued = 4 * 2**20
     scheduling_policy: SchedulingPolicy = "fcfs"
-    long_prefill_token_threshold: int = 0
-    max_num_partial_prefills: int = 0
-    watermark: float = 0.0
-    target_itl_ms: float = math.inf
-    block_size: int | None = None
-    num_gpu_blocks_override: int | None = None
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
+    long_prefill_token_threshold: _Limit = 0
+    max_num_partial_prefills: _Limit = 0
+    watermark: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    target_itl_ms: Annotated[float, Meta(ge=0.001)] = math.inf
+    block_size: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    num_gpu_blocks_override: _Blocks | None = None
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    kv_cache_memory_bytes: _Bytes | None = None
     kv_cache_dtype: KVCacheDtype = "auto"
     enable_prefix_caching: bool = True
     salt_prefix_cache_by_session: bool = False
-    seed: int = 0
-    listen: str = ""
-    curve_dir: str | None = None
-    step_trace: str | None = None
+    seed: Annotated[int, Meta(ge=0, le=_MAX_EXACT)] = 0
+    listen: _Text = ""
+    curve_dir: _Name | None = None
+    step_trace: _Name | None = None
     check: bool = False
-    kv_events_endpoint: str | None = None
-    kv_events_replay_endpoint: str | None = None
-    kv_events_topic: str = ""
+    kv_events_endpoint: _Text | None = None
+    kv_events_replay_endpoint: _Text | None = None
+    kv_events_topic: _Text = ""
 
     def __post_init__(self) -> None:
-        for flag, value, choices in (
-            ("--device", self.device, get_args(Device)),
-            ("--dtype", self.dtype, get_args(Dtype)),
-            ("--attention-backend", self.attention_backend, get_args(AttentionBackend)),
-            ("--load-format", self.load_format, get_args(LoadFormat)),
-            ("--kv-cache-dtype", self.kv_cache_dtype, get_args(KVCacheDtype)),
-        ):
-            _require(value in choices, flag, value, f"choose one of {', '.join(choices)}")
-        _require(
-            self.quantization in (None, *get_args(Quantization)),
-            "--quantization",
-            self.quantization,
-            f"choose one of {', '.join(get_args(Quantization))}, or leave it out",
+        check_fields(self)
+        size = self.block_size
+        require(
+            size is None or size & (size - 1) == 0, "--block-size", size, "must be a power of two"
         )
-        _require(
-            self.block_size is None
-            or (1 <= self.block_size <= 1024 and self.block_size & (self.block_size - 1) == 0),
-            "--block-size",
-            self.block_size,
-            "a power of two up to 1024",
-        )
-        for flag, optional in (
-            ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
-            ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes),
-        ):
-            _require(optional is None or optional >= 1, flag, optional, "at least 1")
-        for flag, limit in (
-            ("--max-num-queued-reqs", self.max_num_queued_reqs),
-            ("--max-num-queued-tokens", self.max_num_queued_tokens),
-            ("--tensor-parallel-size", self.tensor_parallel_size),
-            ("--pipeline-parallel-size", self.pipeline_parallel_size),
-        ):
-            _require(limit >= 1, flag, limit, "at least 1")
-        share = self.gpu_memory_utilization
-        _require(0.0 < share <= 1.0, "--gpu-memory-utilization", share, "in (0, 1]")
-        _require(
-            self.step_timeout_s > 0, "--step-timeout-s", self.step_timeout_s, "seconds above 0"
-        )
-        _require(0 <= self.seed < 2**53, "--seed", self.seed, "in [0, 2**53)")
         self._check_listen()
         self._check_kv_events()
         length = self.max_model_len
@@ -228,11 +187,14 @@ class EngineConfig:
         return self._sizes_on("cpu")
 
     def _sizes_on(self, device_type: str) -> Sizes:
+        """Defaults give way to what is given: no default makes a single flag an error."""
         default = _DEFAULT_SIZES[device_type]
         block_size = FLASH_BLOCK_SIZE if self.attention_backend == "flash" else default.block_size
+        num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
         return Sizes(
             block_size=self.block_size or block_size,
-            max_num_batched_tokens=self.max_num_batched_tokens or default.max_num_batched_tokens,
+            max_num_seqs=num_seqs or min(default.max_num_seqs, num_tokens or _MAX_NUM_ROWS),
+            max_num_batched_tokens=num_tokens or max(default.max_num_batched_tokens, num_seqs or 0),
         )
 
     @property
@@ -255,7 +217,10 @@ class EngineConfig:
         return [name for name, has in given.items() if has]
 
     def _check_listen(self) -> None:
-        is_tcp = isinstance(self.address, TcpAddress)
+        try:
+            is_tcp = isinstance(self.address, TcpAddress)
+        except ConfigError as error:
+            raise ConfigError(f"--listen: {error}") from None
         if is_tcp and self.curve_dir is None:
             raise ConfigError(
                 f"--listen {self.listen}: whoever reaches a TCP endpoint could use it; "
@@ -264,7 +229,7 @@ class EngineConfig:
                 "`nanocore-keygen DIR --client NAME --out FOLDER`\n"
                 "clients on this machine need neither: --listen ipc:///path/engine.sock"
             )
-        _require(
+        require(
             is_tcp or self.curve_dir is None,
             "--curve-dir",
             self.curve_dir,
@@ -278,13 +243,13 @@ class EngineConfig:
             ("--kv-events-replay-endpoint", replay),
             ("--kv-events-topic", self.kv_events_topic or None),
         ):
-            _require(
+            require(
                 value is None or events is not None,
                 flag,
                 value,
                 "there are no events without --kv-events-endpoint; give both, or neither",
             )
-        _require(
+        require(
             events is None or self.enable_prefix_caching,
             "--kv-events-endpoint",
             events,
@@ -298,8 +263,12 @@ class EngineConfig:
             ("--kv-events-replay-endpoint", replay),
         ):
             if value is not None:
-                other = used.setdefault(ipc_address(value).lock_path, flag)
-                _require(
+                try:
+                    lock_path = ipc_address(value).lock_path
+                except ConfigError as error:
+                    raise ConfigError(f"{flag}: {error}") from None
+                other = used.setdefault(lock_path, flag)
+                require(
                     other == flag,
                     flag,
                     value,
@@ -310,7 +279,7 @@ class EngineConfig:
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """The scheduler's part, once the model's length is known."""
         return SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=self.sizes.max_num_seqs,
             max_num_batched_tokens=self.sizes.max_num_batched_tokens,
             max_model_len=max_model_len,
             policy=self.scheduling_policy,
@@ -333,7 +302,7 @@ class EngineConfig:
             kv_cache_dtype=self.kv_cache_dtype,
             block_size=self.sizes.block_size,
             max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=self.sizes.max_num_seqs,
             max_num_batched_tokens=self.sizes.max_num_batched_tokens,
             gpu_memory_utilization=self.gpu_memory_utilization,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,

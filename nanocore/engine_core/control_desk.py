@@ -2,7 +2,7 @@
 
 Runs on the io thread. Operations are an allow-list. The step loop answers between two steps, so the
 calls of one session that wait for it are limited: a flood of them would wait there, and then hold
-up the step.
+up the step. A pause belongs to its session, and ends with it at the latest.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class ControlDesk:
                         f"{MAX_CALLS} calls of this session are under way: wait for a REPLY",
                     )
                 session.num_calls += 1
+                session.has_paused |= operation == "pause"
                 self._inbox.put(ControlCall(session.client, control.call_id, operation))
                 return None
             case "read_file":
@@ -43,6 +44,11 @@ class ControlDesk:
                 names = ", ".join(get_args(ControlOperation))
                 text = f"operation {shorten(control.operation)!r} is not one of {names}"
                 return self._refusal(control, text)
+
+    def leave(self, session: Session) -> None:
+        """The session has ended: its pause goes with it. Nobody is there for the answer."""
+        if session.has_paused:
+            self._inbox.put(ControlCall(session.client, 0, "resume"))
 
     def _read_file(self, control: Control) -> Reply:
         data = self._files.chunk(control.file, control.offset)

@@ -26,6 +26,7 @@ from nanocore.engine_core.mailbox import (
 from nanocore.engine_core.outputs import split_events
 from nanocore.engine_core.request import Request
 from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import Event, FinishReason, Reply, Stats
 from nanocore.worker.executors.executor import StepExecutor
@@ -39,7 +40,7 @@ class EngineCore:
     Args:
         scheduler, executor: what to run and where; the core owns both.
         inbox, outbox: shared with the io thread.
-        trace: if given, every step is written to it.
+        trace: if given, every step is written to it. clock: tells others when a step began.
     """
 
     def __init__(
@@ -49,15 +50,17 @@ class EngineCore:
         inbox: Inbox,
         outbox: Outbox,
         trace: StepTrace | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.clock = clock or StepClock()
         self._executor = executor
         self._inbox = inbox
         self._outbox = outbox
         self._trace = trace
         self._num_in_flight = 0
         self._deferred: list[ControlCall] = []
-        self._paused = False
+        self._pausing: set[int] = set()  # clients; while there is one, no step begins
         self._shutdown: Shutdown | None = None
 
     def run(self) -> Shutdown:
@@ -72,14 +75,16 @@ class EngineCore:
 
     @property
     def _is_idle(self) -> bool:
-        return not self._num_in_flight and (self._paused or self.scheduler.num_requests == 0)
+        nothing_to_begin = bool(self._pausing) or self.scheduler.num_requests == 0
+        return not self._num_in_flight and nothing_to_begin
 
     def step(self) -> None:
         """Submit what the executor takes, then see the oldest step through to its outputs."""
         scheduler, executor = self.scheduler, self._executor
+        self.clock.begin()
         while (
             self._num_in_flight < executor.max_concurrent_steps
-            and not self._paused
+            and not self._pausing
             and (group := scheduler.next_group()) is not None
         ):
             self._submit(group)
@@ -94,6 +99,7 @@ class EngineCore:
         scheduler.kv_cache.publish_events()
         if self._trace:
             self._trace.end(scheduler)
+        self.clock.end()
 
     def _submit(self, group: int) -> None:
         """Plan a step of this group and begin it."""
@@ -123,11 +129,13 @@ class EngineCore:
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
             num_steps=counters.num_steps,
-            paused=self._paused,
+            paused=bool(self._pausing),
         )
 
     def _drain_inbox(self, wait: bool, in_step: bool = False) -> None:
         """Handle what has arrived. Control operations run between steps: in one they wait."""
+        if wait:
+            self.clock.rest()
         with suppress(Empty):
             event = self._inbox.get(block=wait)
             while True:
@@ -146,13 +154,14 @@ class EngineCore:
             case AbortRequests(handles):
                 aborted = [self.scheduler.abort(handle) for handle in handles]
                 self._send_ends([request for request in aborted if request], "abort", None)
-            case ControlCall(client, call_id, operation):
-                self._outbox.put(ControlReply(client, self._control(call_id, operation)))
+            case ControlCall(client):
+                self._outbox.put(ControlReply(client, self._control(event)))
             case Shutdown():
                 self._shutdown = event
 
-    def _control(self, call_id: int, operation: str) -> Reply:
-        match operation:
+    def _control(self, call: ControlCall) -> Reply:
+        call_id, message = call.call_id, None
+        match call.operation:
             case "stats":
                 return Reply(call_id=call_id, stats=self.stats())
             case "reset_prefix_cache":
@@ -160,10 +169,12 @@ class EngineCore:
                     message = "the prefix cache is in use: reset it when no request is running"
                     return Reply(call_id=call_id, ok=False, message=message)
             case "pause":
-                self._paused = True
+                self._pausing.add(call.client)
             case "resume":
-                self._paused = False
-        return Reply(call_id=call_id)
+                self._pausing.discard(call.client)
+                if self._pausing:
+                    message = f"still paused by other sessions ({len(self._pausing)})"
+        return Reply(call_id=call_id, message=message)
 
     def _send_ends(
         self, requests: list[Request], reason: FinishReason, message: str | None

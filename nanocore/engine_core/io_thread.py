@@ -79,7 +79,8 @@ class IoThread(threading.Thread):
         socket: bound; the thread takes it over and closes it.
         model, capabilities, max_num_seqs, queue_limit: announced in WELCOME. files: those that the
             model card names. instance: names this run of the engine.
-        admission: builds requests. num_steps: reads the step counter, for PONG.
+        admission: builds requests. num_steps, step_age_ms: read the step counter, and for how long
+            the step loop has been in a step, for PONG.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class IoThread(threading.Thread):
         instance: str,
         admission: Admission,
         num_steps: Callable[[], int],
+        step_age_ms: Callable[[], int],
     ) -> None:
         super().__init__(name="io", daemon=True)
         self._socket = socket
@@ -104,7 +106,7 @@ class IoThread(threading.Thread):
         self._capabilities: list[str] = [*capabilities]
         self._instance = instance
         self._admission = admission
-        self._num_steps = num_steps
+        self._num_steps, self._step_age_ms = num_steps, step_age_ms
         self._limits = Limits(
             max_frame_bytes=MAX_FRAME_BYTES,
             max_num_seqs=max_num_seqs,
@@ -224,7 +226,8 @@ class IoThread(threading.Thread):
                 open_ids = dict.fromkeys(i for i in request_ids if i in session.requests)
                 self._abort([session.requests[request_id] for request_id in open_ids])
             case Ping(nonce=nonce):
-                self._send(session, Pong(nonce=nonce, num_steps=self._num_steps()))
+                num_steps, age_ms = self._num_steps(), self._step_age_ms()
+                self._send(session, Pong(nonce=nonce, num_steps=num_steps, step_age_ms=age_ms))
             case Pong():
                 pass  # last_seen_s is all it is for
             case Control():
@@ -373,6 +376,7 @@ class IoThread(threading.Thread):
         for handle in session.requests.values():
             self._request_ids.pop(handle, None)
         self._abort(list(session.requests.values()))
+        self._desk.leave(session)
         session.requests = {}
 
     def _log_closed(self) -> None:

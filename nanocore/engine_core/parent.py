@@ -55,7 +55,8 @@ class ParentLink:
 
     def report_failure(self, error: StartError) -> None:
         """Tell the parent why there will be no engine."""
-        self._send(StartReport(str(error), error.exit_code))
+        text = str(error).encode(errors="backslashreplace").decode()  # it may quote any bytes
+        self._send(StartReport(text, error.exit_code))
 
     def _send(self, report: StartReport) -> None:
         try:

@@ -1,7 +1,8 @@
 """The engine process from start to end: load, size the cache, serve, say goodbye.
 
-Threads: main runs the step loop; `io` owns the socket; `kv-events` exists if events are published,
-`parent-watch` if a client launched us. Each start-up phase logs one line with its seconds.
+Threads: main runs the step loop; `io` owns the socket; `watchdog` notices a step that hangs;
+`kv-events` exists if events are published, `parent-watch` if a client launched us. Each start-up
+phase logs one line with its seconds.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
-import torch
-
 from nanocore import __version__
 from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.cache_size import longest_request, size_cache
@@ -34,11 +33,20 @@ from nanocore.engine_core.model_files import ModelFiles
 from nanocore.engine_core.parent import ParentLink
 from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
 from nanocore.engine_core.step_trace import StepTrace
+from nanocore.engine_core.watchdog import GRACE_S, Watchdog
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.endpoint import TcpAddress
 from nanocore.protocol.endpoint_lock import EndpointLock
-from nanocore.protocol.errors import CacheMemoryError, StartError
+from nanocore.protocol.errors import (
+    CacheMemoryError,
+    ModelFileError,
+    StartError,
+    is_out_of_memory,
+    memory_errors,
+    shorten,
+)
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineKeys, EngineSocket
 from nanocore.protocol.worker import WorkerInfo
@@ -63,11 +71,14 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
     _raise_descriptor_limit()
     config = config.for_device(select_device(config.device).type)
     with ExitStack() as stack:
-        # All addresses first: one in use is told before the model takes time and memory.
+        # Addresses and files first: one in use is told before the model takes time and memory.
         socket = stack.enter_context(_engine_socket(config))
         publisher = _kv_event_publisher(config)
         if publisher is not None:
             stack.enter_context(closing(publisher))
+        trace = StepTrace(config.step_trace) if config.step_trace else None
+        if trace is not None:
+            stack.enter_context(closing(trace))
         folder = find_model(config)
         model_config = load_model_config(folder)
         max_model_len = longest_request(config, model_config)
@@ -104,7 +115,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             default_sampling=model_config.generation.sampling(),
             files=files.entries,
         )
-        return serve(config, socket, card, files, executor, started_s, publisher, parent)
+        return serve(config, socket, card, files, executor, started_s, publisher, parent, trace)
 
 
 def serve(
@@ -116,6 +127,7 @@ def serve(
     started_s: float,
     publisher: KVEventPublisher | None = None,
     parent: ParentLink | None = None,
+    trace: StepTrace | None = None,
 ) -> int:
     """Run the step loop and the io thread until told to stop; returns the exit code.
 
@@ -123,7 +135,7 @@ def serve(
         socket: bound to config's endpoint; closed at the end. card: what clients are told.
         files: those it names. executor: ready to run.
         started_s: monotonic time of the process's start, for the log. publisher: of KV events.
-        parent: the launching client.
+        parent: the launching client. trace: of the steps.
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
@@ -132,12 +144,42 @@ def serve(
         kv_cache.subscribe(publisher.publish)
         publisher.start()
     scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache)
-    trace = StepTrace(Path(config.step_trace)) if config.step_trace else None
-    core = EngineCore(scheduler, executor, inbox, outbox, trace)
-    queue_limit = QueueLimit(
-        config.max_num_queued_reqs, config.max_num_queued_tokens, scheduler.counters
-    )
-    io_thread = IoThread(
+    switch = DeadMansSwitch(config.step_timeout_s + 2 * GRACE_S, StartError.exit_code)
+    core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch))
+    io_thread = _io_thread(config, socket, card, files, core, inbox, outbox)
+    watchdog = Watchdog(core, config.step_timeout_s, executor.blame, outbox, io_thread)
+    interrupted = _handle_signals(inbox)
+    if parent is not None:
+        parent.on_orphaned(lambda: inbox.put(Shutdown("the launching client is gone")))
+    gc.collect()
+    gc.freeze()  # what start-up made lives on: keep the collector from walking it
+    io_thread.start()
+    watchdog.start()
+    executor.on_failure(lambda reason: inbox.put(Shutdown(reason, failure=True)))
+    logger.info("ready in %.1f s", time.monotonic() - started_s)
+    if parent is not None:
+        parent.report_ready()
+    farewell, exit_code = _run(core)
+    watchdog.stop()
+    outbox.put(farewell)
+    io_thread.join()
+    logger.info("stopped: %s", farewell.reason)
+    return 130 if interrupted and not farewell.failure else exit_code
+
+
+def _io_thread(
+    config: EngineConfig,
+    socket: EngineSocket,
+    card: ModelCard,
+    files: ModelFiles,
+    core: EngineCore,
+    inbox: Inbox,
+    outbox: Outbox,
+) -> IoThread:
+    """Not started. Arguments as in `serve`."""
+    counters, clock = core.scheduler.counters, core.clock
+    queue_limit = QueueLimit(config.max_num_queued_reqs, config.max_num_queued_tokens, counters)
+    return IoThread(
         socket,
         inbox,
         outbox,
@@ -145,28 +187,12 @@ def serve(
         files=files,
         capabilities=config.capabilities,
         instance=secrets.token_hex(16),
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=config.sizes.max_num_seqs,
         queue_limit=queue_limit,
         admission=Admission(card, config, queue_limit),
-        num_steps=lambda: scheduler.counters.num_steps,
+        num_steps=lambda: counters.num_steps,
+        step_age_ms=lambda: clock.age_ms,
     )
-    interrupted = _handle_signals(inbox)
-    if parent is not None:
-        parent.on_orphaned(lambda: inbox.put(Shutdown("the launching client is gone")))
-    gc.collect()
-    gc.freeze()  # what start-up made lives on: keep the collector from walking it
-    io_thread.start()
-    executor.on_failure(lambda reason: inbox.put(Shutdown(reason, failure=True)))
-    logger.info("ready in %.1f s", time.monotonic() - started_s)
-    if parent is not None:
-        parent.report_ready()
-    farewell, exit_code = _run(core)
-    outbox.put(farewell)
-    io_thread.join()
-    if trace:
-        trace.close()
-    logger.info("stopped: %s", farewell.reason)
-    return 130 if interrupted and not farewell.failure else exit_code
 
 
 def process_age_s() -> float:
@@ -194,6 +220,8 @@ def _run(core: EngineCore) -> tuple[Farewell, int]:
     except Exception as error:
         logger.exception("the step loop failed")
         reason = f"internal error: {type(error).__name__}: {error}"
+        if is_out_of_memory(error):
+            return Farewell(f"out of memory in a step: {error}", True), CacheMemoryError.exit_code
         return Farewell(reason, failure=True), StartError.exit_code
     exit_code = StartError.exit_code if shutdown.failure else 0
     return Farewell(shutdown.reason, shutdown.failure), exit_code
@@ -248,14 +276,19 @@ def _handle_signals(inbox: Inbox) -> list[int]:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    signal.signal(signal.SIGHUP, lambda *_: inbox.put(Shutdown("SIGHUP")))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, lambda *_: inbox.put(Shutdown("SIGHUP")))
     return interrupts
 
 
 def find_model(config: EngineConfig) -> Path:
     """The folder of the model to serve, downloaded if it has to be."""
     if config.model is not None:
-        return resolve_model(config.model, config.revision)
+        try:
+            return resolve_model(config.model, config.revision)
+        except OSError as error:
+            name = shorten(config.model)
+            raise ModelFileError(f"--model {name}: {error.strerror or error}") from None
     logger.info("no --model given: serving the bundled demo model")
     return Path(str(resources.files("nanocore") / "demo_model"))
 
@@ -266,7 +299,7 @@ def _executor(
     worker_config = config.worker_config(str(folder), max_model_len)
     if worker_config.num_ranks == 1:
         return LocalExecutor(worker_config)
-    return ProcessExecutor(worker_config, model.hidden_size, config.step_timeout_s)
+    return ProcessExecutor(worker_config, model.hidden_size)
 
 
 def _describe_ranks(config: EngineConfig) -> str:
@@ -296,8 +329,6 @@ def _phase(name: str) -> Iterator[list[str]]:
     """Log a start-up phase with its seconds and what it notes."""
     notes: list[str] = []
     start_s = time.monotonic()
-    try:
+    with memory_errors(f"{name}: "):
         yield notes
-    except torch.OutOfMemoryError as error:
-        raise CacheMemoryError(f"{name}: out of device memory: {error}") from None
     logger.info("%s %.2f s: %s", name, time.monotonic() - start_s, ", ".join(notes))

@@ -87,7 +87,7 @@ class Session:
     """One client, from HELLO to BYE, its disappearance, or the engine's end.
 
     client: number in the engine, never reused. requests: handle by request id, of those not ended.
-    num_calls: CONTROLs that the step loop has yet to answer.
+    num_calls: CONTROLs that the step loop has yet to answer. has_paused: it may hold a pause.
     """
 
     routing_id: bytes
@@ -96,6 +96,7 @@ class Session:
     session_id: str = field(default_factory=lambda: secrets.token_hex(8))
     requests: dict[str, int] = field(default_factory=dict)
     num_calls: int = 0
+    has_paused: bool = False
     backlog: Backlog | None = None
 
 

@@ -1,26 +1,45 @@
 """The step trace: one line of JSON per step, which is how users and tests see into the scheduler.
 
 Keys are stable. `scheduled` and `computed` are by request id, as clients named their requests; two
-sessions that use one id at the same time share an entry.
+sessions that use one id at the same time share an entry. A file that takes no more lines, because
+its disk is full for example, costs the rest of the trace and nothing else.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from nanocore.engine_core.scheduler import Scheduler
+from nanocore.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class StepTrace:
-    """Appends the steps of one engine to a file."""
+    """Appends the steps of one engine to a file.
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        # A pipe that nobody reads is refused by the system, and one that is read slowly never
+        # keeps a step waiting.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            self._fd = os.open(path, flags, 0o666)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(
+                f"--step-trace {path}: {reason}; name a file that can be written, or leave it out"
+            ) from None
         self._encoder = msgspec.json.Encoder()
         self._zero_s = time.monotonic()
         self._lines: deque[dict[str, Any]] = deque()
@@ -56,9 +75,23 @@ class StepTrace:
             "free_blocks": scheduler.kv_cache.num_free_blocks,
             "total_blocks": scheduler.kv_cache.num_blocks,
         }
-        self._file.write(self._encoder.encode(line) + b"\n")
-        self._file.flush()
+        self._write(self._encoder.encode(line) + b"\n")
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self, data: bytes) -> None:
+        """Append a line; the first one that cannot be written whole is the end of the trace."""
+        if self._fd < 0:
+            return
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            logger.error(
+                "--step-trace %s: %s; the engine goes on without it", self._path, error.strerror
+            )
+            self.close()

@@ -7,6 +7,9 @@ back into the exception a Python caller catches. Start-up errors carry the proce
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Literal
 
 ErrorCode = Literal[
@@ -90,7 +93,7 @@ class ModelFileError(StartError):
 
 
 class CacheMemoryError(StartError):
-    """The KV cache does not fit the memory, or the model's length does not fit the KV cache."""
+    """There is not enough memory: for the KV cache, for the model's length in it, or at all."""
 
     exit_code = 4
 
@@ -114,6 +117,42 @@ class EngineStartError(NanocoreError):
     def __init__(self, message: str, exit_code: int | None = None) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+_NO_MEMORY_TEXTS = (
+    "out of memory",  # torch, on CUDA
+    "allocate memory",  # torch on a CPU, and the C library
+    "can't start new thread",
+    "failed to map segment",  # of a library that is imported
+    "bad_alloc",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the system has no memory to give, or none for a thread.
+
+    Python has several types for that, and others only a text.
+    """
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    if isinstance(error, (RuntimeError, ImportError, OSError)):
+        return any(text in str(error).lower() for text in _NO_MEMORY_TEXTS)
+    return False
+
+
+@contextmanager
+def memory_errors(where: str) -> Iterator[None]:
+    """Turn what says that there is no memory into a CacheMemoryError that begins with `where`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, StartError) or not is_out_of_memory(error):
+            raise
+        first_line = shorten(str(error).partition("\n")[0])
+        raise CacheMemoryError(
+            f"{where}out of memory ({type(error).__name__}: {first_line}): give the engine more, "
+            "or choose a smaller model, --max-num-batched-tokens or --max-num-seqs"
+        ) from None
 
 
 def exception_for(code: str, message: str, retry_after_s: float | None = None) -> NanocoreError:

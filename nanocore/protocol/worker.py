@@ -63,7 +63,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """A rank that has loaded its part of the model.
 
     weight_bytes: memory they take. kv_block_bytes: of one KV block over the rank's layers.
-    available_kv_bytes: memory that its KV cache may take.
+    available_kv_bytes: memory that its KV cache may take. memory_bytes: that it could take at the
+    very most.
     """
 
     device: str
@@ -72,6 +73,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     weight_bytes: int
     kv_block_bytes: int
     available_kv_bytes: int
+    memory_bytes: int
 
 
 class AllocateCache(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):

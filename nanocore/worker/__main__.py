@@ -18,7 +18,13 @@ from collections import deque
 from contextlib import suppress
 from typing import Final
 
-from nanocore.protocol.errors import CacheMemoryError, ConfigError, ModelFileError, StartError
+from nanocore.protocol.errors import (
+    CacheMemoryError,
+    ConfigError,
+    ModelFileError,
+    StartError,
+    is_out_of_memory,
+)
 from nanocore.protocol.lifeline import signal_at_parent_death
 from nanocore.protocol.worker import (
     AllocateCache,
@@ -118,10 +124,9 @@ def _failure(error: Exception) -> RankFailure:
             kind = "config"
         case ModelFileError():
             kind = "model_file"
-        case CacheMemoryError() | MemoryError():
+        case CacheMemoryError():
             kind = "memory"
-        # torch has a type for this on CUDA, and on a CPU only a text.
-        case RuntimeError() if "out of memory" in str(error) or "allocate memory" in str(error):
+        case _ if is_out_of_memory(error):
             kind = "memory"
     if isinstance(error, StartError):
         return RankFailure(kind=kind, message=str(error))

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import torch
 
-from nanocore.protocol.errors import CacheMemoryError
 from nanocore.protocol.worker import WorkerConfig
 from nanocore.worker.config.model_config import ModelConfig, load_model_config
 from nanocore.worker.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import check_weights
 from nanocore.worker.loading.stored_config import as_stored
-from nanocore.worker.memory import available_bytes
+from nanocore.worker.memory import CPU_MEMORY, cpu_memory_bytes, require_weights
 
 logger = logging.getLogger(__name__)
 
@@ -73,21 +72,14 @@ def check_memory(config: WorkerConfig, loaded_bytes: dict[int, int]) -> None:
         CacheMemoryError: there is not.
     """
     if select_device(config.device).type == "cpu":
-        _require(sum(loaded_bytes.values()), available_bytes(), "this machine's free memory")
+        # Pages that are promised are found missing when they are written to, by a kill.
+        require_weights(sum(loaded_bytes.values()), cpu_memory_bytes(1), CPU_MEMORY)
         return
     for rank, num_bytes in loaded_bytes.items():
         device = select_device(config.device, rank)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         if config.kv_cache_memory_bytes is not None:
-            _require(num_bytes, free_bytes, f"the free memory of {device}")
+            require_weights(num_bytes, free_bytes, f"the free memory of {device}")
             continue
         have_bytes = int(total_bytes * config.gpu_memory_utilization) - (total_bytes - free_bytes)
-        _require(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")
-
-
-def _require(need_bytes: int, have_bytes: int, what: str) -> None:
-    if need_bytes > have_bytes:
-        raise CacheMemoryError(
-            f"the weights need {need_bytes / 1e6:.1f} MB, and {what} is {have_bytes / 1e6:.1f} MB: "
-            "use a smaller --dtype or model, or more ranks on more devices"
-        )
+        require_weights(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")

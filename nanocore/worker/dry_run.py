@@ -18,7 +18,7 @@ from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device import dtype_name, make_kernels, select_device, select_kv_format
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.memory import cpu_kv_bytes
+from nanocore.worker.memory import cpu_kv_bytes, cpu_memory_bytes
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
@@ -48,10 +48,10 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     check_files(config, models[0])
     check_memory(config, {rank: loaded_bytes(model) for rank, model in enumerate(models)})
     weight_bytes = [_weight_bytes(config, model) for model in models]
-    kv_bytes = _kv_bytes(config, weight_bytes)
+    memory = _memory(config, weight_bytes)
     return [
-        _info(config, model, num_bytes, kv)
-        for model, num_bytes, kv in zip(models, weight_bytes, kv_bytes, strict=True)
+        _info(config, model, num_bytes, *rank_memory)
+        for model, num_bytes, rank_memory in zip(models, weight_bytes, memory, strict=True)
     ]
 
 
@@ -77,23 +77,25 @@ def _weight_bytes(config: WorkerConfig, model: DecoderModel) -> int:
     return num_bytes - packer.saved_bytes
 
 
-def _kv_bytes(config: WorkerConfig, weight_bytes: list[int]) -> list[int]:
-    """Memory for each rank's KV cache, once the weights are there."""
-    if config.kv_cache_memory_bytes is not None:
-        return [config.kv_cache_memory_bytes] * config.num_ranks
+def _memory(config: WorkerConfig, weight_bytes: list[int]) -> list[tuple[int, int]]:
+    """What each rank could have beside its weights, and how much of it is for KV."""
+    asked_bytes, num_ranks = config.kv_cache_memory_bytes, config.num_ranks
     if select_device(config.device).type == "cpu":
-        return [cpu_kv_bytes(config.num_ranks, sum(weight_bytes))] * config.num_ranks
-    kv_bytes = []
+        most_bytes = cpu_memory_bytes(num_ranks, sum(weight_bytes))
+        kv_bytes = cpu_kv_bytes(most_bytes, num_ranks) if asked_bytes is None else asked_bytes
+        return [(most_bytes, kv_bytes)] * num_ranks
+    memory = []
     for rank, num_bytes in enumerate(weight_bytes):
         device = select_device(config.device, rank)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         have_bytes = int(total_bytes * config.gpu_memory_utilization) - (total_bytes - free_bytes)
-        kv_bytes.append(have_bytes - num_bytes)
-    return kv_bytes
+        kv_bytes = have_bytes - num_bytes if asked_bytes is None else asked_bytes
+        memory.append((total_bytes - num_bytes, kv_bytes))
+    return memory
 
 
 def _info(
-    config: WorkerConfig, model: DecoderModel, weight_bytes: int, kv_bytes: int
+    config: WorkerConfig, model: DecoderModel, weight_bytes: int, memory_bytes: int, kv_bytes: int
 ) -> WorkerInfo:
     device = select_device(config.device)
     kernels = make_kernels(config, device)
@@ -106,4 +108,5 @@ def _info(
         weight_bytes=weight_bytes,
         kv_block_bytes=runner.kv_block_bytes(kv_format, config.block_size),
         available_kv_bytes=kv_bytes,
+        memory_bytes=memory_bytes,
     )

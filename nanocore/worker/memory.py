@@ -2,27 +2,49 @@
 
 On CUDA: what the user's share of the device leaves beside weights and the largest step, which is
 run once to find out. On a CPU: a share of what is free, so that other programs live, up to a cap.
+Users may ask for more than such a share, and not for more than there is.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 import torch
 
-from nanocore.protocol.errors import CacheMemoryError, ConfigError
+from nanocore.protocol.errors import CacheMemoryError
+from nanocore.worker.host_memory import host_bytes, process_bytes
 
 CPU_KV_SHARE: Final = 0.4
 CPU_KV_CAP_BYTES: Final = 8 * 2**30
+CPU_MEMORY: Final = "the memory that this engine can have"
 
 
-def cpu_kv_bytes(num_ranks: int, taken_bytes: int = 0) -> int:
-    """Bytes for each of the ranks on this host, once taken_bytes more are in use."""
-    share_bytes = int((available_bytes() - taken_bytes) * CPU_KV_SHARE)
-    return min(share_bytes, CPU_KV_CAP_BYTES) // num_ranks
+def cpu_memory_bytes(num_ranks: int, taken_bytes: int = 0) -> int:
+    """Bytes that each of the ranks on this host can have, once taken_bytes more are in use."""
+    most_bytes = (host_bytes() - taken_bytes) // num_ranks
+    if (own_bytes := process_bytes()) is not None:
+        most_bytes = min(most_bytes, own_bytes - taken_bytes // num_ranks)
+    return max(0, most_bytes)
+
+
+def require_weights(need_bytes: int, have_bytes: int, what: str) -> None:
+    """What weights need against what there is before they are read.
+
+    Raises:
+        CacheMemoryError: it is too little.
+    """
+    if need_bytes > have_bytes:
+        raise CacheMemoryError(
+            f"the weights need {need_bytes / 1e6:.1f} MB, and {what} is {have_bytes / 1e6:.1f} MB: "
+            "use a smaller --dtype or model, or more ranks on more devices"
+        )
+
+
+def cpu_kv_bytes(memory_bytes: int, num_ranks: int) -> int:
+    """Bytes for each rank's KV cache where nobody asks for more. memory_bytes: see above."""
+    return min(int(memory_bytes * CPU_KV_SHARE), CPU_KV_CAP_BYTES // num_ranks)
 
 
 def cuda_kv_bytes(
@@ -60,12 +82,3 @@ def cuda_kv_bytes(
             "--max-num-batched-tokens"
         )
     return kv_bytes
-
-
-def available_bytes() -> int:
-    """Memory of this host that programs can have without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, value = line.split(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    raise ConfigError("/proc/meminfo has no MemAvailable: give --kv-cache-memory-bytes")

@@ -27,7 +27,7 @@ from nanocore.worker.device import (
 from nanocore.worker.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.memory import cpu_kv_bytes, cuda_kv_bytes
+from nanocore.worker.memory import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.pending_output import PendingOutput
@@ -98,13 +98,18 @@ class Worker:
                 Path(self._config.folder), model.slots(), model.ignored_tensors, self._progress
             )
         weight_bytes -= self._runner.pack(self._config.quantization)
+        if self.device.type == "cuda":
+            memory_bytes = torch.cuda.mem_get_info(self.device)[1]
+        else:
+            memory_bytes = cpu_memory_bytes(self._config.num_ranks)
         return WorkerInfo(
             device=str(self.device),
             dtype=dtype_name(self._placement.dtype),
             kernels=self._kernels.name,
             weight_bytes=weight_bytes,
             kv_block_bytes=self._runner.kv_block_bytes(self._kv_format, self._config.block_size),
-            available_kv_bytes=self._available_kv_bytes(),
+            available_kv_bytes=self._available_kv_bytes(memory_bytes),
+            memory_bytes=memory_bytes,
         )
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
@@ -119,14 +124,14 @@ class Worker:
         """Begin a step; what it samples is there when it is done."""
         return self._runner.begin(plan)
 
-    def _available_kv_bytes(self) -> int:
+    def _available_kv_bytes(self, memory_bytes: int) -> int:
         config = self._config
         if config.kv_cache_memory_bytes is not None:
             if self.device.type == "cuda":
                 self._run_largest_steps()  # compiles kernels, which no request should wait for
             return config.kv_cache_memory_bytes
         if self.device.type != "cuda":
-            return cpu_kv_bytes(config.num_ranks)
+            return cpu_kv_bytes(memory_bytes, config.num_ranks)
         return cuda_kv_bytes(self.device, config.gpu_memory_utilization, self._run_largest_steps)
 
     def _run_largest_steps(self) -> int:

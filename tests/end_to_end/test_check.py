@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from nanocore.client import LLM, SamplingParams
-from tests.end_to_end.engine_process import run_to_exit
+from tests.end_to_end.engine_process import command, run_to_exit
 from tests.end_to_end.rank_processes import write_wide_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -59,6 +61,34 @@ def test_weights_that_the_memory_does_not_hold_are_found_before_loading(tmp_path
     result = run_to_exit("--model", str(model), "--check", "--load-format", "dummy")
     assert result.returncode == 4
     assert "the weights need" in result.stderr
+
+
+@pytest.mark.parametrize("megabytes", [400, 1000])
+def test_an_engine_without_room_to_start_says_so(
+    tiny_model: Path, short_path: Path, megabytes: int
+) -> None:
+    def limit() -> None:  # as `ulimit -v` does
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes * 10**6, megabytes * 10**6))
+
+    listen = f"ipc://{short_path}/e/engine.sock"
+    flags = ("--model", str(tiny_model), "--listen", listen, "--kv-cache-memory-bytes", "90000000")
+    result = subprocess.run(
+        command(*flags), capture_output=True, text=True, check=False, preexec_fn=limit
+    )
+    assert result.returncode == 4, result.stderr
+    assert "Traceback" not in result.stderr
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("nanocore-engine: ")
+    assert "out of memory" in error or "at most" in error
+
+
+@pytest.mark.parametrize("stderr", ["full", "closed"])
+def test_an_error_that_nobody_can_read_has_its_exit_code_all_the_same(stderr: str) -> None:
+    redirection = {"full": "2>/dev/full", "closed": ">&- 2>&-"}[stderr]
+    line = " ".join([*command("--block-size", "7"), redirection])
+    result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
 
 
 def test_auto_length_is_what_fits_the_memory(tiny_model: Path) -> None:

@@ -54,7 +54,10 @@ def model_copy(tiny_model: Path, tmp_path: Path) -> Path:
         (["--no-such-flag", "1"], ["--no-such-flag"]),
         (["--max-num-seqs", "0"], ["--max-num-seqs 0"]),
         (["--max-num-seqs", "many"], ["--max-num-seqs"]),
-        (["--max-num-batched-tokens", "8"], ["--max-num-batched-tokens 8", "256"]),
+        (
+            ["--max-num-batched-tokens", "8", "--max-num-seqs", "9"],
+            ["--max-num-batched-tokens 8", "--max-num-seqs (9)"],
+        ),
         (["--block-size", "12"], ["--block-size 12", "power of two"]),
         (["--dtype", "float64"], ["float64"]),
         (["--listen", "tcp://127.0.0.1:5555"], ["tcp://127.0.0.1:5555", "ipc://"]),

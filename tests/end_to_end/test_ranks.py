@@ -180,7 +180,7 @@ def test_a_rank_that_fails_when_nobody_listens_any_more_ends_without_a_word(
         rank=0, cores=[*os.sched_getaffinity(0)], board_fd=board_fd,
         reduce_fd=-1, receive_fd=-1, send_fd=-1, rendezvous="",
     )  # fmt: skip
-    rank = RankProcess(start, [board_fd], timeout_s=5.0)
+    rank = RankProcess(start, [board_fd])
     with socket.fromfd(rank.pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
         end.shutdown(socket.SHUT_RD)  # what it sends fails; that the engine is gone it cannot see
     assert select.select([rank.pidfd], [], [], 60)[0]

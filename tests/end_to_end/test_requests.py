@@ -282,6 +282,22 @@ def test_pause_keeps_requests_and_resume_goes_on(running: Engine) -> None:
     run(main())
 
 
+def test_a_client_that_pauses_the_engine_and_leaves_stops_nobody(running: Engine) -> None:
+    async def main() -> None:
+        async with connect(running) as client:
+            async with connect(running) as passer_by:
+                await passer_by.pause()
+                task = asyncio.create_task(client.complete([9, 9], GREEDY))
+                while (await client.stats()).num_requests_waiting == 0:
+                    pass
+                await client.resume()  # holds no pause: it ends none
+                assert (await client.stats()).paused
+            assert len((await task).outputs[0].token_ids) == GREEDY.max_tokens
+            assert not (await client.stats()).paused
+
+    run(main())
+
+
 def test_the_prefix_cache_can_be_reset_when_idle(running: Engine) -> None:
     async def main() -> None:
         async with connect(running) as client:

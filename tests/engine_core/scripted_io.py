@@ -82,6 +82,7 @@ class Io:
             queue_limit=queue_limit,
             admission=Admission(CARD, EngineConfig(), queue_limit),
             num_steps=lambda: 0,
+            step_age_ms=lambda: 0,
         )
         self.receive(Hello(protocol=(1, 0)))
         assert isinstance(self.take_sent()[0], Welcome)

@@ -14,10 +14,13 @@ from nanocore.worker.config.model_config import ModelConfig, load_model_config
 from tests.model_families import BUILDERS
 
 
-def rank(num_blocks: int, block_bytes: int = 1000, device: str = "cpu") -> WorkerInfo:
+def rank(
+    num_blocks: int, block_bytes: int = 1000, device: str = "cpu", memory_bytes: int = 10**9
+) -> WorkerInfo:
     return WorkerInfo(
         device=device, dtype="float32", kernels="torch", weight_bytes=1,
         kv_block_bytes=block_bytes, available_kv_bytes=num_blocks * block_bytes + block_bytes - 1,
+        memory_bytes=memory_bytes,
     )  # fmt: skip
 
 
@@ -93,3 +96,27 @@ def test_a_length_that_bends_all_positions_must_be_asked_for(tmp_path: Path) -> 
     assert longest_request(EngineConfig(max_model_len=1024), model) == 1024
     with pytest.raises(ConfigError, match="made for 1024 positions"):
         longest_request(EngineConfig(max_model_len=1025), model)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            {"num_gpu_blocks_override": 101},
+            ["--num-gpu-blocks-override 101: ", "0.3 MB, and there are 0.3 MB", "at most 100, or"],
+        ),
+        (
+            {"kv_cache_memory_bytes": 300_001},
+            ["--kv-cache-memory-bytes 300001: there are 0.3 MB", "at most 300000, or"],
+        ),
+    ],
+)
+def test_more_than_the_memory_is_refused_with_what_would_fit(
+    flags: dict[str, int], words: list[str]
+) -> None:
+    ranks = [rank(200), rank(100, block_bytes=3000, memory_bytes=300_000)]
+    with pytest.raises(CacheMemoryError) as caught:
+        size_cache(EngineConfig(**flags), ranks, 64)  # type: ignore[arg-type]
+    for word in (*words, "on rank 1"):
+        assert word in str(caught.value)
+    size_cache(EngineConfig(**{name: n - 1 for name, n in flags.items()}), ranks, 64)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,8 +21,10 @@ from nanocore.engine_core.mailbox import (
     Shutdown,
 )
 from nanocore.engine_core.outputs import ClientOutput
+from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.kv_cache.events import AllBlocksCleared, BlockStored, KVEventBatch
+from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Event
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import expected_tokens, make_request, make_scheduler
@@ -165,7 +168,7 @@ def test_what_can_never_run_ends_with_an_error_that_says_so(core: CoreUnderTest)
 
 def test_the_trace_has_one_line_per_step_with_stable_keys(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    trace = StepTrace(path)
+    trace = StepTrace(str(path))
     core = CoreUnderTest(trace, max_num_batched_tokens=8)
     core.during_step = [AbortRequests([2])]
     core.finish(AddRequest(make_request(1, [1] * 12, 2)), AddRequest(make_request(2, [2], 9)))
@@ -182,6 +185,39 @@ def test_the_trace_has_one_line_per_step_with_stable_keys(tmp_path: Path) -> Non
     assert [line["finished"] for line in lines] == [["r2"], [], ["r1"]]
     assert lines[0]["new"] == ["r1"]
     assert lines[-1]["free_blocks"] == lines[-1]["total_blocks"] == 64
+
+
+@pytest.mark.parametrize("kind", ["full disk", "pipe that nobody reads any more"])
+def test_a_trace_that_cannot_be_written_is_given_up_and_said_so_once(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, reader = Path("/dev/full"), -1
+    if kind != "full disk":
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    trace = StepTrace(str(path))
+    if reader >= 0:
+        os.close(reader)
+    core = CoreUnderTest(trace)
+    outputs = core.finish(AddRequest(make_request(1, [1, 2], 5)))
+    trace.close()
+    assert tokens(outputs) == expected_tokens([1, 2], 5)
+    (record,) = caplog.records
+    assert f"--step-trace {path}: " in record.getMessage()
+    assert "the engine goes on without it" in record.getMessage()
+
+
+@pytest.mark.parametrize("kind", ["folder", "in no folder", "pipe without a reader", "no name"])
+def test_a_trace_that_cannot_be_opened_is_a_flag_that_cannot_work(
+    kind: str, tmp_path: Path
+) -> None:
+    path = {"folder": tmp_path, "in no folder": tmp_path / "x" / "y", "no name": "a\0b"}.get(kind)
+    if path is None:
+        path = tmp_path / "pipe"
+        os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"--step-trace .*name a file that can be written"):
+        StepTrace(str(path))
 
 
 class ScriptedInbox(SimpleQueue):  # type: ignore[type-arg]
@@ -210,6 +246,61 @@ def test_a_paused_core_sleeps_on_its_inbox_and_runs_when_resumed() -> None:
     assert not script
     assert tokens(outputs) == expected_tokens([1, 2], 5)
     assert [event.finish_reason for event in ends(outputs)] == ["length"]
+
+
+class NotingSwitch:
+    """A dead man's switch that notes how it is used."""
+
+    def __init__(self) -> None:
+        self.uses: list[str] = []
+
+    def arm(self) -> None:
+        self.uses.append("arm")
+
+    def disarm(self) -> None:
+        self.uses.append("disarm")
+
+
+def test_the_dead_mans_switch_is_armed_in_steps_and_disarmed_before_the_core_sleeps() -> None:
+    core, switch = CoreUnderTest(), NotingSwitch()
+    clock = core.core.clock = StepClock(switch)  # type: ignore[arg-type]
+    core.core._inbox = ScriptedInbox(
+        [
+            AddRequest(make_request(1, [1, 2], 3)),
+            AddRequest(make_request(2, [1, 2], 3)),
+            Shutdown("test"),
+        ]
+    )
+    core.core.run()
+    # Three steps each, of which the first one arms it: the others end soon.
+    assert switch.uses == ["arm", "disarm", "arm", "disarm"]
+    assert clock.age_ms == 0
+
+
+def test_a_session_resumes_its_own_pause_and_nobody_elses() -> None:
+    core = CoreUnderTest()
+    script = [
+        ControlCall(1, 1, "pause"),
+        ControlCall(2, 2, "pause"),
+        ControlCall(2, 3, "pause"),
+        AddRequest(make_request(1, [1, 2], 5)),
+        ControlCall(2, 4, "resume"),  # once is enough
+        ControlCall(3, 5, "resume"),  # holds none
+        ControlCall(1, 6, "stats"),
+        ControlCall(1, 7, "resume"),
+        ControlCall(1, 8, "resume"),
+        Shutdown("test"),  # asked for when the request has ended
+    ]
+    core.core._inbox = ScriptedInbox(script)
+    core.core.run()
+    outputs = core.outbox.drain()
+    assert len(ends(outputs)) == 1
+    replies = {o.reply.call_id: o.reply for o in outputs if isinstance(o, ControlReply)}
+    assert all(reply.ok for reply in replies.values())
+    assert replies[6].stats is not None
+    assert replies[6].stats.paused
+    messages = {call_id: reply.message for call_id, reply in replies.items() if reply.message}
+    assert messages == dict.fromkeys((4, 5), "still paused by other sessions (1)")
 
 
 def test_a_control_operation_that_waited_for_a_step_is_answered_once(core: CoreUnderTest) -> None:
@@ -255,7 +346,7 @@ def test_what_an_abort_makes_findable_is_published_before_the_core_sleeps(
 
 def test_as_many_steps_are_in_flight_as_the_executor_takes(tmp_path: Path) -> None:
     trace_path = tmp_path / "trace.jsonl"
-    trace = StepTrace(trace_path)
+    trace = StepTrace(str(trace_path))
     core = CoreUnderTest(trace, num_groups=3, max_num_seqs=6)
     prompts = {handle: [handle] * 9 for handle in range(1, 7)}
     outputs = core.finish(*(AddRequest(make_request(h, p, 5)) for h, p in prompts.items()))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from nanocore.engine_core import io_thread as module
-from nanocore.engine_core.mailbox import AbortRequests, ControlCall, Farewell
+from nanocore.engine_core.mailbox import AbortRequests, ControlCall, ControlReply, Farewell
 from nanocore.engine_core.model_files import ModelFiles
 from nanocore.protocol.messages import (
     MAX_FILE_CHUNK_BYTES,
@@ -196,3 +196,16 @@ def test_no_file_outside_the_model_card_is_served(io: Io, name: str | None) -> N
     assert not reply.ok
     assert reply.data is None
     assert "this model has tokenizer.json" in (reply.message or "")
+
+
+def test_a_pause_ends_with_its_session(io: Io) -> None:
+    io.receive(Control(call_id=7, operation="pause"))
+    io.receive(Bye())
+    pause, resume = io.inbox.get_nowait(), io.inbox.get_nowait()
+    assert isinstance(pause, ControlCall)
+    assert isinstance(resume, ControlCall)
+    assert [pause.operation, resume.operation] == ["pause", "resume"]
+    assert pause.client == resume.client == io.session.client
+    io.take_sent()
+    io.thread._deliver(ControlReply(resume.client, Reply(call_id=resume.call_id)))
+    assert io.take_sent() == []

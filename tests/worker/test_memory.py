@@ -11,12 +11,13 @@ from nanocore.kernels.backend import select_kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.protocol.errors import CacheMemoryError
 from nanocore.protocol.plan import SchedulerOutput
-from nanocore.worker import memory
+from nanocore.worker import memory, worker
 from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
+from nanocore.worker.worker import Worker
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.worker.configs import make_worker_config
 from tests.worker.device_engine import DeviceKernels, load_model
@@ -26,12 +27,32 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_ranks_on_a_cpu_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda: 10 * GB)
-    assert memory.cpu_kv_bytes(1) == 4 * GB
-    assert memory.cpu_kv_bytes(2) == 2 * GB
-    assert memory.cpu_kv_bytes(2, taken_bytes=5 * GB) == 1 * GB
-    monkeypatch.setattr(memory, "available_bytes", lambda: 1000 * GB)
-    assert memory.cpu_kv_bytes(4) == 2 * 2**30
+    monkeypatch.setattr(memory, "host_bytes", lambda: 10 * GB)
+    monkeypatch.setattr(memory, "process_bytes", lambda: None)
+    assert memory.cpu_memory_bytes(1) == 10 * GB
+    assert memory.cpu_memory_bytes(2) == 5 * GB
+    assert memory.cpu_memory_bytes(2, taken_bytes=4 * GB) == 3 * GB
+    assert memory.cpu_memory_bytes(2, taken_bytes=40 * GB) == 0
+    assert memory.cpu_kv_bytes(5 * GB, num_ranks=2) == 2 * GB
+    assert memory.cpu_kv_bytes(1000 * GB, num_ranks=4) == 2 * 2**30
+
+
+def test_what_a_process_may_have_is_each_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_bytes", lambda: 10 * GB)
+    monkeypatch.setattr(memory, "process_bytes", lambda: 3 * GB)
+    assert memory.cpu_memory_bytes(1) == 3 * GB
+    assert memory.cpu_memory_bytes(2, taken_bytes=2 * GB) == 2 * GB
+    assert memory.cpu_memory_bytes(5) == 2 * GB
+
+
+def test_weights_that_would_not_fit_are_refused_before_they_are_read(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Worker(make_worker_config(folder=str(tiny_model), load_format="auto"))
+    monkeypatch.setattr(worker, "load_weights", lambda *_: pytest.fail("they were read"))
+    monkeypatch.setattr(worker, "host_bytes", lambda: 100_000)
+    with pytest.raises(CacheMemoryError, match=r"the weights need .* is 0\.1 MB"):
+        rank.load_model()
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
         RankFailure(kind="memory", message="no more", traceback="line\n"),
         WorkerInfo(
             device="cpu", dtype="float32", kernels="torch", weight_bytes=1, kv_block_bytes=2,
-            available_kv_bytes=3,
+            available_kv_bytes=3, memory_bytes=4,
         ),
     )  # fmt: skip
     for answer in answers:

@@ -31,6 +31,10 @@ class StepExecutor(Protocol):
         """
         ...
 
+    def blame(self) -> str:
+        """What keeps a step that hangs from being done, as a clause; from any thread."""
+        ...
+
     def on_failure(self, report: Callable[[str], None]) -> None:
         """Have a worker's death reported although no step runs, from any thread."""
         ...

@@ -38,6 +38,9 @@ class LocalExecutor:
     def collect(self) -> ModelRunnerOutput:
         return self._steps.popleft().wait()
 
+    def blame(self) -> str:
+        return "it hangs in the engine's own process, whose log has the stacks of its threads"
+
     def on_failure(self, report: Callable[[str], None]) -> None:
         """Nothing can die here without the engine."""
 

@@ -1,8 +1,8 @@
 """The executor whose ranks are processes: plans go to all of them, results come from one.
 
 Every rank applies every plan to its own copy of the persistent batch. Any rank can report a failure
-at any time, a closed pipe is a death, and a step that takes too long is blamed on the rank that the
-status board shows behind the others.
+at any time, and a closed pipe is a death. How long a step may take is the watchdog's matter; which
+rank it waits for is told by the status board.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
-from nanocore.protocol.errors import StartError, WorkerError
+from nanocore.protocol.errors import StartError
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.worker import (
     AllocateCache,
@@ -47,15 +47,14 @@ class ProcessExecutor:
 
     Args:
         hidden_size: the model's, to size what passes between stages.
-        step_timeout_s: how long a step may take before a rank is blamed.
     """
 
-    def __init__(self, config: WorkerConfig, hidden_size: int, step_timeout_s: float) -> None:
+    def __init__(self, config: WorkerConfig, hidden_size: int) -> None:
         self.config = config
         device = select_device(config.device)
         self.max_concurrent_steps = steps_in_flight(config, device)
-        self._step_timeout_s = step_timeout_s
-        self._directory = tempfile.TemporaryDirectory(prefix="nanocore-ranks-")
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        """Where ranks on CUDA devices meet."""
         self._board_fd = StatusBoard.create(config.num_ranks)
         self._board = StatusBoard(self._board_fd, config.num_ranks)
         tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
@@ -68,6 +67,8 @@ class ProcessExecutor:
                 fds[:] = [create_channel(slot_bytes, CHANNEL_DEPTH) for _ in fds]
             if tp_size > 1:
                 self._reduce_fds = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
+        else:
+            self._directory = tempfile.TemporaryDirectory(prefix="nanocore-ranks-")
         self._ranks: list[RankProcess] = []
         self._poll = select.poll()
         self._steps: deque[int] = deque()
@@ -80,7 +81,7 @@ class ProcessExecutor:
             start = self._start_message(rank)
             fds = [start.board_fd, start.reduce_fd, start.receive_fd, start.send_fd]
             inherited_fds = [fd for fd in fds if fd >= 0]
-            process = RankProcess(start, inherited_fds, self._step_timeout_s)
+            process = RankProcess(start, inherited_fds)
             self._ranks.append(process)
             self._poll.register(process.pipe, select.POLLIN)
         return self._gather(WorkerInfo)
@@ -98,13 +99,28 @@ class ProcessExecutor:
 
     def collect(self) -> ModelRunnerOutput:
         """The result of the oldest step in flight, from the first rank of the last stage."""
-        step = self._steps.popleft()
-        received = self._receive(self._step_timeout_s)
-        if received is None:
-            raise self._blame(step)
-        _, message = received
+        _, message = self._receive()
         assert isinstance(message, StepResult), message
+        self._steps.popleft()
         return message.output
+
+    def blame(self) -> str:
+        """Names the rank that keeps the others waiting: of the first stage that is behind, the one
+        that has entered the fewest exchanges."""
+        steps = list(self._steps)
+        if not steps:
+            return "it hangs in the engine's own process, whose log has the stacks of its threads"
+        step, tp_size = steps[0], self.config.tensor_parallel_size
+        behind = self._board.behind(step) or [(self.config.num_ranks - tp_size, step)]
+        stage = behind[0][0] // tp_size
+        suspects = {rank: at for rank, at in behind if rank // tp_size == stage}
+        if self._reduce_fds[stage] >= 0:
+            entered = progress(self._reduce_fds[stage], tp_size)
+            fewest = min(entered[rank % tp_size] for rank in suspects)
+            suspects = {r: at for r, at in suspects.items() if entered[r % tp_size] == fewest}
+        return "it waits for " + " and ".join(
+            f"{self._ranks[rank].name}, which is at step {at}" for rank, at in suspects.items()
+        )
 
     def on_failure(self, report: Callable[[str], None]) -> None:
         """Have a rank's death reported even if no step is in flight, from a thread."""
@@ -118,7 +134,8 @@ class ProcessExecutor:
             rank.close_pipe()
         for rank in self._ranks:
             rank.end()
-        self._directory.cleanup()
+        if self._directory is not None:
+            self._directory.cleanup()
 
     def _start_message(self, rank: int) -> RankStart:
         stage, number = divmod(rank, self.config.tensor_parallel_size)
@@ -131,17 +148,13 @@ class ProcessExecutor:
             reduce_fd=self._reduce_fds[stage],
             receive_fd=channels[stage - 1][number] if stage > 0 else -1,
             send_fd=channels[stage][number] if stage < len(channels) else -1,
-            rendezvous=str(Path(self._directory.name) / "rendezvous"),
+            rendezvous=str(Path(self._directory.name) / "rendezvous") if self._directory else "",
         )
 
     def _send(self, frame: bytes) -> None:
         for rank in self._ranks:
             try:
                 rank.pipe.send_frame(frame)
-            except TimeoutError:
-                raise WorkerError(
-                    f"{rank.name} has not read its plan for {self._step_timeout_s:g} s"
-                ) from None
             except OSError:
                 raise self._failure_of(rank) from None
 
@@ -149,30 +162,28 @@ class ProcessExecutor:
         """One message of this kind from every rank, in order of rank."""
         messages: dict[int, M] = {}
         while len(messages) < len(self._ranks):
-            received = self._receive(None)
-            assert received is not None, "waits without limit"
-            rank, message = received
+            rank, message = self._receive()
             assert isinstance(message, kind), message
             messages[rank.rank] = message
         return [messages[rank] for rank in sorted(messages)]
 
-    def _receive(self, timeout_s: float | None) -> tuple[RankProcess, FromRank] | None:
-        """The next message of any rank; None after the timeout, if there is one.
+    def _receive(self) -> tuple[RankProcess, FromRank]:
+        """The next message of any rank.
 
         Raises:
             StartError: a rank has failed or died.
         """
-        ready = dict(self._poll.poll(None if timeout_s is None else timeout_s * 1e3))
-        for rank in self._ranks:
-            if rank.pipe.fileno() in ready:
-                try:
-                    message = rank.pipe.recv()
-                except EOFError:
-                    raise self._failure_of(rank) from None
-                if isinstance(message, RankFailure):
-                    raise rank.error(message)
-                return rank, message
-        return None
+        while True:
+            ready = dict(self._poll.poll())
+            for rank in self._ranks:
+                if rank.pipe.fileno() in ready:
+                    try:
+                        message = rank.pipe.recv()
+                    except EOFError:
+                        raise self._failure_of(rank) from None
+                    if isinstance(message, RankFailure):
+                        raise rank.error(message)
+                    return rank, message
 
     def _failure_of(self, dead: RankProcess) -> StartError:
         """Why a rank is gone: what it or, failing that, another one reported, or how it died."""
@@ -186,25 +197,6 @@ class ProcessExecutor:
             except (EOFError, OSError):
                 continue
         return dead.death()
-
-    def _blame(self, step: int) -> WorkerError:
-        """Names the rank that keeps the others waiting: of the first stage that is behind, the one
-        that has entered the fewest exchanges."""
-        tp_size = self.config.tensor_parallel_size
-        behind = self._board.behind(step) or [(self.config.num_ranks - tp_size, step)]
-        stage = behind[0][0] // tp_size
-        suspects = {rank: at for rank, at in behind if rank // tp_size == stage}
-        if self._reduce_fds[stage] >= 0:
-            entered = progress(self._reduce_fds[stage], tp_size)
-            fewest = min(entered[rank % tp_size] for rank in suspects)
-            suspects = {r: at for r, at in suspects.items() if entered[r % tp_size] == fewest}
-        names = " and ".join(
-            f"{self._ranks[rank].name}, which is at step {at}" for rank, at in suspects.items()
-        )
-        return WorkerError(
-            f"step {step} was not done after {self._step_timeout_s:g} s: it waits for {names} "
-            "(--step-timeout-s is the limit)"
-        )
 
     def _watch(self, report: Callable[[str], None]) -> None:
         """Wait until a rank ends that should not."""

@@ -37,14 +37,12 @@ class RankProcess:
 
     Args:
         start: its first message. inherited_fds: shared memory that it names.
-        timeout_s: how long it may leave a message of ours unread.
     """
 
-    def __init__(self, start: RankStart, inherited_fds: list[int], timeout_s: float) -> None:
+    def __init__(self, start: RankStart, inherited_fds: list[int]) -> None:
         self.rank = start.rank
         self._num_ranks = start.config.num_ranks
         ours, theirs = socket.socketpair()
-        ours.settimeout(timeout_s)
         self.pipe: Pipe[FromRank] = Pipe(ours, FromRank)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "nanocore.worker", str(theirs.fileno())],

@@ -1,0 +1,72 @@
+"""The engine's standard streams: whatever became of them, the engine is not to end of it.
+
+A descriptor that was closed before we began would be given to the next file or socket that is
+opened, and then get what libraries write to it. A stream whose reader is gone, or whose disk is
+full, would turn the exit code into Python's own. One whose reader does not read, a pipe that is
+full or a terminal that is held, would stop the thread that logs, and all clients with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import sys
+from contextlib import suppress
+from typing import Final
+
+STDERR_FD: Final = 2
+_PATIENCE_MS: Final = 100
+
+
+def open_missing() -> None:
+    """Give descriptors 0 to 2, where they are closed, to the null device. First in a process."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # It gets the lowest number that is free. Ranks inherit it.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+
+
+class LogHandler(logging.Handler):
+    """Writes lines to stderr, and drops what its reader does not take in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._poll = select.poll()
+        self._poll.register(STDERR_FD, select.POLLOUT)
+        self._patience_ms = _PATIENCE_MS
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called under the handler's lock."""
+        data = (self.format(record) + "\n").encode(errors="backslashreplace")
+        with suppress(OSError):
+            # A pipe that can be written to takes so many bytes at once.
+            for start in range(0, len(data), select.PIPE_BUF):
+                if not self._poll.poll(self._patience_ms):
+                    self._patience_ms = 0  # until it is read again
+                    return
+                os.write(STDERR_FD, data[start : start + select.PIPE_BUF])
+        self._patience_ms = _PATIENCE_MS
+
+
+def complain(text: str) -> None:
+    """Write a line to stderr, if anybody is there to read it."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def flush_or_drop() -> None:
+    """Write out what is buffered; what cannot be written is forgotten. Last thing in a process."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)

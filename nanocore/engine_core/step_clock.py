@@ -1,0 +1,128 @@
+"""For how long the step loop has been in its step, and what ends the process if nobody else can.
+
+The step loop writes the clock, other threads read it. A step that hangs in native code may hold the
+interpreter's lock, so that no other thread can so much as notice: for that case the loop keeps a
+dead man's switch armed while it is in steps, which needs no interpreter. It is disarmed while the
+loop sleeps, so that an engine that is stopped while idle lives on when it is continued. (One that
+is stopped in the middle of a step for longer than the switch waits does not.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import time
+from typing import Final
+
+from nanocore.engine_core.standard_streams import STDERR_FD
+
+_REARM_S: Final = 1.0
+"""How old an armed switch may become in steps that end: arming it costs microseconds."""
+
+_SIGEV_THREAD: Final = 2
+
+
+class _SigEvent(ctypes.Structure):
+    """sigevent(7) of Linux on 64 bits, for SIGEV_THREAD."""
+
+    _fields_ = (
+        ("value", ctypes.c_size_t),
+        ("signo", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("padding", ctypes.c_byte * 32),
+    )
+
+
+class _TimerSpec(ctypes.Structure):
+    """itimerspec(3): an interval, which we do not use, and the time until it expires."""
+
+    _fields_ = (
+        ("interval_s", ctypes.c_long),
+        ("interval_ns", ctypes.c_long),
+        ("value_s", ctypes.c_long),
+        ("value_ns", ctypes.c_long),
+    )
+
+
+class DeadMansSwitch:
+    """Ends the process with an exit code unless it is armed anew or disarmed in time.
+
+    A second before that, every thread's stack is written to stderr. Belongs to the main thread;
+    uses SIGALRM. The process can have one.
+
+    Args:
+        timeout_s: from arming to the end, at least 2. exit_code: the process's.
+
+    Raises:
+        OSError: the system has no timer, or no thread, to give.
+    """
+
+    def __init__(self, timeout_s: float, exit_code: int) -> None:
+        self._timeout_s = timeout_s
+        faulthandler.register(signal.SIGALRM, file=STDERR_FD, all_threads=True)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        # A thread that the C library starts when the time is up calls _exit(exit_code).
+        event = _SigEvent(
+            value=exit_code,
+            notify=_SIGEV_THREAD,
+            function=ctypes.cast(self._libc._exit, ctypes.c_void_p),
+        )
+        self._timer = ctypes.c_void_p()
+        clock = ctypes.c_int(time.CLOCK_MONOTONIC)
+        if self._libc.timer_create(clock, ctypes.byref(event), ctypes.byref(self._timer)) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def arm(self) -> None:
+        """Begin to count, from the start."""
+        self._set(self._timeout_s)
+        signal.setitimer(signal.ITIMER_REAL, self._timeout_s - 1)
+
+    def disarm(self) -> None:
+        """Nothing happens until it is armed again."""
+        self._set(0.0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _set(self, seconds: float) -> None:
+        spec = _TimerSpec(value_s=int(seconds), value_ns=int(seconds % 1 * 1e9))
+        self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
+
+
+class StepClock:
+    """Written by the step loop. began_s: of the step that it is in, monotonic; None if in none.
+
+    Args:
+        switch: armed in steps, if given.
+    """
+
+    def __init__(self, switch: DeadMansSwitch | None = None) -> None:
+        self.began_s: float | None = None
+        self._switch = switch
+        self._armed_s: float | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.began_s = now_s = time.monotonic()
+        if self._switch and (self._armed_s is None or now_s - self._armed_s > _REARM_S):
+            self._switch.arm()
+            self._armed_s = now_s
+
+    def end(self) -> None:
+        """It has ended."""
+        self.began_s = None
+
+    def rest(self) -> None:
+        """There is nothing to do for a while."""
+        if self._switch and self._armed_s is not None:
+            self._switch.disarm()
+            self._armed_s = None
+
+    @property
+    def age_ms(self) -> int:
+        """For how long the step has been running; 0 if there is none. For any thread."""
+        began_s = self.began_s
+        return 0 if began_s is None else int((time.monotonic() - began_s) * 1e3)

@@ -1,0 +1,94 @@
+"""A step that never returns: clients are told why, the log says where, and the process ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nanocore.conformance.peer import Peer
+from nanocore.protocol.messages import Bye, Error, Op, Pong
+from nanocore.protocol.sockets import PeerSocket
+from tests.end_to_end import hanging_engine
+
+PATIENCE_S = 60.0
+HANG = {
+    "request_id": "hangs",
+    "prompt_token_ids": hanging_engine.HANG.to_bytes(4, "little"),
+}
+
+
+@contextmanager
+def hanging(how: str, folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], Peer]]:
+    """An engine that hangs on request, and a client in session with it."""
+    endpoint = f"ipc://{folder}/engine.sock"
+    command = [sys.executable, hanging_engine.__file__, how, "--listen", endpoint, *flags]
+    sizes = ["--max-num-seqs", "1"]
+    with subprocess.Popen([*command, *sizes], stderr=subprocess.PIPE, text=True) as process:
+        peer = Peer(PeerSocket(endpoint), PATIENCE_S, set())
+        try:
+            peer.hello()
+            yield process, peer
+        finally:
+            peer.close()
+            process.kill()
+
+
+def step_age_ms(peer: Peer) -> int:
+    peer.send(Op.PING, {"nonce": 1})
+    age_ms = peer.expect(Pong).step_age_ms
+    assert age_ms is not None
+    return age_ms
+
+
+def test_a_step_that_hangs_ends_the_engine_with_its_cause(short_path: Path) -> None:
+    with hanging("waiting", short_path, "--step-timeout-s", "1") as (process, peer):
+        peer.complete("before", [1, 2, 3], max_tokens=4)
+        while step_age_ms(peer) > 0:  # the last one ends behind its tokens
+            pass
+        peer.send(Op.SUBMIT, HANG)
+        peer.accepted("hangs")
+        ages = [step_age_ms(peer)]
+        while ages[-1] < 200:
+            ages.append(step_age_ms(peer))
+        assert ages == sorted(ages)
+        error = peer.expect(Error)
+        assert error.code == "engine_dead"
+        assert "was not done after 1 s: the executor of this test hangs" in error.message
+        assert "--step-timeout-s" in error.message
+        assert peer.expect(Bye).reason == error.message
+        _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 70
+    assert "in _hang" in log, "not where it hangs"
+    assert "in _serve" in log, "not all threads"
+    assert log.count(error.message) == 1
+
+
+def test_a_step_that_hangs_with_the_interpreters_lock_ends_the_engine_all_the_same(
+    short_path: Path,
+) -> None:
+    with hanging("holding-the-lock", short_path, "--step-timeout-s", "1") as (process, peer):
+        peer.send(Op.SUBMIT, HANG)
+        _, log = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 70
+    assert "in _hang" in log, "not where it hangs"
+    assert "in _serve" in log, "not all threads"
+
+
+def test_an_engine_that_is_idle_or_paused_is_not_taken_for_one_that_hangs(
+    short_path: Path,
+) -> None:
+    with hanging("waiting", short_path, "--step-timeout-s", "1") as (process, peer):
+        peer.complete("before", [1, 2, 3], max_tokens=4)
+        assert peer.call("pause").ok
+        peer.send(Op.SUBMIT, {"request_id": "kept", "prompt_token_ids": b"\1\0\0\0"})
+        stream = peer.accepted("kept")
+        for _ in range(3):
+            peer.wait_for_ping()  # a second each
+        while step_age_ms(peer) > 0:
+            pass
+        assert peer.call("resume").ok
+        peer.finish(stream)
+        assert process.poll() is None
