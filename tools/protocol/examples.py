@@ -20,7 +20,6 @@ from nanocore.protocol.messages import (
     Limits,
     Message,
     ModelCard,
-    ModelFile,
     Output,
     Ping,
     Pong,
@@ -43,7 +42,6 @@ _CARD = ModelCard(
     eos_token_ids=[1, 3],
     block_size=16,
     num_blocks=1000,
-    files=[ModelFile(name="tokenizer.json", num_bytes=99341, sha256="9f" * 32)],
 )
 _LIMITS = Limits(
     max_frame_bytes=2**24,
@@ -84,14 +82,14 @@ EXAMPLES: dict[str, Message] = {
     ),
     "OUTPUT merged": Output(
         handles=_column(7, 9),
-        tokens=_column(310, 7, 3),
+        tokens=_column(310, 7, 5),
         counts=_column(2, 1),
-        events=[Event(handle=9, finish_reason="stop", stop_reason=3)],
+        events=[Event(handle=9, finish_reason="stop", stop_reason=5)],
     ),
     "ERROR": Error(code="duplicate_request_id", message="request_id 'a' is in use", request_id="a"),
     "ABORT": Abort(request_ids=["a"]),
     "PING": Ping(nonce=5),
-    "PONG": Pong(nonce=5, num_steps=1234),
+    "PONG": Pong(nonce=5, num_steps=1234, step_age_ms=12),
     "CONTROL": Control(call_id=1, operation="read_file", file="tokenizer.json", offset=65536),
     "REPLY": Reply(call_id=1, data=b'{"version"'),
     "BYE": Bye(reason="SIGTERM"),
