@@ -42,6 +42,7 @@ WELCOME: Body = {
         "max_frame_bytes": 2**24, "max_num_seqs": 8, "max_request_id_chars": 256,
         "max_cache_salt_chars": 1024, "ping_interval_ms": 1000, "session_timeout_ms": 30_000,
         "max_num_queued_reqs": 100, "max_num_queued_tokens": None, "max_file_chunk_bytes": 65_536,
+        "max_num_clients": 100,
     },
     "capabilities": ["prefix_caching"],
 }  # fmt: skip

@@ -78,6 +78,7 @@ class FakeEngine(threading.Thread):
         self._clients: dict[bytes, Client] = {}
         self._stopping = threading.Event()
         self._limits = msgspec.structs.replace(LIMITS, session_timeout_ms=int(1e3 * timeout_s))
+        self._timeout_s = timeout_s
         self._pauses: set[str] = set()  # session ids
         self._num_handles = self._num_sessions = self._num_aborts = 0
         self._num_errors = self._num_steps = self._num_tokens = 0
@@ -94,7 +95,7 @@ class FakeEngine(threading.Thread):
         """The thread's body."""
         try:
             while not self._stopping.is_set():
-                busy = not self._paused and any(c.requests for c in self._clients.values())
+                busy = not self._pauses and any(c.requests for c in self._clients.values())
                 waiting = any(client.waiting for client in self._clients.values())
                 idle = not self._socket.wait(0 if busy else 1 if waiting else PING_INTERVAL_MS)
                 # One message a turn: a peer that sends quickly must not keep steps from running.
@@ -106,7 +107,7 @@ class FakeEngine(threading.Thread):
                     self._check_silence(client)
                     if idle and not busy and not self.has("no-pings"):
                         self._send(client, Ping())
-                if not self._paused or self.has("pause-ignored"):
+                if not self._pauses or self.has("pause-ignored"):
                     self._step()
         except BaseException as error:
             self.failure = error
@@ -164,10 +165,6 @@ class FakeEngine(threading.Thread):
         del self._clients[client.routing_id]
         if not self.has("pause-outlives-session"):
             self._pauses.discard(client.session)
-
-    @property
-    def _paused(self) -> bool:
-        return bool(self._pauses)
 
     def _decode(self, frames: list[bytes]) -> Message:
         if self.has("accepts-unknown-field") and frames[0] == bytes([Op.CONTROL]):
@@ -320,7 +317,7 @@ class FakeEngine(threading.Thread):
             prefix_cache_hits=0,
             num_preemptions=0, num_aborts=self._num_aborts, prompt_tokens=0,
             generation_tokens=0 if self.has("counters-stand") else self._num_tokens,
-            num_steps=self._num_steps, paused=self._paused, num_clients=len(self._clients),
+            num_steps=self._num_steps, paused=bool(self._pauses), num_clients=len(self._clients),
             num_protocol_errors=self._num_errors,
         )  # fmt: skip
 

@@ -100,7 +100,7 @@ impl Engine {
         socket.connect(endpoint)?;
         let (welcome, streams, handles, replies, num_ids) = Default::default();
         let mut new = Engine { welcome, socket, streams, handles, replies, num_ids, over: Ok(()) };
-        new.send(0x01, json!({ "protocol": [1, 3], "client": "nanocore-rust" }))?;
+        new.send(0x01, json!({ "protocol": [1, 4], "client": "nanocore-rust" }))?;
         while new.welcome.is_null() {
             new.poll(true)?;
         }

@@ -1,4 +1,4 @@
-// A client of nanocore engines (PROTOCOL.md 1.3) on cppzmq and msgpack-c. An Engine is a session. It and its
+// A client of nanocore engines (PROTOCOL.md 1.4) on cppzmq and msgpack-c. An Engine is a session. It and its
 // Streams, which must go first, belong to one thread: whoever waits takes in what arrives for all and answers
 // PINGs. A program that waits for nothing calls Engine::poll, or the engine ends the session after 30 s.
 #pragma once
