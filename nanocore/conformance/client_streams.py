@@ -67,7 +67,7 @@ def start_and_end_may_be_one_event(bench: ClientBench) -> None:
             client.leaves(TOKENS, "length")
 
 
-@CLIENT_SCENARIOS.add("OUTPUT")
+@CLIENT_SCENARIOS.add("4. Framing")
 def count_of_zero_is_no_tokens(bench: ClientBench) -> None:
     """A handle with a count of 0 got nothing: what follows belongs to the next handle."""
     with bench.client() as client:
@@ -114,7 +114,7 @@ def stop_ends_before_max_tokens(bench: ClientBench) -> None:
         client.leaves(TOKENS[:2], "stop")
 
 
-@CLIENT_SCENARIOS.add("2. Conventions")
+@CLIENT_SCENARIOS.add("4. Framing")
 def unknown_fields_are_ignored(bench: ClientBench) -> None:
     """Fields and capabilities of later versions, in every message and inside their maps."""
     welcome = copy.deepcopy(WELCOME) | NEW
