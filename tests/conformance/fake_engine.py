@@ -77,7 +77,6 @@ class FakeEngine(threading.Thread):
         self._decoder = engine_decoder()
         self._clients: dict[bytes, Client] = {}
         self._stopping = threading.Event()
-        self._limits = msgspec.structs.replace(LIMITS, session_timeout_ms=int(1e3 * timeout_s))
         self._timeout_s = timeout_s
         self._pauses: set[str] = set()  # session ids
         self._num_handles = self._num_sessions = self._num_aborts = 0
@@ -120,7 +119,8 @@ class FakeEngine(threading.Thread):
         return defect in self._defects
 
     def _receive(self, routing_id: bytes, frames: list[bytes]) -> None:
-        if self.has("session-follows") and routing_id not in self._clients and frames[0] != b"\1":
+        lost = routing_id not in self._clients and self._clients and frames[0] != b"\1"
+        if self.has("session-follows") and lost:
             client = self._clients[routing_id] = self._clients.pop(next(iter(self._clients)))
             client.routing_id = routing_id
         client = self._clients.get(routing_id)
@@ -153,10 +153,8 @@ class FakeEngine(threading.Thread):
                     self._refuse(routing_id, code, str(error))
 
     def _check_silence(self, client: Client) -> None:
-        if (
-            time.monotonic() - client.heard_s > 1e-3 * self._limits.session_timeout_ms
-            and not self.has("no-timeout")
-        ):
+        silent = time.monotonic() - client.heard_s > self._timeout_s
+        if silent and not self.has("no-timeout"):
             if self.has("bye-at-timeout"):
                 self._send(client, Bye(reason="you are silent"))
             self._end_session(client)
@@ -206,9 +204,10 @@ class FakeEngine(threading.Thread):
             digests["tokenizer.json"] = "0" * 64
         card = model_card(digests, 0 if self.has("no-vocabulary") else VOCAB_SIZE)
         instance = f"{self._num_sessions:032x}" if self.has("instance-changes") else INSTANCE
+        limits = msgspec.structs.replace(LIMITS, session_timeout_ms=int(1e3 * self._timeout_s))
         welcome = Welcome(
             protocol=(1, minor), session=client.session, engine_instance=instance, model=card,
-            limits=self._limits, capabilities=["prefix_caching"],
+            limits=limits, capabilities=["prefix_caching"],
         )  # fmt: skip
         self._send(client, welcome)
 
