@@ -178,9 +178,10 @@ class FakeEngine(threading.Thread):
         try:
             return self._decoder.decode(frames)
         except InvalidSubmitError as error:
-            if self.has("unnamed-field"):
-                raise InvalidSubmitError("bad request", error.request_id) from None
-            raise
+            text = "bad request" if self.has("unnamed-field") else str(error)
+            text = text.replace("array", "list") if self.has("python-words") else text
+            text += " (bytes)" if self.has("foreign-words") else ""
+            raise InvalidSubmitError(text, error.request_id) from None
 
     def _welcome(self, routing_id: bytes, hello: Hello) -> None:
         if hello.protocol[0] != 1 and not self.has("other-major-welcome"):

@@ -124,6 +124,8 @@ DEFECTS = {
     "queue-endless": ("queue-limits-are-told-in-time", "overloaded after at most"),
     "retry-untold": ("queue-limits-are-told-in-time", "retry_after_s None"),
     "top-p-zero": ("sampling-beyond-its-ranges-is-refused-by-name", "top_p=0.0"),
+    "python-words": ("errors-speak-of-msgpack", "names 'array'"),
+    "foreign-words": ("errors-speak-of-msgpack", "without ['bytes']"),
     "unnamed-field": ("sampling-beyond-its-ranges-is-refused-by-name", "'temperature'"),
     "long-ids": ("submits-strings-have-lengths", "request_id of 257"),
     "priority-ignored": ("priority-needs-its-capability", "Accepted"),
