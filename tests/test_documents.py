@@ -24,7 +24,7 @@ from nanocore.engine_core.kv_event_replay import (
     REPLAY_TIMEOUT_S,
 )
 from nanocore.engine_core.session import MAX_BACKLOG_BYTES
-from nanocore.protocol.codec import MAX_BODY_BYTES, MAX_SUBMIT_BYTES
+from nanocore.protocol.codec import MAX_BODY_BYTES, MAX_RETURNED_ID_CHARS, MAX_SUBMIT_BYTES
 from nanocore.protocol.errors import ErrorCode
 from nanocore.protocol.kv_events import (
     END_SEQ,
@@ -157,5 +157,6 @@ def test_the_timings_and_limits_in_the_text_are_those_in_the_code() -> None:
     assert f"may have {MAX_BODY_BYTES // 2**20} MiB, and a SUBMIT" in PROTOCOL
     assert f"a SUBMIT {MAX_SUBMIT_BYTES // 2**10} KiB beside its prompt" in PROTOCOL
     assert f"may have {MAX_CALLS} CONTROLs under way" in PROTOCOL
+    assert f"nil above {MAX_RETURNED_ID_CHARS} characters" in PROTOCOL
     assert PING_INTERVAL_S == 1.0
     assert "PING to every session every second" in PROTOCOL

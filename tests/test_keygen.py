@@ -168,3 +168,36 @@ def test_the_command_runs_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nanocore.keygen", str(tmp_path)]
     assert subprocess.run(command, capture_output=True, check=True).stderr == b""
     assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+
+
+def read_as_documented(path: Path) -> dict[str, str]:
+    """The keys of a file, by no more than PROTOCOL.md's section 14 says of its format."""
+    lines = [line for line in path.read_text("ascii").splitlines() if not line.startswith("#")]
+    section = lines[lines.index("curve") + 1 :]
+    keys = {}
+    for line in section:
+        name, _, value = line.removeprefix("    ").partition(" = ")
+        assert line.startswith("    ")
+        assert value[0] == value[-1] == '"'
+        keys[name] = value[1:-1]
+    return keys
+
+
+def test_another_language_reads_the_key_files_by_what_the_protocol_says_of_them(
+    engine: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "laptop-keys"
+    assert main([str(engine), "--client", "laptop", "--out", str(folder)]) == 0
+    ours = ClientKeys.load(folder)
+    server = read_as_documented(folder / "engine.key")
+    own = read_as_documented(folder / "client.key_secret")
+    assert server == {"public-key": ours.engine_public_key.decode()}
+    assert own == {
+        "public-key": ours.public_key.decode(),
+        "secret-key": ours.secret_key.decode(),
+    }
+    assert all(len(key) == 40 for key in (*server.values(), *own.values()))
+    listed = read_as_documented(engine / "clients" / "laptop.key")
+    assert listed == read_as_documented(folder / "client.key")
+    assert listed == {"public-key": own["public-key"]}
+    assert read_as_documented(engine / "engine.key_secret").keys() == own.keys()

@@ -19,11 +19,13 @@ EARLY = 0.5
 
 @CLIENT_SCENARIOS.add("REFUSED")
 def refusal_ends_the_client(bench: ClientBench) -> None:
-    """REFUSED instead of WELCOME."""
-    with bench.client() as client:
-        client.hello()
-        client.send(Op.REFUSED, {"message": "too old for me", "supported": [[2, 0]]})
-        client.gives_up("too old for me", "2", "efused")
+    """REFUSED instead of WELCOME, for its version or because the engine is full: its words."""
+    full = {"message": "100 clients are served", "supported": [[1, 4]], "retry_after_s": 1}
+    for refused in ({"message": "too old for me", "supported": [[2, 0]]}, full):
+        with bench.client() as client:
+            client.hello()
+            client.send(Op.REFUSED, refused)
+            client.gives_up(str(refused["message"]))
 
 
 @CLIENT_SCENARIOS.add("16. Writing a client")

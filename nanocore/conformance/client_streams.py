@@ -14,6 +14,9 @@ from nanocore.protocol.messages import Op, Pong
 TOKENS = [11, 0, 2**31 - 2, 13]
 FIRST: Body = {"handle": HANDLE, "num_cached_tokens": 0}
 NEW: Body = {"new_in_9": {"deep": [1, None, {"x": b"y"}]}}
+LIMITS_SINCE_1_0 = (
+    "max_num_queued_reqs", "max_num_queued_tokens", "max_file_chunk_bytes", "max_num_clients",
+)  # fmt: skip
 NUM_SMALL = 3000
 NUM_HUGE = 300_000
 
@@ -51,6 +54,44 @@ def tokens_and_end_may_be_one_message(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("Event")
+def start_and_end_may_be_one_event(bench: ClientBench) -> None:
+    """All that is said of a request in one message may stand in one event, or in two."""
+    nils = {"num_cached_tokens": None, "finish_reason": None, "stop_reason": None}
+    for events in (
+        [FIRST | end()],
+        [nils | FIRST, {"handle": 9, "finish_reason": "stop"}, nils | end()],
+    ):
+        with bench.client() as client:
+            client.open(4)
+            client.output(TOKENS, *events)
+            client.leaves(TOKENS, "length")
+
+
+@CLIENT_SCENARIOS.add("4. Framing")
+def count_of_zero_is_no_tokens(bench: ClientBench) -> None:
+    """A handle with a count of 0 got nothing: what follows belongs to the next handle."""
+    with bench.client() as client:
+        client.open(4)
+        client.send(Op.OUTPUT, output_body({3: [], HANDLE: TOKENS[:2], 9: []}, FIRST))
+        client.send(Op.OUTPUT, output_body({HANDLE: []}))
+        client.send(Op.OUTPUT, output_body({3: [90, 91], HANDLE: []}))
+        client.send(Op.OUTPUT, output_body({HANDLE: TOKENS[2:]}))
+        client.send(Op.OUTPUT, output_body({HANDLE: []}, end()))
+        client.leaves(TOKENS, "length")
+
+
+@CLIENT_SCENARIOS.add("Event")
+def every_finish_reason_is_told(bench: ClientBench) -> None:
+    """An abort or an error of one request, with its message, is an end, and no failure."""
+    for reason, message in (("abort", "SIGTERM"), ("error", "no finite logit"), ("abort", None)):
+        with bench.client() as client:
+            client.open(4)
+            client.output(TOKENS[:2], FIRST)
+            client.output([], end(reason, **({"message": message} if message else {})))
+            client.leaves(TOKENS[:2], reason)
+
+
+@CLIENT_SCENARIOS.add("Event")
 def end_may_come_without_tokens(bench: ClientBench) -> None:
     """The end in a message of its own, after messages with nothing in them."""
     with bench.client() as client:
@@ -73,7 +114,7 @@ def stop_ends_before_max_tokens(bench: ClientBench) -> None:
         client.leaves(TOKENS[:2], "stop")
 
 
-@CLIENT_SCENARIOS.add("2. Conventions")
+@CLIENT_SCENARIOS.add("4. Framing")
 def unknown_fields_are_ignored(bench: ClientBench) -> None:
     """Fields and capabilities of later versions, in every message and inside their maps."""
     welcome = copy.deepcopy(WELCOME) | NEW
@@ -99,7 +140,7 @@ def older_engine_is_understood(bench: ClientBench) -> None:
     del welcome["capabilities"]
     for name in ("default_sampling", "files"):
         del welcome["model"][name]
-    for name in ("max_num_queued_reqs", "max_num_queued_tokens", "max_file_chunk_bytes"):
+    for name in LIMITS_SINCE_1_0:
         del welcome["limits"][name]
     with bench.client() as client:
         client.hello()

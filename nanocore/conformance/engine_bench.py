@@ -27,7 +27,7 @@ class EngineBench:
 
     def __init__(self, connect: Callable[[], PeerSocket], patience_s: float) -> None:
         self._connect = connect
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._handles: set[int] = set()
         self._peers: list[Peer] = []
 
@@ -36,13 +36,13 @@ class EngineBench:
         socket = self._connect()
         try:
             socket.send([bytes([Op.HELLO]), b"\x81\xa8protocol\x92\x01\x00"])
-            return socket.receive(self._patience_s) is not None
+            return socket.receive(self.patience_s) is not None
         finally:
             socket.close()
 
     def peer(self) -> Peer:
         """A connection without a session."""
-        peer = Peer(self._connect(), self._patience_s, self._handles)
+        peer = Peer(self._connect(), self.patience_s, self._handles)
         self._peers.append(peer)
         return peer
 
@@ -54,7 +54,7 @@ class EngineBench:
 
     def until(self, peer: Peer, what: str, reached: Callable[[Stats], bool]) -> Stats:
         """Ask for statistics until they are as they should become."""
-        deadline_s = time.monotonic() + IDLE_PATIENCES * self._patience_s
+        deadline_s = time.monotonic() + IDLE_PATIENCES * self.patience_s
         for call_id in itertools.count(1):
             stats = peer.call("stats", call_id).stats
             if stats is None:

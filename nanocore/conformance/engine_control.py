@@ -38,6 +38,28 @@ def ping_gets_its_nonce_back(bench: EngineBench) -> None:
     peer.finish(stream)
 
 
+@ENGINE_RULES.add("PONG")
+def pong_tells_of_the_step_loop(bench: EngineBench) -> None:
+    """num_steps, where it is told, never falls and grows with tokens; an idle step has no age."""
+    peer = bench.session()
+    before = _pong(peer, 1).num_steps or 0
+    peer.complete("a", max_tokens=5)
+    after = _pong(peer, 2)
+    told = after.num_steps
+    grown = told is None or told >= before + 5
+    require(grown, f"num_steps of at least {before + 5} after 5 tokens", after)
+    bench.until_idle(peer)
+    deadline_s = time.monotonic() + bench.patience_s
+    while _pong(peer, 3).step_age_ms:  # the last step may just be ending
+        waiting = time.monotonic() < deadline_s
+        require(waiting, "step_age_ms of 0 in an engine without requests", "more")
+
+
+def _pong(peer: Peer, nonce: int) -> Pong:
+    peer.send(Op.PING, {"nonce": nonce})
+    return peer.expect(Pong)
+
+
 @ENGINE_RULES.add("CONTROL")
 def stats_are_told(bench: EngineBench) -> None:
     """CONTROL stats is answered with all counters, which move with the work."""
@@ -93,6 +115,22 @@ def pause_keeps_requests_until_resume(bench: EngineBench) -> None:
     peer.finish(stream)
     require(len(stream.token_ids) == 3, "3 tokens after resume", stream)
     require(not stats_of(peer).paused, "stats with paused false", "paused true")
+
+
+@ENGINE_RULES.add("CONTROL")
+def pause_belongs_to_its_session(bench: EngineBench) -> None:
+    """Nobody's resume, and nobody's end, takes back another session's pause; its own end does."""
+    one, two, watcher = bench.session(), bench.session(), bench.session()
+    require(not stats_of(watcher).paused, "stats with paused false at first", "paused true")
+    for peer in (one, two):
+        require(peer.call("pause").ok, "pause to be done", "ok false")
+    require(watcher.call("resume").ok, "resume without a pause to be done", "ok false")
+    require(stats_of(watcher).paused, "paused after another session's resume", "paused false")
+    require(one.call("resume").ok, "resume to be done", "ok false")
+    require(stats_of(watcher).paused, "paused while one session holds a pause", "paused false")
+    two.bye()
+    bench.until(watcher, "a pause to end with its session", lambda stats: not stats.paused)
+    watcher.still_streams()
 
 
 @ENGINE_RULES.add("CONTROL")

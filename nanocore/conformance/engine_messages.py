@@ -35,7 +35,7 @@ def answered(peer: Peer, vector: Vector) -> None:
         raise BrokenError(f"{error.expected}, for vector {vector.name}", error.got) from None
 
 
-@ENGINE_RULES.add("2. Conventions")
+@ENGINE_RULES.add("4. Framing")
 def malformed_messages_are_refused(bench: EngineBench) -> None:
     """Every malformed vector gets its ERROR, and the session goes on streaming."""
     peer = bench.session()

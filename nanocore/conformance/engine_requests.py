@@ -82,18 +82,6 @@ def seeds_repeat(bench: EngineBench) -> None:
         require(again.token_ids == first.token_ids, expected, again.token_ids)
 
 
-@ENGINE_RULES.add("9. Sampling parameters")
-def stop_token_ends_the_request(bench: EngineBench) -> None:
-    """A stop token is the last one delivered, and stop_reason names it."""
-    peer = bench.session()
-    whole = peer.complete("whole", max_tokens=16).token_ids
-    stop = whole[-1]
-    upto = whole[: whole.index(stop) + 1]
-    stream = peer.complete("stopped", max_tokens=16, stop_token_ids=[stop])
-    got = (stream.token_ids, stream.finish_reason, stream.stop_reason)
-    require(got == (upto, "stop", stop), f"{upto}, 'stop' and stop_reason {stop}", got)
-
-
 @ENGINE_RULES.add("ABORT")
 def abort_ends_a_request(bench: EngineBench) -> None:
     """ABORT ends a request with "abort", its repetition and its crossing the end do nothing."""

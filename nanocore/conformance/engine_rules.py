@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from nanocore.conformance import (  # noqa: F401 - they add their rules
+    engine_connections,
     engine_control,
+    engine_ends,
     engine_messages,
     engine_requests,
     engine_sampling,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 from nanocore.conformance.engine_bench import ENGINE_RULES, EngineBench
 from nanocore.conformance.peer import Peer, submit_body
-from nanocore.conformance.report import BrokenError
+from nanocore.conformance.report import BrokenError, require
 from nanocore.protocol.messages import MAX_PRIORITY, MIN_PRIORITY, Op
 
 MAX_SEED = 2**53 - 1
@@ -32,6 +33,12 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "ignore_eos": (0, 1, "true", None),
     "skip_reading_prefix_cache": (0, 1, "true", None),
 }
+WRONG_TYPES: tuple[tuple[str, object, str], ...] = (
+    ("prompt_token_ids", [1, 2, 3], "array"), ("prompt_token_ids", "abc", "str"),
+    ("prompt_token_ids", None, "nil"), ("sampling", [1], "array"), ("sampling", b"abc", "bin"),
+    ("priority", {}, "map"), ("priority", 0.5, "float"), ("cache_salt", True, "bool"),
+)  # fmt: skip
+FOREIGN_WORDS = {"object", "bytes", "null", "None", "True", "dict", "list", "string", "undefined"}
 
 
 def accepted(peer: Peer, what: str, request_id: str, **fields: object) -> None:
@@ -73,6 +80,20 @@ def sampling_beyond_its_ranges_is_refused_by_name(bench: EngineBench) -> None:
             refused(peer, f"{name}={value!r}", name, "a", sampling=sampling)
     for name in ("temprature", "n", "stop", "logit_bias"):
         refused(peer, f"unknown {name}", name, "a", sampling={name: 1})
+    peer.still_streams()
+
+
+@ENGINE_RULES.add("2. Conventions")
+def errors_speak_of_msgpack(bench: EngineBench) -> None:
+    """An ERROR about a type names it in msgpack's words, not in those of the engine's language."""
+    peer = bench.session()
+    for name, value, kind in WRONG_TYPES:
+        peer.send(Op.SUBMIT, submit_body("a") | {name: value})
+        message = peer.refused("invalid_request", "a", naming=name).message
+        words = set(re.findall(r"[A-Za-z0-9]+", message))
+        require(kind in words, f"a message that names {kind!r}", message)
+        foreign = sorted(words & FOREIGN_WORDS)
+        require(not foreign, f"a message about a {kind} without {foreign}", message)
     peer.still_streams()
 
 

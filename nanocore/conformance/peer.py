@@ -15,7 +15,7 @@ import msgspec
 from nanocore.conformance.report import BrokenError, require
 from nanocore.conformance.streams import Stream, StreamTable
 from nanocore.protocol.codec import client_decoder, pack_int32
-from nanocore.protocol.errors import ProtocolError
+from nanocore.protocol.errors import ProtocolError, shorten
 from nanocore.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -73,11 +73,15 @@ class Peer:
 
     def receive(self, expected: str) -> Message:
         """The next message that is no PING; what it says of streams has been taken in."""
-        deadline_s = time.monotonic() + self._patience_s
-        while True:
-            frames = self._socket.receive(deadline_s - time.monotonic())
-            if frames is None:
-                raise BrokenError(expected, f"nothing within {self._patience_s:g} s")
+        message = self.receive_within(self._patience_s, expected)
+        if message is None:
+            raise BrokenError(expected, f"nothing within {self._patience_s:g} s")
+        return message
+
+    def receive_within(self, timeout_s: float, expected: str = "a message") -> Message | None:
+        """As `receive`; None if nothing comes in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while (frames := self.receive_frames(deadline_s - time.monotonic())) is not None:
             try:
                 message = self._decoder.decode(frames)
             except ProtocolError as error:
@@ -100,6 +104,16 @@ class Peer:
                         message.model.vocab_size, message.model.max_model_len
                     )
             return message
+        return None
+
+    def receive_frames(self, timeout_s: float) -> list[bytes] | None:
+        """What comes next, as it is and unanswered; None if nothing comes in time."""
+        return self._socket.receive(timeout_s)
+
+    def drain(self, quiet_s: float) -> None:
+        """Throw away what comes until nothing has come for so long."""
+        while self.receive_frames(quiet_s) is not None:
+            pass
 
     def expect(self, kind: type[Expected], what: str = "") -> Expected:
         """The next message, which must be of this kind; OUTPUT may come before it."""
@@ -160,7 +174,8 @@ class Peer:
 
     def refused(self, code: str, request_id: str | None = None, naming: str = "") -> Error:
         """Wait for an ERROR with this code, of this request, whose message names something."""
-        what = f"with code {code!r}" + (f" and request_id {request_id!r}" if request_id else "")
+        named = f" and request_id {shorten(request_id)!r}" if request_id else ""
+        what = f"with code {code!r}{named}"
         error = self.expect(Error, what)
         require((error.code, error.request_id) == (code, request_id), f"ERROR {what}", error)
         require(naming in error.message, f"ERROR {what} whose message names {naming!r}", error)

@@ -28,6 +28,7 @@ Body = dict[str, Any]
 PROMPT = [1, 2, 3]
 HANDLE = 7
 _POLL_MS = 20
+_START_S = 30.0  # a program may take long to start on a busy machine; that is no answer owed
 
 WELCOME: Body = {
     "protocol": [1, 4],
@@ -42,6 +43,7 @@ WELCOME: Body = {
         "max_frame_bytes": 2**24, "max_num_seqs": 8, "max_request_id_chars": 256,
         "max_cache_salt_chars": 1024, "ping_interval_ms": 1000, "session_timeout_ms": 30_000,
         "max_num_queued_reqs": 100, "max_num_queued_tokens": None, "max_file_chunk_bytes": 65_536,
+        "max_num_clients": 100,
     },
     "capabilities": ["prefix_caching"],
 }  # fmt: skip
@@ -115,7 +117,7 @@ class PlayedEngine:
 
     def hello(self) -> None:
         """Wait for HELLO, which must be the first message."""
-        hello = self._receive("HELLO as the first message")
+        hello = self._receive("HELLO as the first message", _START_S)
         ours = isinstance(hello, Hello) and hello.protocol[0] == 1
         require(ours, "HELLO of 1.x as the first message", hello)
 
@@ -205,8 +207,9 @@ class PlayedEngine:
         if self._routing_id is not None:
             self._foreign.add(self._routing_id)
 
-    def _receive(self, expected: str) -> Message:
-        deadline_s = time.monotonic() + self._patience_s
+    def _receive(self, expected: str, more_s: float = 0.0) -> Message:
+        patience_s = self._patience_s + more_s
+        deadline_s = time.monotonic() + patience_s
         while (frames := self._take()) is None:
             exited = self._process.poll() is not None
             if exited and (frames := self._take()) is not None:
@@ -215,7 +218,7 @@ class PlayedEngine:
                 got = f"its exit with {self._process.returncode}; {self.error_text()}"
                 raise BrokenError(expected, got)
             waiting = time.monotonic() < deadline_s
-            require(waiting, expected, f"nothing within {self._patience_s:g} s")
+            require(waiting, expected, f"nothing within {patience_s:g} s")
             self._socket.wait(_POLL_MS)
         try:
             return self._decoder.decode(frames)

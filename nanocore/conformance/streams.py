@@ -74,8 +74,16 @@ class StreamTable:
             where = f"num_cached_tokens of handle {event.handle} with its first token only"
             require(event.handle in fresh, where, event)
             require(event.num_cached_tokens >= 0, "num_cached_tokens of at least 0", event)
+            require(stream.num_cached_tokens is None, "num_cached_tokens once", event)
             stream.num_cached_tokens = event.num_cached_tokens
-        stream.finish_reason, stream.stop_reason = event.finish_reason, event.stop_reason
+        reason = event.finish_reason
+        if event.stop_reason is not None:
+            require(reason == "stop", "stop_reason with finish_reason 'stop' only", event)
+        if reason == "error":
+            require(bool(event.message), "a message that says why, with 'error'", event)
+        if event.message is not None:
+            require(reason in ("error", "abort"), "a message with 'error' or 'abort' only", event)
+        stream.finish_reason, stream.stop_reason = reason, event.stop_reason
 
     def _open(self, handle: int, what: str) -> Stream:
         stream = self.by_handle.get(handle)

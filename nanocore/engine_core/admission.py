@@ -93,36 +93,46 @@ class Admission:
     def _prompt(self, column: bytes) -> np.ndarray:
         if not column or len(column) % TOKEN_DTYPE.itemsize:
             raise InvalidRequestError(
-                f"prompt_token_ids has {len(column)} bytes: it must hold one or more int32 values"
+                f"prompt_token_ids has {len(column)} bytes: it must hold one or more int32 values, "
+                f"little-endian, of {TOKEN_DTYPE.itemsize} bytes each"
             )
         token_ids = np.frombuffer(column, TOKEN_DTYPE)
-        if token_ids.view(np.uint32).max() >= self._model.vocab_size:  # or is negative
+        if not self._are_ids(token_ids):
             bad = int(((token_ids < 0) | (token_ids >= self._model.vocab_size)).argmax())
-            raise self._no_token_id("prompt_token_ids", bad, int(token_ids[bad]))
+            swapped = self._are_ids(token_ids.byteswap())
+            hint = "; its bytes are in big-endian order" if swapped else ""
+            raise self._no_token_id("prompt_token_ids", bad, int(token_ids[bad]), hint)
         return token_ids
 
-    def _no_token_id(self, name: str, index: int, token_id: int) -> InvalidRequestError:
+    def _are_ids(self, token_ids: np.ndarray) -> bool:
+        """Whether all are valid; a negative one is a very large one here."""
+        return bool(token_ids.view(np.uint32).max() < self._model.vocab_size)
+
+    def _no_token_id(
+        self, name: str, index: int, token_id: int, hint: str = ""
+    ) -> InvalidRequestError:
         return InvalidRequestError(
             f"{name}[{index}]={token_id} is no token id of this model: valid ids are "
-            f"0 to {self._model.vocab_size - 1}"
+            f"0 to {self._model.vocab_size - 1}{hint}"
         )
 
     def _max_num_tokens(self, num_prompt: int, max_tokens: int | None) -> int:
         """Prompt and output tokens together, at most."""
         max_model_len = self._model.max_model_len
+        asked = "max_tokens is absent" if max_tokens is None else f"max_tokens is {max_tokens}"
         if num_prompt + (max_tokens or 1) > max_model_len:
             raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, together more "
-                f"than max_model_len={max_model_len}: shorten the prompt, lower max_tokens, or "
-                "start the engine with a larger --max-model-len"
+                f"the prompt has {num_prompt} tokens and {asked}, together "
+                f"more than max_model_len={max_model_len}: shorten the prompt, lower max_tokens, "
+                "or start the engine with a larger --max-model-len"
             )
         total = max_model_len if max_tokens is None else num_prompt + max_tokens
         capacity = self._model.num_blocks * self._model.block_size
         if total - 1 > capacity:  # the last token is delivered, its KV is never needed
             raise ContextLengthError(
-                f"the request may reach {total} tokens (prompt {num_prompt}, max_tokens "
-                f"{max_tokens}), but the whole KV cache holds {capacity}: lower max_tokens, or "
-                "start the engine with more KV memory (--kv-cache-memory-bytes)"
+                f"the request may reach {total} tokens (the prompt has {num_prompt}, {asked}), but "
+                f"the whole KV cache holds {capacity}: lower max_tokens, or start the engine with "
+                "more KV memory (--kv-cache-memory-bytes)"
             )
         return total
 

@@ -55,8 +55,8 @@ class ControlDesk:
         if data is not None:
             return Reply(call_id=control.call_id, data=data)
         names = ", ".join(file.name for file in self._files.entries) or "none"
-        file = None if control.file is None else shorten(control.file)
-        text = f"file {file!r} is not served; this model has {names}"
+        file = "no file" if control.file is None else f"file {shorten(control.file)!r}"
+        text = f"read_file names {file}, which is not served; this model has {names}"
         return self._refusal(control, text)
 
     def _refusal(self, control: Control, message: str) -> Reply:

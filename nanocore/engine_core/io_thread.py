@@ -36,7 +36,7 @@ from nanocore.engine_core.outputs import ClientOutput
 from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.session import MAX_BACKLOG_BYTES, Backlog, Session, output_frames
 from nanocore.engine_core.turn import Turn
-from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder
+from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder, returned_id
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineOverloadedError,
@@ -260,7 +260,8 @@ class IoThread(threading.Thread):
         except InvalidRequestError as error:
             if isinstance(error, ContextLengthError):
                 code = "context_length_exceeded"
-            self._refuse(session.routing_id, code, str(error), submit.request_id)
+            request_id = returned_id(submit.request_id)
+            self._refuse(session.routing_id, code, str(error), request_id)
             return
         self._num_handles = request.handle
         session.requests[submit.request_id] = request.handle

@@ -16,12 +16,14 @@ import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError, shorten
 from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Message, Op, Output
+from nanocore.protocol.wording import explain, why_no_map
 
 MAX_BODY_BYTES: Final = 2**20
 """Of what a client sends, a SUBMIT's prompt apart."""
 MAX_SUBMIT_BYTES: Final = 16 * 2**10
 """Of a SUBMIT, its prompt apart: twice what its fields can need. See `_check_size`."""
-_MAX_RETURNED_ID_CHARS: Final = 1024  # of a bad request id, which is told all the same
+MAX_RETURNED_ID_CHARS: Final = 1024
+"""Of a bad request id: an ERROR says it all the same, so that its sender knows which request."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _OP_FRAMES = {op: bytes([op]) for op in Op}
@@ -41,10 +43,11 @@ class _SubmitPrompt(msgspec.Struct):
 
 _SUBMIT_ID_DECODER = msgspec.msgpack.Decoder(_SubmitId)
 _SUBMIT_PROMPT_DECODER = msgspec.msgpack.Decoder(_SubmitPrompt)
+_ANY_DECODER = msgspec.msgpack.Decoder(msgspec.Raw)  # builds nothing
 
 
 class InvalidSubmitError(InvalidRequestError):
-    """A SUBMIT whose body is msgpack but not a request; `request_id` if it could be read."""
+    """A SUBMIT whose body is a map but no request; `request_id` if it could be read."""
 
     def __init__(self, message: str, request_id: str | None) -> None:
         super().__init__(message)
@@ -71,26 +74,36 @@ class MessageDecoder:
             ProtocolError: anything else that is no message.
         """
         if len(frames) != 2 or len(frames[0]) != 1:
+            hint = ": a REQ socket? use DEALER" if frames and not frames[0] else ""
             raise ProtocolError(
                 f"a message has two frames, an op byte and a body; got {len(frames)} frames of "
-                f"{[len(frame) for frame in frames[:4]]} bytes"
+                f"{[len(frame) for frame in frames[:4]]} bytes{hint}"
             )
         op = frames[0][0]
         decoder = self._decoders.get(op)
         if decoder is None:
             raise ProtocolError(f"op 0x{op:02x} is not one this side receives", "unknown_op")
+        if (why := why_no_map(frames[1])) is not None:
+            raise ProtocolError(f"{Op(op).name}: {why}")
         try:
-            if self._bounded and len(frames[1]) > MAX_SUBMIT_BYTES:
-                _check_size(op, frames[1])
-            return decoder.decode(frames[1])
-        except msgspec.ValidationError as error:
-            text = shorten(f"{Op(op).name}: {error}")
-            if op == Op.SUBMIT:
-                raise InvalidSubmitError(text, _submit_id(frames[1])) from None
-            raise ProtocolError(text) from None
+            return self._decode_body(op, decoder, frames[1])
+        except InvalidSubmitError:
+            raise
         except Exception as error:  # not only msgspec's own: see the module docstring
-            text = f"{Op(op).name}: {type(error).__name__}: {error}"
-            raise ProtocolError(shorten(text)) from None
+            raise ProtocolError(shorten(f"{Op(op).name}: {explain(error)}")) from None
+
+    def _decode_body(
+        self, op: int, decoder: msgspec.msgpack.Decoder[Message], body: bytes
+    ) -> Message:
+        try:
+            if self._bounded and len(body) > MAX_SUBMIT_BYTES:
+                _check_size(op, body)
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if op != Op.SUBMIT:
+                raise
+            request_id = _submit_id(body)
+            raise InvalidSubmitError(shorten(f"SUBMIT: {explain(error)}"), request_id) from None
 
 
 def client_decoder() -> MessageDecoder:
@@ -117,11 +130,17 @@ def _check_size(op: int, body: bytes) -> None:
 
 
 def _submit_id(body: bytes) -> str | None:
+    """The id of a bad SUBMIT, as `returned_id` has it; raises if the body is not whole msgpack."""
     try:
-        request_id = _SUBMIT_ID_DECODER.decode(body).request_id
-    except Exception:  # the id itself is bad: the error then names no request
+        return returned_id(_SUBMIT_ID_DECODER.decode(body).request_id)
+    except msgspec.ValidationError:  # the id itself is bad: the error then names no request
+        _ANY_DECODER.decode(body)
         return None
-    return request_id if len(request_id) <= _MAX_RETURNED_ID_CHARS else None
+
+
+def returned_id(request_id: str) -> str | None:
+    """What an ERROR says of a request's id: as it was sent, unless it is very long."""
+    return request_id if len(request_id) <= MAX_RETURNED_ID_CHARS else None
 
 
 def pack_int32(values: Iterable[int]) -> bytes:

@@ -7,6 +7,7 @@ position. A defect is a name that stands beside what it breaks.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -18,6 +19,7 @@ from nanocore.protocol.codec import (
     encode,
     engine_decoder,
     pack_int32,
+    returned_id,
     unpack_int32,
 )
 from nanocore.protocol.errors import ProtocolError
@@ -43,18 +45,16 @@ from nanocore.protocol.messages import (
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import EngineKeys, EngineSocket, SendResult
 from tests.conformance.fake_model import (
-    BLOCK_SIZE,
     CHUNK_BYTES,
     FILES,
     INSTANCE,
     LIMITS,
-    MAX_MODEL_LEN,
-    MAX_NUM_SEQS,
-    MAX_QUEUED,
+    MAX_NUM_CLIENTS,
     NUM_BLOCKS,
     PING_INTERVAL_MS,
     VOCAB_SIZE,
     Client,
+    FakeModel,
     Request,
     model_card,
     right_digests,
@@ -62,19 +62,26 @@ from tests.conformance.fake_model import (
 
 
 class FakeEngine(threading.Thread):
-    """Serves until `stop`. defects: names of what it does wrong."""
+    """Serves until `stop`. defects: names of what it does wrong. timeout_s: of silent sessions."""
 
-    def __init__(self, endpoint: str, *defects: str, keys: EngineKeys | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *defects: str,
+        keys: EngineKeys | None = None,
+        timeout_s: float = 1e-3 * LIMITS.session_timeout_ms,
+    ) -> None:
         super().__init__(name="fake engine", daemon=True)
         self._socket = EngineSocket(endpoint, keys)
         self._defects = {*defects}
         self._decoder = engine_decoder()
         self._clients: dict[bytes, Client] = {}
         self._stopping = threading.Event()
-        self._paused = False
+        self._timeout_s = timeout_s
+        self._pauses: set[str] = set()  # session ids
         self._num_handles = self._num_sessions = self._num_aborts = 0
-        self._num_errors = self._num_steps = self._num_tokens = self._num_calls = 0
-        self._cached: set[tuple[int, ...]] = set()
+        self._num_errors = self._num_steps = self._num_tokens = 0
+        self._model = FakeModel(self._defects)
         self._kept: dict[bytes, dict[str, Request]] = {}
         self.failure: BaseException | None = None
 
@@ -87,7 +94,7 @@ class FakeEngine(threading.Thread):
         """The thread's body."""
         try:
             while not self._stopping.is_set():
-                busy = not self._paused and any(c.requests for c in self._clients.values())
+                busy = not self._pauses and any(c.requests for c in self._clients.values())
                 waiting = any(client.waiting for client in self._clients.values())
                 idle = not self._socket.wait(0 if busy else 1 if waiting else PING_INTERVAL_MS)
                 # One message a turn: a peer that sends quickly must not keep steps from running.
@@ -96,9 +103,10 @@ class FakeEngine(threading.Thread):
                     idle = False
                 for client in list(self._clients.values()):
                     self._flush(client)
+                    self._check_silence(client)
                     if idle and not busy and not self.has("no-pings"):
                         self._send(client, Ping())
-                if not self._paused or self.has("pause-ignored"):
+                if not self._pauses or self.has("pause-ignored"):
                     self._step()
         except BaseException as error:
             self.failure = error
@@ -111,7 +119,18 @@ class FakeEngine(threading.Thread):
         return defect in self._defects
 
     def _receive(self, routing_id: bytes, frames: list[bytes]) -> None:
+        lost = routing_id not in self._clients and self._clients and frames[0] != b"\1"
+        if self.has("session-follows") and lost:
+            client = self._clients[routing_id] = self._clients.pop(next(iter(self._clients)))
+            client.routing_id = routing_id
         client = self._clients.get(routing_id)
+        if self.has("frames-end-others") and len(frames) > 2 and client is not None:
+            self._clients = {routing_id: client}
+        if client is not None:
+            client.heard_s = time.monotonic()
+            if self.has("deaf-after-hello") and not client.num_messages:
+                client.num_messages += 1
+                return
         try:
             message = self._decode(frames)
             if client is not None:
@@ -133,6 +152,18 @@ class FakeEngine(threading.Thread):
                     code = "invalid_request" if self.has("wrong-code") else error.code
                     self._refuse(routing_id, code, str(error))
 
+    def _check_silence(self, client: Client) -> None:
+        silent = time.monotonic() - client.heard_s > self._timeout_s
+        if silent and not self.has("no-timeout"):
+            if self.has("bye-at-timeout"):
+                self._send(client, Bye(reason="you are silent"))
+            self._end_session(client)
+
+    def _end_session(self, client: Client) -> None:
+        del self._clients[client.routing_id]
+        if not self.has("pause-outlives-session"):
+            self._pauses.discard(client.session)
+
     def _decode(self, frames: list[bytes]) -> Message:
         if self.has("accepts-unknown-field") and frames[0] == bytes([Op.CONTROL]):
             with suppress(msgspec.MsgspecError, TypeError, UnicodeDecodeError):
@@ -147,30 +178,37 @@ class FakeEngine(threading.Thread):
         try:
             return self._decoder.decode(frames)
         except InvalidSubmitError as error:
-            if self.has("unnamed-field"):
-                raise InvalidSubmitError("bad request", error.request_id) from None
-            raise
+            text = "bad request" if self.has("unnamed-field") else str(error)
+            text = text.replace("array", "list") if self.has("python-words") else text
+            text += " (bytes)" if self.has("foreign-words") else ""
+            raise InvalidSubmitError(text, error.request_id) from None
 
     def _welcome(self, routing_id: bytes, hello: Hello) -> None:
         if hello.protocol[0] != 1 and not self.has("other-major-welcome"):
-            refused = Refused(message="no", supported=[] if self.has("no-versions") else [(1, 3)])
+            refused = Refused(message="no", supported=[] if self.has("no-versions") else [(1, 4)])
+            self._socket.send(routing_id, encode(refused))
+            return
+        if len(self._clients) >= MAX_NUM_CLIENTS and not self.has("clients-endless"):
+            retry = None if self.has("refusal-without-retry") else 0.5
+            refused = Refused(message="full", supported=[(1, 4)], retry_after_s=retry)
             self._socket.send(routing_id, encode(refused))
             return
         self._num_sessions += 1
         number = 1 if self.has("one-session-id") else self._num_sessions
-        client = self._clients[routing_id] = Client(routing_id, f"s{number}")
+        client = self._clients[routing_id] = Client(routing_id, f"s{number}", hello.protocol[1])
         client.requests = self._kept.pop(routing_id, {})
-        minor = min(3, hello.protocol[1])
-        minor = 3 if self.has("minor-kept") else minor
+        minor = min(4, hello.protocol[1])
+        minor = 4 if self.has("minor-kept") else minor
         minor = hello.protocol[1] if self.has("minor-echoed") else minor
         digests = right_digests()
         if self.has("wrong-digest"):
             digests["tokenizer.json"] = "0" * 64
         card = model_card(digests, 0 if self.has("no-vocabulary") else VOCAB_SIZE)
         instance = f"{self._num_sessions:032x}" if self.has("instance-changes") else INSTANCE
+        limits = msgspec.structs.replace(LIMITS, session_timeout_ms=int(1e3 * self._timeout_s))
         welcome = Welcome(
             protocol=(1, minor), session=client.session, engine_instance=instance, model=card,
-            limits=LIMITS, capabilities=["prefix_caching"],
+            limits=limits, capabilities=["prefix_caching"],
         )  # fmt: skip
         self._send(client, welcome)
 
@@ -182,19 +220,19 @@ class FakeEngine(threading.Thread):
                 for owner in self._clients.values() if self.has("foreign-abort") else [client]:
                     self._abort(owner, ids)
             case Ping(nonce=nonce):
-                self._send(client, Pong(nonce=nonce + 1 if self.has("wrong-nonce") else nonce))
+                self._send(client, self._pong(nonce + 1 if self.has("wrong-nonce") else nonce))
             case Pong():
                 if self.has("pong-answered"):
                     self._send(client, Pong())
             case Control():
-                self._send(client, self._control(message))
+                self._send(client, self._control(client, message))
             case Bye():
                 if self.has("bye-goes-on"):
                     self._kept[client.routing_id] = client.requests
                 else:
                     self._num_aborts += 0 if self.has("bye-uncounted") else len(client.requests)
                 if not self.has("bye-unheard"):
-                    del self._clients[client.routing_id]
+                    self._end_session(client)
             case Hello():
                 if self.has("second-hello-welcome"):
                     client.requests.clear()
@@ -202,17 +240,22 @@ class FakeEngine(threading.Thread):
                 else:
                     raise ProtocolError("HELLO in an open session")
 
+    def _pong(self, nonce: int) -> Pong:
+        num_steps = 10**9 - self._num_steps if self.has("steps-go-back") else self._num_steps
+        step_age_ms = 99 if self.has("step-age-when-idle") else 0
+        return Pong(nonce=nonce, num_steps=num_steps, step_age_ms=step_age_ms)
+
     def _submit(self, client: Client, submit: Submit) -> None:
-        code, text = self._objection(client, submit)
+        newer = submit.sampling and submit.sampling.skip_reading_prefix_cache
+        if self.has("newer-fields-unanswered") and newer and not client.minor:
+            return
+        queued = sum(len(c.requests) for c in self._clients.values())
+        code, text = self._model.objection(client, submit, queued)
         if code:
-            retry_after_s = 0.5 if code == "overloaded" else None
-            error = Error(
-                code=code, message=text, request_id=submit.request_id,
-                retry_after_s=None if self.has("retry-untold") else retry_after_s,
-            )  # fmt: skip
             if self.has("duplicate-ends-first") and code == "duplicate_request_id":
                 self._abort(client, [submit.request_id])
-            self._send(client, error)
+            retry = 0.5 if code == "overloaded" and not self.has("retry-untold") else None
+            self._refuse(client.routing_id, code, text, submit.request_id, retry)
             return
         self._num_handles += 0 if self.has("handle-reused") and self._num_handles > 3 else 1
         sampling = submit.sampling or EngineSamplingParams()
@@ -230,33 +273,6 @@ class FakeEngine(threading.Thread):
         self._send(client, told)
         client.requests[submit.request_id] = request
 
-    def _objection(self, client: Client, submit: Submit) -> tuple[str, str]:
-        prompt, sampling = submit.prompt_token_ids, submit.sampling or EngineSamplingParams()
-        if submit.request_id in client.requests and not self.has("duplicate-accepted"):
-            return "duplicate_request_id", "request_id is in use"
-        if not 1 <= len(submit.request_id) <= 256 + self.has("long-ids"):
-            return "invalid_request", "request_id must have 1 to 256 characters"
-        if submit.cache_salt is not None and not 1 <= len(submit.cache_salt) <= 1024:
-            return "invalid_request", "cache_salt must have 1 to 1024 characters"
-        if submit.priority and not self.has("priority-ignored"):
-            return "invalid_request", "priority must be 0"
-        if not prompt or len(prompt) % 4:
-            return "invalid_request", "prompt_token_ids"
-        size = VOCAB_SIZE + self.has("vocabulary-plus-one")
-        for token in (*unpack_int32(prompt), *sampling.stop_token_ids):
-            if not 0 <= token < size:
-                return (
-                    "invalid_request",
-                    f"prompt_token_ids or stop_token_ids: {token} must be below {VOCAB_SIZE}",
-                )
-        most = MAX_MODEL_LEN - len(prompt) // 4 + (1 if self.has("length-plus-one") else 0)
-        if (sampling.max_tokens or 1) > most:
-            return "context_length_exceeded", "too long"
-        queued = sum(len(c.requests) for c in self._clients.values())
-        if queued >= MAX_QUEUED + MAX_NUM_SEQS and not self.has("queue-endless"):
-            return "overloaded", "try again"
-        return "", ""
-
     def _abort(self, client: Client, ids: list[str]) -> None:
         for request_id in ids:
             request = client.requests.get(request_id)
@@ -268,18 +284,22 @@ class FakeEngine(threading.Thread):
             self._num_aborts += 1
             self._send(client, Output(events=[Event(handle=request.handle, finish_reason="abort")]))
 
-    def _control(self, call: Control) -> Reply:
+    def _control(self, client: Client, call: Control) -> Reply:
         call_id = call.call_id
         match call.operation:
             case "stats":
                 return Reply(call_id=call_id, stats=self._stats())
-            case "pause" | "resume":
-                self._paused = call.operation == "pause"
+            case "pause":
+                self._pauses.add(client.session)
+            case "resume" if self.has("pause-is-shared"):
+                self._pauses.clear()
+            case "resume":
+                self._pauses.discard(client.session)
             case "reset_prefix_cache":
                 if any(c.requests for c in self._clients.values()) and not self.has("reset-always"):
                     return Reply(call_id=call_id, ok=False, message="a request holds blocks")
                 if not self.has("reset-never"):
-                    self._cached.clear()
+                    self._model.cached.clear()
             case "read_file" if call.file in FILES or self.has("any-file"):
                 content = FILES.get(call.file or "", b"root:x:0:0")
                 offset = 0 if self.has("offset-ignored") and call.offset < 99 else call.offset
@@ -297,7 +317,7 @@ class FakeEngine(threading.Thread):
             prefix_cache_hits=0,
             num_preemptions=0, num_aborts=self._num_aborts, prompt_tokens=0,
             generation_tokens=0 if self.has("counters-stand") else self._num_tokens,
-            num_steps=self._num_steps, paused=self._paused, num_clients=len(self._clients),
+            num_steps=self._num_steps, paused=bool(self._pauses), num_clients=len(self._clients),
             num_protocol_errors=self._num_errors,
         )  # fmt: skip
 
@@ -305,6 +325,9 @@ class FakeEngine(threading.Thread):
         self._num_steps += 1
         for client in list(self._clients.values()):
             if client.requests:
+                if self.has("count-of-zero"):
+                    one = pack_int32([next(iter(client.requests.values())).handle])
+                    self._send(client, Output(handles=one, counts=bytes(4)))
                 output = self._output(client)
                 self._send(client, output, copies=self.has("outputs-to-all"))
                 if self.has("token-after-end") and output.events:
@@ -315,7 +338,7 @@ class FakeEngine(threading.Thread):
         handles, counts, tokens, events = [], [], [], []
         requests = list(client.requests.values())
         for i, request in enumerate(requests):
-            token, event = self._next(request)
+            token, event = self._model.next(request, self._num_steps)
             if event.finish_reason is not None:
                 del client.requests[request.request_id]
                 event = Event(handle=request.handle) if self.has("no-end") else event
@@ -328,41 +351,21 @@ class FakeEngine(threading.Thread):
             tokens += given
             if event != Event(handle=request.handle):
                 events += [event, event] if self.has("two-ends") else [event]
+            if event.num_cached_tokens is not None and self.has("cached-twice"):
+                events = [Event(handle=event.handle, num_cached_tokens=0), *events]
         self._num_tokens += len(tokens)
         return Output(
             handles=pack_int32(handles), tokens=pack_int32(tokens),
             counts=pack_int32(counts) if len(handles) % 2 else None, events=events,
         )  # fmt: skip
 
-    def _next(self, request: Request) -> tuple[int, Event]:
-        sampling, first = request.sampling, request.num_tokens == 0
-        noise = 0 if sampling.greedy else request.seed % 1009
-        if self.has("seed-ignored") or (self.has("not-greedy") and sampling.greedy):
-            noise = self._num_steps
-        token = (7 * sum(request.prompt) + 3 * request.num_tokens + noise) % 49
-        token = VOCAB_SIZE if self.has("token-beyond") else token
-        request.num_tokens += 1
-        fields: dict[str, Any] = {}
-        if first or self.has("cached-again"):
-            key = tuple(request.prompt)
-            known = key in self._cached and not sampling.skip_reading_prefix_cache
-            fields["num_cached_tokens"] = (len(key) // BLOCK_SIZE * BLOCK_SIZE) if known else 0
-            self._cached.add(key)
-            if self.has("cached-untold"):
-                del fields["num_cached_tokens"]
-        most = sampling.max_tokens or (MAX_MODEL_LEN - len(request.prompt))
-        if token in sampling.stop_token_ids and not self.has("stop-ignored"):
-            fields |= {"finish_reason": "stop", "stop_reason": token}
-            if self.has("stop-reason-untold"):
-                del fields["stop_reason"]
-        elif request.num_tokens >= most + self.has("one-token-more"):
-            fields["finish_reason"] = "stop" if self.has("wrong-reason") else "length"
-        return token, Event(handle=request.handle, **fields)
-
     def _refuse(
-        self, routing_id: bytes, code: str, text: str, request_id: str | None = None
-    ) -> None:
-        error = Error(code=code, message=text, request_id=request_id)
+        self, routing_id: bytes, code: str, text: str, request_id: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:  # fmt: skip
+        if request_id is not None and not self.has("long-ids-returned"):
+            request_id = returned_id(request_id)
+        error = Error(code=code, message=text, request_id=request_id, retry_after_s=retry_after_s)
         client = self._clients.get(routing_id)
         if client is None:
             self._socket.send(routing_id, encode(error))
@@ -386,11 +389,9 @@ class FakeEngine(threading.Thread):
 
 
 @contextmanager
-def fake_engine(
-    endpoint: str, *defects: str, keys: EngineKeys | None = None
-) -> Iterator[FakeEngine]:
+def fake_engine(endpoint: str, *defects: str, **options: Any) -> Iterator[FakeEngine]:
     """A fake engine that runs."""
-    engine = FakeEngine(endpoint, *defects, keys=keys)
+    engine = FakeEngine(endpoint, *defects, **options)
     engine.start()
     try:
         yield engine

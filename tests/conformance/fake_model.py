@@ -1,18 +1,25 @@
-"""What the fake engine serves: a model of numbers, its files, and the state of its requests."""
+"""What the fake engine serves: a model of numbers, its files, and the state of its requests.
+
+A defect is a name that stands beside what it breaks; see fake_engine.py.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
-from nanocore.protocol.messages import Limits, ModelCard, ModelFile
+from nanocore.protocol.codec import unpack_int32
+from nanocore.protocol.messages import Event, Limits, ModelCard, ModelFile, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
 
 VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE = 50, 4096, 16
 CHUNK_BYTES = 100
 FILES = {"tokenizer.json": bytes(range(256)) + b"end", "chat_template.jinja": b""}
-MAX_NUM_SEQS, MAX_QUEUED, NUM_BLOCKS = 8, 40, 300
+EOS_ID = 5
+MAX_NUM_SEQS, MAX_QUEUED, MAX_NUM_CLIENTS, NUM_BLOCKS = 8, 40, 20, 300
 PING_INTERVAL_MS = 20
 INSTANCE = "0123456789abcdef" * 2
 
@@ -31,10 +38,13 @@ class Request:
 
 @dataclass
 class Client:
-    """One session."""
+    """One session. minor: the newest its client speaks. heard_s: when it last said something."""
 
     routing_id: bytes
     session: str
+    minor: int
+    heard_s: float = field(default_factory=time.monotonic)
+    num_messages: int = 0
     requests: dict[str, Request] = field(default_factory=dict)
     waiting: deque[list[bytes]] = field(default_factory=deque)
 
@@ -47,7 +57,7 @@ def model_card(digests: dict[str, str], vocab_size: int = VOCAB_SIZE) -> ModelCa
         dtype="float32",
         vocab_size=vocab_size,
         max_model_len=MAX_MODEL_LEN,
-        eos_token_ids=[],
+        eos_token_ids=[EOS_ID],
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         files=[
@@ -69,4 +79,82 @@ LIMITS = Limits(
     session_timeout_ms=30_000,
     max_file_chunk_bytes=CHUNK_BYTES,
     max_num_queued_reqs=MAX_QUEUED,
+    max_num_clients=MAX_NUM_CLIENTS,
 )
+
+
+class FakeModel:
+    """Admits requests and makes their tokens: functions of prompt, seed and position."""
+
+    def __init__(self, defects: set[str]) -> None:
+        self._defects = defects
+        self.cached: set[tuple[int, ...]] = set()
+
+    def has(self, defect: str) -> bool:
+        """Whether this model does that wrong."""
+        return defect in self._defects
+
+    def objection(self, client: Client, submit: Submit, num_queued: int) -> tuple[str, str]:
+        """(code, message) of the ERROR for a request, empty if it is taken."""
+        prompt, sampling = submit.prompt_token_ids, submit.sampling or EngineSamplingParams()
+        if submit.request_id in client.requests and not self.has("duplicate-accepted"):
+            return "duplicate_request_id", "request_id is in use"
+        if not 1 <= len(submit.request_id) <= 256 + self.has("long-ids"):
+            return "invalid_request", "request_id must have 1 to 256 characters"
+        if submit.cache_salt is not None and not 1 <= len(submit.cache_salt) <= 1024:
+            return "invalid_request", "cache_salt must have 1 to 1024 characters"
+        if submit.priority and not self.has("priority-ignored"):
+            return "invalid_request", "priority must be 0"
+        if not prompt or len(prompt) % 4:
+            return "invalid_request", "prompt_token_ids"
+        size = VOCAB_SIZE + self.has("vocabulary-plus-one")
+        for token in (*unpack_int32(prompt), *sampling.stop_token_ids):
+            if not 0 <= token < size:
+                return (
+                    "invalid_request",
+                    f"prompt_token_ids or stop_token_ids: {token} must be below {VOCAB_SIZE}",
+                )
+        most = MAX_MODEL_LEN - len(prompt) // 4 + (1 if self.has("length-plus-one") else 0)
+        if (sampling.max_tokens or 1) > most:
+            return "context_length_exceeded", "too long"
+        if num_queued >= MAX_QUEUED + MAX_NUM_SEQS and not self.has("queue-endless"):
+            return "overloaded", "try again"
+        return "", ""
+
+    def next(self, request: Request, num_steps: int) -> tuple[int, Event]:
+        """A request's next token, and what is to be said with it."""
+        sampling, first = request.sampling, request.num_tokens == 0
+        noise = 0 if sampling.greedy else request.seed % 1009
+        if self.has("seed-ignored") or (self.has("not-greedy") and sampling.greedy):
+            noise = num_steps
+        token = (7 * sum(request.prompt) + 3 * request.num_tokens + noise) % 49
+        token = VOCAB_SIZE if self.has("token-beyond") else token
+        request.num_tokens += 1
+        fields: dict[str, Any] = {}
+        if first or self.has("cached-again"):
+            key = tuple(request.prompt)
+            known = key in self.cached and not sampling.skip_reading_prefix_cache
+            fields["num_cached_tokens"] = (len(key) // BLOCK_SIZE * BLOCK_SIZE) if known else 0
+            self.cached.add(key)
+            if self.has("cached-untold"):
+                del fields["num_cached_tokens"]
+        return token, Event(handle=request.handle, **fields, **self._end(request, token))
+
+    def _end(self, request: Request, token: int) -> dict[str, Any]:
+        """EOS, then stop ids, then length."""
+        sampling = request.sampling
+        most = sampling.max_tokens or (MAX_MODEL_LEN - len(request.prompt))
+        most += self.has("model-length-plus-one") and sampling.max_tokens is None
+        eos = token == EOS_ID and not sampling.ignore_eos and not self.has("eos-ignored")
+        if eos and not (self.has("stop-ids-first") and token in sampling.stop_token_ids):
+            told = {"stop_reason": token} if self.has("eos-told") else {}
+            return {"finish_reason": "stop"} | told
+        if token in sampling.stop_token_ids and not self.has("stop-ignored"):
+            told = {} if self.has("stop-reason-untold") else {"stop_reason": token}
+            return {"finish_reason": "stop"} | told
+        if self.has("error-unexplained") and request.num_tokens == 2:
+            return {"finish_reason": "error"}
+        if request.num_tokens >= most + self.has("one-token-more"):
+            told = {"stop_reason": 7} if self.has("length-with-stop-reason") else {}
+            return {"finish_reason": "stop" if self.has("wrong-reason") else "length"} | told
+        return {}

@@ -81,7 +81,7 @@ class StreamClient:
         if defect == "no-hello":
             self.send(Op.PING, {})
         extra = {"clientt": "x"} if defect == "unknown-field" else {}
-        self.send(Op.HELLO, {"protocol": [1, 3]} | extra)
+        self.send(Op.HELLO, {"protocol": [1, 4]} | extra)
         welcome = self.receive()
         if not isinstance(welcome, Welcome) or welcome.protocol[0] != 1:
             self.fail(f"no WELCOME of 1.x, but {welcome}")
@@ -110,7 +110,11 @@ class StreamClient:
         reason = None
         for event in output.events:
             if event.handle == self._handle or self._defect == "all-handles":
+                if self._defect == "one-thing-per-event" and event.num_cached_tokens is not None:
+                    continue
                 reason = event.finish_reason or reason
+                if self._defect == "first-event-only":
+                    break
         if reason and self._defect == "events-first":
             return reason
         if self._defect == "ignores-counts":
@@ -118,6 +122,8 @@ class StreamClient:
         start = 0
         for i, handle in enumerate(handles):
             stop = start + (1 if counts is None else counts[i])
+            if stop == start and self._defect == "zero-is-one":
+                stop += 1
             if handle == self._handle or self._defect == "all-handles":
                 for token in tokens[start:stop]:
                     self.show(token)
@@ -135,6 +141,8 @@ class StreamClient:
 
     def leave(self, reason: str) -> NoReturn:
         reason = "length" if self._defect == "always-length" else reason
+        if reason == "error" and self._defect == "errors-are-failures":
+            self.fail("the request failed")
         if self._defect == "late-print":
             print(*self._printed, sep="\n")
         if self._defect != "no-reason":

@@ -59,12 +59,11 @@ def test_an_engine_that_does_not(capsys: pytest.CaptureFixture[str], endpoint: s
         rule = ("--rule", "ping-gets-its-nonce-back")
         code, out, _ = run(capsys, "--engine", endpoint, *rule)
     assert code == 1
-    assert out.splitlines() == [
-        "FAIL  ping-gets-its-nonce-back (PROTOCOL.md, PING)",
-        "      expected: PONG with nonce 7",
-        "      got:      Pong(nonce=8, num_steps=None)",
-        "0 passed, 1 failed, 0 skipped",
-    ]
+    head, expected, got, total = out.splitlines()
+    assert head == "FAIL  ping-gets-its-nonce-back (PROTOCOL.md, PING)"
+    assert expected == "      expected: PONG with nonce 7"
+    assert got.startswith("      got:      Pong(nonce=8, ")
+    assert total == "0 passed, 1 failed, 0 skipped"
 
 
 def test_the_report_for_programs(capsys: pytest.CaptureFixture[str], endpoint: str) -> None:

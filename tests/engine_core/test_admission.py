@@ -169,3 +169,27 @@ def test_the_extreme_priorities_are_allowed(priority: int) -> None:
     by_priority = admission(config=EngineConfig(scheduling_policy="priority"))
     extreme = msgspec.structs.replace(submit(4, 4), priority=priority)
     assert by_priority.build(extreme, handle=1, client=1).priority == priority
+
+
+@pytest.mark.parametrize(("column", "hint"), [(b"\1\0\0\0\2\0\0", "7 bytes"), (b"", "0 bytes")])
+def test_a_prompt_that_is_no_column_is_told_what_one_is(column: bytes, hint: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{hint}.*int32.*little-endian, of 4 bytes"):
+        admission().build(Submit(request_id="r", prompt_token_ids=column), handle=1, client=1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "hinted"), [([1, 2, 49], True), ([1, 2, 50], False), ([50 << 24], False)]
+)
+def test_a_big_endian_prompt_is_recognized(prompt: list[int], hinted: bool) -> None:
+    big_endian = Submit(request_id="r", prompt_token_ids=np.array(prompt, ">i4").tobytes())
+    with pytest.raises(InvalidRequestError, match="no token id of this model") as caught:
+        admission().build(big_endian, handle=1, client=1)
+    assert ("big-endian" in str(caught.value)) is hinted
+
+
+@pytest.mark.parametrize("num_blocks", [16, 5])
+def test_a_request_without_max_tokens_is_refused_in_words_of_any_language(num_blocks: int) -> None:
+    num_prompt = 64 if num_blocks == 16 else 1  # the model, or else the cache, is too small
+    with pytest.raises(ContextLengthError, match="max_tokens is absent") as caught:
+        admission(num_blocks).build(submit(num_prompt, None), handle=1, client=1)
+    assert "None" not in str(caught.value)

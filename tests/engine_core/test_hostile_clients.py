@@ -203,3 +203,17 @@ def test_refused_requests_use_up_no_handles(io: Io) -> None:
     for _ in range(10):
         io.receive(Submit(request_id="y", prompt_token_ids=b""))
     assert io.submit("y") == first + 1
+
+
+@pytest.mark.parametrize("num_chars", [257, 1024, 1025, 10_000])
+@pytest.mark.parametrize("sampling", [None, {"top_p": 7.0}], ids=["admission", "decoding"])
+def test_a_bad_request_id_is_returned_up_to_one_length_wherever_it_is_refused(
+    io: Io, num_chars: int, sampling: dict[str, float] | None
+) -> None:
+    request_id = "\u00e9" * num_chars
+    body = {"request_id": request_id, "prompt_token_ids": b"\1\0\0\0", "sampling": sampling}
+    io.thread._receive(b"a", [b"\x10", msgspec.msgpack.encode(body)])
+    (error,) = io.take_sent()
+    assert isinstance(error, Error)
+    assert error.code == "invalid_request"
+    assert error.request_id == (request_id if num_chars <= 1024 else None)

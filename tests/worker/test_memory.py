@@ -11,7 +11,7 @@ from nanocore.kernels.backend import select_kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.protocol.errors import CacheMemoryError
 from nanocore.protocol.plan import SchedulerOutput
-from nanocore.worker import memory, worker
+from nanocore.worker import memory
 from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
@@ -45,14 +45,12 @@ def test_what_a_process_may_have_is_each_ranks_own(monkeypatch: pytest.MonkeyPat
     assert memory.cpu_memory_bytes(5) == 2 * GB
 
 
-def test_weights_that_would_not_fit_are_refused_before_they_are_read(
+def test_weights_that_would_not_fit_are_refused_before_memory_is_taken_for_them(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = Worker(make_worker_config(folder=str(tiny_model), load_format="auto"))
-    monkeypatch.setattr(worker, "load_weights", lambda *_: pytest.fail("they were read"))
-    monkeypatch.setattr(worker, "host_bytes", lambda: 100_000)
+    monkeypatch.setattr(memory, "host_bytes", lambda: 100_000)
     with pytest.raises(CacheMemoryError, match=r"the weights need .* is 0\.1 MB"):
-        rank.load_model()
+        Worker(make_worker_config(folder=str(tiny_model), load_format="auto"))
 
 
 @pytest.fixture

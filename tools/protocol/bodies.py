@@ -38,6 +38,7 @@ MODEL: Body = {
 }  # fmt: skip
 FILES: list[Body] = [
     {"name": "tokenizer.json", "num_bytes": 70_000, "sha256": "0123456789abcdef" * 4},
+    {"name": "special_tokens_map.json", "num_bytes": 99, "sha256": "00ff" * 16},
     {"name": "chat_template.jinja", "num_bytes": 0, "sha256": "f" * 64},
 ]
 LIMITS: Body = {
@@ -53,19 +54,19 @@ STATS: Body = {
 MORE_STATS: Body = {"prefix_cache_hit_rate": 0.25, "num_clients": 2, "num_protocol_errors": 1}
 
 FULL_CLIENT: dict[int, Body] = {
-    HELLO: {"protocol": [1, 3], "client": "vectors/1"},
+    HELLO: {"protocol": [1, 4], "client": "vectors/1"},
     SUBMIT: {
         "request_id": "a", "prompt_token_ids": PROMPT, "sampling": SAMPLING, "cache_salt": "pepper",
     },
     ABORT: {"request_ids": ["a", "b"]},
     PING: {"nonce": 7},
-    PONG: {"nonce": 7},
+    PONG: {"nonce": 7, "num_steps": 1, "step_age_ms": 2},
     CONTROL: {"call_id": 1, "operation": "read_file", "file": "tokenizer.json", "offset": 65_536},
     BYE: {"reason": "done"},
 }  # fmt: skip
 FULL_ENGINE: dict[int, Body] = {
     WELCOME: {
-        "protocol": [1, 3],
+        "protocol": [1, 4],
         "session": "4f1d2c3b5a697887",
         "engine_instance": "0123456789abcdef0123456789abcdef",
         "model": MODEL | {"default_sampling": {"temperature": 0.6, "top_k": 20}, "files": FILES},
@@ -73,10 +74,11 @@ FULL_ENGINE: dict[int, Body] = {
         | {
             "max_request_id_chars": 256, "max_cache_salt_chars": 1024, "max_num_queued_reqs": 512,
             "max_num_queued_tokens": 1_000_000, "max_file_chunk_bytes": 65_536,
+            "max_num_clients": 64,
         },
         "capabilities": ["prefix_caching", "priority"],
     },
-    REFUSED: {"message": "this engine speaks 1.x", "supported": [[1, 3]]},
+    REFUSED: {"message": "8 clients are served", "supported": [[1, 4]], "retry_after_s": 1.5},
     ACCEPTED: {"request_id": "a", "handle": 7, "seed": MAX_INT},
     OUTPUT: {
         "handles": handles(7, 8),
@@ -93,7 +95,7 @@ FULL_ENGINE: dict[int, Body] = {
         "retry_after_s": 2.5,
     },
     PING: {"nonce": 7},
-    PONG: {"nonce": 7, "num_steps": 123},
+    PONG: {"nonce": 7, "num_steps": 123, "step_age_ms": 45},
     REPLY: {"call_id": 1, "ok": False, "message": "a request holds blocks"},
     BYE: {"reason": "SIGTERM"},
 }  # fmt: skip

@@ -64,7 +64,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
         },
         ABORT: {"request_ids": "list!"},
         PING: {"nonce": "int"},
-        PONG: {"nonce": "int", "num_steps": "int?"},
+        PONG: {"nonce": "int", "num_steps": "int?", "step_age_ms": "int?"},
         CONTROL: {"call_id": "int!", "operation": "str!", "file": "str?", "offset": "int"},
         BYE: {"reason": "str"},
     },
@@ -81,9 +81,9 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
                ("max_frame_bytes", "max_num_seqs", "ping_interval_ms", "session_timeout_ms")},
             "limits.max_request_id_chars": "int", "limits.max_cache_salt_chars": "int",
             "limits.max_num_queued_reqs": "int?", "limits.max_num_queued_tokens": "int?",
-            "limits.max_file_chunk_bytes": "int",
+            "limits.max_file_chunk_bytes": "int", "limits.max_num_clients": "int?",
         },
-        REFUSED: {"message": "str!", "supported": "list!"},
+        REFUSED: {"message": "str!", "supported": "list!", "retry_after_s": "float?"},
         ACCEPTED: {"request_id": "str!", "handle": "int!", "seed": "int!"},
         OUTPUT: {
             "handles": "bin", "tokens": "bin", "counts": "bin?", "events": "list",
@@ -94,7 +94,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "code": "str!", "message": "str!", "request_id": "str?", "retry_after_s": "float?",
         },
         PING: {"nonce": "int"},
-        PONG: {"nonce": "int", "num_steps": "int?"},
+        PONG: {"nonce": "int", "num_steps": "int?", "step_age_ms": "int?"},
         REPLY: {
             "call_id": "int!", "ok": "bool", "message": "str?", "stats": "map?", "data": "bin?",
             **{f"stats.{name}": "int!" for name in STATS
@@ -108,12 +108,12 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
 }  # fmt: skip
 EXACT_INTS: dict[Sender, tuple[tuple[int, str], ...]] = {
     "client": (
-        (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (CONTROL, "call_id"),
-        (CONTROL, "offset"),
+        (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (PONG, "step_age_ms"),
+        (CONTROL, "call_id"), (CONTROL, "offset"),
     ),
     "engine": (
-        (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (REPLY, "call_id"),
-        (ACCEPTED, "handle"), (OUTPUT, "events.handle"),
+        (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (PONG, "step_age_ms"),
+        (REPLY, "call_id"), (ACCEPTED, "handle"), (OUTPUT, "events.handle"),
     ),
 }  # fmt: skip
 HANDLES = ("handle", "events.handle")
@@ -126,6 +126,7 @@ NEEDED = {
     REPLY: ("call_id", "data"),
 }
 """What every client acts on, so that every client must notice another type there, or nothing."""
+MAX_RETURNED_ID_CHARS = 1024
 LENIENT = ("bin", "nil", "bool")
 """Types that some languages' msgpack libraries take for others, as they do a str for a bin."""
 
@@ -139,10 +140,11 @@ def good(sender: Sender, op: int) -> Body:
 
 
 def answer(sender: Sender, op: int, body: Body) -> dict[str, str]:
-    """What such a map is answered by: a SUBMIT is named if its id can be read."""
+    """What such a map is answered by: a SUBMIT is named if its id can be read and returned."""
     if sender == "engine" or op != SUBMIT:
         return {"code": "protocol_error"}
-    named = isinstance(body.get("request_id"), str)
+    request_id = body.get("request_id")
+    named = isinstance(request_id, str) and len(request_id) <= MAX_RETURNED_ID_CHARS
     return {"code": "invalid_request"} | ({"request_id": body["request_id"]} if named else {})
 
 
@@ -235,10 +237,15 @@ def submit_values() -> Iterator[Line]:
         "request-id-empty": {"request_id": ""},
         "request-id-too-long": {"request_id": "x" * 257},
         "request-id-257-two-byte-characters": {"request_id": "é" * 257},
+        "request-id-longest-that-is-returned": {"request_id": "é" * 1024},
+        "request-id-too-long-to-return": {"request_id": "é" * 1025},
+        "request-id-too-long-to-return-and-wrong-type": {"request_id": "x" * 1025, "priority": "1"},
         "cache-salt-empty": {"cache_salt": ""}, "cache-salt-too-long": {"cache_salt": "s" * 1025},
         "prompt-empty": {"prompt_token_ids": b""},
         "prompt-of-three-bytes": {"prompt_token_ids": PROMPT[:3]},
         "prompt-of-five-bytes": {"prompt_token_ids": PROMPT[:5]},
+        "prompt-of-seven-bytes": {"prompt_token_ids": PROMPT[:7]},
+        "prompt-big-endian": {"prompt_token_ids": b"\0\0\0\1\0\0\0\2\0\0\0\3"},
         "prompt-negative": {"prompt_token_ids": column(1, -1)},
         "prompt-most-negative": {"prompt_token_ids": column(-(2**31), 1)},
         "prompt-above-every-vocabulary": {"prompt_token_ids": column(1, 2, largest)},

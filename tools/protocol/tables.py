@@ -79,7 +79,8 @@ def read_tables(document: str) -> dict[str, list[list[str]]]:
 def table_after(document: str, heading: str) -> list[list[str]]:
     """The cells of the first table under a heading, without its two head lines."""
     section = document.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    table = section[section.index("\n|") + 1 :].split("\n\n", 1)[0]
+    lines = table.splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 

@@ -52,7 +52,7 @@ def hellos() -> Iterator[Line]:
     for name, body in {
         "minimal": {"protocol": [1, 0]},
         "full": FULL_CLIENT[HELLO],
-        "unicode": {"protocol": [1, 3], "client": "Ω-client/1 ✓"},
+        "unicode": {"protocol": [1, 4], "client": "Ω-client/1 ✓"},
         "later-minor": {"protocol": [1, 255]},
         "other-major": {"protocol": [2, 0]},
         "earlier-major": {"protocol": [0, 9]},

@@ -55,14 +55,18 @@ def welcomes_and_refusals() -> Iterator[Line]:
         "all-default-sampling": changed(full, "model.default_sampling", SAMPLING),
         "queue-limits-nil": full
         | {"limits": full["limits"] | {"max_num_queued_reqs": None, "max_num_queued_tokens": None}},
+        "client-limit-nil": full | {"limits": full["limits"] | {"max_num_clients": None}},
+        "file-of-a-later-version": changed(full, "model.files.name", "voices.json"),
     }.items():
         yield valid("engine", WELCOME, name, body)
     for path in ("model", "limits", "model.default_sampling", "model.files"):
         inner = path.rsplit(".", 1)[-1].replace("_", "-")
         raw = pack(changed(full, f"{path}.new_in_9", [{"x": None}]))
         yield valid("engine", WELCOME, f"unknown-field-in-{inner}", full, raw=raw)
-    for name, versions in {"one": [[1, 3]], "several": [[1, 3], [2, 0]], "none": []}.items():
+    for name, versions in {"one": [[1, 4]], "several": [[1, 4], [2, 0]], "none": []}.items():
         yield valid("engine", REFUSED, name, {"message": "no", "supported": versions})
+    for name, retry in {"full": 1.5, "retry-at-once": 0.0, "retry-nil": None}.items():
+        yield valid("engine", REFUSED, name, FULL_ENGINE[REFUSED] | {"retry_after_s": retry})
 
 
 def accepted_and_errors() -> Iterator[Line]:
@@ -122,6 +126,9 @@ def outputs() -> Iterator[Line]:
             "counts": handles(3, 1, 2),
         },
         "counts-all-one": one | {"counts": handles(1)},
+        "counts-with-a-zero": {
+            "handles": handles(7, 9), "tokens": column(5), "counts": handles(0, 1)},
+        "counts-of-zero": {"handles": handles(7), "counts": handles(0)},
         "full": FULL_ENGINE[OUTPUT],
         "merged-long": {
             "handles": handles(7, 8),
@@ -183,7 +190,8 @@ def either_way(sender: Sender) -> Iterator[Line]:
         yield valid(sender, op, "long-map-and-key", {"nonce": 7}, raw=wide)
     for name, num_steps in {"zero": 0, "largest": MAX_INT}.items():
         yield valid(sender, PONG, f"steps-{name}", {"nonce": 7, "num_steps": num_steps})
-    yield valid(sender, PONG, "steps-nil", {"nonce": 7, "num_steps": None})
+        yield valid(sender, PONG, f"step-age-{name}", {"nonce": 7, "step_age_ms": num_steps})
+    yield valid(sender, PONG, "steps-nil", {"num_steps": None, "step_age_ms": None})
     for name, body in {
         "minimal": {}, "full": {"reason": "done"}, "unicode": {"reason": "até já 👋"},
     }.items():  # fmt: skip

@@ -189,7 +189,7 @@ int main(int argc, char** argv) try {
     if (!file) throw std::runtime_error("usage: vectors FILE, which must exist");
     vector<ordered_json> vectors;
     for (string line; std::getline(file, line);) vectors.push_back(ordered_json::parse(line));
-    const auto plain = ordered_json{{"protocol", {1, 3}}};
+    const auto plain = ordered_json{{"protocol", {1, 4}}};
     PlayedEngine played({"\x02", pack(to_map(plain))});
     int num_decoded = 0, num_encoded = 0, num_refused = 0, num_lenient = 0, num_left_out = 0, num_wrong = 0;
     for (const auto& vector : vectors) {

@@ -114,10 +114,10 @@ export class Engine {
       else if (message.op === Op.ACCEPTED) this.#requestIds.set(message.handle, message.request_id);
       else if (message.op === Op.REPLY) this.#answers.emit(`${message.call_id}`, message);
       else if (message.op === Op.WELCOME) this.#answers.emit("welcome", message);
-      else if (message.op === Op.REFUSED) throw new EngineError("protocol_error", message.message);
       else if (message.op === Op.BYE) throw new EngineError("engine_dead", `engine stopped: ${message.reason ?? ""}`);
-      else if (message.op === Op.ERROR) {
-        const error = new EngineError(message.code, message.message, message.retry_after_s ?? undefined);
+      else if (message.op === Op.ERROR || message.op === Op.REFUSED) {
+        const { code = message.retry_after_s == null ? "protocol_error" : "overloaded" } = message; // REFUSED has none
+        const error = new EngineError(code, message.message, message.retry_after_s ?? undefined);
         if (!message.request_id || error.code === "engine_dead" || error.code === "no_session") throw error;
         this.#streams.get(message.request_id)?.emit("error", error);
         this.#streams.delete(message.request_id);

@@ -4,7 +4,7 @@
  */
 import { decode as unpackBody, encode as packBody } from "@msgpack/msgpack";
 
-export const PROTOCOL_VERSION = [1, 3];
+export const PROTOCOL_VERSION = [1, 4];
 export enum Op {
   HELLO = 0x01, WELCOME = 0x02, REFUSED = 0x03, SUBMIT = 0x10, ACCEPTED = 0x11, OUTPUT = 0x12, ERROR = 0x13,
   ABORT = 0x14, PING = 0x20, PONG = 0x21, CONTROL = 0x30, REPLY = 0x31, BYE = 0x41,

@@ -13,7 +13,7 @@ async function collect(outputs) {
 
 test("the session opens with HELLO and tells what the engine said of itself", async (context) => {
   const { played, engine } = await open(context);
-  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 3]);
+  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 4]);
   assert.equal(engine.welcome.model.vocab_size, 8);
   await engine.close();
   assert.equal(await played.count(Op.BYE), 1);
@@ -24,6 +24,15 @@ test("an engine that refuses is told in an error", async (context) => {
   const connecting = assert.rejects(Engine.connect(played.endpoint), { code: "protocol_error", message: "other version" });
   await played.message(Op.HELLO);
   played.say(Op.REFUSED, { message: "other version", supported: [[2, 0]] });
+  await connecting;
+});
+
+test("an engine that is full says when to try again", async (context) => {
+  const played = await PlayedEngine.start(context, { welcome: null });
+  const full = { code: "overloaded", message: "64 clients", retryAfterS: 2 };
+  const connecting = assert.rejects(Engine.connect(played.endpoint), full);
+  await played.message(Op.HELLO);
+  played.say(Op.REFUSED, { message: "64 clients", supported: [[1, 4]], retry_after_s: 2 });
   await connecting;
 });
 

@@ -14,7 +14,7 @@ const card = {
 const limits = { max_frame_bytes: 1000, max_num_seqs: 4, ping_interval_ms: 1000, session_timeout_ms: 30000 };
 
 export const welcome = (model = {}) => ({
-  protocol: [1, 3], session: "s", engine_instance: "i", model: { ...card, ...model }, limits,
+  protocol: [1, 4], session: "s", engine_instance: "i", model: { ...card, ...model }, limits,
 });
 
 /** Integers below 256 as a column. */

@@ -1,5 +1,4 @@
 //! A client of the nanocore inference engine: token ids in, token ids out. See README.md.
-
 use serde::{Deserialize, Serialize};
 pub use serde_json::{json, Value};
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -68,6 +67,7 @@ struct Body<'a> {
     data: Option<&'a serde_bytes::Bytes>,
     #[serde(alias = "reason")]
     message: Option<String>,
+    retry_after_s: Option<f64>,
 }
 
 /// An open session, for one thread: whoever waits takes in all that comes. Dropping it says BYE.
@@ -100,7 +100,7 @@ impl Engine {
         socket.connect(endpoint)?;
         let (welcome, streams, handles, replies, num_ids) = Default::default();
         let mut new = Engine { welcome, socket, streams, handles, replies, num_ids, over: Ok(()) };
-        new.send(0x01, json!({ "protocol": [1, 3], "client": "nanocore-rust" }))?;
+        new.send(0x01, json!({ "protocol": [1, 4], "client": "nanocore-rust" }))?;
         while new.welcome.is_null() {
             new.poll(true)?;
         }
@@ -177,11 +177,12 @@ impl Engine {
         };
         let body: Body = read(bytes)?;
         let missing = || error("malformed", format!("op 0x{op:02x} without a field that it needs"));
+        let refused = error("refused", body.message.clone().unwrap_or_default());
         match op {
             0x02 if matches!(body.protocol, Some([1, _])) => {
                 self.welcome = json!(read::<Raw>(bytes)?)
             }
-            0x03 => return Err(error("refused", body.message.unwrap_or_default())),
+            0x03 => return Err(Error { retry_after_s: body.retry_after_s, ..refused }),
             0x11 => self.handles.extend([body.handle.zip(body.request_id).ok_or_else(missing)?]),
             0x12 => return self.deliver(body),
             0x13 => match read::<Error>(bytes)? {
@@ -192,11 +193,10 @@ impl Engine {
             0x21 => {} // PONG
             0x31 => {
                 let data = body.data.map_or_else(Vec::new, |data| data.to_vec());
-                let refused = error("refused", body.message.unwrap_or_default());
                 let done = body.ok.unwrap_or(true).then_some((body.stats, data)).ok_or(refused);
                 self.replies.insert(body.call_id.ok_or_else(missing)?, done);
             }
-            0x41 => return Err(error("bye", body.message.unwrap_or_default())),
+            0x41 => return Err(Error { code: "bye".into(), ..refused }),
             _ => return Err(error("malformed", "an op, or its version, that is unknown here")),
         }
         Ok(())

@@ -6,6 +6,7 @@ use std::thread::{self, JoinHandle};
 type Frames = Vec<Vec<u8>>;
 
 const WELCOME: u8 = 0x02;
+const REFUSED: u8 = 0x03;
 const OUTPUT: u8 = 0x12;
 const ERROR: u8 = 0x13;
 const REPLY: u8 = 0x31;
@@ -55,7 +56,7 @@ fn welcome() -> Value {
         "max_frame_bytes": 1 << 24, "max_num_seqs": 8, "ping_interval_ms": 1000,
         "session_timeout_ms": 30000,
     });
-    let (protocol, session) = ([1, 3], "s");
+    let (protocol, session) = ([1, 4], "s");
     json!({
         "protocol": protocol, "session": session, "engine_instance": "i", "model": model,
         "limits": limits,
@@ -74,7 +75,7 @@ fn session_at(
     let endpoint = router.get_last_endpoint().expect("an endpoint").expect("text");
     let peer = thread::spawn(move || {
         let mut peer = Peer { router, client: Vec::new() };
-        assert_eq!(peer.expect(0x01)["protocol"], json!([1, 3]));
+        assert_eq!(peer.expect(0x01)["protocol"], json!([1, 4]));
         peer.send(WELCOME, welcome());
         script(&mut peer);
     });
@@ -183,6 +184,23 @@ fn an_error_of_one_request_is_told_once_and_leaves_the_others_alone() {
     assert_eq!((&*error.code, error.retry_after_s), ("overloaded", Some(2.0)));
     assert_eq!(engine.next(&refused), Ok(None));
     assert_eq!(engine.next(&served), ended(2));
+    peer.join().unwrap();
+}
+
+#[test]
+fn an_engine_that_is_full_says_when_to_try_again() {
+    let router = router();
+    router.bind("ipc://*").expect("a place for a socket");
+    let endpoint = router.get_last_endpoint().expect("an endpoint").expect("text");
+    let peer = thread::spawn(move || {
+        let mut peer = Peer { router, client: Vec::new() };
+        peer.expect(0x01);
+        let full = json!({ "message": "64 clients", "supported": [[1, 4]], "retry_after_s": 2 });
+        peer.send(REFUSED, full);
+    });
+    let error = Engine::connect(&endpoint, 10_000, None).err().expect("no session");
+    assert_eq!((&*error.code, &*error.message), ("refused", "64 clients"));
+    assert_eq!(error.retry_after_s, Some(2.0));
     peer.join().unwrap();
 }
 

@@ -1,4 +1,4 @@
-// A client of nanocore engines (PROTOCOL.md 1.3) on cppzmq and msgpack-c. An Engine is a session. It and its
+// A client of nanocore engines (PROTOCOL.md 1.4) on cppzmq and msgpack-c. An Engine is a session. It and its
 // Streams, which must go first, belong to one thread: whoever waits takes in what arrives for all and answers
 // PINGs. A program that waits for nothing calls Engine::poll, or the engine ends the session after 30 s.
 #pragma once
@@ -21,10 +21,10 @@ enum class Op : unsigned char {
 };
 
 struct Error : std::runtime_error { using runtime_error::runtime_error; };  // the base of the others
-struct ProtocolError : Error { using Error::Error; };  // a malformed message, or no version in common
+struct ProtocolError : Error { using Error::Error; };  // a malformed message
 struct EngineDead : Error { using Error::Error; };     // it said so, said BYE, or says nothing
-struct EngineError : Error {                           // ERROR, usually of one request
-    string code;                                       // PROTOCOL.md, section 12
+struct EngineError : Error {                           // ERROR, usually of one request, or REFUSED
+    string code;                                       // PROTOCOL.md, section 12, or "refused"
     optional<double> retry_after_s;
     EngineError(const string& text, const string& code_, optional<double> retry_after_s_)
         : Error(text), code(code_), retry_after_s(retry_after_s_) {}
@@ -100,7 +100,6 @@ public:
         optional<EngineError> error_;
         TokenIds unread_;
     };
-
     /// Opens a session; tcp:// needs keys.
     explicit Engine(const string& endpoint, const optional<CurveKeys>& keys = {}) {
         if (!keys && endpoint.rfind("tcp://", 0) == 0) throw Error("tcp:// needs keys: anybody could answer");
@@ -113,7 +112,7 @@ public:
         socket_.set(zmq::sockopt::sndtimeo, 10'000);
         socket_.set(zmq::sockopt::linger, 200);  // an ABORT or BYE just sent still leaves
         socket_.connect(endpoint);
-        send(Op::hello, Map().put("protocol", std::pair(1, 3)).put("client", string("nanocore-cpp")));
+        send(Op::hello, Map().put("protocol", std::pair(1, 4)).put("client", string("nanocore-cpp")));
         while (!welcome_) poll();
     }
     ~Engine() { try { send(Op::bye, Map(), ZMQ_DONTWAIT); } catch (const std::exception&) {} }
@@ -182,7 +181,9 @@ private:
             if (body.get<std::pair<int, int>>("protocol").first != 1) throw ProtocolError("not protocol 1");
             welcome_ = body;
             return;
-        case Op::refused: throw ProtocolError("refused: " + body.get<string>("message", ""));
+        case Op::refused:
+            throw EngineError("refused: " + body.get<string>("message", ""), "refused",
+                              body.get<optional<double>>("retry_after_s", {}));
         case Op::accepted: {
             const auto handle = body.get<uint32_t>("handle");
             if (auto node = unanswered_.extract(body.get<string>("request_id"))) {
@@ -212,8 +213,7 @@ private:
         }
     }
     std::shared_ptr<Stream> find(uint32_t handle) const {  // nullptr: unknown, or nobody wants it any more
-        const auto found = streams_.find(handle);
-        return found == streams_.end() ? nullptr : found->second.lock();
+        return streams_.count(handle) ? streams_.at(handle).lock() : nullptr;
     }
     void deliver(const Map& output) {
         const auto handles = column<uint32_t>(output, "handles");
