@@ -24,7 +24,7 @@ from nanocore.kv_cache import events
 from nanocore.protocol import kv_events as wire
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.endpoint_lock import EndpointLock
-from nanocore.protocol.sockets import EngineSocket, PublisherSocket
+from nanocore.protocol.sockets import IpcRouter, PublisherSocket
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,10 @@ class KVEventPublisher(threading.Thread):
             if replay_endpoint is not None:
                 lock = EndpointLock(replay_endpoint, "--kv-events-replay-endpoint")
                 stack.callback(lock.release)
-                replay_socket = EngineSocket(replay_endpoint)
-                stack.callback(replay_socket.close)
-                self._replays = ReplayServer(replay_socket, self._ring, self._topic)
-                self._socket.watch(replay_socket)
+                router = IpcRouter(lock.path)
+                stack.callback(router.close)
+                self._replays = ReplayServer(router, self._ring, self._topic)
+                self._socket.watch(router.fileno())
             self._wake_up = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._socket.watch(self._wake_up)
             self._sockets = stack.pop_all()

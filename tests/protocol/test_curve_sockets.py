@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from nanocore.protocol.errors import AddressInUseError, ConfigError
 from nanocore.protocol.sockets import EngineSocket, PeerSocket, SendResult
+from nanocore.protocol.sockets.curve_router import CurveRouter
 from tests.port_scanner import PROBES, scan
 from tests.protocol.keys import KeyFolders, free_port, make_key_folders
 
@@ -279,7 +280,8 @@ def test_nobody_is_admitted_while_no_doorkeeper_answers(
     engine: EngineSocket, endpoint: str, keys: KeyFolders
 ) -> None:
     """Left to its defaults, libzmq admits everybody then."""
-    assert engine._authenticator is not None
-    engine._authenticator.close()
+    assert isinstance(engine._router, CurveRouter)
+    assert engine._router._authenticator is not None
+    engine._router._authenticator.close()
     with stranger(endpoint, keys.client_keys("client").options):
         assert engine.receive() is None

@@ -12,9 +12,11 @@ not yet read when the engine goes: its last words. TCP sockets need CURVE keys, 
 
 from nanocore.protocol.sockets.client_socket import ClientSocket
 from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys, client_keys
-from nanocore.protocol.sockets.engine_socket import EngineSocket, PublisherSocket, SendResult
-from nanocore.protocol.sockets.options import MAX_FRAME_BYTES
+from nanocore.protocol.sockets.engine_socket import EngineSocket
+from nanocore.protocol.sockets.ipc_router import IpcRouter
+from nanocore.protocol.sockets.options import MAX_FRAME_BYTES, SendResult
 from nanocore.protocol.sockets.peer_socket import PeerSocket
+from nanocore.protocol.sockets.publisher_socket import PublisherSocket
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -22,6 +24,7 @@ __all__ = [
     "ClientSocket",
     "EngineKeys",
     "EngineSocket",
+    "IpcRouter",
     "PeerSocket",
     "PublisherSocket",
     "SendResult",
