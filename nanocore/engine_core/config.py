@@ -127,6 +127,7 @@ class EngineConfig:
     `QueueLimit`. salt_prefix_cache_by_session: share cached prefixes only within a session.
     step_trace: file to which each step is appended as a line of JSON.
     curve_dir: folder of the engine's keys and its clients', for a tcp:// `listen` alone.
+    max_num_clients: sessions at once; see `ClientLimit`.
     check: only check that all this can work, without reading weights.
     kv_events_endpoint: ipc endpoint for subscribers to KV cache events; None publishes none.
     kv_events_replay_endpoint: where they ask for those they missed. kv_events_topic: first frame.
@@ -165,6 +166,7 @@ class EngineConfig:
     seed: int = 0
     listen: str = ""
     curve_dir: str | None = None
+    max_num_clients: int | None = None
     step_trace: str | None = None
     check: bool = False
     kv_events_endpoint: str | None = None
@@ -196,6 +198,7 @@ class EngineConfig:
         for flag, optional in (
             ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
             ("--kv-cache-memory-bytes", self.kv_cache_memory_bytes),
+            ("--max-num-clients", self.max_num_clients),
         ):
             _require(optional is None or optional >= 1, flag, optional, "at least 1")
         for flag, limit in (

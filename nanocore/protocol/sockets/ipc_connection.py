@@ -48,7 +48,7 @@ class IpcConnection:
         if not num_bytes:
             raise ConnectionResetError
         self.has_more = num_bytes == len(scratch)
-        self.reader.feed(bytes(scratch[:num_bytes]))
+        self.reader.feed(scratch[:num_bytes])
         return True
 
     def write(self) -> None:

@@ -91,14 +91,14 @@ class ZmtpReader:
     def num_bytes(self) -> int:
         return len(self._data) + len(self._partial) + sum(map(len, self._frames))
 
-    def feed(self, data: bytes) -> None:
-        """Append what came; only once all before has been looked at (`is_drained`)."""
+    def feed(self, data: memoryview) -> None:
+        """Take in what came; only once all before has been looked at (`is_drained`)."""
         if self._missing > 0:
-            taken = min(self._missing, len(data))
-            self._missing -= taken
+            taken = data[: self._missing]
             if self._is_kept():
-                self._partial += data if taken == len(data) else memoryview(data)[:taken]
-            self._data, self._at = data, taken
+                self._partial += taken
+            self._missing -= len(taken)
+            self._data, self._at = bytes(data[len(taken) :]), 0
         else:
             self._data, self._at = self._data[self._at :] + data, 0
         self.is_drained = False
