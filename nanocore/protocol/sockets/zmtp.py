@@ -15,8 +15,10 @@ from typing import Final
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.sockets.options import MAX_FRAME_BYTES, MAX_FRAMES
 
-MAX_MESSAGE_BYTES: Final = MAX_FRAME_BYTES + 2**16
-"""Of all frames of a message together, their headers and those that are dropped included."""
+MAX_MESSAGE_BYTES: Final = MAX_FRAME_BYTES + 2**20
+"""Of all frames of a message together, those that are dropped included."""
+_FRAME_COST_BYTES: Final = 128
+"""What a frame counts for beside its bytes, because handling it takes time."""
 MAX_COMMAND_BYTES: Final = 4096
 _MAX_FRAMES_PER_CALL: Final = 1000  # about a millisecond
 _COPY_BYTES: Final = 2**14  # what is shorter is joined, which costs less than a longer list
@@ -98,9 +100,9 @@ class ZmtpReader:
             if self._is_kept():
                 self._partial += taken
             self._missing -= len(taken)
-            self._data, self._at = bytes(data[len(taken) :]), 0
+            self._data = bytes(data[len(taken) :])
         else:
-            self._data, self._at = self._data[self._at :] + data, 0
+            self._data += data
         self.is_drained = False
 
     def next_message(self) -> list[bytes] | None:
@@ -112,27 +114,31 @@ class ZmtpReader:
             ProtocolError: the peer does not keep to ZMTP 3, or its message is too long.
         """
         for _ in range(_MAX_FRAMES_PER_CALL):
-            if not self._greeted and not self._greet():
-                self.is_drained = True
-                return None
-            frame = self._next_frame()
+            frame = self._next_frame() if self._greeted or self._greet() else None
             if frame is None:
-                self.is_drained = True
+                self._drain()
                 return None
             flags = self._flags
             if flags & _COMMAND:
                 if self._obey(frame):
-                    self.is_drained = self._at == len(self._data)
-                    return None
+                    break
                 continue
             frames = self._frames
             if len(frames) < MAX_FRAMES - 1:
                 frames.append(frame)
             if not flags & _MORE:
                 self._frames, self._message_bytes = [], 0
-                self.is_drained = self._at == len(self._data)
+                if self._at == len(self._data):
+                    self._drain()
                 return frames
+        if self._at == len(self._data):
+            self._drain()
         return None
+
+    def _drain(self) -> None:
+        """Nothing more is to be had of the data; keep only what is left of it."""
+        self.is_drained = True
+        self._data, self._at = self._data[self._at :], 0
 
     def _is_kept(self) -> bool:
         """Whether the frame that is coming is one of those that are not dropped."""
@@ -172,7 +178,7 @@ class ZmtpReader:
             header, size = 9, int.from_bytes(data[at + 1 : at + 9], "big")
         else:
             header, size = 2, data[at + 1]
-        self._check(flags, header + size)
+        self._check(flags, size)
         self._flags = flags
         start = at + header
         end = start + size
@@ -186,15 +192,15 @@ class ZmtpReader:
         return None
 
     def _check(self, flags: int, num_bytes: int) -> None:
-        """See that a frame, header included, may come now."""
+        """See that a frame may come now."""
         if flags & _COMMAND:
             if flags & ~(_COMMAND | _LONG) or num_bytes > MAX_COMMAND_BYTES:
                 raise ProtocolError("a ZMTP command with wrong flags, or too long")
             return
         if flags & ~(_MORE | _LONG) or not self.is_ready:
             raise ProtocolError("a ZMTP frame with wrong flags, or before READY")
-        self._message_bytes += num_bytes
-        if num_bytes > MAX_FRAME_BYTES + 9 or self._message_bytes > MAX_MESSAGE_BYTES:
+        self._message_bytes += num_bytes + _FRAME_COST_BYTES
+        if num_bytes > MAX_FRAME_BYTES or self._message_bytes > MAX_MESSAGE_BYTES:
             raise ProtocolError(
                 f"a message of more than {MAX_MESSAGE_BYTES} bytes, or a frame of it of more than "
                 f"{MAX_FRAME_BYTES}"
