@@ -18,11 +18,7 @@ from nanocore.protocol.sockets.options import (
 
 
 class BoundSocket:
-    """A socket at an endpoint, in a context of its own, and a poller to sleep in.
-
-    Raises:
-        ConfigError: it cannot be bound. AddressInUseError: another process listens there.
-    """
+    """A socket for an endpoint, in a context of its own, and a poller to sleep in."""
 
     def __init__(self, kind: int, endpoint: str, keys: EngineKeys | None = None) -> None:
         options = socket_options(endpoint, keys)
@@ -39,6 +35,15 @@ class BoundSocket:
             self._socket.setsockopt(zmq.RCVHWM, PEER_HIGH_WATER_MARK)
         if keys is not None:
             self._authenticator = ClientAuthenticator(self._context, keys.clients)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+
+    def _bind(self, endpoint: str) -> None:
+        """Listen.
+
+        Raises:
+            ConfigError: it cannot be bound. AddressInUseError: another process listens there.
+        """
         old_umask = os.umask(0o077)  # the socket file's mode follows it
         try:
             self._socket.bind(endpoint)
@@ -52,8 +57,6 @@ class BoundSocket:
             raise ConfigError(f"endpoint {endpoint!r} cannot be bound: {error}") from None
         finally:
             os.umask(old_umask)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
 
     def watch(self, fd: int) -> None:
         """Let `wait` return when this descriptor becomes readable, too."""
@@ -65,9 +68,13 @@ class BoundSocket:
         Raises:
             RuntimeError: no new client can come in any more.
         """
+        return {ready for ready in self._poll(timeout_ms) if isinstance(ready, int)}
+
+    def _poll(self, timeout_ms: int) -> list[object]:
+        """What became ready, the socket included."""
         if self._authenticator is not None:
             self._authenticator.check()
-        return {ready for ready, _ in self._poller.poll(timeout_ms) if isinstance(ready, int)}
+        return [ready for ready, _ in self._poller.poll(timeout_ms)]
 
     def close(self) -> None:
         """Send what is queued, for at most a second, and close. Idempotent."""

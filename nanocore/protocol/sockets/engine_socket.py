@@ -32,8 +32,7 @@ class EngineSocket:
 
     def limit(self, max_connections: int, guest_timeout_s: float) -> None:
         """Let so many connect at once, and guests stay for so long; as made, that is for ever."""
-        self._router.max_connections = max_connections
-        self._router.guest_timeout_s = guest_timeout_s
+        self._router.limit(max_connections, guest_timeout_s)
 
     def watch(self, fd: int) -> None:
         """Let `wait` return when this descriptor becomes readable, too."""
@@ -73,7 +72,7 @@ class EngineSocket:
         self._router.dismiss(routing_id)
 
     def take_gone(self) -> list[bytes]:
-        """The admitted that have disconnected since the last call; over TCP `send` may tell."""
+        """The admitted that have disconnected since the last call."""
         return self._router.take_gone()
 
     def close(self) -> None:

@@ -75,6 +75,10 @@ class IpcRouter:
     def is_busy(self) -> bool:
         return bool(self._ready)
 
+    def limit(self, max_connections: int, guest_timeout_s: float) -> None:
+        self.max_connections = max_connections
+        self.guest_timeout_s = guest_timeout_s
+
     def watch(self, fd: int) -> None:
         self._epoll.register(fd, _IN)
 

@@ -15,6 +15,7 @@ class PublisherSocket(BoundSocket):
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(zmq.PUB, endpoint)
+        self._bind(endpoint)
 
     def publish(self, frames: Sequence[bytes]) -> None:
         """Queue a message for every subscriber; those at the high-water mark miss it."""
