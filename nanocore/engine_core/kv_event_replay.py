@@ -108,7 +108,7 @@ class ReplayServer:
         for _ in range(_MAX_REQUESTS):
             received = self._socket.receive()
             if received is None:
-                return False
+                return self._socket.is_busy
             routing_id, frames = received
             try:
                 start = replay_start(frames)

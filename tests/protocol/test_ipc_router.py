@@ -22,9 +22,8 @@ from nanocore.protocol.sockets import MAX_FRAME_BYTES, IpcRouter, PeerSocket, Se
 from nanocore.protocol.sockets import ipc_router as module
 from nanocore.protocol.sockets.options import MAX_FRAMES, PEER_HIGH_WATER_MARK
 from nanocore.protocol.sockets.zmtp import (
-    GREETING,
     MAX_MESSAGE_BYTES,
-    READY,
+    ROUTER,
     command_frame,
     pack_message,
 )
@@ -306,7 +305,7 @@ def test_a_process_without_descriptors_lives_and_serves(
                 one.setblocking(False)
                 try:
                     one.connect(str(short_path / "engine.sock"))
-                    one.sendall(GREETING + DEALER + b"".join(pack_message([word])))
+                    one.sendall(ROUTER.greeting + DEALER + b"".join(pack_message([word])))
                 except OSError:
                     break  # the backlog is full, as of any server
             friend.send([b"still there?"])
@@ -459,4 +458,4 @@ def test_the_handshake_is_answered_in_full(router: IpcRouter, endpoint: str) -> 
         peer.socket.sendall(command_frame(b"\4PING\0\1abc"))
         pong = command_frame(b"\4PONGabc")
         assert serve(router, lambda: peer.read(len(pong))) == pong
-        assert READY.endswith(b"Identity\0\0\0\0")
+        assert ROUTER.ready.endswith(b"Identity\0\0\0\0")

@@ -5,9 +5,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Sequence
 
-from nanocore.protocol.sockets.zmtp import GREETING, READY, command_frame, pack_message
+from nanocore.protocol.sockets.zmtp import ROUTER, command_frame, pack_message
 
-DEALER = command_frame(b"\5READY" + b"\x0bSocket-Type\0\0\0\6DEALER" + b"\x08Identity\0\0\0\0")
+
+def ready(kind: bytes) -> bytes:
+    """READY of a socket of this kind."""
+    value = len(kind).to_bytes(4, "big") + kind
+    return command_frame(b"\5READY\x0bSocket-Type" + value + b"\x08Identity\0\0\0\0")
+
+
+DEALER = ready(b"DEALER")
 PATIENCE_S = 30.0
 
 
@@ -25,9 +32,9 @@ class ZmtpPeer:
     def __exit__(self, *_: object) -> None:
         self.socket.close()
 
-    def greet(self) -> None:
-        """Send the handshake."""
-        self.socket.sendall(GREETING + DEALER)
+    def greet(self, kind: bytes = b"DEALER") -> None:
+        """Send the handshake of a socket of this kind."""
+        self.socket.sendall(ROUTER.greeting + ready(kind))
 
     def send(self, *frames: bytes) -> None:
         """Send a message."""
@@ -48,7 +55,7 @@ class ZmtpPeer:
 
     def await_handshake(self) -> None:
         """Read the other side's."""
-        assert self.read(len(GREETING) + len(READY)) == GREETING + READY
+        assert self.read(len(ROUTER.greeting) + len(ROUTER.ready)) == ROUTER.greeting + ROUTER.ready
 
     def await_end(self) -> None:
         """Wait until the other side has hung up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -10,43 +11,87 @@ from typing import Final
 import zmq
 
 from nanocore.protocol.endpoint import TCP
-from nanocore.protocol.sockets.bound_socket import BoundSocket
+from nanocore.protocol.errors import AddressInUseError, ConfigError
+from nanocore.protocol.sockets.client_authenticator import ClientAuthenticator
 from nanocore.protocol.sockets.curve import EngineKeys
-from nanocore.protocol.sockets.options import MAX_FRAMES, SendResult, send_frames
+from nanocore.protocol.sockets.options import (
+    BACKLOG,
+    LINGER_S,
+    MAX_FRAMES,
+    PEER_HIGH_WATER_MARK,
+    SendResult,
+    send_frames,
+    socket_options,
+)
 from nanocore.protocol.sockets.tcp_guard import SWEEP_INTERVAL_S, TcpGuard
 
 _MAX_SKIPPED_FRAMES: Final = 1000  # by one call; about a millisecond
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 
 
-class CurveRouter(BoundSocket):
-    """Bound at construction; see `EngineSocket` for its methods. On ipc it has no guard."""
+class CurveRouter:
+    """Bound at construction; see `EngineSocket` for its methods. On ipc it has no guard.
+
+    Raises:
+        ConfigError: it cannot be bound. AddressInUseError: another process listens there.
+    """
 
     def __init__(self, endpoint: str, keys: EngineKeys | None) -> None:
+        options = socket_options(endpoint, keys)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        for option, value in options.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.LINGER, int(LINGER_S * 1e3))
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, PEER_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, PEER_HIGH_WATER_MARK)
+        self._authenticator: ClientAuthenticator | None = None
+        if keys is not None:
+            self._authenticator = ClientAuthenticator(self._context, keys.clients)
+        self._guard = TcpGuard(self._socket) if endpoint.startswith(TCP) else None
         self._is_cut = False  # the rest of a message with too many frames is still to be skipped
-        self._guard: TcpGuard | None = None
-        super().__init__(zmq.ROUTER, endpoint, keys)
-        if endpoint.startswith(TCP):
-            self._guard = TcpGuard(self._socket)  # first, so that it sees every connection
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
         self._bind(endpoint)
+
+    def _bind(self, endpoint: str) -> None:
+        old_umask = os.umask(0o077)  # the socket file's mode follows it
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno == zmq.EADDRINUSE:
+                raise AddressInUseError(
+                    f"endpoint {endpoint} is in use by another process: stop it, or choose another "
+                    "port"
+                ) from None
+            raise ConfigError(f"endpoint {endpoint!r} cannot be bound: {error}") from None
+        finally:
+            os.umask(old_umask)
 
     def limit(self, max_connections: int, guest_timeout_s: float) -> None:
         if self._guard is not None:
             self._guard.max_connections = max_connections
             self._guard.guest_timeout_s = guest_timeout_s
 
+    def watch(self, fd: int) -> None:
+        self._poller.register(fd, zmq.POLLIN)
+
     @property
     def is_busy(self) -> bool:
         return self._is_cut
 
     def wait(self, timeout_ms: int) -> set[int]:
-        if self._guard is None:
-            return super().wait(timeout_ms)
         end_s = math.inf if timeout_ms < 0 else time.monotonic() + timeout_ms / 1e3
         while True:
-            self._guard.sweep()
+            if self._authenticator is not None:
+                self._authenticator.check()
+            if self._guard is not None:
+                self._guard.sweep()
             left_s = min(SWEEP_INTERVAL_S, max(0.0, end_s - time.monotonic()))
-            ready = self._poll(math.ceil(left_s * 1e3))
+            ready = [source for source, _ in self._poller.poll(math.ceil(left_s * 1e3))]
             if ready or time.monotonic() >= end_s:
                 return {source for source in ready if isinstance(source, int)}
 
@@ -100,4 +145,7 @@ class CurveRouter(BoundSocket):
     def close(self) -> None:
         if self._guard is not None:
             self._guard.close()
-        super().close()
+        self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
+        self._context.term()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 
-from nanocore.protocol.sockets.zmtp import GREETING, ZmtpReader
+from nanocore.protocol.sockets.zmtp import Role, ZmtpReader
 
 
 class IpcConnection:
@@ -24,15 +24,15 @@ class IpcConnection:
         "waits_for_room",
     )  # fmt: skip
 
-    def __init__(self, accepted: socket.socket, routing_id: bytes) -> None:
+    def __init__(self, accepted: socket.socket, routing_id: bytes, role: Role) -> None:
         accepted.setblocking(False)
         self.socket = accepted
         self.fd = accepted.fileno()
         self.routing_id = routing_id
-        self.reader = ZmtpReader()
+        self.reader = ZmtpReader(role)
         self.num_bytes = 0
         self.has_more = self.is_queued = self.waits_for_room = False
-        self.unsent: deque[list[bytes]] = deque([[GREETING]])
+        self.unsent: deque[list[bytes]] = deque([[role.greeting]])
 
     def read(self, scratch: memoryview) -> bool:
         """Take in what has come; False if there was nothing.

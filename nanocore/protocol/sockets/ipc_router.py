@@ -32,7 +32,7 @@ from nanocore.protocol.sockets.options import (
     PEER_HIGH_WATER_MARK,
     SendResult,
 )
-from nanocore.protocol.sockets.zmtp import pack_message
+from nanocore.protocol.sockets.zmtp import ROUTER, Role, pack_message
 
 _READ_BYTES: Final = 2**18  # more than a sender's socket holds by default
 _MAX_LOOKS: Final = 16  # at connections by one `receive`
@@ -44,11 +44,17 @@ _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 class IpcRouter:
     """Bound at construction; see `EngineSocket` for the methods that it shares.
 
+    high_water_mark: messages that may wait for one peer.
+
     Raises:
         ConfigError: it cannot be bound. AddressInUseError: there is a socket already.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, role: Role = ROUTER, high_water_mark: int = PEER_HIGH_WATER_MARK
+    ) -> None:
+        self._role = role
+        self._high_water_mark = high_water_mark
         self.max_connections = MAX_CONNECTIONS
         self.guest_timeout_s = math.inf
         self._path = path
@@ -112,10 +118,10 @@ class IpcRouter:
         if connection is None:
             return SendResult.GONE
         unsent = connection.unsent
-        if len(unsent) >= PEER_HIGH_WATER_MARK:
+        if len(unsent) >= self._high_water_mark:
             if not self._write(connection):
                 return SendResult.GONE
-            if len(unsent) >= PEER_HIGH_WATER_MARK:
+            if len(unsent) >= self._high_water_mark:
                 return SendResult.FULL
         unsent.append(pack_message(frames))
         if len(unsent) == 1 and not self._write(connection):
@@ -194,7 +200,7 @@ class IpcRouter:
                     return
                 continue  # or the peer has left already
             self._num_accepted += 1
-            connection = IpcConnection(accepted, self._num_accepted.to_bytes(8, "big"))
+            connection = IpcConnection(accepted, self._num_accepted.to_bytes(8, "big"), self._role)
             self._connections[connection.routing_id] = connection
             self._by_fd[connection.fd] = connection
             self._guests.add(connection.routing_id, time.monotonic())
@@ -246,7 +252,7 @@ class IpcRouter:
         """Send the handshake's answer, or a PONG unless much is waiting; False: gone."""
         answer = b"".join(connection.reader.answers)
         connection.reader.answers.clear()
-        if len(connection.unsent) >= PEER_HIGH_WATER_MARK:
+        if len(connection.unsent) >= self._high_water_mark:
             return True
         connection.unsent.append([answer])
         return self._write(connection)

@@ -21,6 +21,8 @@ MAX_FRAMES: Final = 8
 MAX_INPUT_BYTES: Final = 2**28
 """Of messages that have not come whole, from all peers of an endpoint together."""
 MAX_CONNECTIONS: Final = 2048
+MAX_OBSERVERS: Final = 256
+"""Connections at an endpoint for KV cache events or their replays."""
 PEER_HIGH_WATER_MARK: Final = 128
 """Messages that are kept for one peer. For one that does not read that is 8 MiB of the largest,
 64 KiB each."""

@@ -27,8 +27,6 @@ _MORE, _LONG, _COMMAND = 1, 2, 4
 _WHOLE: Final = -1
 _GREETING_BYTES: Final = 64
 _SIGNATURE: Final = b"\xff\0\0\0\0\0\0\0\1\x7f"
-GREETING: Final = _SIGNATURE + b"\3\1" + b"NULL".ljust(20, b"\0") + bytes(32)
-_PEER_TYPES: Final = (b"DEALER", b"REQ", b"ROUTER")
 _READY, _PING, _PONG, _ERROR = b"\5READY", b"\4PING", b"\4PONG", b"\5ERROR"
 _MAX_PING_CONTEXT_BYTES: Final = 16
 
@@ -38,7 +36,20 @@ def command_frame(body: bytes) -> bytes:
     return bytes((_COMMAND, len(body))) + body
 
 
-READY: Final = command_frame(_READY + b"\x0bSocket-Type\0\0\0\6ROUTER\x08Identity\0\0\0\0")
+class Role:
+    """What the side that binds is. minor: of the ZMTP version that it speaks."""
+
+    def __init__(self, socket_type: bytes, peer_types: Sequence[bytes], minor: int) -> None:
+        self.peer_types = peer_types
+        version = bytes((3, minor))
+        self.greeting = _SIGNATURE + version + b"NULL".ljust(20, b"\0") + bytes(32)
+        value = len(socket_type).to_bytes(4, "big") + socket_type
+        identity = b"\x08Identity\0\0\0\0" if socket_type == b"ROUTER" else b""
+        self.ready = command_frame(_READY + b"\x0bSocket-Type" + value + identity)
+
+
+ROUTER: Final = Role(b"ROUTER", (b"DEALER", b"REQ", b"ROUTER"), minor=1)
+PUB: Final = Role(b"PUB", (b"SUB", b"XSUB"), minor=0)  # to which subscriptions are messages
 
 
 def pack_message(frames: Sequence[bytes]) -> list[bytes]:
@@ -73,10 +84,11 @@ class ZmtpReader:
 
     __slots__ = (
         "_at", "_data", "_flags", "_frames", "_greeted", "_message_bytes", "_missing", "_partial",
-        "answers", "is_drained", "is_ready",
+        "_role", "answers", "is_drained", "is_ready",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, role: Role = ROUTER) -> None:
+        self._role = role
         self.is_ready = False
         self.is_drained = True
         self.answers: list[bytes] = []
@@ -212,11 +224,11 @@ class ZmtpReader:
             if not command.startswith(_READY):
                 raise ProtocolError("a ZMTP handshake without READY")
             socket_type = _properties(command[len(_READY) :]).get(b"socket-type", b"")
-            if socket_type not in _PEER_TYPES:
-                raise ProtocolError("a peer that is neither DEALER nor REQ")
+            if socket_type not in self._role.peer_types:
+                raise ProtocolError(f"a peer that is none of {self._role.peer_types}")
             # An Identity is not heeded: nobody can choose the name of a connection.
             self.is_ready = True
-            self.answers.append(READY)
+            self.answers.append(self._role.ready)
             return True
         if command.startswith(_PING):  # then a time to live, 2 bytes, and a context
             context = command[len(_PING) + 2 :][:_MAX_PING_CONTEXT_BYTES]
