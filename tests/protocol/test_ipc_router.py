@@ -258,6 +258,23 @@ def test_an_admitted_peers_disappearance_is_told_at_once_and_a_guests_is_not(
     assert router.take_gone() == []
 
 
+def test_a_peer_that_leaves_with_much_unread_and_unsaid_takes_nobody_with_it(
+    router: IpcRouter, endpoint: str
+) -> None:
+    with closing(PeerSocket(endpoint)) as friend:
+        for _ in range(20):
+            with ZmtpPeer(endpoint) as leaver:
+                leaver.greet()
+                leaver.send(b"x")
+                routing_id, _ = receive(router)
+                while router.send(routing_id, [bytes(4096)]) is SendResult.SENT:
+                    pass
+                leaver.send_all([[b"y"]] * 10)
+                router.wait(0)
+        chat(router, friend)
+        assert len(router._connections) == 1
+
+
 def test_what_a_peer_said_before_it_left_arrives(router: IpcRouter, endpoint: str) -> None:
     with ZmtpPeer(endpoint) as peer:
         peer.greet()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 
-from nanocore.protocol.sockets.zmtp import Role, ZmtpReader
+from nanocore.protocol.sockets.zmtp import Buffer, Role, ZmtpReader
 
 
 class IpcConnection:
@@ -32,7 +32,7 @@ class IpcConnection:
         self.reader = ZmtpReader(role)
         self.num_bytes = 0
         self.has_more = self.is_queued = self.waits_for_room = False
-        self.unsent: deque[list[bytes]] = deque([[role.greeting]])
+        self.unsent: deque[list[Buffer]] = deque([[role.greeting]])
 
     def read(self, scratch: memoryview) -> bool:
         """Take in what has come; False if there was nothing.
@@ -67,6 +67,6 @@ class IpcConnection:
             while buffers and num_sent >= len(buffers[0]):
                 num_sent -= len(buffers.pop(0))
             if buffers:
-                buffers[0] = buffers[0][num_sent:]
+                buffers[0] = memoryview(buffers[0])[num_sent:]
             else:
                 unsent.popleft()

@@ -62,6 +62,7 @@ class IpcRouter:
         self._epoll = select.epoll()
         self._epoll.register(self._listener, _IN)
         self._is_accepting = True
+        self._watched: set[int] = set()
         self._connections: dict[bytes, IpcConnection] = {}
         self._by_fd: dict[int, IpcConnection] = {}
         self._guests: Guests[bytes] = Guests()
@@ -74,7 +75,7 @@ class IpcRouter:
         self._next_sweep_s = 0.0
 
     def fileno(self) -> int:
-        """A descriptor that is readable while `wait` would return at once."""
+        """A descriptor that is readable when something has come, and when more can be sent."""
         return self._epoll.fileno()
 
     @property
@@ -86,6 +87,7 @@ class IpcRouter:
         self.guest_timeout_s = guest_timeout_s
 
     def watch(self, fd: int) -> None:
+        self._watched.add(fd)
         self._epoll.register(fd, _IN)
 
     def wait(self, timeout_ms: int) -> set[int]:
@@ -167,8 +169,8 @@ class IpcRouter:
         for fd, events in self._epoll.poll(timeout_s):
             connection = self._by_fd.get(fd)
             if connection is not None:
-                if events & _OUT:
-                    self._write(connection)
+                if events & _OUT and not self._write(connection):
+                    continue
                 if not events & ~_OUT:
                     continue
                 if not connection.reader.is_ready:
@@ -178,7 +180,7 @@ class IpcRouter:
                     self._ready.append(connection)
             elif fd == self._listener.fileno():
                 self._accept()
-            else:
+            elif fd in self._watched:
                 watched.add(fd)
         now_s = time.monotonic()
         if now_s >= self._next_sweep_s:

@@ -23,6 +23,7 @@ MAX_COMMAND_BYTES: Final = 4096
 _MAX_FRAMES_PER_CALL: Final = 1000  # about a millisecond
 _COPY_BYTES: Final = 2**14  # what is shorter is joined, which costs less than a longer list
 
+Buffer = bytes | memoryview
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _WHOLE: Final = -1
 _GREETING_BYTES: Final = 64
@@ -52,9 +53,9 @@ ROUTER: Final = Role(b"ROUTER", (b"DEALER", b"REQ", b"ROUTER"), minor=1)
 PUB: Final = Role(b"PUB", (b"SUB", b"XSUB"), minor=0)  # to which subscriptions are messages
 
 
-def pack_message(frames: Sequence[bytes]) -> list[bytes]:
+def pack_message(frames: Sequence[bytes]) -> list[Buffer]:
     """A message as it is sent: buffers, of which long frames are not copied."""
-    buffers: list[bytes] = []
+    buffers: list[Buffer] = []
     short = b""
     last = len(frames) - 1
     for number, frame in enumerate(frames):
