@@ -157,6 +157,20 @@ def test_a_flood_of_frames_leaves_others_their_turn(router: IpcRouter, endpoint:
         assert num_calls <= 3
 
 
+def test_a_flood_of_messages_keeps_nobody_from_coming_in(router: IpcRouter, endpoint: str) -> None:
+    """Though the router is only asked for messages, and always has one."""
+    with ZmtpPeer(endpoint) as flooder, ZmtpPeer(endpoint) as other:
+        flooder.greet()
+        serve(router, flooder.await_handshake)
+        flooder.send_all([[b"y"]] * 20_000)
+        assert receive(router)[1] == [b"y"]
+        other.greet()
+        other.send(b"x")
+        words = [(router.receive() or (b"", [b""]))[1] for _ in range(100)]
+        assert [b"y"] in words
+        assert [b"x"] in words
+
+
 def test_messages_of_two_peers_are_taken_in_turn(router: IpcRouter, endpoint: str) -> None:
     with ZmtpPeer(endpoint) as one, ZmtpPeer(endpoint) as other:
         for peer in (one, other):

@@ -71,7 +71,7 @@ class IpcRouter:
         self._num_accepted = 0
         self._num_input_bytes = 0  # of all unfinished messages
         self._scratch = memoryview(bytearray(_READ_BYTES))
-        self._has_polled = False
+        self._num_looks = 0  # until it is time to see who else has sent something
         self._next_sweep_s = 0.0
 
     def fileno(self) -> int:
@@ -98,16 +98,18 @@ class IpcRouter:
             if deadline_s:
                 timeout_s = max(0.0, deadline_s - time.monotonic())
             if watched or self._ready or timeout_s == 0.0:
-                self._has_polled = True
+                self._num_looks = max(1, len(self._ready))
                 return watched
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
-        if not self._ready and not self._has_polled:
+        if not self._num_looks:
             self._poll(0.0)
-        self._has_polled = False
-        for _ in range(_MAX_LOOKS):
+            self._num_looks = max(_MAX_LOOKS, len(self._ready))
+        for _ in range(min(_MAX_LOOKS, self._num_looks)):
             if not self._ready:
+                self._num_looks = 0
                 break
+            self._num_looks -= 1
             connection = self._ready.popleft()
             connection.is_queued = False
             frames = self._look(connection)
