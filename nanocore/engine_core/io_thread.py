@@ -2,9 +2,9 @@
 
 Whatever arrives is data: each message is handled inside one `try`, and bytes that are no message
 are counted and answered with an ERROR. Requests belong to the session that submitted them, so no
-client can touch another's. Sessions end by BYE, by the peer's disappearance (ROUTER_MANDATORY makes
-that an answer to a send), by silence, or by not reading; their requests are then aborted. Answers
-and log lines quote little of what a client sent, and there are not more lines for more messages.
+client can touch another's. Sessions end by BYE, by the peer's disappearance, of which the socket
+tells, by silence, or by not reading; their requests are then aborted. Answers and log lines quote
+little of what a client sent, and there are not more lines for more messages.
 """
 
 from __future__ import annotations
