@@ -43,7 +43,7 @@ from nanocore.protocol.messages import (
     Op,
 )
 from nanocore.protocol.sockets import MAX_FRAME_BYTES
-from nanocore.protocol.sockets.engine_socket import PEER_HIGH_WATER_MARK
+from nanocore.protocol.sockets.options import PEER_HIGH_WATER_MARK
 from tests.protocol.samples import directions
 from tools.protocol.examples import EXAMPLES, MARK, with_examples
 from tools.protocol.schema import make_schema

@@ -173,6 +173,9 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--curve-dir", metavar="DIR", help="keys for tcp://, made by nanocore-keygen"
     )
+    engine.add_argument(
+        "--max-num-clients", type=_whole, help="more are refused (1024, or what descriptors allow)"
+    )
     engine.add_argument("--step-trace", metavar="FILE", help="append each step as a line of JSON")
     engine.add_argument(
         "--check", action="store_true", help="check flags, model files and memory, and exit"

@@ -41,6 +41,7 @@ _StepTokens = Annotated[int, Meta(ge=1, le=2**20)]
 _Length = Annotated[int, Meta(ge=2, le=_MAX_INT32)]
 _Blocks = Annotated[int, Meta(ge=1, le=_MAX_INT32)]
 _Bytes = Annotated[int, Meta(ge=1, le=2**62)]
+_Clients = Annotated[int, Meta(ge=1, le=2**20)]
 _Queued = Annotated[int, Meta(ge=1, le=_MAX_EXACT)]
 _Limit = Annotated[int, Meta(ge=0, le=_MAX_INT32, description="from 0 to 2147483647; 0: no limit")]
 
@@ -122,6 +123,7 @@ class EngineConfig:
     `QueueLimit`. salt_prefix_cache_by_session: share cached prefixes only within a session.
     step_trace: file to which each step is appended as a line of JSON.
     curve_dir: folder of the engine's keys and its clients', for a tcp:// `listen` alone.
+    max_num_clients: sessions at once; see `ClientLimit`.
     check: only check that all this can work, without reading weights.
     kv_events_endpoint: ipc endpoint for subscribers to KV cache events; None publishes none.
     kv_events_replay_endpoint: where they ask for those they missed. kv_events_topic: first frame.
@@ -160,6 +162,7 @@ class EngineConfig:
     seed: Annotated[int, Meta(ge=0, le=_MAX_EXACT)] = 0
     listen: _Text = ""
     curve_dir: _Name | None = None
+    max_num_clients: _Clients | None = None
     step_trace: _Name | None = None
     check: bool = False
     kv_events_endpoint: _Text | None = None

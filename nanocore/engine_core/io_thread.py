@@ -2,9 +2,9 @@
 
 Whatever arrives is data: each message is handled inside one `try`, and bytes that are no message
 are counted and answered with an ERROR. Requests belong to the session that submitted them, so no
-client can touch another's. Sessions end by BYE, by the peer's disappearance (ROUTER_MANDATORY makes
-that an answer to a send), by silence, or by not reading; their requests are then aborted. Answers
-and log lines quote little of what a client sent, and there are not more lines for more messages.
+client can touch another's. Sessions end by BYE, by the peer's disappearance, of which the socket
+tells, by silence, or by not reading; their requests are then aborted. Answers and log lines quote
+little of what a client sent, and there are not more lines for more messages.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from nanocore.engine_core.admission import Admission
+from nanocore.engine_core.client_limit import ClientLimit
 from nanocore.engine_core.control_desk import ControlDesk
 from nanocore.engine_core.mailbox import (
     AbortRequests,
@@ -34,6 +35,7 @@ from nanocore.engine_core.mailbox import (
 from nanocore.engine_core.model_files import ModelFiles
 from nanocore.engine_core.outputs import ClientOutput
 from nanocore.engine_core.queue_limit import QueueLimit
+from nanocore.engine_core.reception import Reception
 from nanocore.engine_core.session import MAX_BACKLOG_BYTES, Backlog, Session, output_frames
 from nanocore.engine_core.turn import Turn
 from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder, returned_id
@@ -45,7 +47,6 @@ from nanocore.protocol.errors import (
     ProtocolError,
 )
 from nanocore.protocol.messages import (
-    PROTOCOL_VERSION,
     Abort,
     Accepted,
     Bye,
@@ -58,9 +59,7 @@ from nanocore.protocol.messages import (
     ModelCard,
     Ping,
     Pong,
-    Refused,
     Submit,
-    Welcome,
 )
 from nanocore.protocol.sockets import MAX_FRAME_BYTES, EngineSocket, SendResult
 
@@ -77,8 +76,8 @@ class IoThread(threading.Thread):
 
     Args:
         socket: bound; the thread takes it over and closes it.
-        model, capabilities, max_num_seqs, queue_limit: announced in WELCOME. files: those that the
-            model card names. instance: names this run of the engine.
+        model, capabilities, max_num_seqs, client_limit, queue_limit: announced in WELCOME. files:
+            those that the model card names. instance: names this run of the engine.
         admission: builds requests. num_steps, step_age_ms: read the step counter, and for how long
             the step loop has been in a step, for PONG.
     """
@@ -92,6 +91,7 @@ class IoThread(threading.Thread):
         files: ModelFiles,
         capabilities: list[Capability],
         max_num_seqs: int,
+        client_limit: ClientLimit,
         queue_limit: QueueLimit,
         instance: str,
         admission: Admission,
@@ -100,21 +100,21 @@ class IoThread(threading.Thread):
     ) -> None:
         super().__init__(name="io", daemon=True)
         self._socket = socket
+        socket.limit(client_limit.max_connections, SESSION_TIMEOUT_S)
         self._inbox, self._outbox = inbox, outbox
-        self._model = model
         self._desk = ControlDesk(inbox, files)
-        self._capabilities: list[str] = [*capabilities]
-        self._instance = instance
         self._admission = admission
         self._num_steps, self._step_age_ms = num_steps, step_age_ms
-        self._limits = Limits(
+        limits = Limits(
             max_frame_bytes=MAX_FRAME_BYTES,
             max_num_seqs=max_num_seqs,
             max_num_queued_reqs=queue_limit.max_num_queued_reqs,
             max_num_queued_tokens=queue_limit.max_num_queued_tokens,
             ping_interval_ms=int(PING_INTERVAL_S * 1e3),
             session_timeout_ms=int(SESSION_TIMEOUT_S * 1e3),
+            max_num_clients=client_limit.max_num_clients,
         )
+        self._reception = Reception(model, limits, capabilities, instance)
         self._decoder = engine_decoder()
         self._sessions: dict[bytes, Session] = {}
         self._clients: dict[int, Session] = {}
@@ -147,6 +147,9 @@ class IoThread(threading.Thread):
             for event in self._outbox.drain():
                 farewell = self._deliver(event) or farewell
             self._receive_batch()
+            for routing_id in self._socket.take_gone():
+                if (gone := self._sessions.get(routing_id)) is not None:
+                    self._close_session(gone, "the client is gone")
             now_s = time.monotonic()
             for session in list(self._slow.values()):
                 self._flush(session, now_s)
@@ -159,8 +162,11 @@ class IoThread(threading.Thread):
         """Take what has arrived; of a flood as much as one turn allows."""
         if not self._turn.begin():
             return
-        while not self._turn.is_over() and (received := self._socket.receive()) is not None:
-            self._receive(*received)
+        while not self._turn.is_over():
+            if (received := self._socket.receive()) is not None:
+                self._receive(*received)
+            elif not self._socket.is_busy:
+                return
 
     def _receive(self, routing_id: bytes, frames: list[bytes]) -> None:
         """Handle one message, whatever it is. A bug of ours that it meets costs its session."""
@@ -194,29 +200,15 @@ class IoThread(threading.Thread):
             return
         if not isinstance(message, Hello):
             raise ProtocolError(f"{message.op.name} before HELLO, or after BYE", "no_session")
-        major, _minor = message.protocol
-        if major != PROTOCOL_VERSION[0]:
-            text = (
-                f"this engine speaks protocol {PROTOCOL_VERSION[0]}.x, the client asked for "
-                f"{major}.x: use a client of the same major version"
-            )
-            refused = Refused(message=text, supported=[PROTOCOL_VERSION])
+        refused = self._reception.refusal(message, len(self._sessions))
+        if refused is not None:
             self._socket.send(routing_id, encode(refused))
             return
+        self._socket.admit(routing_id)
         self._num_sessions += 1
         session = Session(routing_id, self._num_sessions, time.monotonic())
         self._sessions[routing_id] = self._clients[session.client] = session
-        self._send(
-            session,
-            Welcome(
-                protocol=min(PROTOCOL_VERSION, message.protocol),
-                session=session.session_id,
-                engine_instance=self._instance,
-                model=self._model,
-                limits=self._limits,
-                capabilities=self._capabilities,
-            ),
-        )
+        self._send(session, self._reception.welcome(message, session.session_id))
 
     def _handle(self, session: Session, message: Message) -> None:
         match message:
@@ -371,7 +363,8 @@ class IoThread(threading.Thread):
 
     def _close_session(self, session: Session, reason: str) -> None:
         self._closed[reason] += 1
-        self._sessions.pop(session.routing_id, None)
+        if self._sessions.pop(session.routing_id, None) is not None:
+            self._socket.dismiss(session.routing_id)
         self._clients.pop(session.client, None)
         self._slow.pop(session.client, None)
         for handle in session.requests.values():

@@ -9,6 +9,7 @@ secrets of their owners: only their digest leaves the engine.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -24,7 +25,7 @@ from nanocore.kv_cache import events
 from nanocore.protocol import kv_events as wire
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.endpoint_lock import EndpointLock
-from nanocore.protocol.sockets import EngineSocket, PublisherSocket
+from nanocore.protocol.sockets import MAX_OBSERVERS, IpcRouter, PublisherSocket
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +72,18 @@ class KVEventPublisher(threading.Thread):
         self._ring = ReplayRing() if ring is None else ring
         self._replays: ReplayServer | None = None
         with ExitStack() as stack:  # gives back what was taken if a later step fails
-            stack.callback(EndpointLock(endpoint, "--kv-events-endpoint").release)
-            self._socket = PublisherSocket(endpoint)
+            lock = EndpointLock(endpoint, "--kv-events-endpoint")
+            stack.callback(lock.release)
+            self._socket = PublisherSocket(lock.path)
             stack.callback(self._socket.close)
             if replay_endpoint is not None:
                 lock = EndpointLock(replay_endpoint, "--kv-events-replay-endpoint")
                 stack.callback(lock.release)
-                replay_socket = EngineSocket(replay_endpoint)
-                stack.callback(replay_socket.close)
-                self._replays = ReplayServer(replay_socket, self._ring, self._topic)
-                self._socket.watch(replay_socket)
+                router = IpcRouter(lock.path)
+                stack.callback(router.close)
+                router.limit(MAX_OBSERVERS, math.inf)
+                self._replays = ReplayServer(router, self._ring, self._topic)
+                self._socket.watch(router.fileno())
             self._wake_up = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._socket.watch(self._wake_up)
             self._sockets = stack.pop_all()

@@ -16,7 +16,7 @@ from typing import Final
 
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.kv_events import replay_end_frames, replay_frames, replay_start
-from nanocore.protocol.sockets import EngineSocket, SendResult
+from nanocore.protocol.sockets import IpcRouter, SendResult
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class ReplayServer:
     num_malformed: requests that were none. num_given_up: replays that nobody took.
     """
 
-    def __init__(self, socket: EngineSocket, ring: ReplayRing, topic: bytes) -> None:
+    def __init__(self, socket: IpcRouter, ring: ReplayRing, topic: bytes) -> None:
         self._socket = socket
         self._topic = topic
         self._ring = ring
@@ -108,7 +108,7 @@ class ReplayServer:
         for _ in range(_MAX_REQUESTS):
             received = self._socket.receive()
             if received is None:
-                return False
+                return self._socket.is_busy
             routing_id, frames = received
             try:
                 start = replay_start(frames)

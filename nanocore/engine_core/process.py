@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import resource
 import secrets
 import signal
 import time
@@ -24,6 +23,7 @@ from types import FrameType
 from nanocore import __version__
 from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.cache_size import longest_request, size_cache
+from nanocore.engine_core.client_limit import ClientLimit, raise_descriptor_limit
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io_thread import IoThread
@@ -68,7 +68,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
     """
     imports_s = process_age_s()
     started_s = time.monotonic() - imports_s
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     config = config.for_device(select_device(config.device).type)
     with ExitStack() as stack:
         # Addresses and files first: one in use is told before the model takes time and memory.
@@ -133,9 +133,9 @@ def serve(
 
     Args:
         socket: bound to config's endpoint; closed at the end. card: what clients are told.
-        files: those it names. executor: ready to run.
-        started_s: monotonic time of the process's start, for the log. publisher: of KV events.
-        parent: the launching client. trace: of the steps.
+        files: those it names. executor: ready to run. started_s: monotonic time of the process's
+            start, for the log. publisher: of KV events. parent: the launching client. trace: of
+            the steps.
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
@@ -188,6 +188,7 @@ def _io_thread(
         capabilities=config.capabilities,
         instance=secrets.token_hex(16),
         max_num_seqs=config.sizes.max_num_seqs,
+        client_limit=ClientLimit.of_this_process(config.max_num_clients),
         queue_limit=queue_limit,
         admission=Admission(card, config, queue_limit),
         num_steps=lambda: counters.num_steps,
@@ -200,15 +201,6 @@ def process_age_s() -> float:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after boot; field 22 of proc(5)
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
-
-
-def _raise_descriptor_limit() -> None:
-    """Allow as many connections as the system does: one descriptor too few ends the process.
-
-    libzmq 4.3.5 aborts when it cannot accept a connection at an ipc endpoint for want of one.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _run(core: EngineCore) -> tuple[Farewell, int]:
@@ -243,7 +235,9 @@ def _engine_socket(config: EngineConfig) -> Iterator[EngineSocket]:
                 )  # fmt: skip
         else:
             stack.callback(EndpointLock(config.endpoint).release)
-        yield stack.enter_context(closing(EngineSocket(config.endpoint, keys)))
+        socket = stack.enter_context(closing(EngineSocket(config.endpoint, keys)))
+        ClientLimit.of_this_process(config.max_num_clients)  # an error is told before the load
+        yield socket
 
 
 def _kv_event_publisher(config: EngineConfig) -> KVEventPublisher | None:

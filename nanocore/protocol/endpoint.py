@@ -19,6 +19,7 @@ from nanocore.protocol.errors import ConfigError
 IPC: Final = "ipc://"
 TCP: Final = "tcp://"
 MAX_IPC_PATH_BYTES: Final = 107  # sun_path in Linux's sockaddr_un, without its final zero
+_LOCK_SUFFIX: Final = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class IpcAddress:
     @property
     def lock_path(self) -> Path:
         """The file whose flock says who serves here; names that share it conflict."""
-        return self.path.with_suffix(".lock")
+        return self.path.with_suffix(_LOCK_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +81,20 @@ def ipc_address(endpoint: str) -> IpcAddress:
             f"endpoint {endpoint!r} cannot be served, only ipc endpoints can: use "
             f"{IPC}/path/engine.sock"
         )
-    path = endpoint.removeprefix(IPC)
-    num_bytes = len(os.fsencode(path))
-    if not path.startswith("/") or num_bytes > MAX_IPC_PATH_BYTES:
+    name = endpoint.removeprefix(IPC)
+    num_bytes = len(os.fsencode(name))
+    if not name.startswith("/") or num_bytes > MAX_IPC_PATH_BYTES:
         raise ConfigError(
             f"endpoint {endpoint!r} must name an absolute path of at most {MAX_IPC_PATH_BYTES} "
             f"bytes; this one has {num_bytes}"
         )
-    return IpcAddress(Path(path))
+    path = Path(name)
+    if not name.isprintable() or path.name in ("", "..") or path.suffix == _LOCK_SUFFIX:
+        raise ConfigError(
+            f"endpoint {endpoint!r} must end in a file's name, of characters that can be printed "
+            f"and with another suffix than {_LOCK_SUFFIX}; use {IPC}/path/engine.sock"
+        )
+    return IpcAddress(path)
 
 
 def _tcp_address(endpoint: str) -> TcpAddress:

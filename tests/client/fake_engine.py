@@ -79,6 +79,11 @@ class FakeEngine:
         """Say something that may be no message."""
         assert self._socket.send(self._client, frames) is SendResult.SENT
 
+    async def keep_sending(self, done: asyncio.Future[Any]) -> None:
+        """What the client's socket does not take at once leaves while the engine waits."""
+        while not done.done():
+            await asyncio.to_thread(self._socket.wait, 10)
+
     async def welcome(self, message: Message | None = None) -> Hello:
         """Answer HELLO."""
         hello = await self.receive(Hello)

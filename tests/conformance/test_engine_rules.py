@@ -44,8 +44,9 @@ def test_a_healthy_engine_passes_every_rule(endpoint: str) -> None:
     ids=["fcfs", "priority"],
 )
 def our_engine(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[EngineBench]:
-    """Our engine with a queue that is soon full, and the bench of one run of the program."""
-    with engine(tiny_model, "--max-num-queued-reqs", "60", *request.param) as running:
+    """Our engine with a queue that is soon full, as is the engine; the bench of one run."""
+    flags = ("--max-num-queued-reqs", "60", "--max-num-clients", "20")
+    with engine(tiny_model, *flags, *request.param) as running:
         yield bench(running.endpoint)
 
 

@@ -166,6 +166,23 @@ def test_too_little_kv_memory_exits_with_4_and_the_suggestion_works(
             assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)) == 1
 
 
+@pytest.mark.parametrize("flag", ["--listen", "--kv-events-endpoint"])
+def test_an_endpoint_at_a_files_place_exits_with_2_and_leaves_the_file(
+    tiny_model: Path, short_path: Path, flag: str
+) -> None:
+    notes = short_path / "notes.txt"
+    notes.write_text("mine")
+    endpoints = {"--listen": f"ipc://{short_path}/engine.sock", flag: f"ipc://{notes}"}
+    result = run_to_exit(
+        "--model", str(tiny_model), *(w for pair in endpoints.items() for w in pair)
+    )
+    assert result.returncode == 2
+    assert f"{notes} exists and is no socket" in result.stderr
+    assert flag in result.stderr
+    assert "Traceback" not in result.stderr
+    assert notes.read_text() == "mine"
+
+
 def test_a_second_engine_on_an_endpoint_exits_with_5_and_names_the_first(tiny_model: Path) -> None:
     async def first_still_serves(endpoint: str) -> None:
         async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:

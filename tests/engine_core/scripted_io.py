@@ -11,6 +11,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from nanocore.engine_core.admission import Admission
+from nanocore.engine_core.client_limit import ClientLimit
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.control_desk import MAX_CALLS
 from nanocore.engine_core.io_thread import IoThread
@@ -25,6 +26,7 @@ from nanocore.protocol.messages import Event, Hello, Message, ModelCard, Output,
 from nanocore.protocol.sockets import SendResult
 
 TOKENIZER = bytes(range(256)) * 300  # more than a chunk
+MAX_NUM_CLIENTS = 3
 CARD = ModelCard(
     model="fake",
     architecture="Fake",
@@ -44,6 +46,11 @@ class FakeSocket:
         self.incoming: deque[tuple[bytes, list[bytes]]] = deque()
         self.sent: list[tuple[bytes, Message]] = []
         self.state: dict[bytes, SendResult] = {}
+        self.admitted: set[bytes] = set()
+        self.gone: list[bytes] = []
+        self.is_busy = False
+
+    def limit(self, max_connections: int, guest_timeout_s: float) -> None: ...
 
     def watch(self, fd: int) -> None: ...
 
@@ -58,6 +65,16 @@ class FakeSocket:
         if result is SendResult.SENT:
             self.sent.append((routing_id, client_decoder().decode(frames)))
         return result
+
+    def admit(self, routing_id: bytes) -> None:
+        self.admitted.add(routing_id)
+
+    def dismiss(self, routing_id: bytes) -> None:
+        self.admitted.remove(routing_id)
+
+    def take_gone(self) -> list[bytes]:
+        gone, self.gone = self.gone, []
+        return gone
 
     def close(self) -> None: ...
 
@@ -78,6 +95,7 @@ class Io:
             files=files,
             capabilities=["prefix_caching"],
             max_num_seqs=4,
+            client_limit=ClientLimit(MAX_NUM_CLIENTS, max_connections=10),
             instance="0" * 32,
             queue_limit=queue_limit,
             admission=Admission(CARD, EngineConfig(), queue_limit),
@@ -123,6 +141,8 @@ class Io:
         assert dict(owned) == thread._request_ids
         assert {s.client for s in thread._sessions.values()} == thread._clients.keys()
         assert all(key == s.routing_id for key, s in thread._sessions.items())
+        assert thread._sessions.keys() == self.socket.admitted
+        assert len(thread._sessions) <= MAX_NUM_CLIENTS
         slow = {s.client for s in thread._sessions.values() if s.backlog is not None}
         assert slow == thread._slow.keys()
         for session in thread._sessions.values():

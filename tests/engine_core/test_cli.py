@@ -42,6 +42,7 @@ def test_flags_reach_their_settings() -> None:
         (["--max-num-seq", "7"], "max-num-seq"),  # abbreviations are typos
         (["--block-size", "0"], "--block-size 0"),
         (["--kv-cache-memory-bytes", "0"], "--kv-cache-memory-bytes 0"),
+        (["--max-num-clients", "0"], "--max-num-clients 0"),
         (["--seed", "-1"], "--seed -1"),
         (["--max-model-len", "1"], "--max-model-len 1"),
         (["--long-prefill-token-threshold", "-1"], "--long-prefill-token-threshold -1"),

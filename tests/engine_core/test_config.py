@@ -18,7 +18,7 @@ WHOLE = {
     "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens",
     "long_prefill_token_threshold", "max_num_partial_prefills", "block_size",
-    "num_gpu_blocks_override", "kv_cache_memory_bytes", "seed",
+    "num_gpu_blocks_override", "kv_cache_memory_bytes", "seed", "max_num_clients",
 }  # fmt: skip
 REAL = {"step_timeout_s", "watermark", "target_itl_ms", "gpu_memory_utilization"}
 SWITCHES = {
@@ -36,7 +36,8 @@ TEXTS = {
 OPTIONAL = {
     "model", "revision", "quantization", "async_scheduling", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes",
-    "curve_dir", "step_trace", "kv_events_endpoint", "kv_events_replay_endpoint",
+    "curve_dir", "max_num_clients", "step_trace", "kv_events_endpoint",
+    "kv_events_replay_endpoint",
 }  # fmt: skip
 NO_VALUES: list[Any] = [b"1", [1], {}, (), object(), 1j, math.nan, -math.inf, "foo\0", 10**30, -1]
 WRONG: list[tuple[set[str], list[Any]]] = [

@@ -9,7 +9,7 @@ import pytest
 
 from nanocore.engine_core import turn
 from nanocore.engine_core.control_desk import MAX_CALLS
-from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply
+from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply, Farewell
 from nanocore.engine_core.session import MAX_BACKLOG_BYTES
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import (
@@ -19,12 +19,15 @@ from nanocore.protocol.messages import (
     Control,
     Error,
     Hello,
+    Message,
     Ping,
+    Refused,
     Reply,
     Submit,
+    Welcome,
 )
 from nanocore.protocol.sockets import SendResult
-from tests.engine_core.scripted_io import Io, columns
+from tests.engine_core.scripted_io import MAX_NUM_CLIENTS, Io, columns
 
 
 def test_a_client_that_asks_and_never_reads_is_cut_off_before_its_answers_fill_the_memory(
@@ -217,3 +220,65 @@ def test_a_bad_request_id_is_returned_up_to_one_length_wherever_it_is_refused(
     assert isinstance(error, Error)
     assert error.code == "invalid_request"
     assert error.request_id == (request_id if num_chars <= 1024 else None)
+
+
+def _hello(io: Io, routing_id: bytes) -> Message:
+    """The answer to HELLO from this peer."""
+    io.socket.sent.clear()
+    io.thread._receive(routing_id, encode(Hello(protocol=(1, 0))))
+    ((to, answer),) = io.socket.sent
+    assert to == routing_id
+    return answer
+
+
+def test_one_client_too_many_is_refused_until_another_leaves(io: Io) -> None:
+    for i in range(1, MAX_NUM_CLIENTS):
+        welcome = _hello(io, b"%d" % i)
+        assert isinstance(welcome, Welcome)
+        assert welcome.limits.max_num_clients == MAX_NUM_CLIENTS
+    for _ in range(3):
+        refused = _hello(io, b"one too many")
+        assert isinstance(refused, Refused)
+        assert refused.retry_after_s is not None
+        assert f"{MAX_NUM_CLIENTS} clients" in refused.message
+        assert "--max-num-clients" in refused.message
+    assert b"one too many" not in io.socket.admitted
+    io.thread._receive(b"1", encode(Bye()))
+    assert isinstance(_hello(io, b"one too many"), Welcome)
+    io.check_tables()
+
+
+def test_a_connection_may_stay_as_long_as_it_has_a_session(io: Io) -> None:
+    io.thread._receive(b"b", encode(Ping()))
+    assert io.socket.admitted == {b"a"}
+    _hello(io, b"b")
+    assert io.socket.admitted == {b"a", b"b"}
+    io.receive(Bye())
+    assert io.socket.admitted == {b"b"}
+    io.thread._check_sessions(now_s=1e9)
+    assert io.socket.admitted == set()
+
+
+def test_a_client_that_disconnects_is_gone_at_once(io: Io, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = io.submit("x")
+    io.socket.gone = [b"a", b"never in session"]
+    monkeypatch.setattr(io.socket, "wait", lambda _: io.outbox.put(Farewell("enough", False)))
+    io.thread._serve()
+    assert io.inbox.get_nowait() == AbortRequests([handle])
+    assert not io.thread._sessions
+
+
+def test_bytes_that_are_no_message_yet_use_up_the_turn_as_messages_do(
+    io: Io, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_looks = 0
+
+    def receive() -> None:
+        nonlocal num_looks
+        num_looks += 1
+
+    monkeypatch.setattr(io.socket, "receive", receive)
+    io.socket.is_busy = True
+    io.thread._receive_batch()
+    assert num_looks > 1
+    assert io.thread._turn.rest_s > 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+import zmq
 
 from nanocore.engine_core.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.kv_event_replay import ReplayRing
@@ -22,7 +23,9 @@ from nanocore.kv_cache.events import (
 )
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.errors import AddressInUseError, ConfigError
+from nanocore.protocol.sockets import MAX_OBSERVERS
 from tests.kv_event_peers import Peers, numbered, peers, untyped
+from tests.protocol.zmtp_peer import ZmtpPeer
 
 MakePublisher = Callable[..., KVEventPublisher]
 A, B, C = b"a" * 15 + b"\1", b"b" * 8 + bytes(8), b"c" * 8 + b"\xff" * 8
@@ -282,3 +285,62 @@ def test_a_failure_is_logged_and_ends_only_the_events(
     assert not list(short_path.glob("*.sock")), "nobody is left to connect to a dead endpoint"
     publisher.publish(numbered(1))
     publisher.close()
+
+
+def test_a_subscriber_gets_the_topics_that_it_wants_and_no_others(
+    make: MakePublisher, routers: Peers, endpoint: str
+) -> None:
+    publisher = make(topic="kv@model")
+    publisher.start()
+    everything = routers.subscriber(endpoint)
+    number = everything.join(publisher)
+    with zmq.Context() as context, context.socket(zmq.SUB) as chooser:
+        chooser.linger = 0
+        chooser.connect(endpoint)
+        for topic in (b"kv@model2", b"other", b"", b"kv@m"):
+            chooser.subscribe(topic)
+        chooser.unsubscribe(b"")
+        while not chooser.poll(10):
+            number += 1
+            publisher.publish(numbered(number))
+        assert chooser.recv_multipart()[0] == b"kv@model"
+        chooser.unsubscribe(b"kv@m")
+        while chooser.poll(100):
+            chooser.recv_multipart()
+            number += 1
+            publisher.publish(numbered(number))
+
+
+@pytest.mark.parametrize("size", [0, 15 * 10**6])
+def test_a_message_without_end_costs_its_sender_the_connection_at_both_endpoints(
+    publisher: KVEventPublisher, routers: Peers, endpoint: str, replay_endpoint: str, size: int
+) -> None:
+    router = routers.subscriber(endpoint)
+    number = router.join(publisher)
+    frame = b"\3" + size.to_bytes(8, "big") + bytes(size)
+    for where, kind in ((endpoint, b"SUB"), (replay_endpoint, b"DEALER")):
+        with ZmtpPeer(where) as attacker:
+            attacker.greet(kind)
+            attacker.send_endless_message(frame if size else frame * 1000)
+    publisher.publish(numbered(number))
+    assert router.sequences_to(number)[-1] == number
+    assert replayed(routers, replay_endpoint)[-1] == number
+    assert publisher.is_alive()
+
+
+def test_a_crowd_of_subscribers_is_bounded_and_those_who_subscribed_stay(
+    publisher: KVEventPublisher, routers: Peers, endpoint: str
+) -> None:
+    router = routers.subscriber(endpoint)
+    number = router.join(publisher)
+    sockets = publisher._socket._router
+    with ExitStack() as crowd:
+        for _ in range(MAX_OBSERVERS + 20):
+            crowd.enter_context(ZmtpPeer(endpoint))
+        while sockets._num_accepted < MAX_OBSERVERS + 21:
+            publisher.publish(numbered(number))
+            number += 1
+            router.receive()
+        assert len(sockets._connections) <= MAX_OBSERVERS
+        publisher.publish(numbered(number))
+        assert router.sequences_to(number)[-1] == number

@@ -12,7 +12,9 @@ from nanocore.protocol.sockets import SendResult
 
 
 class FakeRouter:
-    """An EngineSocket whose clients take so many messages; what they took is in `taken`."""
+    """An IpcRouter whose clients take so many messages; what they took is in `taken`."""
+
+    is_busy = False
 
     def __init__(self) -> None:
         self.incoming: deque[tuple[bytes, list[bytes]]] = deque()

@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from nanocore.protocol.errors import AddressInUseError, ConfigError
 from nanocore.protocol.sockets import EngineSocket, PeerSocket, SendResult
+from nanocore.protocol.sockets.curve_router import CurveRouter
 from tests.port_scanner import PROBES, scan
 from tests.protocol.keys import KeyFolders, free_port, make_key_folders
 
@@ -214,6 +215,92 @@ def test_every_probe_of_a_port_scanner_is_hung_up_on_and_delivers_nothing(
     assert engine.receive() is None
 
 
+# -- what a client with a key may not do ----------------------------------------------------------
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve_until_disconnected(engine: EngineSocket, peer: zmq.Socket[bytes]) -> list[int]:
+    """Let the engine wait and receive until the peer has been hung up on; our memory meanwhile."""
+    monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    sizes = [resident_bytes()]
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not monitor.poll(0):
+        assert time.monotonic() < deadline_s, "nobody hangs up"
+        engine.wait(10)
+        assert engine.receive() is None
+        sizes.append(resident_bytes())
+    peer.disable_monitor()
+    monitor.close()
+    return sizes
+
+
+@contextmanager
+def dealer(endpoint: str, keys: KeyFolders, name: str) -> Iterator[zmq.Socket[bytes]]:
+    """A DEALER of plain pyzmq whose key is on the allow-list."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as made:
+        made.linger = 0
+        for option, value in keys.client_keys(name).options.items():
+            made.setsockopt(option, value)
+        made.connect(endpoint)
+        yield made
+
+
+def test_a_client_with_a_key_that_sends_a_message_without_end_is_hung_up_on(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders
+) -> None:
+    with (
+        closing(PeerSocket(endpoint, keys.client_keys("bystander"))) as bystander,
+        dealer(endpoint, keys, "attacker") as attacker,
+    ):
+        chat(engine, bystander, b"before")
+        attacker.send_multipart([bytes(15 * 10**6)] * 60, copy=False)
+        sizes = serve_until_disconnected(engine, attacker)
+        assert max(sizes) - sizes[0] < 400 * 10**6, "the attack is 900 MB"
+        chat(engine, bystander, b"after")
+
+
+def test_a_client_with_a_key_that_is_not_admitted_in_time_is_hung_up_on(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders
+) -> None:
+    with closing(PeerSocket(endpoint, keys.client_keys("friend"))) as friend:
+        friend.send([b"hello"])
+        routing_id, _ = receive(engine)
+        engine.admit(routing_id)
+        with dealer(endpoint, keys, "silent") as silent:
+            engine.limit(max_connections=10, guest_timeout_s=0.0)
+            serve_until_disconnected(engine, silent)
+            chat(engine, friend, b"still here")
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not (gone := engine.take_gone()):
+        assert time.monotonic() < deadline_s, "it is not told"
+        engine.wait(10)
+    assert gone == [routing_id]
+
+
+def test_of_too_many_clients_with_keys_the_oldest_guest_goes(
+    engine: EngineSocket, endpoint: str, keys: KeyFolders
+) -> None:
+    engine.limit(max_connections=2, guest_timeout_s=PATIENCE_S)
+    with (
+        closing(PeerSocket(endpoint, keys.client_keys("friend"))) as friend,
+        dealer(endpoint, keys, "oldest") as oldest,
+    ):
+        chat(engine, friend, b"friend")
+        friend.send([b"let me stay"])
+        engine.admit(receive(engine)[0])
+        oldest.send(b"me, too")
+        receive(engine)
+        with closing(PeerSocket(endpoint, keys.client_keys("newest"))) as newest:
+            newest.send([b"newest"])
+            assert receive(engine)[1] == [b"newest"]
+            engine.wait(0)
+            serve_until_disconnected(engine, oldest)
+            chat(engine, friend, b"friend")
+
+
 # -- no TCP without keys --------------------------------------------------------------------------
 
 
@@ -279,7 +366,8 @@ def test_nobody_is_admitted_while_no_doorkeeper_answers(
     engine: EngineSocket, endpoint: str, keys: KeyFolders
 ) -> None:
     """Left to its defaults, libzmq admits everybody then."""
-    assert engine._authenticator is not None
-    engine._authenticator.close()
+    assert isinstance(engine._router, CurveRouter)
+    assert engine._router._authenticator is not None
+    engine._router._authenticator.close()
     with stranger(endpoint, keys.client_keys("client").options):
         assert engine.receive() is None

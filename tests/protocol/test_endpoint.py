@@ -49,6 +49,15 @@ def test_a_path_that_is_not_absolute_is_refused(path: str) -> None:
         ipc_address(f"ipc://{path}")
 
 
+@pytest.mark.parametrize(
+    "path", ["/", "//", "/run/x/..", "/run/x/engine.lock", "/run/a\0b", "/run/a\nb", "/run/\udcff"]
+)
+def test_a_path_that_can_be_no_sockets_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"use ipc:///path/engine\.sock") as caught:
+        ipc_address(f"ipc://{path}")
+    assert repr(f"ipc://{path}") in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["x" * 107, "é" * 54])
 def test_a_path_too_long_for_a_unix_socket_is_refused_with_both_lengths(name: str) -> None:
     with pytest.raises(ConfigError, match=r"at most 107 bytes; this one has 10[89]"):

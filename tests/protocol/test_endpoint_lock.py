@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,12 @@ sys.stdin.read()
 
 def _endpoint(directory: Path) -> str:
     return f"ipc://{directory}/engine.sock"
+
+
+def _leave_socket(path: Path) -> None:
+    """What an engine that was killed leaves behind."""
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
 
 
 @pytest.fixture
@@ -60,7 +68,7 @@ def test_a_refused_lock_leaves_the_holders_pid_and_socket_in_place(
     endpoint: str, short_path: Path
 ) -> None:
     lock = EndpointLock(endpoint)
-    lock.path.touch()
+    _leave_socket(lock.path)
     for _ in range(2):
         with pytest.raises(AddressInUseError, match=f"process {os.getpid()}:"):
             EndpointLock(endpoint)
@@ -78,7 +86,7 @@ def test_two_endpoints_of_one_directory_do_not_exclude_each_other(short_path: Pa
 
 def test_release_removes_the_socket_file_and_frees_the_endpoint(endpoint: str) -> None:
     lock = EndpointLock(endpoint)
-    lock.path.touch()
+    _leave_socket(lock.path)
     lock.release()
     assert not lock.path.exists()
     EndpointLock(endpoint).release()
@@ -88,7 +96,7 @@ def test_releasing_twice_does_not_touch_the_next_holders_socket(endpoint: str) -
     first = EndpointLock(endpoint)
     first.release()
     second = EndpointLock(endpoint)
-    second.path.touch()
+    _leave_socket(second.path)
     first.release()
     assert second.path.exists()
     with pytest.raises(AddressInUseError):
@@ -108,8 +116,9 @@ def test_another_process_excludes_us_until_it_dies_and_leaves_only_stale_files(
         with pytest.raises(AddressInUseError, match=f"process {holder.pid}:"):
             EndpointLock(endpoint)
         holder.kill()
-    (short_path / "engine.sock").touch()
+    _leave_socket(short_path / "engine.sock")
     lock = EndpointLock(endpoint)
+    assert not lock.path.exists()
     assert (short_path / "engine.lock").read_text() == f"{os.getpid()}\n"
     lock.release()
 
@@ -119,6 +128,79 @@ def test_a_longer_stale_pid_is_overwritten_whole(endpoint: str, short_path: Path
     lock = EndpointLock(endpoint)
     assert (short_path / "engine.lock").read_text() == f"{os.getpid()}\n"
     lock.release()
+
+
+def test_a_socket_that_somebody_serves_without_a_lock_is_not_taken_away(
+    endpoint: str, short_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(short_path / "engine.sock"))
+        other.listen()
+        with pytest.raises(AddressInUseError, match="holds no lock"):
+            EndpointLock(endpoint)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(short_path / "engine.sock"))
+
+
+def _write_notes(path: Path) -> None:
+    path.write_text("what nobody has a copy of\n")
+
+
+STRANGE: dict[str, Callable[[Path], None]] = {
+    "a file": _write_notes,
+    "an empty file": Path.touch,
+    "a directory": Path.mkdir,
+    "a fifo": os.mkfifo,
+    "a symlink": lambda path: path.symlink_to(path.parent / "elsewhere"),
+    "a dangling symlink": lambda path: path.symlink_to(path.parent / "nowhere"),
+}
+
+
+@pytest.mark.parametrize("what", STRANGE)
+def test_what_lies_in_the_sockets_place_and_is_none_is_left_alone(
+    endpoint: str, short_path: Path, what: str
+) -> None:
+    path = short_path / "engine.sock"
+    _write_notes(short_path / "elsewhere")
+    STRANGE[what](path)
+    before = path.lstat()
+    with pytest.raises(ConfigError, match=r"engine\.sock exists and is no socket") as caught:
+        EndpointLock(endpoint, "--some-endpoint")
+    assert "choose another endpoint with --some-endpoint" in str(caught.value)
+    after = path.lstat()
+    assert (after.st_ino, after.st_mode, after.st_size) == (
+        before.st_ino, before.st_mode, before.st_size
+    )  # fmt: skip
+    (short_path / "engine.sock").rename(short_path / "away")
+    EndpointLock(endpoint).release()
+
+
+@pytest.mark.parametrize("what", sorted(STRANGE.keys() - {"an empty file"}))
+def test_what_lies_in_the_locks_place_and_is_no_lock_is_left_alone(
+    endpoint: str, short_path: Path, what: str
+) -> None:
+    """`--listen ipc:///project/poetry.sock` would have cost a project its poetry.lock."""
+    path = short_path / "engine.lock"
+    _write_notes(short_path / "elsewhere")
+    STRANGE[what](path)
+    before = path.lstat()
+    with pytest.raises(ConfigError, match=r"engine\.lock") as caught:
+        EndpointLock(endpoint)
+    assert "choose another endpoint with --listen" in str(caught.value)
+    assert path.lstat().st_ino == before.st_ino
+    assert path.lstat().st_size == before.st_size
+    assert "copy" in (short_path / "elsewhere").read_text()
+
+
+def test_a_place_that_cannot_be_written_to_is_a_config_error(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(path: Path, *_: object) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", deny)
+    with pytest.raises(ConfigError, match=r"engine\.lock: Permission denied; choose another"):
+        EndpointLock(endpoint)
 
 
 def test_a_symlinked_directory_is_refused(short_path: Path) -> None:

@@ -1,97 +1,21 @@
-"""The sockets that an engine binds: its ROUTERs and its PUB."""
+"""The socket that an engine binds for its clients: ours for ipc, libzmq's for what needs keys."""
 
 from __future__ import annotations
 
-import enum
-import os
 from collections.abc import Sequence
-from typing import Final
 
-import zmq
-
-from nanocore.protocol.errors import AddressInUseError, ConfigError
-from nanocore.protocol.sockets.client_authenticator import ClientAuthenticator
+from nanocore.protocol.endpoint import IPC, ipc_address
 from nanocore.protocol.sockets.curve import EngineKeys
-from nanocore.protocol.sockets.options import (
-    MAX_FRAMES,
-    receive_frames,
-    send_frames,
-    socket_options,
-)
-
-PEER_HIGH_WATER_MARK: Final = 128
-"""Messages that libzmq keeps for one peer, and of one. For a peer that does not read that is 8 MiB
-of the largest, 64 KiB each; of a peer that floods us, more wait on its own side."""
-_MAX_SKIPPED_FRAMES: Final = 1000  # by one call; about a millisecond
+from nanocore.protocol.sockets.curve_router import CurveRouter
+from nanocore.protocol.sockets.ipc_router import IpcRouter
+from nanocore.protocol.sockets.options import SendResult
 
 
-class SendResult(enum.Enum):
-    """What became of a message to one client."""
+class EngineSocket:
+    """An engine's ROUTER. Belongs to one thread.
 
-    SENT = "sent"
-    FULL = "full"  # the client does not read: its queue is at the high-water mark
-    GONE = "gone"  # no such peer any more
-
-
-class _BoundSocket:
-    """A socket at an endpoint, in a context of its own, and a poller to sleep in."""
-
-    def __init__(self, kind: int, endpoint: str, keys: EngineKeys | None = None) -> None:
-        options = socket_options(endpoint, keys)
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(kind)
-        self._authenticator: ClientAuthenticator | None = None
-        for option, value in options.items():
-            self._socket.setsockopt(option, value)
-        self._socket.setsockopt(zmq.LINGER, 1000)  # last words reach clients, but not forever
-        self._socket.setsockopt(zmq.BACKLOG, 128)
-        if kind == zmq.ROUTER:
-            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.setsockopt(zmq.SNDHWM, PEER_HIGH_WATER_MARK)
-            self._socket.setsockopt(zmq.RCVHWM, PEER_HIGH_WATER_MARK)
-        if keys is not None:
-            self._authenticator = ClientAuthenticator(self._context, keys.clients)
-        old_umask = os.umask(0o077)  # the socket file's mode follows it
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            if error.errno == zmq.EADDRINUSE:
-                raise AddressInUseError(
-                    f"endpoint {endpoint} is in use by another process: stop it, or choose another "
-                    "port"
-                ) from None
-            raise ConfigError(f"endpoint {endpoint!r} cannot be bound: {error}") from None
-        finally:
-            os.umask(old_umask)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-
-    def watch(self, source: int | _BoundSocket) -> None:
-        """Let `wait` return when this descriptor or socket becomes readable, too."""
-        watched = source._socket if isinstance(source, _BoundSocket) else source
-        self._poller.register(watched, zmq.POLLIN)
-
-    def wait(self, timeout_ms: int) -> set[int]:
-        """Sleep until something watched is ready; returns the ready descriptors. -1: no limit.
-
-        Raises:
-            RuntimeError: no new client can come in any more.
-        """
-        if self._authenticator is not None:
-            self._authenticator.check()
-        return {ready for ready, _ in self._poller.poll(timeout_ms) if isinstance(ready, int)}
-
-    def close(self) -> None:
-        """Send what is queued, for at most a second, and close. Idempotent."""
-        self._socket.close()
-        if self._authenticator is not None:
-            self._authenticator.close()
-        self._context.term()
-
-
-class EngineSocket(_BoundSocket):
-    """An engine's ROUTER: for clients, or for replays. Belongs to one thread.
+    A connection is a guest until it is admitted and after it is dismissed. Guests may be hung up
+    on: after a while, and the longest-standing one when a place is needed.
 
     keys: with them, only clients on the allow-list reach it; TCP endpoints need them.
 
@@ -100,51 +24,57 @@ class EngineSocket(_BoundSocket):
     """
 
     def __init__(self, endpoint: str, keys: EngineKeys | None = None) -> None:
-        super().__init__(zmq.ROUTER, endpoint, keys)
-        self._cut = False  # the rest of a message with too many frames is still to be skipped
+        self._router: IpcRouter | CurveRouter
+        if endpoint.startswith(IPC) and keys is None:
+            self._router = IpcRouter(ipc_address(endpoint).path)
+        else:
+            self._router = CurveRouter(endpoint, keys)
+
+    def limit(self, max_connections: int, guest_timeout_s: float) -> None:
+        """Let so many connect at once, and guests stay for so long; as made, that is for ever."""
+        self._router.limit(max_connections, guest_timeout_s)
+
+    def watch(self, fd: int) -> None:
+        """Let `wait` return when this descriptor becomes readable, too."""
+        self._router.watch(fd)
+
+    def wait(self, timeout_ms: int) -> set[int]:
+        """Sleep until something is ready; returns the ready watched descriptors. -1: no limit.
+
+        Raises:
+            RuntimeError: no new client can come in any more.
+        """
+        return self._router.wait(timeout_ms)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something has arrived that `receive` has not looked at."""
+        return self._router.is_busy
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """(routing id, frames) of the next message, or None when there is none now.
 
-        Of a message with very many frames only the first are returned. Skipping the others can
-        take several calls, which return None, so that no message holds its receiver up for long.
+        Of a message with very many frames only the first are returned. A call never takes long: it
+        may return None and leave something to look at (`is_busy`).
         """
-        if self._cut and not self._skip():
-            return None
-        message = receive_frames(self._socket)
-        if message is None:
-            return None
-        if len(message) == MAX_FRAMES:
-            self._cut = bool(self._socket.getsockopt(zmq.RCVMORE))
-        return message[0], message[1:]
-
-    def _skip(self) -> bool:
-        """Throw away frames up to the end of the message; False if that is not reached yet."""
-        for _ in range(_MAX_SKIPPED_FRAMES):
-            if not self._socket.recv(zmq.NOBLOCK, copy=False).more:
-                self._cut = False
-                return True
-        return False
+        return self._router.receive()
 
     def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult:
         """Queue a message for one client; never blocks."""
-        try:
-            send_frames(self._socket, [routing_id, *frames])
-        except zmq.Again:
-            return SendResult.FULL
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return SendResult.GONE
-        return SendResult.SENT
+        return self._router.send(routing_id, frames)
 
+    def admit(self, routing_id: bytes) -> None:
+        """The connection may stay."""
+        self._router.admit(routing_id)
 
-class PublisherSocket(_BoundSocket):
-    """The engine's PUB, ipc only. Belongs to one thread; `wait` also takes in subscriptions."""
+    def dismiss(self, routing_id: bytes) -> None:
+        """It is a guest again."""
+        self._router.dismiss(routing_id)
 
-    def __init__(self, endpoint: str) -> None:
-        super().__init__(zmq.PUB, endpoint)
+    def take_gone(self) -> list[bytes]:
+        """The admitted that have disconnected since the last call."""
+        return self._router.take_gone()
 
-    def publish(self, frames: Sequence[bytes]) -> None:
-        """Queue a message for every subscriber; those at the high-water mark miss it."""
-        send_frames(self._socket, frames)
+    def close(self) -> None:
+        """Send what is queued, for at most a second, and close. Idempotent."""
+        self._router.close()

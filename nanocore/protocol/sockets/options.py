@@ -5,6 +5,7 @@ There is no TCP without CURVE, on either side: what connects or binds without ke
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Final
 
@@ -17,12 +18,23 @@ from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys
 MAX_FRAME_BYTES: Final = 16 * 2**20
 MAX_FRAMES: Final = 8
 """Frames of one message that are kept, routing id included; no message of ours has as many."""
+MAX_INPUT_BYTES: Final = 2**28
+"""Of messages that have not come whole, from all peers of an endpoint together."""
+MAX_CONNECTIONS: Final = 2048
+MAX_OBSERVERS: Final = 256
+"""Connections at an endpoint for KV cache events or their replays."""
+PEER_HIGH_WATER_MARK: Final = 128
+"""Messages that are kept for one peer. For one that does not read that is 8 MiB of the largest,
+64 KiB each."""
+BACKLOG: Final = 128  # connections that may wait to be accepted
+HANDSHAKE_S: Final = 2.0
+LINGER_S: Final = 1.0  # last words reach clients, but not forever
 _HIGH_WATER_MARK: Final = 1000
 _OPTIONS: Final[dict[int, int | bytes]] = {
     zmq.SNDHWM: _HIGH_WATER_MARK,
     zmq.RCVHWM: _HIGH_WATER_MARK,
     zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
-    zmq.HANDSHAKE_IVL: 2000,
+    zmq.HANDSHAKE_IVL: int(HANDSHAKE_S * 1e3),
 }
 _TCP_OPTIONS: Final[dict[int, int | bytes]] = {
     # A peer whose machine is gone is let go after about two minutes, even if nothing is sent.
@@ -36,6 +48,14 @@ _TCP_OPTIONS: Final[dict[int, int | bytes]] = {
 # As integers: combining pyzmq's enums costs more than sending a small frame.
 _LAST_FRAME: Final = int(zmq.NOBLOCK)
 _MORE_FRAMES: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+class SendResult(enum.Enum):
+    """What became of a message to one client."""
+
+    SENT = "sent"
+    FULL = "full"  # the client does not read: what waits for it is at the high-water mark
+    GONE = "gone"  # no such peer any more
 
 
 def socket_options(endpoint: str, keys: EngineKeys | ClientKeys | None) -> dict[int, int | bytes]:

@@ -1,0 +1,151 @@
+"""CurveRouter: libzmq's ROUTER, for endpoints with keys, and what guards its connections."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import zmq
+
+from nanocore.protocol.endpoint import TCP
+from nanocore.protocol.errors import AddressInUseError, ConfigError
+from nanocore.protocol.sockets.client_authenticator import ClientAuthenticator
+from nanocore.protocol.sockets.curve import EngineKeys
+from nanocore.protocol.sockets.options import (
+    BACKLOG,
+    LINGER_S,
+    MAX_FRAMES,
+    PEER_HIGH_WATER_MARK,
+    SendResult,
+    send_frames,
+    socket_options,
+)
+from nanocore.protocol.sockets.tcp_guard import SWEEP_INTERVAL_S, TcpGuard
+
+_MAX_SKIPPED_FRAMES: Final = 1000  # by one call; about a millisecond
+_NO_WAIT: Final = int(zmq.NOBLOCK)
+
+
+class CurveRouter:
+    """Bound at construction; see `EngineSocket` for its methods. On ipc it has no guard.
+
+    Raises:
+        ConfigError: it cannot be bound. AddressInUseError: another process listens there.
+    """
+
+    def __init__(self, endpoint: str, keys: EngineKeys | None) -> None:
+        options = socket_options(endpoint, keys)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        for option, value in options.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.LINGER, int(LINGER_S * 1e3))
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, PEER_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, PEER_HIGH_WATER_MARK)
+        self._authenticator: ClientAuthenticator | None = None
+        if keys is not None:
+            self._authenticator = ClientAuthenticator(self._context, keys.clients)
+        self._guard = TcpGuard(self._socket) if endpoint.startswith(TCP) else None
+        self._is_cut = False  # the rest of a message with too many frames is still to be skipped
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._bind(endpoint)
+
+    def _bind(self, endpoint: str) -> None:
+        old_umask = os.umask(0o077)  # the socket file's mode follows it
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno == zmq.EADDRINUSE:
+                raise AddressInUseError(
+                    f"endpoint {endpoint} is in use by another process: stop it, or choose another "
+                    "port"
+                ) from None
+            raise ConfigError(f"endpoint {endpoint!r} cannot be bound: {error}") from None
+        finally:
+            os.umask(old_umask)
+
+    def limit(self, max_connections: int, guest_timeout_s: float) -> None:
+        if self._guard is not None:
+            self._guard.max_connections = max_connections
+            self._guard.guest_timeout_s = guest_timeout_s
+
+    def watch(self, fd: int) -> None:
+        self._poller.register(fd, zmq.POLLIN)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._is_cut
+
+    def wait(self, timeout_ms: int) -> set[int]:
+        end_s = math.inf if timeout_ms < 0 else time.monotonic() + timeout_ms / 1e3
+        while True:
+            if self._authenticator is not None:
+                self._authenticator.check()
+            if self._guard is not None:
+                self._guard.sweep()
+            left_s = min(SWEEP_INTERVAL_S, max(0.0, end_s - time.monotonic()))
+            ready = [source for source, _ in self._poller.poll(math.ceil(left_s * 1e3))]
+            if ready or time.monotonic() >= end_s:
+                return {source for source in ready if isinstance(source, int)}
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        if self._is_cut and not self._skip():
+            return None
+        try:
+            frame = self._socket.recv(_NO_WAIT, copy=False)
+        except zmq.Again:
+            return None
+        routing_id = frame.bytes
+        frames: list[bytes] = []
+        while frame.more and len(frames) < MAX_FRAMES - 1:  # a message arrives whole
+            frame = self._socket.recv(_NO_WAIT, copy=False)
+            frames.append(frame.bytes)
+        self._is_cut = frame.more
+        if self._guard is not None:
+            self._guard.note(routing_id, int(frame.get(zmq.SRCFD)))
+        return routing_id, frames
+
+    def _skip(self) -> bool:
+        """Throw away frames up to the end of the message; False if that is not reached yet."""
+        for _ in range(_MAX_SKIPPED_FRAMES):
+            if not self._socket.recv(_NO_WAIT, copy=False).more:
+                self._is_cut = False
+                return True
+        return False
+
+    def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult:
+        try:
+            send_frames(self._socket, [routing_id, *frames])
+        except zmq.Again:
+            return SendResult.FULL
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return SendResult.GONE
+        return SendResult.SENT
+
+    def take_gone(self) -> list[bytes]:
+        return [] if self._guard is None else self._guard.take_gone()
+
+    def admit(self, routing_id: bytes) -> None:
+        if self._guard is not None:
+            self._guard.admit(routing_id)
+
+    def dismiss(self, routing_id: bytes) -> None:
+        if self._guard is not None:
+            self._guard.dismiss(routing_id)
+
+    def close(self) -> None:
+        if self._guard is not None:
+            self._guard.close()
+        self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
+        self._context.term()

@@ -1,0 +1,313 @@
+"""IpcRouter: ZMTP over a Unix socket, for the side that binds; what ROUTER is in libzmq.
+
+One thread, no locks: `wait` sleeps in epoll, `receive` looks at one connection after the other, a
+bounded piece at a time, and `send` writes at once what the peer's socket takes. libzmq has no limit
+for what a peer may make it keep, and ends the process when descriptors run out; here a message, all
+unfinished messages together, what waits for a peer, and the number of connections are bounded, and
+a peer that goes beyond loses its connection. Routing ids are ours and never used twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from nanocore.protocol.errors import AddressInUseError, ConfigError, ProtocolError
+from nanocore.protocol.sockets.guests import Guests
+from nanocore.protocol.sockets.ipc_connection import IpcConnection
+from nanocore.protocol.sockets.options import (
+    BACKLOG,
+    HANDSHAKE_S,
+    LINGER_S,
+    MAX_CONNECTIONS,
+    MAX_INPUT_BYTES,
+    PEER_HIGH_WATER_MARK,
+    SendResult,
+)
+from nanocore.protocol.sockets.zmtp import ROUTER, Role, pack_message
+
+_READ_BYTES: Final = 2**18  # more than a sender's socket holds by default
+_MAX_LOOKS: Final = 16  # at connections by one `receive`
+_SWEEP_INTERVAL_S: Final = 1.0
+_NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+
+
+class IpcRouter:
+    """Bound at construction; see `EngineSocket` for the methods that it shares.
+
+    high_water_mark: messages that may wait for one peer.
+
+    Raises:
+        ConfigError: it cannot be bound. AddressInUseError: there is a socket already.
+    """
+
+    def __init__(
+        self, path: Path, role: Role = ROUTER, high_water_mark: int = PEER_HIGH_WATER_MARK
+    ) -> None:
+        self._role = role
+        self._high_water_mark = high_water_mark
+        self.max_connections = MAX_CONNECTIONS
+        self.guest_timeout_s = math.inf
+        self._path = path
+        self._listener = _listen(path)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, _IN)
+        self._is_accepting = True
+        self._watched: set[int] = set()
+        self._connections: dict[bytes, IpcConnection] = {}
+        self._by_fd: dict[int, IpcConnection] = {}
+        self._guests: Guests[bytes] = Guests()
+        self._ready: deque[IpcConnection] = deque()
+        self._gone: list[bytes] = []
+        self._num_accepted = 0
+        self._num_input_bytes = 0  # of all unfinished messages
+        self._scratch = memoryview(bytearray(_READ_BYTES))
+        self._num_looks = 0  # until it is time to see who else has sent something
+        self._next_sweep_s = 0.0
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when something has come, and when more can be sent."""
+        return self._epoll.fileno()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._ready)
+
+    def limit(self, max_connections: int, guest_timeout_s: float) -> None:
+        self.max_connections = max_connections
+        self.guest_timeout_s = guest_timeout_s
+
+    def watch(self, fd: int) -> None:
+        self._watched.add(fd)
+        self._epoll.register(fd, _IN)
+
+    def wait(self, timeout_ms: int) -> set[int]:
+        deadline_s = time.monotonic() + timeout_ms / 1e3 if timeout_ms > 0 else 0.0
+        timeout_s = 0.0 if self._ready else timeout_ms / 1e3 if timeout_ms >= 0 else None
+        while True:
+            watched = self._poll(timeout_s)
+            if deadline_s:
+                timeout_s = max(0.0, deadline_s - time.monotonic())
+            if watched or self._ready or timeout_s == 0.0:
+                self._num_looks = max(1, len(self._ready))
+                return watched
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        if not self._num_looks:
+            self._poll(0.0)
+            self._num_looks = max(_MAX_LOOKS, len(self._ready))
+        for _ in range(min(_MAX_LOOKS, self._num_looks)):
+            if not self._ready:
+                self._num_looks = 0
+                break
+            self._num_looks -= 1
+            connection = self._ready.popleft()
+            connection.is_queued = False
+            frames = self._look(connection)
+            if frames is not None:
+                return connection.routing_id, frames
+        return None
+
+    def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult:
+        connection = self._connections.get(routing_id)
+        if connection is None:
+            return SendResult.GONE
+        unsent = connection.unsent
+        if len(unsent) >= self._high_water_mark:
+            if not self._write(connection):
+                return SendResult.GONE
+            if len(unsent) >= self._high_water_mark:
+                return SendResult.FULL
+        unsent.append(pack_message(frames))
+        if len(unsent) == 1 and not self._write(connection):
+            return SendResult.GONE
+        return SendResult.SENT
+
+    def take_gone(self) -> list[bytes]:
+        gone, self._gone = self._gone, []
+        return gone
+
+    def admit(self, routing_id: bytes) -> None:
+        self._guests.remove(routing_id)
+
+    def dismiss(self, routing_id: bytes) -> None:
+        if routing_id in self._connections:
+            self._guests.add(routing_id, time.monotonic())
+
+    def close(self) -> None:
+        if self._epoll.closed:
+            return
+        self._path.unlink(missing_ok=True)
+        self._listener.close()
+        deadline_s = time.monotonic() + LINGER_S
+        for connection in list(self._connections.values()):
+            if connection.unsent:
+                self._epoll.modify(connection.fd, _OUT)
+            else:
+                self._drop(connection)
+        while self._connections and (left_s := deadline_s - time.monotonic()) > 0:
+            for fd, _ in self._epoll.poll(left_s):
+                closing = self._by_fd.get(fd)
+                if closing is None:
+                    self._epoll.unregister(fd)  # one that was watched
+                elif self._write(closing) and not closing.unsent:
+                    self._drop(closing)
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        self._epoll.close()
+
+    def _poll(self, timeout_s: float | None) -> set[int]:
+        """Sleep, write what can be written, note who is to be looked at; the watched that woke."""
+        watched = set()
+        for fd, events in self._epoll.poll(timeout_s):
+            connection = self._by_fd.get(fd)
+            if connection is not None:
+                if events & _OUT and not self._write(connection):
+                    continue
+                if not events & ~_OUT:
+                    continue
+                if not connection.reader.is_ready:
+                    self._look(connection)  # a handshake has no message
+                elif not connection.is_queued:
+                    connection.is_queued = True
+                    self._ready.append(connection)
+            elif fd == self._listener.fileno():
+                self._accept()
+            elif fd in self._watched:
+                watched.add(fd)
+        now_s = time.monotonic()
+        if now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + _SWEEP_INTERVAL_S
+            self._sweep(now_s)
+        return watched
+
+    def _accept(self) -> None:
+        """Let those in who knock, as long as there is room for them."""
+        for _ in range(BACKLOG):
+            if len(self._connections) >= self.max_connections and not self._make_room():
+                return
+            try:
+                accepted, _address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _NO_ROOM and not self._make_room():
+                    return
+                continue  # or the peer has left already
+            self._num_accepted += 1
+            connection = IpcConnection(accepted, self._num_accepted.to_bytes(8, "big"), self._role)
+            self._connections[connection.routing_id] = connection
+            self._by_fd[connection.fd] = connection
+            self._guests.add(connection.routing_id, time.monotonic())
+            self._epoll.register(connection.fd, _IN)
+            self._write(connection)
+
+    def _make_room(self) -> bool:
+        """Hang up on the oldest guest; if there is none, the door stays shut until the sweep."""
+        oldest = self._guests.oldest()
+        if oldest is None:
+            if self._is_accepting:
+                self._is_accepting = False
+                self._epoll.unregister(self._listener)
+            return False
+        self._drop(self._connections[oldest])
+        return True
+
+    def _sweep(self, now_s: float) -> None:
+        """Hang up on guests whose time is over, and open the door again if it was shut."""
+        for routing_id in self._guests.older_than(now_s - HANDSHAKE_S):
+            if not self._connections[routing_id].reader.is_ready:
+                self._drop(self._connections[routing_id])
+        for routing_id in self._guests.older_than(now_s - self.guest_timeout_s):
+            self._drop(self._connections[routing_id])
+        if not self._is_accepting:
+            self._is_accepting = True
+            self._epoll.register(self._listener, _IN)
+
+    def _look(self, connection: IpcConnection) -> list[bytes] | None:
+        """The connection's next message, if a bounded effort finds one."""
+        reader = connection.reader
+        try:
+            if reader.is_drained and not connection.read(self._scratch):
+                return None
+            frames = reader.next_message()
+        except (ProtocolError, OSError):
+            self._drop(connection)
+            return None
+        if reader.answers and not self._answer(connection):
+            return None
+        if reader.is_drained and (frames is None or connection.num_bytes):
+            self._count(connection)
+        if connection.fd in self._by_fd and (connection.has_more or not reader.is_drained):
+            connection.is_queued = True
+            self._ready.append(connection)
+        return frames
+
+    def _answer(self, connection: IpcConnection) -> bool:
+        """Send the handshake's answer, or a PONG unless much is waiting; False: gone."""
+        answer = b"".join(connection.reader.answers)
+        connection.reader.answers.clear()
+        if len(connection.unsent) >= self._high_water_mark:
+            return True
+        connection.unsent.append([answer])
+        return self._write(connection)
+
+    def _count(self, connection: IpcConnection) -> None:
+        """Note what its unfinished message takes; if all together take too much, the most goes."""
+        num_bytes = connection.reader.num_bytes
+        self._num_input_bytes += num_bytes - connection.num_bytes
+        connection.num_bytes = num_bytes
+        if self._num_input_bytes > MAX_INPUT_BYTES:
+            self._drop(max(self._connections.values(), key=lambda one: one.num_bytes))
+
+    def _write(self, connection: IpcConnection) -> bool:
+        """Send what the peer takes now, and wait for room if something is left; False: gone."""
+        try:
+            connection.write()
+        except OSError:
+            self._drop(connection)
+            return False
+        if bool(connection.unsent) is not connection.waits_for_room:
+            connection.waits_for_room = not connection.waits_for_room
+            self._epoll.modify(connection.fd, _IN | _OUT if connection.waits_for_room else _IN)
+        return True
+
+    def _drop(self, connection: IpcConnection) -> None:
+        """Hang up. What it had sent and nobody has looked at is lost."""
+        del self._connections[connection.routing_id], self._by_fd[connection.fd]
+        if connection.routing_id in self._guests:
+            self._guests.remove(connection.routing_id)
+        else:
+            self._gone.append(connection.routing_id)
+        if connection.is_queued:
+            self._ready.remove(connection)
+        self._num_input_bytes -= connection.num_bytes
+        self._epoll.unregister(connection.fd)
+        connection.socket.close()
+
+
+def _listen(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    old_umask = os.umask(0o077)  # the socket file's mode follows it
+    try:
+        listener.bind(os.fspath(path))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(
+                f"endpoint ipc://{path} is in use by another process: stop it, or choose another"
+            ) from None
+        raise ConfigError(f"endpoint 'ipc://{path}' cannot be bound: {error.strerror}") from None
+    finally:
+        os.umask(old_umask)
+    return listener

@@ -1,0 +1,161 @@
+"""TcpGuard: bounds from outside what libzmq does not: messages without end, and who may connect.
+
+libzmq gathers a message in memory until its last frame has come, however long that is, and tells
+nobody. But it tells which descriptors it has accepted, a message says whose it is, and the kernel
+knows how many bytes have come in. So a connection that receives and receives and delivers nothing
+is shut down, and so are guests whose time is over. Descriptors stay libzmq's: each is looked at for
+a moment, and shut down only after its peer was compared. Belongs to the socket's thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from nanocore.protocol.sockets.guests import Guests
+from nanocore.protocol.sockets.options import MAX_CONNECTIONS, MAX_FRAME_BYTES
+
+MAX_STALLED_BYTES: Final = 4 * MAX_FRAME_BYTES
+"""Received of a peer since it delivered a message: twice the largest message, twice."""
+SWEEP_INTERVAL_S: Final = 0.1
+_TCP_INFO_BYTES: Final = 192
+_BYTES_RECEIVED_AT: Final = 128  # in Linux's struct tcp_info
+
+
+@dataclass(slots=True)
+class _Connection:
+    """has_delivered: a message since the last sweep. num_bytes: received when it last had."""
+
+    fd: int
+    peer: object
+    routing_id: bytes | None = None
+    has_delivered: bool = False
+    num_bytes: int = 0
+
+
+class TcpGuard:
+    """Watches the connections of a bound TCP socket of libzmq."""
+
+    def __init__(self, watched: zmq.Socket[bytes]) -> None:
+        self.max_connections = MAX_CONNECTIONS
+        self.guest_timeout_s = math.inf
+        self._watched = watched
+        self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._connections: dict[int, _Connection] = {}
+        self._by_routing_id: dict[bytes, _Connection] = {}
+        self._guests: Guests[int] = Guests()
+        self._gone: list[bytes] = []
+        self._next_sweep_s = 0.0
+
+    def note(self, routing_id: bytes, fd: int) -> None:
+        """A message of this peer has been delivered, over this descriptor."""
+        connection = self._connections.get(fd)
+        if connection is None or connection.routing_id not in (None, routing_id):
+            self._take_events()  # it has just been accepted
+            connection = self._connections.get(fd)
+            if connection is None:
+                return
+        connection.has_delivered = True
+        connection.routing_id = routing_id
+        self._by_routing_id[routing_id] = connection
+
+    def admit(self, routing_id: bytes) -> None:
+        """The connection may stay."""
+        if (connection := self._by_routing_id.get(routing_id)) is not None:
+            self._guests.remove(connection.fd)
+
+    def dismiss(self, routing_id: bytes) -> None:
+        """It is a guest again."""
+        if (connection := self._by_routing_id.get(routing_id)) is not None:
+            self._guests.add(connection.fd, time.monotonic())
+
+    def take_gone(self) -> list[bytes]:
+        """The admitted that have disconnected since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def sweep(self) -> None:
+        """To be called often; does its work now and then."""
+        now_s = time.monotonic()
+        if now_s < self._next_sweep_s:
+            return
+        self._next_sweep_s = now_s + SWEEP_INTERVAL_S
+        self._take_events()
+        for connection in list(self._connections.values()):
+            num_bytes = _num_bytes_received(connection.fd)
+            if connection.has_delivered or num_bytes < connection.num_bytes:
+                connection.has_delivered = False
+                connection.num_bytes = num_bytes
+            elif num_bytes - connection.num_bytes > MAX_STALLED_BYTES:
+                self._hang_up(connection.fd)
+        for fd in self._guests.older_than(now_s - self.guest_timeout_s):
+            self._hang_up(fd)
+
+    def close(self) -> None:
+        """Before the socket is closed. Idempotent."""
+        if not self._monitor.closed:
+            self._watched.disable_monitor()
+            self._monitor.close()
+
+    def _take_events(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            fd = event["value"]
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._forget(fd)
+                with suppress(OSError), _borrowed(fd) as accepted:
+                    self._connections[fd] = _Connection(fd, accepted.getpeername())
+                    self._guests.add(fd, time.monotonic())
+                oldest = self._guests.oldest()
+                if len(self._connections) > self.max_connections and oldest is not None:
+                    self._hang_up(oldest)
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._forget(fd)
+
+    def _forget(self, fd: int) -> None:
+        """libzmq has closed it, or a new one has its number."""
+        connection = self._connections.pop(fd, None)
+        if connection is None:
+            return
+        if connection.routing_id is not None:
+            self._by_routing_id.pop(connection.routing_id, None)
+            if fd not in self._guests:
+                self._gone.append(connection.routing_id)
+        self._guests.remove(fd)
+
+    def _hang_up(self, fd: int) -> None:
+        """Shut the connection down, unless the descriptor is another's by now."""
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as held:
+            if held.getpeername() == self._connections[fd].peer:
+                held.shutdown(socket.SHUT_RDWR)
+        self._forget(fd)
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """libzmq's descriptor, not to be closed."""
+    lent = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+    try:
+        yield lent
+    finally:
+        lent.detach()
+
+
+def _num_bytes_received(fd: int) -> int:
+    """Bytes that the kernel has received on a TCP connection; 0 if it is none any more."""
+    with suppress(OSError), _borrowed(fd) as lent:
+        info = lent.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(info) >= _BYTES_RECEIVED_AT + 8:
+            received: int = struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]
+            return received
+    return 0
