@@ -151,7 +151,9 @@ def test_where_top_p_is_a_sum_to_the_bit_the_token_after_it_goes(
     expected_R = gumbel_noise(noise.seed_R, noise.position_R, stay).argmax(dim=1)
     chosen_R = choose(kernels, torch.full((200, width), 2.5), noise, filters)
     assert chosen_R.tolist() == expected_R.tolist()
-    assert chosen_R.tolist() == by_candidates(torch.full((200, width), 2.5), noise, filters).tolist()
+    assert (
+        chosen_R.tolist() == by_candidates(torch.full((200, width), 2.5), noise, filters).tolist()
+    )
 
 
 def test_a_row_depends_on_no_other_and_on_no_thread(kernels: CpuKernels) -> None:
@@ -210,4 +212,6 @@ def test_rows_may_lie_apart_and_no_rows_are_no_work(kernels: CpuKernels) -> None
     expected = choose(kernels, logits_RV.contiguous(), noise, filters)
     assert torch.equal(choose(kernels, logits_RV, noise, filters), expected)
     none = slice(0, 0)
-    assert choose(kernels, logits_RV[none], noise.of_rows(none), filters.of_rows(none)).shape == (0,)
+    assert choose(kernels, logits_RV[none], noise.of_rows(none), filters.of_rows(none)).shape == (
+        0,
+    )
