@@ -103,28 +103,23 @@ class FilteredRow {
     // Summed up are their weights or, without kOfWeights, their number.
     template <bool kOfWeights>
     Kept cut(Kept of, double target) const {
-        float low = std::max(of.least, std::numeric_limits<float>::lowest()), high = best_;
+        float low = std::max(of.least, std::numeric_limits<float>::lowest());
         if constexpr (kOfWeights) low = std::max(low, best_ + kLeastExponent);
         else if (target <= kNumMaxima) low = std::max(low, kth_maximum(static_cast<int>(target)));
-        double above = 0.0;  // of tokens above `high`
-        float few[kFew];
-        int64_t count;
-        while ((count = gather(of, low, high, few)) > kFew && low < high) {
-            Histogram<kOfWeights> histogram(low, high);
-            each_between(of, low, high, [&](int64_t, F scaled, I is_between, uint32_t bits) {
+        double above = 0.0;  // of the tokens above those that are gathered
+        Gathered at = gather(of, low, best_, [](F) { return ~I{}; });
+        while (at.count > kFew && at.least < at.most) {
+            Histogram<kOfWeights> histogram(at.least, at.most);
+            each_between(of, at.least, at.most, [&](int64_t, F scaled, I is_between, uint32_t bits) {
                 histogram.add(scaled, weights(scaled, is_between), bits);
             });
             const int bucket = histogram.find(target, above);
             if (bucket < 0) return of;
-            F least = broadcast(high), most = broadcast(low);
-            each_between(of, low, high, [&](int64_t, F scaled, I is_between, uint32_t) {
-                const I is_in = is_between & (histogram.buckets(scaled) == bucket);
-                least = is_in && scaled < least ? scaled : least;
-                most = is_in && scaled > most ? scaled : most;
-            });
-            low = -max_lanes(-least);
-            high = max_lanes(most);
+            at = gather(of, at.least, at.most,
+                        [&](F scaled) { return histogram.buckets(scaled) == bucket; });
         }
+        float* few = at.few;
+        const int64_t count = at.count;
         const int64_t num_few = std::min<int64_t>(count, kFew);
         std::sort(few, few + num_few, std::greater<>());
         for (int64_t i = 0; i < num_few;) {
@@ -223,14 +218,31 @@ class FilteredRow {
         });
     }
 
-    // The first kFew of those; returns how many there are.
-    int64_t gather(Kept of, float low, float high, float* few) const {
+    // Logits: their number, the least and the greatest, and the first few.
+    struct Gathered {
         int64_t count = 0;
-        each_between(of, low, high, [&](int64_t, F scaled, I, uint32_t bits) {
-            for (; bits; bits &= bits - 1, ++count)
-                if (count < kFew) few[count] = scaled[__builtin_ctz(bits)];
+        float least, most;
+        float few[kFew];
+    };
+
+    template <typename IsIn>
+    Gathered gather(Kept of, float low, float high, const IsIn& is_in) const {
+        Gathered found;
+        F least = broadcast(kInfinity), most = broadcast(-kInfinity);
+        each_between(of, low, high, [&](int64_t, F scaled, I is_between, uint32_t) {
+            const I is_found = is_between & is_in(scaled);
+            least = is_found && scaled < least ? scaled : least;
+            most = is_found && scaled > most ? scaled : most;
+            uint32_t bits = lane_bits(is_found);
+            const int64_t before = found.count;
+            found.count += __builtin_popcount(bits);
+            if (before < kFew)
+                for (int64_t i = before; bits && i < kFew; bits &= bits - 1)
+                    found.few[i++] = scaled[__builtin_ctz(bits)];
         });
-        return count;
+        found.least = -max_lanes(-least);
+        found.most = max_lanes(most);
+        return found;
     }
 
     NANOCORE_INLINE F weights(F scaled, I is_kept) const {
