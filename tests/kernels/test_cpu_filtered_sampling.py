@@ -102,6 +102,8 @@ row_settings = st.tuples(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @example(1, 2048, [(kind, (1.0, 0, 0.3, 0.0)) for kind in KINDS])
+@example(1, 2048, [(kind, (3e38, 0, 0.3, 0.0)) for kind in KINDS])
+@example(0, 7, [("flat", (3e38, 0, 1e-6, 0.0)) for _ in range(20)])
 @example(1, 2048, [(kind, (1.0, 700, 0.95, 0.0)) for kind in KINDS])
 @example(1, 2048, [(kind, (1.0, 700, 1.0, 0.01)) for kind in KINDS])
 def test_rows_take_the_token_that_candidates_and_a_sort_give(

@@ -193,8 +193,10 @@ class FilteredRow {
     template <typename Body>
     NANOCORE_INLINE void each(Kept of, const Body& body) const {
         const F least = broadcast(of.least);
-        // A logit below is not kept, with room for rounding: most vectors need no division.
-        const float about = of.least * heat_[0], room = std::abs(about) * 1e-6f + 1e-37f;
+        // A logit below is not kept, with room for rounding: most vectors need no division. (Large
+        // temperatures make small floats, which have few digits.)
+        const float about = of.least * heat_[0];
+        const float room = std::abs(about) * 1e-6f + heat_[0] * 1e-44f + 1e-37f;
         const F floor = broadcast(std::isfinite(about) ? about - room : -kInfinity);
         for (int64_t i = 0; i < size_; i += kLanes) {
             const F logit = logits_at(logits_, i, size_);
