@@ -124,9 +124,9 @@ class FilteredRow {
         std::sort(few, few + num_few, std::greater<>());
         for (int64_t i = 0; i < num_few;) {
             const float logit = few[i];
-            // If there are more than a few they are all equal.
-            const int64_t end =
-                count > kFew ? count : i + std::count(few + i, few + num_few, logit);
+            int64_t end = i;
+            while (end < num_few && few[end] == logit) ++end;
+            if (count > kFew) end = count;  // they are all equal
             const double one = kOfWeights ? weight_of(logit) : 1.0;
             if (above + (end - i) * one >= target) {
                 // Of equal logits those with less than the target before them.

@@ -58,14 +58,15 @@ class TokenSampler:
         filtered, others = metadata.filtered_rows, metadata.unfiltered_rows
         if len(filtered) == 0:
             return self.sample_plain(logits_RV, noise)
-        token_ids_R = torch.empty_like(position_R)
-        if len(others):
-            token_ids_R[others] = self.sample_plain(logits_RV[others], noise.of_rows(others))
         filters = Filters(metadata.top_k_R, metadata.top_p_R, metadata.min_p_R)
-        if len(others):
-            logits_RV, noise = logits_RV[filtered], noise.of_rows(filtered)
-            filters = filters.of_rows(filtered)
-        token_ids_R[filtered] = self.sample_filtered(logits_RV, noise, filters, metadata.max_top_k)
+        if len(others) == 0:
+            return self.sample_filtered(logits_RV, noise, filters, metadata.max_top_k)
+        token_ids_R = torch.empty_like(position_R)
+        token_ids_R[others] = self.sample_plain(logits_RV[others], noise.of_rows(others))
+        token_ids_R[filtered] = self.sample_filtered(
+            logits_RV[filtered], noise.of_rows(filtered), filters.of_rows(filtered),
+            metadata.max_top_k,
+        )  # fmt: skip
         return token_ids_R
 
     def sample_plain(self, logits_RV: Tensor, noise: Noise | None) -> Tensor:
