@@ -85,7 +85,7 @@ KINDS = ("normal", "flat", "peaked", "equal", "tied", "huge", "tiny", "one outli
 row_settings = st.tuples(
     st.sampled_from([1e-5, 0.01, 0.6, 1.0, 1.7, 30.0, 3e38]),
     st.one_of(st.just(0), st.integers(1, 400), st.integers(1, 6000)),
-    st.sampled_from([1.0, 1e-6, 0.01, 0.1, 0.3, 0.5, 0.77, 0.9, 0.95, 0.9999, 1 - 2**-24]),
+    st.sampled_from([1.0, 1e-50, 1e-6, 0.01, 0.1, 0.3, 0.5, 0.77, 0.9, 0.95, 0.9999, 1 - 2**-24]),
     st.sampled_from([0.0, 0.0, 1e-30, 1e-6, 0.01, 0.05, 1 / math.e, 0.5, 1.0]),
 )
 
@@ -97,7 +97,7 @@ row_settings = st.tuples(
 )
 @settings(
     deadline=None,
-    max_examples=150,
+    max_examples=100,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -122,8 +122,8 @@ def test_a_vocabulary_of_real_size(kernels: CpuKernels, kind: str) -> None:
     rows = [(1.0, 0, 0.95, 0.0), (1.0, 50, 1.0, 0.0), (0.7, 50, 0.95, 0.05), (1.0, 0, 0.4, 0.0),
             (1.0, 9000, 0.9, 0.0), (1.0, 0, 1.0, 0.05)]  # fmt: skip
     rng = np.random.default_rng(5)
-    logits_RV = torch.stack([draw_logits(rng, kind, 152_064) for _ in rows])
-    noise, filters = make(rows, 152_064)
+    logits_RV = torch.stack([draw_logits(rng, kind, 50_021) for _ in rows])
+    noise, filters = make(rows, 50_021)
     chosen_R = choose(kernels, logits_RV, noise, filters)
     assert chosen_R.tolist() == by_candidates(logits_RV, noise, filters).tolist()
 
