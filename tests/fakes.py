@@ -245,6 +245,7 @@ class Deliveries:
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.finish_reasons: dict[int, str] = {}
+        self.messages: dict[int, str] = {}
         self.num_cached: dict[int, int] = {}
 
     def step(self, scheduler: Scheduler, executor: FakeExecutor) -> SchedulerOutput:
@@ -268,6 +269,8 @@ class Deliveries:
                 if event.finish_reason is not None:
                     assert event.handle not in self.finish_reasons, "a request ends once"
                     self.finish_reasons[event.handle] = event.finish_reason
+                if event.message is not None:
+                    self.messages[event.handle] = event.message
 
 
 def _ints(column: bytes) -> list[int]:

@@ -90,10 +90,16 @@ class RunningSet:
         self._compute_chunk(step, row, num_cached, num_tokens)
         return block_ids
 
-    def leave(self, request: Request) -> None:
-        """Take a request's row and blocks; steps in flight may write those until they are over."""
+    def leave(self, request: Request, keeps_blocks: bool = True) -> None:
+        """Take a request's row and blocks; steps in flight may write those until they are over.
+
+        keeps_blocks: False if nobody shall find what they hold.
+        """
         row = request.row
-        self._register(request, int(self.table.num_computed[row]))
+        if keeps_blocks:
+            self._register(request, int(self.table.num_computed[row]))
+        else:
+            self._kv_cache.forget(request.handle)
         self.table.remove(row)
         self.stalled.discard(row)
         self.removed_rows.append(row)

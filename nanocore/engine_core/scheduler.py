@@ -11,14 +11,15 @@ several steps may be in flight. Python per request runs only for rows to which s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.ends import ends_with_token, ends_without_token
 from nanocore.engine_core.outputs import ClientOutput, split_by_client
 from nanocore.engine_core.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.row_table import IntArray
@@ -28,8 +29,10 @@ from nanocore.engine_core.step_budget import StepBudget
 from nanocore.engine_core.waiting_queue import WaitingQueue
 from nanocore.kv_cache import Block, KVCacheManager
 from nanocore.protocol.codec import pack_int32
-from nanocore.protocol.messages import Event, FinishReason
+from nanocore.protocol.messages import Event
 from nanocore.protocol.plan import ModelRunnerOutput, NewRow, SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -208,6 +211,10 @@ class Scheduler:
         if step.dead_rows:
             alive = ~np.isin(rows, list(step.dead_rows))
             rows, token_ids = rows[alive], token_ids[alive]
+        failed = ends_without_token(table, rows, token_ids)
+        if failed:
+            step.dead_rows.update(request.row for request, _ in failed)
+            rows, token_ids = rows[token_ids >= 0], token_ids[token_ids >= 0]
         table.append(rows, token_ids)
         if table.num_groups > 1:
             self._sampled.append((rows, token_ids))
@@ -223,33 +230,15 @@ class Scheduler:
                 request = table.request(row)
                 started = Event(handle=request.handle, num_cached_tokens=request.num_cached_tokens)
                 events.append((request.client, started))
-        for row, (reason, stop_reason) in self._ends(step, rows, token_ids).items():
-            request = table.request(row)
-            ended = Event(handle=request.handle, finish_reason=reason, stop_reason=stop_reason)
+        for request, ended in failed + ends_with_token(table, step, rows, token_ids):
             events.append((request.client, ended))
             step.finished.append(request)
-        for request in step.finished:
-            self._end(request)
+            self._end(request, keeps_blocks=ended.finish_reason != "error")
+            if ended.message:
+                logger.error("request %r ends: %s", request.request_id, ended.message)
         step.finished += self._aborted
         self._aborted = []
         return split_by_client(clients, handles, token_ids, events)
-
-    def _ends(
-        self, step: Step, rows: IntArray, token_ids: NDArray[np.int32]
-    ) -> dict[int, tuple[FinishReason, int | None]]:
-        """(finish_reason, stop_reason) of rows that end: EOS, then stop ids, then length."""
-        ends: dict[int, tuple[FinishReason, int | None]] = {}
-        for i in self.table.may_stop(token_ids):
-            row, token_id = int(rows[i]), int(token_ids[i])
-            request = self.table.request(row)
-            if token_id in request.eos_token_ids:
-                ends[row] = "stop", None
-            elif token_id in request.sampling.stop_token_ids:
-                ends[row] = "stop", token_id
-        for row in step.last:
-            if row not in step.dead_rows and row not in ends:
-                ends[row] = "length", None
-        return ends
 
     def _has_work(self, group: int) -> bool:
         """Whether a step of this group that no step in flight is of would compute anything."""
@@ -370,10 +359,10 @@ class Scheduler:
             self.counters.dequeued_reqs += 1
             self.counters.dequeued_tokens += request.num_prompt_tokens
 
-    def _end(self, request: Request) -> None:
-        """Forget a request; its blocks stay findable by their content."""
+    def _end(self, request: Request, keeps_blocks: bool = True) -> None:
+        """Forget a request; its blocks stay findable by their content, unless it is damaged."""
         if request.row >= 0:
-            self.running.leave(request)
+            self.running.leave(request, keeps_blocks)
         del self._requests[request.handle]
 
     def _measure(self, step: Step) -> None:

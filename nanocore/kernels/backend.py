@@ -280,6 +280,9 @@ class Kernels(Protocol):
         Of equal values the first. logits_RV: float32, of tokens from first_token on. noise: values
         are logits / temperature plus Gumbel noise of (seed, position, token id), which is the same
         in each backend but for rounding; logits alone where the temperature is 0.
+
+        The column is -1 of a row that has no token, for its greatest value is not finite, or one is
+        NaN; the value is not finite either, and NaN if one is.
         """
         ...
 
@@ -289,6 +292,9 @@ class Kernels(Protocol):
         """As `best_token` with noise, among the tokens that stay; None if there is no such kernel.
 
         logits_RV: of the whole vocabulary. Temperatures are above 0. The host does not wait.
+        Weights exp(logit - best) are float32 and their sums float64 (Triton's: within a thread
+        float32), in an order of the backend's own: a cut of top_p that lies so close to a sum that
+        their rounding decides may be another one in another backend.
         """
         ...
 

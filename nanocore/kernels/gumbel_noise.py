@@ -29,7 +29,10 @@ def cached_rows(x_RV: Tensor) -> Iterator[slice]:
 
 
 def best_with_noise(logits_RV: Tensor, first_token: int, noise: Noise) -> tuple[Tensor, Tensor]:
-    """The reference of `backend.Kernels.best_token`."""
+    """(the greatest value, its column) of each row with noise; see `backend.Kernels.best_token`.
+
+    A value that is not a number is the greatest.
+    """
     num_rows, width = logits_RV.shape
     token_ids_V = torch.arange(
         first_token, first_token + width, dtype=torch.int32, device=logits_RV.device

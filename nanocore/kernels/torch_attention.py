@@ -72,7 +72,7 @@ def _decode_attention(
     q_BHD: Tensor, cache: KVCache, metadata: AttentionMetadata, part: slice, spec: AttentionSpec
 ) -> Tensor:
     """One query token per sequence; contexts are padded to the longest and masked."""
-    block_size, num_kv_heads = cache.k_NSKD.shape[1:3]
+    block_size = cache.k_NSKD.shape[1]
     num_blocks = _num_visible_blocks(max(metadata.seq_lens[part]), cache, spec)
     seq_len_B1 = metadata.seq_lens_B[part, None]
     table_BM = metadata.block_table_BM[part]
@@ -87,10 +87,28 @@ def _decode_attention(
     else:
         table_BM = table_BM[:, :num_blocks]
         mask_BL = position_L < seq_len_B1
-    k_BMSKD, v_BMSKD = gather_kv(cache, table_BM, q_BHD.dtype)
-    k_BKLD, v_BKLD = k_BMSKD.flatten(1, 2).transpose(1, 2), v_BMSKD.flatten(1, 2).transpose(1, 2)
+    k_BLKD, v_BLKD = (x.flatten(1, 2) for x in gather_kv(cache, table_BM, q_BHD.dtype))
+    if q_BHD.is_cpu:
+        out_BHD = _attend_decodes(q_BHD, k_BLKD, v_BLKD, mask_BL, spec)
+        if out_BHD.isfinite().all():
+            return out_BHD
+    # What another request left there may be NaN, which a weight of zero does not remove. Elsewhere
+    # than on a CPU looking would wait for the device.
+    k_BLKD.masked_fill_(~mask_BL[:, :, None, None], 0)
+    v_BLKD.masked_fill_(~mask_BL[:, :, None, None], 0)
+    return _attend_decodes(q_BHD, k_BLKD, v_BLKD, mask_BL, spec)
+
+
+def _attend_decodes(
+    q_BHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, mask_BL: Tensor, spec: AttentionSpec
+) -> Tensor:
     # The query heads of a KV head become its query positions: no head is copied.
-    q_BKGD, mask_B11L = q_BHD.unflatten(1, (num_kv_heads, -1)), mask_BL[:, None, None]
+    q_BKGD = q_BHD.unflatten(1, (k_BLKD.shape[2], -1))
+    k_BKLD, v_BKLD, mask_B11L = (
+        k_BLKD.transpose(1, 2),
+        v_BLKD.transpose(1, 2),
+        mask_BL[:, None, None],
+    )
     if spec.softcap:
         out_BKGD = _softcapped_attention(q_BKGD, k_BKLD, v_BKLD, mask_B11L, spec)
     else:

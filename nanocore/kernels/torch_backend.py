@@ -6,7 +6,7 @@ a file of its own, `torch_*`. Shape suffixes: see `backend`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
         Replay,
         Rotary,
     )
+
+
+NO_TOKEN: Final = -1
+"""In place of a token, of a row that has none: its best logit is not finite, or one is NaN."""
 
 
 class TorchKernels:
@@ -134,9 +138,10 @@ class TorchKernels:
         self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
     ) -> tuple[Tensor, Tensor]:
         if noise is None:
-            best = logits_RV.max(dim=1)
-            return best.values, best.indices
-        return best_with_noise(logits_RV, first_token, noise)
+            value_R, column_R = logits_RV.max(dim=1)
+        else:
+            value_R, column_R = best_with_noise(logits_RV, first_token, noise)
+        return value_R, column_R.masked_fill(~value_R.isfinite(), NO_TOKEN)
 
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters

@@ -158,6 +158,12 @@ class KVCacheManager:
                 start += 1
         holding.num_registered, holding.last_key = num_full, parent
 
+    def forget(self, handle: int) -> None:
+        """Let nobody find what a request's blocks hold, those that it shares included."""
+        holding = self._holdings.get(handle)
+        if holding and (cached := [block for block in holding.blocks if block.key is not None]):
+            self._forget(cached)
+
     def free(self, handle: int, after_step: int = 0) -> None:
         """Take back all blocks of a request; their content stays findable until it is evicted.
 

@@ -13,6 +13,9 @@ import msgspec
 
 from nanocore.protocol.sampling import EngineSamplingParams
 
+NO_TOKEN = -1
+"""In place of a sampled token id."""
+
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     """A request that takes a row, with everything a worker keeps of it.
@@ -57,7 +60,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's result. rows, token_ids: int32 columns of the rows that sampled, and what."""
+    """One step's result. rows, token_ids: int32 columns of the rows that sampled, and what.
+
+    A row whose logits are not finite has NO_TOKEN. Until it is removed it may be computed on, with
+    a token that has no embedding.
+    """
 
     rows: bytes
     token_ids: bytes

@@ -24,6 +24,17 @@ def test_preparation_of_every_kind_of_step_is_measured(benchmark: ModuleType) ->
     assert all(row["min"] > 0 for row in summary.values())
 
 
+@pytest.mark.parametrize("benchmark", ["sampling"], indirect=True)
+def test_every_filter_is_compared_with_a_temperature_alone(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "_MIN_LOGITS", 1)
+    figures = benchmark.measure("flat", vocab_size=3000, num_rows=2, num_rounds=2)
+    assert figures.keys() == {*benchmark.FILTERS, benchmark.BY_CANDIDATES}
+    assert figures["temperature"]["ratio"] == 1.0
+    assert all(figure["min"] > 0 and figure["ratio"] > 0 for figure in figures.values())
+
+
 @pytest.mark.parametrize("benchmark", ["plans"], indirect=True)
 def test_every_plan_has_bytes_and_times(benchmark: ModuleType) -> None:
     summary = benchmark.measure(num_rounds=1, num_samples=2)

@@ -13,7 +13,7 @@ import sys
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Noise
+from nanocore.kernels.backend import Filters, Noise
 from nanocore.kernels.cpu import cpu_backend
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
@@ -49,11 +49,20 @@ def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -
 
 
 def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Sampling, with and without noise."""
-    rows, width = rng.choice([0, 1, 2, 30]), rng.randint(1, 150)
-    logits = torch.randn(rows, width)
+    """Sampling, with and without noise and filters, of logits that may not be numbers."""
+    rows, width = rng.choice([0, 1, 2, 30]), rng.choice([rng.randint(1, 150), 2000])
+    logits = torch.randn(rows, width) * rng.choice([0.0, 0.01, 3.0, 1e38])
+    logits[torch.rand(rows, width) < rng.choice([0.0, 0.9])] = -torch.inf
+    logits[torch.rand(rows) < 0.2, rng.randrange(width)] = rng.choice([torch.nan, torch.inf])
     noise = Noise(torch.rand(rows).round(), torch.arange(rows), torch.arange(rows))
     kernels.best_token(logits, rng.randint(0, 5), rng.choice([None, noise]))
+    filters = Filters(
+        torch.randint(1, width + 1, (rows,), dtype=torch.int32),
+        torch.rand(rows).round(decimals=1),
+        torch.rand(rows) * rng.choice([0.0, 0.01]),
+    )
+    noise = Noise(noise.temperature_R + 0.5, noise.seed_R, noise.position_R)
+    kernels.best_filtered_token(logits, noise, filters)
 
 
 def single_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:

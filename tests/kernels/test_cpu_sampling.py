@@ -56,6 +56,30 @@ def test_rows_with_noise_take_the_token_that_the_reference_takes(kernels: Kernel
     assert not torch.equal(column[1::4], logits.argmax(dim=1)[1::4])
 
 
-def test_a_row_without_a_best_token_takes_the_first(kernels: Kernels) -> None:
-    for value in (torch.nan, -torch.inf):
-        assert kernels.best_token(torch.full((2, 40), value), 0)[1].tolist() == [0, 0]
+@pytest.mark.parametrize("place", [0, 15, 39])
+@pytest.mark.parametrize("spoilt_by", [torch.nan, -torch.nan, torch.inf])
+@pytest.mark.parametrize("temperature", [None, 0.0, 1.0])
+def test_a_row_with_a_logit_that_is_not_finite_has_no_token(
+    kernels: Kernels, temperature: float | None, spoilt_by: float, place: int
+) -> None:
+    logits = draw(3, 40)
+    logits[::2, place] = spoilt_by
+    logits[:, 20] = -torch.inf
+    noise = None
+    if temperature is not None:
+        noise = Noise(torch.full((3,), temperature), torch.arange(3), torch.arange(3))
+    value, column = kernels.best_token(logits, 0, noise)
+    expected_value, expected_column = REFERENCE.best_token(logits, 0, noise)
+    assert column.tolist() == expected_column.tolist() == [-1, expected_column[1].item(), -1]
+    assert value[1] == pytest.approx(expected_value[1].item())
+    assert not value[::2].isfinite().any()
+
+
+def test_a_row_of_minus_infinity_has_no_token_and_one_of_the_largest_floats_has(
+    kernels: Kernels,
+) -> None:
+    largest = torch.finfo(torch.float32).max
+    logits = torch.stack([torch.full((40,), value) for value in (-torch.inf, largest, -largest)])
+    logits[1:, 7] = -torch.inf
+    assert kernels.best_token(logits, 0)[1].tolist() == [-1, 0, 0]
+    assert REFERENCE.best_token(logits, 0)[1].tolist() == [-1, 0, 0]

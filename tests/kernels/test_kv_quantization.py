@@ -91,3 +91,15 @@ def test_padding_tokens_leave_a_quantized_cache_as_it_was(name: str) -> None:
     for x, old in zip(tensors, before, strict=True):
         assert x is not None
         assert torch.equal(x.view(torch.uint8), old.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", QUANTIZED_KV_CACHES)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_so_and_harms_no_other_head(name: str, value: float) -> None:
+    x = torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(1))
+    expected, _ = round_trip(x, name)
+    x[2, 1, 5] = value
+    got, _ = round_trip(x, name)
+    assert not got[2, 1].isfinite().any()
+    got[2, 1] = expected[2, 1]
+    assert torch.equal(got, expected)

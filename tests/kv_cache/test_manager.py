@@ -287,3 +287,22 @@ def test_parents_of_equal_digest_and_content_but_different_prefixes_are_not_conf
     chain = keys_of([2] * 4 + [5] * 4 + [7] * 5, last_block_only)
     found = [block.block_id for block in kv_cache.find_prefix(chain.keys, 13)]
     assert found == kv_cache.block_ids(2)
+
+
+def test_what_is_forgotten_is_not_found_though_others_hold_it() -> None:
+    kv_cache = KVCacheManager(num_blocks=8, block_size=4)
+    chain = KeyChain(4)
+    chain.extend(np.arange(12, dtype="<i4").tobytes())
+    kv_cache.allocate(1, 12)
+    kv_cache.register(1, chain.keys, 3)
+    hits = kv_cache.find_prefix(chain.keys, 13)
+    assert len(hits) == 3
+    kv_cache.allocate(2, 13, hits)
+    kv_cache.forget(2)
+    assert kv_cache.find_prefix(chain.keys, 13) == []
+    assert (kv_cache.num_cached_blocks, kv_cache.num_free_blocks) == (0, 4)
+    kv_cache.free(2)
+    assert kv_cache.block_ids(1) == [block.block_id for block in hits]
+    kv_cache.free(1)
+    assert kv_cache.num_free_blocks == 8
+    kv_cache.forget(1)  # who holds nothing has nothing to forget

@@ -175,10 +175,27 @@ def sample_on(rank: Communicator, logits_RV: Tensor, metadata: SamplingMetadata)
 
 
 @pytest.mark.parametrize("row", [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.1)])
-@pytest.mark.parametrize("value", [torch.nan, -torch.nan, -torch.inf])
-def test_rows_without_a_best_token_stay_in_the_vocabulary(row: Settings, value: float) -> None:
-    token = sample_split(torch.full((1, 300), value), make_metadata([row], 300), [0, 100, 100, 300])
-    assert 0 <= token.item() < 300
+@pytest.mark.parametrize("ends", [[0, 300], [0, 100, 100, 300]])
+@pytest.mark.parametrize("spoilt_by", [torch.nan, -torch.nan, torch.inf])
+def test_a_row_with_a_logit_that_is_not_finite_has_no_token_on_any_rank(
+    row: Settings, ends: list[int], spoilt_by: float
+) -> None:
+    logits_RV = torch.randn(4, 300, generator=torch.Generator().manual_seed(3))
+    metadata = make_metadata([row] * 4, 300)
+    expected = sample_split(logits_RV, metadata, ends).tolist()
+    logits_RV[1, 0] = logits_RV[2, 250] = spoilt_by
+    assert sample_split(logits_RV, metadata, ends).tolist() == [expected[0], -1, -1, expected[3]]
+
+
+@pytest.mark.parametrize("row", [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.1)])
+@pytest.mark.parametrize("ends", [[0, 300], [0, 100, 100, 300]])
+def test_a_row_of_minus_infinity_has_no_token_and_a_rank_of_it_takes_no_part(
+    row: Settings, ends: list[int]
+) -> None:
+    logits_RV = torch.full((2, 300), -torch.inf)
+    logits_RV[1, 200] = -5.0
+    metadata = make_metadata([row] * 2, 300)
+    assert sample_split(logits_RV, metadata, ends).tolist() == [-1, 200]
 
 
 def test_the_order_of_candidates_is_that_of_logits_then_of_smaller_ids() -> None:

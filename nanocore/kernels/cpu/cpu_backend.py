@@ -211,7 +211,18 @@ class CpuKernels:
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters
     ) -> tuple[Tensor, Tensor] | None:
-        return None
+        num_rows, width = logits_RV.shape
+        value_R = torch.empty(num_rows)
+        index_R = torch.empty(num_rows, dtype=torch.int64)
+        noise, max_gap_R = noise.contiguous(), -filters.min_p_R.log()
+        top_k_R, top_p_R = filters.top_k_R.contiguous(), filters.top_p_R.contiguous()
+        self._run(
+            "best_filtered_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0),
+            noise.temperature_R.data_ptr(), noise.seed_R.data_ptr(), noise.position_R.data_ptr(),
+            top_k_R.data_ptr(), top_p_R.data_ptr(), max_gap_R.data_ptr(), value_R.data_ptr(),
+            index_R.data_ptr(), dtype=None,
+        )  # fmt: skip
+        return value_R, index_R
 
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         if self._recording is None:

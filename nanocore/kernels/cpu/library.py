@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
-_ABI_VERSION: Final = 4
+_ABI_VERSION: Final = 5
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -106,6 +106,11 @@ _SIGNATURES: Final = {
         None,
         (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p,
          c_void_p, c_void_p),
+    ),
+    "best_filtered_token": (
+        None,
+        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p,
+         c_void_p, c_void_p, c_void_p, c_void_p),
     ),
     "softcap": (None, (c_void_p, c_int64, c_void_p, c_int64, c_float)),
 }  # fmt: skip

@@ -309,12 +309,17 @@ inline void pack_weight(Pool& pool, const T* from, const LinearWeight& weight, v
             const T* row = from + (is_there ? feature * num_k : 0);
             if (weight.kind == Kind::kInt8) {
                 float largest = 0.0f;
-                if (is_there)
-                    for (int64_t k = 0; k < num_k; ++k)
-                        largest = std::max(largest, std::fabs(to_float(row[k])));
+                bool is_finite = true;
+                for (int64_t k = 0; is_there && k < num_k; ++k) {
+                    const float value = std::fabs(to_float(row[k]));
+                    largest = std::max(largest, value);
+                    is_finite &= std::isfinite(value);
+                }
+                // No integer stands for such a weight: all that it touches shall show it.
+                if (!is_finite) largest = std::numeric_limits<float>::quiet_NaN();
                 scale[feature] = largest / 127.0f;
                 const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-                if (is_there)
+                if (is_there && is_finite)
                     for (int64_t k = 0; k < num_k; ++k)
                         reinterpret_cast<int8_t*>(start)[k * kTileColumns + column] =
                             static_cast<int8_t>(std::lrintf(to_float(row[k]) * inverse));

@@ -9,7 +9,7 @@
 #include <functional>
 
 #include "attention.h"
-#include "sampling.h"
+#include "filtered_sampling.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
 
@@ -66,7 +66,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 4; }
+NANOCORE_API int nanocore_abi_version() { return 5; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -260,5 +260,17 @@ NANOCORE_API void nanocore_best_token(void* program, int64_t rows, const float* 
     append(program, rows,
            BestTokenCall{logits, size, stride, first_token, temperature, seed, position, value,
                          index, 0},
+           kNothing);
+}
+
+NANOCORE_API void nanocore_best_filtered_token(void* program, int64_t rows, const float* logits,
+                                               int64_t size, int64_t stride,
+                                               const float* temperature, const int64_t* seed,
+                                               const int64_t* position, const int32_t* top_k,
+                                               const float* top_p, const float* max_gap,
+                                               float* value, int64_t* index) {
+    append(program, rows,
+           BestFilteredTokenCall{logits, size, stride, temperature, seed, position, top_k, top_p,
+                                 max_gap, value, index, 0},
            kNothing);
 }

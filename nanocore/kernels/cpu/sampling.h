@@ -1,7 +1,8 @@
 // The best token of each row of logits, with Gumbel noise where the row samples: one pass.
 //
 // The noise is gumbel_noise.py's, a hash of (seed, position, token id), to the rounding of its
-// logarithms. Of equal values the smaller token id wins, as everywhere.
+// logarithms. Of equal values the smaller token id wins, as everywhere. A row without a finite best
+// value, or with one that is no number, has no token.
 
 #pragma once
 
@@ -46,17 +47,54 @@ NANOCORE_INLINE F logarithm(F x) {
     return multiply_add(exponent, broadcast(0.693359375f), m + y);
 }
 
-// Standard Gumbel noise of these token ids.
-NANOCORE_INLINE F gumbel_noise(U token_ids, uint32_t low, uint32_t high) {
-    U bits = mix32(mix32(token_ids * 0x9e3779b9u ^ low) ^ high) >> 1;
+// What a row's noise is a hash of, beside token ids.
+struct NoiseKey {
+    uint32_t low, high;
+
+    NoiseKey(int64_t seed, int64_t position) {
+        const uint64_t key = mix64(mix64(static_cast<uint64_t>(seed)) ^
+                                   static_cast<uint64_t>(position));
+        low = static_cast<uint32_t>(key);
+        high = static_cast<uint32_t>(key >> 32);
+    }
+};
+
+// Uniform in (0, 1): at least 2^-32, and at most 1 - 2^-24.
+NANOCORE_INLINE F uniform_noise(U token_ids, NoiseKey key) {
+    U bits = mix32(mix32(token_ids * 0x9e3779b9u ^ key.low) ^ key.high) >> 1;
     F uniform = (__builtin_convertvector(reinterpret_cast<I>(bits), F) + 0.5f) * 0x1p-31f;
     const F most = broadcast(1.0f - 0x1p-24f);
-    uniform = uniform > most ? most : uniform;
+    return uniform > most ? most : uniform;
+}
+
+// Standard Gumbel noise, the greater the smaller `uniform` is: from -2.9 to 22.
+NANOCORE_INLINE F gumbel_noise(F uniform) {
     // log(1 - u): what the difference loses is put back by the quotient.
     const F rest = 1.0f - uniform, lost = 1.0f - rest;
     const F log_rest = lost == 0.0f ? -uniform : logarithm(rest) * (uniform / lost);
     return -logarithm(-log_rest);
 }
+
+// A vector of a row's logits from number i on; minus infinity where it has no more.
+NANOCORE_INLINE F logits_at(const float* row, int64_t i, int64_t size) {
+    if (i + kLanes <= size) return load(row + i);
+    const int count = static_cast<int>(size - i);
+    const F value = load_some(row + i, count);
+    const F none = broadcast(-std::numeric_limits<float>::infinity());
+    return lane_ids() < static_cast<uint32_t>(count) ? value : none;
+}
+
+// Notes of values whether one was no number, for next to nothing beside a maximum: a sum of them is
+// none then, and too small to overflow otherwise. (Also where one is infinite and one minus so.)
+struct NumberCheck {
+    F sum = {};
+
+    NANOCORE_INLINE void add(F x) { sum = multiply_add(x, broadcast(0x1p-32f), sum); }
+    bool holds() const { return !std::isnan(sum_lanes(sum)); }
+};
+
+// What a row without a token is told by: its best logit is not finite, or one is not a number.
+constexpr int64_t kNoToken = -1;
 
 struct BestTokenCall {
     const float* logits;
@@ -74,41 +112,27 @@ struct BestTokenCall {
         workspace.pool.loop(rows, [&](int64_t row, int) {
             const float* from = logits + row * stride;
             if (!temperature || temperature[row] == 0.0f)
-                return best(row, [&](int64_t i, int count) { return value_at(from, i, count); });
-            const uint64_t key = mix64(mix64(static_cast<uint64_t>(seed[row])) ^
-                                       static_cast<uint64_t>(position[row]));
-            const uint32_t low = static_cast<uint32_t>(key), high = static_cast<uint32_t>(key >> 32);
+                return best(row, [&](int64_t i) { return logits_at(from, i, size); });
+            const NoiseKey key(seed[row], position[row]);
             const F heat = broadcast(temperature[row]);
-            best(row, [&](int64_t i, int count) {
-                U tokens = lane_ids() + static_cast<uint32_t>(first_token + i);
-                return value_at(from, i, count) / heat + gumbel_noise(tokens, low, high);
+            best(row, [&](int64_t i) {
+                const U tokens = lane_ids() + static_cast<uint32_t>(first_token + i);
+                return logits_at(from, i, size) / heat + gumbel_noise(uniform_noise(tokens, key));
             });
         });
     }
 
    private:
-    static NANOCORE_INLINE U lane_ids() {
-        U ids;
-        for (int i = 0; i < kLanes; ++i) ids[i] = i;
-        return ids;
-    }
-
-    static NANOCORE_INLINE F value_at(const float* from, int64_t i, int count) {
-        if (count == kLanes) return load(from + i);
-        F value = load_some(from + i, count);
-        return lane_ids() < static_cast<uint32_t>(count)
-                   ? value
-                   : broadcast(-std::numeric_limits<float>::infinity());
-    }
-
-    // The greatest of value(i) and the first place where it is; 0 if none is greater than -inf.
+    // The greatest of value(i), and the first place where it is if it is finite.
     template <typename Value>
     void best(int64_t row, const Value& of) const {
         F most = broadcast(-std::numeric_limits<float>::infinity());
         I place = {};
         I here = reinterpret_cast<I>(lane_ids());
+        NumberCheck numbers;
         for (int64_t i = 0; i < size; i += kLanes, here += kLanes) {
-            const F candidate = of(i, static_cast<int>(std::min<int64_t>(kLanes, size - i)));
+            const F candidate = of(i);
+            numbers.add(candidate);
             const auto is_more = candidate > most;
             most = is_more ? candidate : most;
             place = is_more ? here : place;
@@ -120,8 +144,9 @@ struct BestTokenCall {
                 largest = most[lane];
                 found = place[lane];
             }
+        if (!numbers.holds()) largest = std::numeric_limits<float>::quiet_NaN();
         value[row] = largest;
-        index[row] = found;
+        index[row] = std::isfinite(largest) ? found : kNoToken;
     }
 };
 

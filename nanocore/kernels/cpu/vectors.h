@@ -53,6 +53,12 @@ struct BFloat16 {
 NANOCORE_INLINE F broadcast(float x) { return x - F{}; }
 NANOCORE_INLINE U broadcast(uint32_t x) { return x - U{}; }
 
+NANOCORE_INLINE U lane_ids() {
+    U ids;
+    for (int i = 0; i < kLanes; ++i) ids[i] = i;
+    return ids;
+}
+
 NANOCORE_INLINE F lane_numbers() {
     F numbers;
     for (int i = 0; i < kLanes; ++i) numbers[i] = static_cast<float>(i);
@@ -84,6 +90,19 @@ NANOCORE_INLINE F dot_pairs(U a, U b, F c) {
 #endif
 }
 
+// A bit for each lane whose comparison, all ones or all zeros, is true.
+NANOCORE_INLINE uint32_t lane_bits(I is_true) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(is_true));
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps(reinterpret_cast<__m256>(is_true));
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits |= (static_cast<uint32_t>(is_true[i]) >> 31) << i;
+    return bits;
+#endif
+}
+
 NANOCORE_INLINE F maximum(F a, F b) { return a > b ? a : b; }
 
 // The other half of the lanes of a pair, a quad and so on, in place of one's own.
@@ -102,6 +121,33 @@ NANOCORE_INLINE float sum_lanes(F x) {
     x += swap_lanes<1>(x);
     return x[0];
 }
+
+// A sum in double precision, of the lower and the upper lanes.
+struct DoubleSum {
+    typedef double D __attribute__((vector_size(kLanes * 4)));
+    D low = {}, high = {};
+
+    NANOCORE_INLINE void add(F x) {
+#if defined(__AVX512F__)
+        // (The forms without a mask make GCC 12 warn of its own headers.)
+        low += _mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, x, 0));
+        high += _mm512_maskz_cvtps_pd(0xff, _mm512_maskz_extractf32x8_ps(0xff, x, 1));
+#elif defined(__AVX2__)
+        low += _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+        high += _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+#else
+        low += D{x[0], x[1]};
+        high += D{x[2], x[3]};
+#endif
+    }
+
+    double total() const {
+        double sum = 0.0;
+        for (int i = 0; i < kLanes / 2; ++i) sum += low[i];
+        for (int i = 0; i < kLanes / 2; ++i) sum += high[i];
+        return sum;
+    }
+};
 
 NANOCORE_INLINE float max_lanes(F x) {
     if constexpr (kLanes >= 16) x = maximum(x, swap_lanes<8>(x));

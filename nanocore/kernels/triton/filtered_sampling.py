@@ -19,7 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.triton.sampling import best_of_part_kernel, first_best, gumbel, noise_key
+from nanocore.kernels.triton.sampling import (
+    best_of_part_kernel,
+    column_or_none,
+    first_best,
+    gumbel,
+    noise_key,
+)
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import Filters, Noise
@@ -276,12 +282,16 @@ def choose_kernel(
         chosen_id = tl.where(most > chosen, most_id, chosen_id)
         chosen = tl.maximum(most, chosen)
         num_ties += tl.sum(is_tie, axis=0)
-    tl.store(value + row, chosen)
-    tl.store(column + row, chosen_id)
+    parts = tl.arange(0, PARTS)
+    is_part = parts < num_parts
+    raw = tl.load(part_best + row * num_parts + parts, mask=is_part, other=float("-inf"))
+    row_best, _ = first_best(tl.div_rn(raw, heat), parts)
+    tl.store(value + row, tl.where(row_best == row_best, chosen, row_best))
+    tl.store(column + row, column_or_none(row_best, chosen_id))
 
 
 def best_filtered_token(logits_RV: Tensor, noise: Noise, filters: Filters) -> tuple[Tensor, Tensor]:
-    """See `backend.Kernels.best_filtered_token`; a row without a number has column 0."""
+    """See `backend.Kernels.best_filtered_token`."""
     num_rows, width = logits_RV.shape
     assert (logits_RV.dtype, logits_RV.stride(1)) == (torch.float32, 1)
     value_R = logits_RV.new_empty(num_rows)

@@ -2,8 +2,9 @@
 
 The noise is that of `gumbel_noise`, a hash of (seed, position, token id) with the same integer
 bits, and its logarithms differ in rounding only. A row is split over several programs, and a second
-kernel takes the best of their results: of equal values the first column. A value that is not a
-number is none: it counts as minus infinity. Rows are independent of each other.
+kernel takes the best of their results: of equal values the first column. Maxima may or may not see
+a value that is not a number, so it is looked for: such a row has no token, as one whose best value
+is infinite. Rows are independent of each other.
 """
 
 from __future__ import annotations
@@ -61,9 +62,18 @@ def gumbel(key, token_ids) -> tl.tensor:
 
 @triton.jit
 def first_best(values, columns) -> tuple:
-    """(the greatest value, the smallest of its columns)."""
-    best = tl.max(values, axis=0)
-    return best, tl.min(tl.where(values == best, columns, 0x7FFFFFFF), axis=0)
+    """(the greatest value, NaN if one is; the smallest of its columns)."""
+    is_number = values == values
+    best = tl.max(tl.where(is_number, values, float("-inf")), axis=0)
+    column = tl.min(tl.where(values == best, columns, 0x7FFFFFFF), axis=0)
+    has_nan = tl.max((~is_number).to(tl.int32), axis=0) > 0
+    return tl.where(has_nan, float("nan"), best), column
+
+
+@triton.jit
+def column_or_none(best, column) -> tl.tensor:
+    """int64; -1 (`torch_backend.NO_TOKEN`) where the best value is not finite."""
+    return tl.where(tl.abs(best) < float("inf"), column.to(tl.int64), -1)
 
 
 @triton.jit(do_not_specialize=["first_token", "num_columns"])
@@ -90,7 +100,6 @@ def best_of_part_kernel(
         if heat != 0.0:
             key = noise_key(tl.load(seed + row), tl.load(position + row))
             values = tl.div_rn(values, heat) + gumbel(key, first_token + columns)
-    values = tl.where(values == values, values, float("-inf"))
     best, column = first_best(values, columns)
     to = row * tl.num_programs(1) + part
     tl.store(part_value + to, best)
@@ -108,13 +117,13 @@ def best_of_parts_kernel(
     columns = tl.load(part_column + row * num_parts + parts, mask=is_part, other=0x7FFFFFFF)
     best, first = first_best(values, columns)
     tl.store(value + row, best)
-    tl.store(column + row, first.to(tl.int64))
+    tl.store(column + row, column_or_none(best, first))
 
 
 def best_token(
     logits_RV: Tensor, first_token: int, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `backend.Kernels.best_token`; a row without a number has column 0."""
+    """See `backend.Kernels.best_token`."""
     num_rows, width = logits_RV.shape
     assert logits_RV.stride(1) == 1
     num_parts = triton.cdiv(width, _PART)

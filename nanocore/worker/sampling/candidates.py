@@ -2,7 +2,8 @@
 
 A candidate is an int64 that is greater for a greater logit, and of equal logits for the smaller
 token id. No two tokens of a row are equal, so the best C of a row are the same set however its
-vocabulary is split, and maxima, merges and cuts need no rule for ties.
+vocabulary is split, and maxima, merges and cuts need no rule for ties. One whose logit is not
+finite stands for no token: a row that has it for its best has none. NaN is above all others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import Kernels, Noise
+from nanocore.kernels.torch_backend import NO_TOKEN
 
 _MAX_TOKEN_ID = 0x7FFFFFFF
 
@@ -22,6 +24,14 @@ def make_candidates(logits: Tensor, token_ids: Tensor) -> Tensor:
     # Floats of one sign are ordered as their bits are; the negative ones backwards.
     ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     return ordered.long().bitwise_left_shift_(32) | (_MAX_TOKEN_ID - token_ids)
+
+
+def nan_candidates(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Candidates above every token."""
+    return make_candidates(
+        torch.full(shape, torch.nan, device=device),
+        torch.zeros(shape, dtype=torch.int64, device=device),
+    )
 
 
 def no_candidates(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -43,6 +53,11 @@ def token_ids_of(candidates: Tensor) -> Tensor:
     return _MAX_TOKEN_ID - (candidates & 0xFFFFFFFF)
 
 
+def sampled_token_ids(chosen_R: Tensor) -> Tensor:
+    """Token ids of the chosen candidates, NO_TOKEN where they stand for none; int64 [R]."""
+    return token_ids_of(chosen_R).masked_fill_(~logits_of(chosen_R).isfinite(), NO_TOKEN)
+
+
 def best_candidate(
     logits_RV: Tensor, first_token: int, kernels: Kernels, noise: Noise | None = None
 ) -> Tensor:
@@ -50,7 +65,8 @@ def best_candidate(
     if logits_RV.shape[1] == 0:
         return no_candidates((len(logits_RV),), logits_RV.device)
     value_R, column_R = kernels.best_token(logits_RV, first_token, noise)
-    return make_candidates(value_R, column_R + first_token)
+    best_R = make_candidates(value_R, column_R + first_token)
+    return torch.where(value_R.isnan(), nan_candidates((), value_R.device), best_R)
 
 
 def best_first(candidates_RV: Tensor, count: int) -> Tensor:

@@ -20,7 +20,9 @@ from nanocore.worker.sampling.candidates import (
     best_first,
     logits_of,
     make_candidates,
+    nan_candidates,
     no_candidates,
+    sampled_token_ids,
     token_ids_of,
 )
 from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
@@ -44,7 +46,7 @@ class TokenSampler:
         self._tp, self._kernels = tp, kernels
 
     def sample(self, logits_RV: Tensor, metadata: SamplingMetadata, position_R: Tensor) -> Tensor:
-        """One token id per row, int64 [R].
+        """One token id per row, int64 [R]; NO_TOKEN of a row without a finite best logit.
 
         Args:
             logits_RV: float32. metadata: how each row samples. position_R: int64, where the sampled
@@ -56,14 +58,15 @@ class TokenSampler:
         filtered, others = metadata.filtered_rows, metadata.unfiltered_rows
         if len(filtered) == 0:
             return self.sample_plain(logits_RV, noise)
-        token_ids_R = torch.empty_like(position_R)
-        if len(others):
-            token_ids_R[others] = self.sample_plain(logits_RV[others], noise.of_rows(others))
         filters = Filters(metadata.top_k_R, metadata.top_p_R, metadata.min_p_R)
-        if len(others):
-            logits_RV, noise = logits_RV[filtered], noise.of_rows(filtered)
-            filters = filters.of_rows(filtered)
-        token_ids_R[filtered] = self.sample_filtered(logits_RV, noise, filters, metadata.max_top_k)
+        if len(others) == 0:
+            return self.sample_filtered(logits_RV, noise, filters, metadata.max_top_k)
+        token_ids_R = torch.empty_like(position_R)
+        token_ids_R[others] = self.sample_plain(logits_RV[others], noise.of_rows(others))
+        token_ids_R[filtered] = self.sample_filtered(
+            logits_RV[filtered], noise.of_rows(filtered), filters.of_rows(filtered),
+            metadata.max_top_k,
+        )  # fmt: skip
         return token_ids_R
 
     def sample_plain(self, logits_RV: Tensor, noise: Noise | None) -> Tensor:
@@ -71,9 +74,7 @@ class TokenSampler:
         if self._tp.size == 1:
             return self._kernels.best_token(logits_RV, self._first_token, noise)[1]
         best_R = best_candidate(logits_RV, self._first_token, self._kernels, noise)
-        best_R = self._tp.all_gather(best_R).amax(dim=0)
-        # A row of NaN has no best token, and must not become an index outside of the vocabulary.
-        return token_ids_of(best_R).clamp_(max=self.vocab_size - 1)
+        return sampled_token_ids(self._tp.all_gather(best_R).amax(dim=0))
 
     def sample_filtered(
         self, logits_RV: Tensor, noise: Noise, filters: Filters, max_top_k: int
@@ -86,7 +87,7 @@ class TokenSampler:
         chosen_R = _sample_filtered(
             logits_RV, noise, filters, max_top_k, self._first_token, self.vocab_size, self._tp,
         )  # fmt: skip
-        return token_ids_of(chosen_R).clamp_(max=self.vocab_size - 1)
+        return sampled_token_ids(chosen_R)
 
 
 def _sample_filtered(
@@ -115,7 +116,12 @@ def _sample_filtered(
             num_kept_C, needed_F[chunk] = _cut(
                 candidates_CC, bound_F[chunk], mass_F[chunk], filters.of_rows(chunk), vocab_size
             )
-            chosen_F[undecided[chunk]] = _choose(candidates_CC, num_kept_C, noise.of_rows(chunk))
+            # Without a token, as the best candidate tells, there is nothing to choose or to widen.
+            best_C = candidates_CC[:, 0]
+            has_token_C = logits_of(best_C).isfinite()
+            chosen_C = _choose(candidates_CC, num_kept_C, noise.of_rows(chunk))
+            chosen_F[undecided[chunk]] = torch.where(has_token_C, chosen_C, best_C)
+            needed_F[chunk] *= has_token_C
         # With the best max_top_k of every row at hand there is no need to look.
         if max_top_k <= num_candidates:
             return chosen_F
@@ -137,15 +143,19 @@ def _exchange(
     """(candidates [F, C], bound [F]): the best of every rank, best first.
 
     Of tokens not below the bound none is missing. The bound is the least int64 where no rank has
-    any more.
+    any more. Where a logit is NaN so is that of the best candidate.
     """
     num_rows, width = logits_FV.shape
     num_sent = min(num_candidates, width)
     sent_FC = no_candidates((num_rows, num_candidates + 1), logits_FV.device)
+    nan_candidate = nan_candidates((), logits_FV.device)
     token_ids_V = _token_ids(logits_FV, first_token)
     for chunk in cached_rows(logits_FV):
         candidates_CV = make_candidates(logits_FV[chunk], token_ids_V)
         sent_FC[chunk, :num_sent] = best_first(candidates_CV, num_sent)
+        if width:
+            is_spoilt_C = logits_FV[chunk].amax(dim=1).isnan()
+            sent_FC[chunk, 0].masked_fill_(is_spoilt_C, nan_candidate)
     all_sent = num_sent == width
     sent_FC[:, -1] = torch.iinfo(torch.int64).min if all_sent else sent_FC[:, num_sent - 1]
     gathered = tp.all_gather(sent_FC)

@@ -127,15 +127,22 @@ def test_excluded_tokens_are_not_sampled() -> None:
         assert (choose(logits, *make([setting] * 2, 200)) % 2 == 1).all()
 
 
-@pytest.mark.parametrize("nothing", [torch.nan, -torch.inf, torch.inf])
-def test_a_row_without_a_best_token_takes_one_and_spoils_no_other(nothing: float) -> None:
+@pytest.mark.parametrize(
+    ("spoilt_by", "place"), [(torch.nan, 0), (-torch.nan, 149), (torch.inf, 77)]
+)
+def test_a_row_with_a_logit_that_is_not_finite_has_no_token_and_spoils_no_other(
+    spoilt_by: float, place: int
+) -> None:
     rows = [(1.0, 5, 0.9, 0.1), (1.0, 0, 0.9, 0.0), (1.0, 5, 1.0, 0.0), (1.0, 0, 1.0, 0.1)]
     logits, (noise, filters) = draw(5, 150), make([*rows, rows[0]], 150)
     expected = choose_by_sort(logits, noise, filters)
-    logits[:4] = nothing
-    column = choose(logits, noise, filters)
-    assert ((column >= 0) & (column < 150)).all()
-    assert column[4] == expected[4]
+    logits[:4, place] = spoilt_by
+    assert choose(logits, noise, filters).tolist() == [-1, -1, -1, -1, expected[4].item()]
+
+
+def test_a_row_of_minus_infinity_has_no_token() -> None:
+    noise, filters = make([(1.0, 5, 0.9, 0.1)], 150)
+    assert choose(torch.full((1, 150), -torch.inf), noise, filters).tolist() == [-1]
 
 
 def test_rows_may_lie_apart() -> None:

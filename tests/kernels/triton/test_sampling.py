@@ -79,16 +79,25 @@ def test_excluded_tokens_are_never_best() -> None:
     assert (best_token(logits, 0, noise)[1] % 2 == 1).all()
 
 
-@pytest.mark.parametrize("nothing", [torch.nan, -torch.inf])
+@pytest.mark.parametrize(
+    ("spoilt_by", "place"), [(torch.nan, 0), (-torch.nan, 4099), (torch.inf, 700)]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_without_a_best_token_takes_the_first(nothing: float, temperature: float) -> None:
+def test_a_row_with_a_logit_that_is_not_finite_has_no_token(
+    spoilt_by: float, temperature: float, place: int
+) -> None:
     logits = draw(3, 4100)
-    logits[::2] = nothing
+    logits[::2, place] = spoilt_by
     noise = Noise(torch.full((3,), temperature), torch.arange(3), torch.arange(3))
     value, column = best_token(logits, 0, noise)
-    assert column[::2].tolist() == [0, 0]
-    assert value[::2].tolist() == [-torch.inf] * 2
-    assert column[1] == REFERENCE.best_token(logits, 0, noise)[1][1]
+    expected_value, expected_column = REFERENCE.best_token(logits, 0, noise)
+    assert column.tolist() == expected_column.tolist() == [-1, expected_column[1].item(), -1]
+    torch.testing.assert_close(value, expected_value, equal_nan=True)
+
+
+def test_a_row_of_minus_infinity_has_no_token() -> None:
+    value, column = best_token(torch.full((2, 4100), -torch.inf), 0)
+    assert (column.tolist(), value.tolist()) == ([-1, -1], [-torch.inf] * 2)
 
 
 def test_rows_may_lie_apart_and_settings_too() -> None:

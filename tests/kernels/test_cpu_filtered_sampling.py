@@ -1,0 +1,219 @@
+"""Filters without a sort, native, against the sampler's candidates and a full sort, row by row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanocore.kernels.backend import Filters, Noise
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.gumbel_noise import gumbel_noise
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.worker.communication.communicator import SingleRank
+from nanocore.worker.sampling.sampler import TokenSampler
+from tests.sampling_reference import Settings, filter_logits, make_metadata
+
+
+def make(rows: list[Settings], width: int, seed: int = 0) -> tuple[Noise, Filters]:
+    metadata = make_metadata(rows, width, seeds=[seed + 7 * i for i in range(len(rows))])
+    position_R = torch.arange(1000, 1000 + len(rows))
+    return (
+        Noise(metadata.temperature_R, metadata.seed_R, position_R),
+        Filters(metadata.top_k_R, metadata.top_p_R, metadata.min_p_R),
+    )
+
+
+def choose(kernels: CpuKernels, logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:
+    result = kernels.best_filtered_token(logits_RV, noise, filters)
+    assert result is not None
+    value_R, index_R = result
+    assert (value_R.dtype, index_R.dtype) == (torch.float32, torch.int64)
+    return index_R
+
+
+def by_candidates(logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:
+    """What the sampler makes of candidates, as ranks do that share a vocabulary."""
+    width = logits_RV.shape[1]
+    sampler = TokenSampler(0, width, SingleRank(), TorchKernels())
+    return sampler.sample_filtered(logits_RV, noise, filters, int(filters.top_k_R.max()))
+
+
+def by_sort(logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:
+    scaled_RV = logits_RV / noise.temperature_R[:, None]
+    kept_RV = filter_logits(scaled_RV, filters.top_k_R, filters.top_p_R, filters.min_p_R)
+    token_ids_V = torch.arange(logits_RV.shape[1])
+    return (kept_RV + gumbel_noise(noise.seed_R, noise.position_R, token_ids_V)).argmax(dim=1)
+
+
+def draw_logits(rng: np.random.Generator, kind: str, width: int) -> Tensor:
+    logits = rng.standard_normal(width).astype(np.float32)
+    match kind:
+        case "flat":
+            logits *= 0.01
+        case "peaked":
+            logits *= 12
+        case "equal":
+            logits[:] = logits[0]
+        case "tied":
+            logits = np.round(logits * 2) / 2
+        case "huge":
+            logits *= 1e30
+        case "tiny":
+            logits *= 1e-42
+        case "one outlier":
+            logits = logits * 1e-3 - 50
+            logits[rng.integers(width)] = 40
+        case "mostly excluded":
+            logits[rng.random(width) < 0.97] = -np.inf
+            logits[rng.integers(width)] = 1.0
+        case "zeros of both signs":
+            logits = np.where(logits > 0, np.float32(0.0), np.float32(-0.0))
+        case "rounded to bfloat16":
+            return torch.from_numpy(logits * 4).bfloat16().float()
+    return torch.from_numpy(logits)
+
+
+KINDS = ("normal", "flat", "peaked", "equal", "tied", "huge", "tiny", "one outlier",
+         "mostly excluded", "zeros of both signs", "rounded to bfloat16")  # fmt: skip
+
+row_settings = st.tuples(
+    st.sampled_from([1e-5, 0.01, 0.6, 1.0, 1.7, 30.0, 3e38]),
+    st.one_of(st.just(0), st.integers(1, 400), st.integers(1, 6000)),
+    st.sampled_from([1.0, 1e-50, 1e-6, 0.01, 0.1, 0.3, 0.5, 0.77, 0.9, 0.95, 0.9999, 1 - 2**-24]),
+    st.sampled_from([0.0, 0.0, 1e-30, 1e-6, 0.01, 0.05, 1 / math.e, 0.5, 1.0]),
+)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.one_of(st.integers(1, 300), st.sampled_from([1024, 2048, 5003])),
+    st.lists(st.tuples(st.sampled_from(KINDS), row_settings), min_size=1, max_size=5),
+)
+@settings(
+    deadline=None,
+    max_examples=100,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@example(1, 2048, [(kind, (1.0, 0, 0.3, 0.0)) for kind in KINDS])
+@example(1, 2048, [(kind, (3e38, 0, 0.3, 0.0)) for kind in KINDS])
+@example(0, 7, [("flat", (3e38, 0, 1e-6, 0.0)) for _ in range(20)])
+@example(1, 2048, [(kind, (1.0, 700, 0.95, 0.0)) for kind in KINDS])
+@example(1, 2048, [(kind, (1.0, 700, 1.0, 0.01)) for kind in KINDS])
+def test_rows_take_the_token_that_candidates_and_a_sort_give(
+    kernels: CpuKernels, seed: int, width: int, cases: list[tuple[str, Settings]]
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits_RV = torch.stack([draw_logits(rng, kind, width) for kind, _ in cases])
+    noise, filters = make([row for _, row in cases], width, seed)
+    chosen_R = choose(kernels, logits_RV, noise, filters)
+    assert chosen_R.tolist() == by_candidates(logits_RV, noise, filters).tolist()
+    assert chosen_R.tolist() == by_sort(logits_RV, noise, filters).tolist()
+
+
+@pytest.mark.parametrize("kind", ["flat", "normal", "peaked", "tied"])
+def test_a_vocabulary_of_real_size(kernels: CpuKernels, kind: str) -> None:
+    rows = [(1.0, 0, 0.95, 0.0), (1.0, 50, 1.0, 0.0), (0.7, 50, 0.95, 0.05), (1.0, 0, 0.4, 0.0),
+            (1.0, 9000, 0.9, 0.0), (1.0, 0, 1.0, 0.05)]  # fmt: skip
+    rng = np.random.default_rng(5)
+    logits_RV = torch.stack([draw_logits(rng, kind, 50_021) for _ in rows])
+    noise, filters = make(rows, 50_021)
+    chosen_R = choose(kernels, logits_RV, noise, filters)
+    assert chosen_R.tolist() == by_candidates(logits_RV, noise, filters).tolist()
+
+
+@pytest.mark.parametrize("width", [7, 300, 5000])
+@pytest.mark.parametrize(
+    ("row", "num_kept"),
+    [
+        ((1.0, 3, 1.0, 0.0), lambda width: 3),
+        ((1.0, 0, 0.5, 0.0), lambda width: -(-width // 2)),
+        ((1.0, 0, 0.25, 0.0), lambda width: -(-width // 4)),
+        ((1.0, 4, 0.5, 0.0), lambda width: 2),
+        ((1.0, 0, 1e-6, 0.0), lambda width: 1),
+    ],
+)
+def test_where_top_p_is_a_sum_to_the_bit_the_token_after_it_goes(
+    kernels: CpuKernels, width: int, row: Settings, num_kept: object
+) -> None:
+    """Of equal logits every weight is 1: p of n is met by p n tokens, and the smallest ids stay.
+
+    Each of many rows' tokens is the one with the most noise of those that stay.
+    """
+    assert callable(num_kept)
+    rows = [row] * 200
+    noise, filters = make(rows, width)
+    stay = torch.arange(num_kept(width))
+    expected_R = gumbel_noise(noise.seed_R, noise.position_R, stay).argmax(dim=1)
+    chosen_R = choose(kernels, torch.full((200, width), 2.5), noise, filters)
+    assert chosen_R.tolist() == expected_R.tolist()
+    assert (
+        chosen_R.tolist() == by_candidates(torch.full((200, width), 2.5), noise, filters).tolist()
+    )
+
+
+def test_a_row_depends_on_no_other_and_on_no_thread(kernels: CpuKernels) -> None:
+    rng = np.random.default_rng(2)
+    rows = [(0.9, 0, 0.6, 0.0), (1.0, 40, 0.9, 0.0), (1.0, 0, 0.95, 0.02), (1.0, 300, 1.0, 0.0)] * 8
+    logits_RV = torch.stack([draw_logits(rng, KINDS[i % 3], 3001) for i in range(len(rows))])
+    noise, filters = make(rows, 3001)
+    together = kernels.best_filtered_token(logits_RV, noise, filters)
+    assert together is not None
+    for i in range(len(rows)):
+        one = slice(i, i + 1)
+        alone = kernels.best_filtered_token(
+            logits_RV[one].clone(), noise.of_rows(one), filters.of_rows(one)
+        )
+        assert alone is not None
+        assert [x[i].item() for x in together] == [x[0].item() for x in alone]
+
+
+def test_the_value_is_the_noisy_logit(kernels: CpuKernels) -> None:
+    logits_RV = torch.randn(20, 500, generator=torch.Generator().manual_seed(1))
+    noise, filters = make([(0.5, 20, 0.9, 0.0)] * 20, 500)
+    result = kernels.best_filtered_token(logits_RV, noise, filters)
+    assert result is not None
+    value_R, index_R = result
+    noise_R = gumbel_noise(noise.seed_R, noise.position_R, index_R[:, None])[:, 0]
+    expected_R = logits_RV.gather(1, index_R[:, None])[:, 0] / 0.5 + noise_R
+    torch.testing.assert_close(value_R, expected_R, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 7, 129, 299])
+@pytest.mark.parametrize("spoilt_by", [torch.nan, -torch.nan, torch.inf])
+def test_a_row_with_a_logit_that_is_not_finite_has_no_token_and_spoils_no_other(
+    kernels: CpuKernels, spoilt_by: float, place: int
+) -> None:
+    rows = [(1.0, 5, 0.9, 0.1), (1.0, 0, 0.9, 0.0), (1.0, 5, 1.0, 0.0), (1.0, 0, 1.0, 0.1)] * 2
+    logits_RV = torch.randn(8, 300, generator=torch.Generator().manual_seed(1))
+    noise, filters = make(rows, 300)
+    expected_R = choose(kernels, logits_RV, noise, filters)
+    logits_RV[:4, place] = spoilt_by
+    logits_RV[:4, (place + 40) % 300] = -torch.inf
+    chosen_R = choose(kernels, logits_RV, noise, filters)
+    assert chosen_R.tolist() == [-1, -1, -1, -1, *expected_R[4:].tolist()]
+    assert by_candidates(logits_RV, noise, filters).tolist() == chosen_R.tolist()
+
+
+def test_a_row_of_minus_infinity_has_no_token(kernels: CpuKernels) -> None:
+    noise, filters = make([(1.0, 5, 0.9, 0.1), (1.0, 0, 0.9, 0.0)], 40)
+    logits_RV = torch.full((2, 40), -torch.inf)
+    assert choose(kernels, logits_RV, noise, filters).tolist() == [-1, -1]
+    assert by_candidates(logits_RV, noise, filters).tolist() == [-1, -1]
+
+
+def test_rows_may_lie_apart_and_no_rows_are_no_work(kernels: CpuKernels) -> None:
+    logits_RV = torch.randn(12, 300, generator=torch.Generator().manual_seed(1))[::2, 40:240]
+    noise, filters = make([(1.0, 9, 0.9, 0.01)] * 6, 200)
+    expected = choose(kernels, logits_RV.contiguous(), noise, filters)
+    assert torch.equal(choose(kernels, logits_RV, noise, filters), expected)
+    none = slice(0, 0)
+    assert choose(kernels, logits_RV[none], noise.of_rows(none), filters.of_rows(none)).shape == (
+        0,
+    )
