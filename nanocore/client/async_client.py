@@ -238,7 +238,9 @@ class AsyncEngineClient:
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the assistant's answer to a conversation, by the model's chat template."""
-        prompt = (await self.get_tokenizer()).encode_chat(messages)
+        tokenizer = (await self._session()).tokenizer
+        text = (await tokenizer.get()).render_chat(messages)
+        prompt = await tokenizer.encode(text, add_special_tokens=False)
         outputs = self.generate(prompt, sampling_params, request_id, priority, cache_salt)
         async with aclosing(outputs):  # whoever leaves us leaves the request at once
             async for output in outputs:
@@ -381,7 +383,7 @@ class AsyncEngineClient:
 
     async def _tokenize(self, session: Session, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, str):
-            return prompt, (await session.tokenizer.get()).encode(prompt)
+            return prompt, await session.tokenizer.encode(prompt)
         token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
         if isinstance(token_ids, (list, array)):
             return None, token_ids

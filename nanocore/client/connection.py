@@ -307,7 +307,8 @@ class EngineConnection:
     def _handle_error(self, error: Error) -> None:
         exception = exception_for(error.code, error.message, error.retry_after_s)
         if error.code == NO_SESSION:  # its message is about ours that it was to answer
-            raise ProtocolError("the engine does not know this session any more", NO_SESSION)
+            text = f"the engine does not know this session any more ({error.message})"
+            raise ProtocolError(text, NO_SESSION)
         if error.code == "engine_dead":
             raise exception
         if error.request_id is not None:

@@ -18,6 +18,7 @@ from nanocore.client.token_texts import REPLACEMENT, TokenTexts
 from nanocore.client.tokenizer import Tokenizer
 
 MAX_CONTEXT_TOKENS: Final = 8
+MAX_CHARACTER_BYTES: Final = 4
 MAX_HELD_TOKENS: Final = 16
 """A character has four bytes at most: what is held longer than this will never be one."""
 
@@ -106,8 +107,16 @@ class _Window:
         """What is held back, without the half character."""
         return self._take(self._decode(self._context + self._held).removesuffix(REPLACEMENT))
 
+    def _begin_at_a_character(self, token_ids: list[int]) -> list[int]:
+        """The last tokens, some more if they would begin inside a character of several."""
+        for num_tokens in range(MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS + MAX_CHARACTER_BYTES):
+            context = token_ids[-num_tokens:]
+            if REPLACEMENT not in self._decode(context):
+                break
+        return context
+
     def _take(self, text: str) -> str:
         shown = self._decode(self._context)
-        self._context = (self._context + self._held)[-MAX_CONTEXT_TOKENS:]
+        self._context = self._begin_at_a_character(self._context + self._held)
         self._held = []
         return text[len(commonprefix([shown, text])) :]  # noqa: RUF071  these are no paths

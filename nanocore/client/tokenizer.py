@@ -19,6 +19,8 @@ from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenTexts
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import ModelFileName
 
+MAX_QUICK_CHARS: Final = 1 << 14
+"""Texts above this are tokenized in a thread, where that takes milliseconds and more."""
 TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -106,11 +108,16 @@ class Tokenizer:
         Raises:
             InvalidRequestError: the text is no Unicode (a lone surrogate).
         """
+        encode = self.backend.encode if len(text) <= MAX_QUICK_CHARS else self._encode_long
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
             raise InvalidRequestError(f"this text cannot be tokenized: {error}") from None
         return ids
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """A batch of one: for batches the library lets other threads run meanwhile."""
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Ids that no token has add nothing."""

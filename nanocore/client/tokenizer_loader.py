@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 
 from nanocore.client.model_files import ModelFiles
-from nanocore.client.tokenizer import TOKENIZER_FILES, Tokenizer
+from nanocore.client.tokenizer import MAX_QUICK_CHARS, TOKENIZER_FILES, Tokenizer
 
 
 class TokenizerLoader:
@@ -39,6 +39,17 @@ class TokenizerLoader:
             # Looked at, even if everyone who waits has left.
             self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._loading)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A text's token ids, as `Tokenizer.encode`; a long text holds up nobody else.
+
+        Raises:
+            InvalidRequestError, ProtocolError, EngineDeadError: as `get` and `Tokenizer.encode`.
+        """
+        tokenizer = await self.get()
+        if len(text) <= MAX_QUICK_CHARS:
+            return tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
 
     async def close(self) -> None:
         """Wait until nothing is loading any more; it fails once the session is closed."""

@@ -19,7 +19,7 @@ import msgspec
 
 from nanocore.conformance.report import BrokenError, require
 from nanocore.protocol.codec import InvalidSubmitError, engine_decoder, pack_int32, unpack_int32
-from nanocore.protocol.errors import ProtocolError
+from nanocore.protocol.errors import ConfigError, ProtocolError
 from nanocore.protocol.messages import Bye, Hello, Message, Op, Ping, Pong, Submit
 from nanocore.protocol.sockets import EngineSocket, SendResult
 
@@ -81,11 +81,16 @@ class PlayedEngine:
         self._foreign = foreign
         self._routing_id: bytes | None = None
         self._said_bye = False
+        self._is_over = False
         self._decoder = engine_decoder()
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._stderr
-        )
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=self._stderr
+            )
+        except OSError as error:
+            self._stderr.close()
+            raise ConfigError(f"--client: {command[0]} cannot be run: {error.strerror}") from None
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._printed: list[str] = []
         self._reader = threading.Thread(target=self._read_stdout, daemon=True)
@@ -178,7 +183,11 @@ class PlayedEngine:
         require(lines == printed, f"from line {same + 1} on stdout: {wanted}", got)
 
     def gives_up(self, *words: str, timeout_s: float = 0.0) -> None:
-        """Wait until the client exits with 1 and a line on stderr that has one of these words."""
+        """Wait until the client exits with 1 and a line on stderr that has one of these words.
+
+        It may connect anew meanwhile, to see what has become of the engine: nobody answers.
+        """
+        self._is_over = True
         code = self._exit_code(timeout_s)
         text = self.error_text()
         require(code == 1, "exit code 1", f"{code}; {text}")
@@ -206,6 +215,9 @@ class PlayedEngine:
         self._stderr.close()
         if self._routing_id is not None:
             self._foreign.add(self._routing_id)
+        self._socket.wait(0)
+        while (received := self._socket.receive()) is not None:  # its last words, to nobody
+            self._foreign.add(received[0])
 
     def _receive(self, expected: str, more_s: float = 0.0) -> Message:
         patience_s = self._patience_s + more_s
@@ -233,6 +245,9 @@ class PlayedEngine:
                 continue
             if self._routing_id is None:
                 self._routing_id = routing_id
+            if self._is_over and routing_id != self._routing_id:
+                self._foreign.add(routing_id)
+                continue
             require(routing_id == self._routing_id, "one connection", "a second one")
             return frames
         return None

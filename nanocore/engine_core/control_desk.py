@@ -55,8 +55,10 @@ class ControlDesk:
         if data is not None:
             return Reply(call_id=control.call_id, data=data)
         names = ", ".join(file.name for file in self._files.entries) or "none"
-        file = "no file" if control.file is None else f"file {shorten(control.file)!r}"
-        text = f"read_file names {file}, which is not served; this model has {names}"
+        if control.file is None:
+            text = f"read_file needs the name of a file; this model has {names}"
+        else:
+            text = f"file {shorten(control.file)!r} is not served; this model has {names}"
         return self._refusal(control, text)
 
     def _refusal(self, control: Control, message: str) -> Reply:

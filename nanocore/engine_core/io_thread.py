@@ -36,7 +36,7 @@ from nanocore.engine_core.model_files import ModelFiles
 from nanocore.engine_core.outputs import ClientOutput
 from nanocore.engine_core.queue_limit import QueueLimit
 from nanocore.engine_core.reception import Reception
-from nanocore.engine_core.session import MAX_BACKLOG_BYTES, Backlog, Session, output_frames
+from nanocore.engine_core.session import Backlog, Session, output_frames, over_limit
 from nanocore.engine_core.turn import Turn
 from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder, returned_id
 from nanocore.protocol.errors import (
@@ -190,7 +190,10 @@ class IoThread(threading.Thread):
                 session.last_seen_s = time.monotonic()
                 self._handle(session, message)
         except InvalidSubmitError as error:
-            self._refuse(routing_id, "invalid_request", str(error), error.request_id)
+            # Never another code for an id that is in use: it would end the request that has it.
+            is_known = session is not None and error.request_id in session.requests
+            code: ErrorCode = "duplicate_request_id" if is_known else "invalid_request"
+            self._refuse(routing_id, code, str(error), error.request_id)
         except ProtocolError as error:
             self._num_protocol_errors += 1
             self._refuse(routing_id, error.code, str(error))
@@ -303,9 +306,8 @@ class IoThread(threading.Thread):
                 return
             self._hold_back(session)
         assert session.backlog is not None
-        session.backlog.add_answer(frames)
-        if session.backlog.num_bytes > MAX_BACKLOG_BYTES:
-            self._close_session(session, "the client does not read its answers")
+        if session.backlog.add_answer(frames) and (most := over_limit(self._slow.values())):
+            self._close_session(most, "the client does not read its answers")
 
     def _hold_back(self, session: Session) -> Backlog:
         """The client is slow from here on: what is for it waits, and is merged, in the backlog."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,6 +22,10 @@ from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Output
 
 MAX_BACKLOG_BYTES: Final = 8 * 2**20
+"""Of one client's answers."""
+MAX_BACKLOGS_BYTES: Final = 2**28
+"""Of those of all clients together; beyond, the client goes that lets most wait."""
+_LOOK_BYTES: Final = 2**20
 _MESSAGE_OVERHEAD_BYTES: Final = 250  # of the objects that hold a message
 HANDLE_DTYPE = np.dtype("<u4")
 
@@ -39,10 +44,12 @@ class Backlog:
     _events: list[Event] = field(default_factory=list)
     _merged: list[bytes] | None = None
 
-    def add_answer(self, frames: list[bytes]) -> None:
-        """Append a message that is not an OUTPUT."""
+    def add_answer(self, frames: list[bytes]) -> bool:
+        """Append a message that is not an OUTPUT; whether it is time to look at the limits."""
         self._answers.append(frames)
+        before = self.num_bytes
         self.num_bytes += _num_bytes(frames)
+        return before // _LOOK_BYTES != self.num_bytes // _LOOK_BYTES
 
     def add(self, output: ClientOutput) -> None:
         """Merge a step's output."""
@@ -98,6 +105,14 @@ class Session:
     num_calls: int = 0
     has_paused: bool = False
     backlog: Backlog | None = None
+
+
+def over_limit(slow: Iterable[Session]) -> Session | None:
+    """The session that lets most answers wait, if these are too many, or those of all are."""
+    sizes = [(one.backlog.num_bytes, one.client, one) for one in slow if one.backlog]
+    most_bytes, _, most = max(sizes)
+    all_bytes = sum(num_bytes for num_bytes, _, _ in sizes)
+    return most if most_bytes >= MAX_BACKLOG_BYTES or all_bytes > MAX_BACKLOGS_BYTES else None
 
 
 def _num_bytes(frames: list[bytes]) -> int:

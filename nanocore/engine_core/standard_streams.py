@@ -53,10 +53,18 @@ class LogHandler(logging.Handler):
         self._patience_ms = _PATIENCE_MS
 
 
+def can_be_written(patience_ms: int = _PATIENCE_MS) -> bool:
+    """Whether stderr takes something within that time."""
+    poll = select.poll()
+    poll.register(STDERR_FD, select.POLLOUT)
+    return bool(poll.poll(patience_ms))
+
+
 def complain(text: str) -> None:
     """Write a line to stderr, if anybody is there to read it."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    if can_be_written():
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def flush_or_drop() -> None:

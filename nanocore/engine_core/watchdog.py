@@ -17,7 +17,7 @@ from typing import Final
 
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.mailbox import Farewell, Outbox
-from nanocore.engine_core.standard_streams import STDERR_FD
+from nanocore.engine_core.standard_streams import STDERR_FD, can_be_written
 from nanocore.protocol.errors import StartError
 
 logger = logging.getLogger(__name__)
@@ -52,9 +52,14 @@ class Watchdog(threading.Thread):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """The step loop has ended. For its thread."""
+        """The step loop has ended. For its thread.
+
+        Waits for ours: it holds the core, whose tensors must not be freed by a thread that the
+        interpreter no longer waits for.
+        """
         self._stopped.set()
         self._core.clock.rest()
+        self.join(GRACE_S)
 
     def run(self) -> None:
         """The thread's body."""
@@ -73,14 +78,15 @@ class Watchdog(threading.Thread):
                 self._end_process()
 
     def _end_process(self) -> None:
-        """Say why to clients first: to write the log may take forever."""
+        """Say why to clients first: to write the log may take forever, and the interpreter."""
         step = self._core.scheduler.counters.num_steps
         reason = (
             f"step {step} was not done after {self._timeout_s:g} s: {self._blame()} "
             "(--step-timeout-s is the limit)"
         )
         self._outbox.put(Farewell(reason, failure=True))
-        faulthandler.dump_traceback(STDERR_FD, all_threads=True)
-        logger.error("%s", reason)
         self._io_thread.join(GRACE_S)
+        logger.error("%s", reason)
+        if can_be_written():
+            faulthandler.dump_traceback(STDERR_FD, all_threads=True)
         os._exit(StartError.exit_code)

@@ -126,7 +126,7 @@ class Hello(Message, frozen=True, forbid_unknown_fields=True):
     """Client to engine: opens a session; nothing before it counts."""
 
     op = Op.HELLO
-    protocol: tuple[int, int]
+    protocol: tuple[ExactInt, ExactInt]
     client: str = ""
 
 

@@ -9,7 +9,8 @@ clients written in other languages.
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
@@ -123,6 +124,14 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        for name, kind in _user_types().items():
+            try:
+                msgspec.convert(getattr(self, name), kind)
+            except msgspec.ValidationError as error:
+                value = getattr(self, name)
+                raise InvalidRequestError(
+                    f"{name}={value!r} is of the wrong type: {error}"
+                ) from None
         EngineSamplingParams.__post_init__(self)
         stops = self.stop_strings
         _require(
@@ -156,3 +165,9 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
         return EngineSamplingParams(
             **{name: getattr(self, name) for name in EngineSamplingParams.__struct_fields__}
         )
+
+
+@cache
+def _user_types() -> dict[str, Any]:
+    """Of each parameter, without the ranges: what they are is checked with words of its own."""
+    return get_type_hints(SamplingParams)

@@ -44,8 +44,8 @@ def why_no_map(body: bytes) -> str | None:
         return "the body is empty: it must be a msgpack map"
     if body[0] in _MAP_HEADS:
         return None
-    if body[:1] == b"{":
-        return "the body begins with '{': JSON? bodies are msgpack maps"
+    if (start := body[:64].lstrip()[:1]) in (b"{", b"["):
+        return f"the body begins with {start.decode()!r}: JSON? bodies are msgpack maps"
     return f"the body is no msgpack map: it begins with 0x{body[0]:02x}"
 
 

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
 Result = TypeVar("Result")
-PATIENCE_S: Final = 5.0
+PATIENCE_S: Final = 30.0
 
 
 def run(coroutine: Coroutine[Any, Any, Result], patience_s: float = PATIENCE_S) -> Result:

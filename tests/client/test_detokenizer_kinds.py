@@ -6,8 +6,10 @@ import itertools
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from nanocore.client.detokenizer import MAX_HELD_TOKENS, IncrementalDetokenizer
 from nanocore.client.tokenizer import Tokenizer
@@ -201,3 +203,20 @@ def test_ids_that_no_token_has_add_nothing_and_harm_nothing(
     driven.end("length")
     expected = expected_text("", any_tokenizer, [b], [b, b], True)
     assert driven.final().outputs[0].text == expected
+
+
+def test_a_context_that_begins_inside_a_character_spoils_none() -> None:
+    """Of decoders that see the whole text: of a run of byte tokens cut in two nothing is left."""
+    vocabulary = {f"<0x{i:02X}>": i for i in range(256)} | {"<unk>": 256, "a": 257}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 1)]
+    )
+    tokenizer = Tokenizer({"tokenizer.json": backend.to_str().encode()}, "x")
+    assert tokenizer.token_texts(True) is None, "the decoder is to be one of those"
+    text = "a日本語テスト日本語é🙂日本語"
+    output = [257, *text[1:].encode()]
+    assert tokenizer.decode(output) == text
+    assert "".join(_pieces(tokenizer, output, [257])) == text

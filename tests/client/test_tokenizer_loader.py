@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanocore.client import ClientStateError, InvalidRequestError, ProtocolError
-from nanocore.protocol.messages import Control, Event, Reply
+from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
+from nanocore.protocol.codec import unpack_int32
+from nanocore.protocol.messages import Abort, Control, Event, Reply, Submit
 from tests.client.fake_engine import NO_TEXT, connected, file_entry, welcome_message
 from tests.client.running import run
 
@@ -173,5 +176,33 @@ def test_closing_ends_the_loading(endpoint: str, contents: dict[str, bytes]) -> 
                 await loading
             with pytest.raises(ClientStateError):
                 await client.get_tokenizer()
+
+    run(scenario())
+
+
+def test_a_long_text_holds_up_nobody_while_it_is_tokenized(
+    endpoint: str, contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a" * (MAX_QUICK_CHARS + 1)
+    threads: list[threading.Thread] = []
+    encode = Tokenizer.encode
+
+    def recording(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode(self, text, add_special_tokens)
+
+    async def scenario() -> None:
+        async with _serving(endpoint, contents) as (engine, client):
+            loading = asyncio.create_task(client.get_tokenizer())
+            await engine.serve_chunks(NUM_FILES, contents)
+            tokenizer = await loading
+            monkeypatch.setattr(Tokenizer, "encode", recording)
+            for prompt in (text, text[:-1]):
+                request = asyncio.create_task(client.complete(prompt))
+                submit = await engine.receive(Submit)
+                assert unpack_int32(submit.prompt_token_ids).tolist() == encode(tokenizer, prompt)
+                request.cancel()
+                await engine.receive(Abort)
+            assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
     run(scenario())

@@ -129,6 +129,7 @@ def test_all_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (("--client",), "needs a command"),
         (("--client", "--curve-dir", "x", "--", "c", "{endpoint}"), "goes with --engine"),
         (("--client", "--", "client", "{prompt}"), "needs a command"),
+        (("--client", "--", "/nowhere", "{endpoint}"), "/nowhere cannot be run: No such file"),
         (("--engine", "ipc:///none", "--patience-s", "0.1"), "no engine answers at ipc:///none"),
     ],
 )

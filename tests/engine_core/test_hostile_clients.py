@@ -7,6 +7,7 @@ import logging
 import msgspec
 import pytest
 
+from nanocore.engine_core import session as session_module
 from nanocore.engine_core import turn
 from nanocore.engine_core.control_desk import MAX_CALLS
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply, Farewell
@@ -48,6 +49,23 @@ def test_a_client_that_asks_and_never_reads_is_cut_off_before_its_answers_fill_t
     assert io.thread._slow == {}
     io.thread._check_sessions(now_s=0.0)
     assert "1 sessions closed: the client does not read its answers (1)" in caplog.text
+
+
+def test_what_waits_for_all_clients_is_bounded_together_and_the_greediest_goes(
+    io: Io, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "MAX_BACKLOGS_BYTES", 4 * 2**20)
+    chunk = encode(Control(call_id=1, operation="read_file", file="tokenizer.json"))
+    for peer in (b"b", b"c"):
+        io.thread._receive(peer, encode(Hello(protocol=(1, 4))))
+    io.socket.state |= dict.fromkeys((b"a", b"b", b"c"), SendResult.FULL)
+    for _ in range(12):  # 0.75 MiB each
+        for peer in (b"a", b"b"):
+            io.thread._receive(peer, chunk)
+    assert set(io.thread._sessions) == {b"a", b"b", b"c"}
+    for _ in range(60):
+        io.thread._receive(b"c", chunk)
+    assert set(io.thread._sessions) == {b"a", b"b"}
 
 
 def test_tokens_for_a_client_that_does_not_read_are_merged_beyond_the_limit_of_answers(

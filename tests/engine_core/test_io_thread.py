@@ -95,6 +95,17 @@ def test_bye_aborts_what_is_open(io: Io) -> None:
     assert io.thread._request_ids == {}
 
 
+def test_a_bad_submit_of_an_id_in_use_is_a_duplicate_whatever_else_is_wrong(io: Io) -> None:
+    """Its ERROR names the id, and any other code would end the request that runs."""
+    io.submit("x")
+    io.take_sent()
+    body = {"request_id": "x", "prompt_token_ids": b"\1\0\0\0", "sampling": {"top_k": "x"}}
+    io.thread._receive(b"a", [b"\x10", msgspec.msgpack.encode(body)])
+    (refused,) = io.take_sent()
+    assert isinstance(refused, Error)
+    assert (refused.code, refused.request_id) == ("duplicate_request_id", "x")
+
+
 def test_an_ended_requests_id_can_be_used_again(io: Io) -> None:
     first = io.submit("x")
     io.receive(Submit(request_id="x", prompt_token_ids=b"\1\0\0\0"))

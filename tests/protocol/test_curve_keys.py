@@ -37,6 +37,16 @@ def test_a_client_pins_its_engines_key(keys: KeyFolders) -> None:
     assert {len(key) for key in (engine.secret_key, client.secret_key, client.public_key)} == {40}
 
 
+def test_a_client_needs_no_file_of_its_own_public_key_but_a_right_one(keys: KeyFolders) -> None:
+    """It stands beside the secret, too; PROTOCOL.md asks for two files only."""
+    path, loaded = keys.root / "alice" / "client.key", load_client(keys)
+    path.write_bytes((keys.root / "alice" / "engine.key").read_bytes())
+    with pytest.raises(KeyFileError, match="different pairs"):
+        load_client(keys)
+    path.unlink()
+    assert load_client(keys) == loaded
+
+
 def test_a_secret_is_in_no_repr(keys: KeyFolders) -> None:
     for loaded in (load_engine(keys), load_client(keys)):
         assert repr(loaded.public_key) in repr(loaded)
@@ -49,7 +59,6 @@ def test_a_secret_is_in_no_repr(keys: KeyFolders) -> None:
         ("engine/engine.key_secret", load_engine),
         ("engine/engine.key", load_engine),
         ("alice/client.key_secret", load_client),
-        ("alice/client.key", load_client),
         ("alice/engine.key", load_client),
     ],
 )

@@ -141,6 +141,31 @@ def test_unfinished_messages_of_many_peers_are_bounded_together_and_the_largest_
         assert len(router._connections) == 3, "the modest one has finished its message"
 
 
+def test_what_waits_for_all_peers_is_bounded_together_and_the_largest_goes(
+    router: IpcRouter, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OUTPUT_BYTES", 10 * MB)
+    with ExitStack() as stack:
+        peers = [stack.enter_context(ZmtpPeer(endpoint)) for _ in range(5)]
+        ids = []
+        for peer in peers:
+            peer.greet()
+            serve(router, peer.await_handshake)
+            peer.send(b"hello")
+            ids.append(receive(router)[0])
+        modest, *greedy = ids
+        assert router.send(modest, [bytes(MB)]) is SendResult.SENT
+        for _ in range(4):
+            for routing_id in greedy:
+                router.send(routing_id, [bytes(MB)])
+        assert router._num_output_bytes <= 10 * MB
+        assert modest in router._connections
+        assert 0 < len(router._connections) < 5
+        for routing_id in list(router._connections):
+            router._drop(router._connections[routing_id])
+        assert router._num_output_bytes == 0
+
+
 def test_a_flood_of_frames_leaves_others_their_turn(router: IpcRouter, endpoint: str) -> None:
     with ZmtpPeer(endpoint) as flooder, ZmtpPeer(endpoint) as other:
         for peer in (flooder, other):

@@ -354,3 +354,15 @@ def test_an_error_quotes_little_of_a_long_field_name() -> None:
     with pytest.raises(ProtocolError, match=r"CONTROL: .*xxx\.\.\. \(\d+ characters\)") as caught:
         engine_decoder().decode([b"\x30", body])
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("body", [b"[1, 2]", b'\n {"protocol": [1, 0]}'])
+def test_json_is_recognised_by_its_first_sign(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="JSON"):
+        engine_decoder().decode([b"\x01", body])
+
+
+@pytest.mark.parametrize("version", [(1, -1), (-1, 0), (1, 2**53), (2**63, 0)])
+def test_a_version_is_made_of_integers_that_every_language_has(version: tuple[int, int]) -> None:
+    with pytest.raises(ProtocolError, match="HELLO"):
+        engine_decoder().decode([b"\x01", msgspec.msgpack.encode({"protocol": version})])

@@ -152,3 +152,21 @@ def test_parameters_do_not_share_their_lists() -> None:
 @pytest.mark.parametrize(("temperature", "greedy"), [(0.0, True), (9e-6, True), (1e-5, False)])
 def test_a_temperature_near_zero_is_greedy(temperature: float, greedy: bool) -> None:
     assert EngineSamplingParams(temperature=temperature).greedy is greedy
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", "3"), ("max_tokens", True), ("max_tokens", 1.0), ("temperature", "x"),
+        ("temperature", None), ("top_k", 1.5), ("top_p", [0.5]), ("seed", "7"), ("ignore_eos", 1),
+        ("stop", [3]), ("stop", b"x"), ("stop", {"a": 1}), ("stop_token_ids", "12"),
+        ("stop_token_ids", [1.5]), ("detokenize", "yes"),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{name}=.*wrong type"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_an_int_is_taken_for_a_float() -> None:
+    assert SamplingParams(temperature=1, top_p=1, min_p=0).temperature == 1.0

@@ -14,14 +14,15 @@ from nanocore.protocol.sockets.zmtp import Buffer, Role, ZmtpReader
 class IpcConnection:
     """A connection just accepted; the greeting waits to be written.
 
-    num_bytes: of its unfinished message, when it was last looked at. has_more: the last read left
+    num_bytes: of its unfinished message, when it was last looked at. num_unsent_bytes: of what
+    waits for it. has_more: the last read left
     something behind. is_queued: it is among those to be looked at. waits_for_room: the poller is to
     say when the peer takes more.
     """
 
     __slots__ = (
-        "fd", "has_more", "is_queued", "num_bytes", "reader", "routing_id", "socket", "unsent",
-        "waits_for_room",
+        "fd", "has_more", "is_queued", "num_bytes", "num_unsent_bytes", "reader", "routing_id",
+        "socket", "unsent", "waits_for_room",
     )  # fmt: skip
 
     def __init__(self, accepted: socket.socket, routing_id: bytes, role: Role) -> None:
@@ -31,6 +32,7 @@ class IpcConnection:
         self.routing_id = routing_id
         self.reader = ZmtpReader(role)
         self.num_bytes = 0
+        self.num_unsent_bytes = len(role.greeting)
         self.has_more = self.is_queued = self.waits_for_room = False
         self.unsent: deque[list[Buffer]] = deque([[role.greeting]])
 
@@ -51,6 +53,11 @@ class IpcConnection:
         self.reader.feed(scratch[:num_bytes])
         return True
 
+    def append(self, buffers: list[Buffer]) -> None:
+        """Let a message wait for the peer."""
+        self.unsent.append(buffers)
+        self.num_unsent_bytes += sum(map(len, buffers))
+
     def write(self) -> None:
         """Send what the peer takes now.
 
@@ -64,6 +71,7 @@ class IpcConnection:
                 num_sent = self.socket.sendmsg(buffers)
             except BlockingIOError:
                 return
+            self.num_unsent_bytes -= num_sent
             while buffers and num_sent >= len(buffers[0]):
                 num_sent -= len(buffers.pop(0))
             if buffers:

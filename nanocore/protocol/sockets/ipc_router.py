@@ -3,8 +3,8 @@
 One thread, no locks: `wait` sleeps in epoll, `receive` looks at one connection after the other, a
 bounded piece at a time, and `send` writes at once what the peer's socket takes. libzmq has no limit
 for what a peer may make it keep, and ends the process when descriptors run out; here a message, all
-unfinished messages together, what waits for a peer, and the number of connections are bounded, and
-a peer that goes beyond loses its connection. Routing ids are ours and never used twice.
+unfinished messages together, what waits for a peer and for all of them, and the number of
+connections are bounded. Who goes beyond loses the connection. Routing ids are ours, each used once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from nanocore.protocol.sockets.options import (
     LINGER_S,
     MAX_CONNECTIONS,
     MAX_INPUT_BYTES,
+    MAX_OUTPUT_BYTES,
     PEER_HIGH_WATER_MARK,
     SendResult,
 )
@@ -70,6 +71,7 @@ class IpcRouter:
         self._gone: list[bytes] = []
         self._num_accepted = 0
         self._num_input_bytes = 0  # of all unfinished messages
+        self._num_output_bytes = 0  # of all that waits for peers
         self._scratch = memoryview(bytearray(_READ_BYTES))
         self._num_looks = 0  # until it is time to see who else has sent something
         self._next_sweep_s = 0.0
@@ -127,10 +129,14 @@ class IpcRouter:
                 return SendResult.GONE
             if len(unsent) >= self._high_water_mark:
                 return SendResult.FULL
-        unsent.append(pack_message(frames))
+        buffers = pack_message(frames)
+        self._num_output_bytes += sum(map(len, buffers))
+        connection.append(buffers)
         if len(unsent) == 1 and not self._write(connection):
             return SendResult.GONE
-        return SendResult.SENT
+        if self._num_output_bytes > MAX_OUTPUT_BYTES:
+            self._drop(max(self._connections.values(), key=lambda one: one.num_unsent_bytes))
+        return SendResult.SENT if routing_id in self._connections else SendResult.GONE
 
     def take_gone(self) -> list[bytes]:
         gone, self._gone = self._gone, []
@@ -205,6 +211,7 @@ class IpcRouter:
                 continue  # or the peer has left already
             self._num_accepted += 1
             connection = IpcConnection(accepted, self._num_accepted.to_bytes(8, "big"), self._role)
+            self._num_output_bytes += connection.num_unsent_bytes
             self._connections[connection.routing_id] = connection
             self._by_fd[connection.fd] = connection
             self._guests.add(connection.routing_id, time.monotonic())
@@ -258,7 +265,8 @@ class IpcRouter:
         connection.reader.answers.clear()
         if len(connection.unsent) >= self._high_water_mark:
             return True
-        connection.unsent.append([answer])
+        self._num_output_bytes += len(answer)
+        connection.append([answer])
         return self._write(connection)
 
     def _count(self, connection: IpcConnection) -> None:
@@ -271,11 +279,14 @@ class IpcRouter:
 
     def _write(self, connection: IpcConnection) -> bool:
         """Send what the peer takes now, and wait for room if something is left; False: gone."""
+        before = connection.num_unsent_bytes
         try:
             connection.write()
         except OSError:
+            self._num_output_bytes -= before - connection.num_unsent_bytes
             self._drop(connection)
             return False
+        self._num_output_bytes -= before - connection.num_unsent_bytes
         if bool(connection.unsent) is not connection.waits_for_room:
             connection.waits_for_room = not connection.waits_for_room
             self._epoll.modify(connection.fd, _IN | _OUT if connection.waits_for_room else _IN)
@@ -291,6 +302,7 @@ class IpcRouter:
         if connection.is_queued:
             self._ready.remove(connection)
         self._num_input_bytes -= connection.num_bytes
+        self._num_output_bytes -= connection.num_unsent_bytes
         self._epoll.unregister(connection.fd)
         connection.socket.close()
 

@@ -20,6 +20,8 @@ MAX_FRAMES: Final = 8
 """Frames of one message that are kept, routing id included; no message of ours has as many."""
 MAX_INPUT_BYTES: Final = 2**28
 """Of messages that have not come whole, from all peers of an endpoint together."""
+MAX_OUTPUT_BYTES: Final = 2**28
+"""Of messages that wait for peers that do not read, for all of an endpoint together."""
 MAX_CONNECTIONS: Final = 2048
 MAX_OBSERVERS: Final = 256
 """Connections at an endpoint for KV cache events or their replays."""
