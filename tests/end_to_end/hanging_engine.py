@@ -22,6 +22,7 @@ import numpy as np
 from nanocore.engine_core import process
 from nanocore.engine_core.cli import parse_config
 from nanocore.engine_core.model_files import ModelFiles
+from nanocore.engine_core.standard_streams import LogHandler
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.sockets import EngineSocket
@@ -68,7 +69,7 @@ class HangingExecutor:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, handlers=[LogHandler()])
     if sys.argv[1] == "holding-the-lock":
         process.GRACE_S = 1.0  # nobody can say goodbye: why wait for it
     config = parse_config(sys.argv[2:])

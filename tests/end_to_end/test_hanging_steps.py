@@ -21,12 +21,14 @@ HANG = {
 
 
 @contextmanager
-def hanging(how: str, folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], Peer]]:
+def hanging(
+    how: str, folder: Path, *flags: str, stderr: int = subprocess.PIPE
+) -> Iterator[tuple[subprocess.Popen[str], Peer]]:
     """An engine that hangs on request, and a client in session with it."""
     endpoint = f"ipc://{folder}/engine.sock"
     command = [sys.executable, hanging_engine.__file__, how, "--listen", endpoint, *flags]
     sizes = ["--max-num-seqs", "1"]
-    with subprocess.Popen([*command, *sizes], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, *sizes], stderr=stderr, text=True) as process:
         peer = Peer(PeerSocket(endpoint), PATIENCE_S, set())
         try:
             peer.hello()
@@ -75,6 +77,18 @@ def test_a_step_that_hangs_with_the_interpreters_lock_ends_the_engine_all_the_sa
     assert process.returncode == 70
     assert "in _hang" in log, "not where it hangs"
     assert "in _serve" in log, "not all threads"
+
+
+def test_clients_are_told_of_a_hanging_step_although_nobody_reads_the_log(
+    short_path: Path, full_pipe: int
+) -> None:
+    flags = ("--step-timeout-s", "1")
+    with hanging("waiting", short_path, *flags, stderr=full_pipe) as (process, peer):
+        peer.send(Op.SUBMIT, HANG)
+        peer.accepted("hangs")
+        assert peer.expect(Error).code == "engine_dead"
+        peer.expect(Bye)
+        assert process.wait(PATIENCE_S) == 70
 
 
 def test_an_engine_that_is_idle_or_paused_is_not_taken_for_one_that_hangs(

@@ -25,7 +25,7 @@ from nanocore.client import (
     RequestOutput,
     SamplingParams,
 )
-from tests.end_to_end.engine_process import engine, run_to_exit
+from tests.end_to_end.engine_process import command, engine, run_to_exit
 
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -73,6 +73,29 @@ def test_a_bad_flag_exits_with_2_and_says_which(
     for word in words:
         assert word in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_engine_that_cannot_start_ends_although_nobody_reads_why(full_pipe: int) -> None:
+    process = subprocess.Popen(command("--max-num-seqs", "-3"), stderr=full_pipe)
+    assert process.wait(60) == 2
+
+
+def test_a_launcher_is_told_why_although_nobody_reads_the_log(
+    full_pipe: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's stderr is its launcher's."""
+
+    async def launch() -> None:
+        with pytest.raises(EngineStartError, match="nowhere"):
+            await AsyncEngineClient.launch("/nowhere").__aenter__()
+
+    saved = os.dup(2)
+    os.dup2(full_pipe, 2)
+    try:
+        run(launch())
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
 
 
 def break_model(folder: Path, damage: str) -> list[str]:
