@@ -71,7 +71,7 @@ def test_an_engine_without_room_to_start_says_so(
         resource.setrlimit(resource.RLIMIT_AS, (megabytes * 10**6, megabytes * 10**6))
 
     listen = f"ipc://{short_path}/e/engine.sock"
-    flags = ("--model", str(tiny_model), "--listen", listen, "--kv-cache-memory-bytes", "90000000")
+    flags = ("--model", str(tiny_model), "--listen", listen, "--kv-cache-memory-bytes", "600000000")
     result = subprocess.run(
         command(*flags), capture_output=True, text=True, check=False, preexec_fn=limit
     )
