@@ -79,6 +79,14 @@ class FakeEngine:
         """Say something that may be no message."""
         assert self._socket.send(self._client, frames) is SendResult.SENT
 
+    async def flush(self) -> None:
+        """Wait until the client's socket has taken all that was said: more than it holds at once.
+
+        On ipc nobody else sends it; libzmq, on TCP, has a thread for that.
+        """
+        while getattr(self._socket._router, "_num_output_bytes", 0):
+            await asyncio.to_thread(self._socket.wait, 10)
+
     async def welcome(self, message: Message | None = None) -> Hello:
         """Answer HELLO."""
         hello = await self.receive(Hello)
@@ -99,8 +107,7 @@ class FakeEngine:
             end = control.offset + MAX_FILE_CHUNK_BYTES
             data = contents[control.file or ""][control.offset : end]
             self.send(Reply(call_id=control.call_id, data=data))
-        while getattr(self._socket._router, "_num_output_bytes", 0):  # more than a socket holds
-            await asyncio.to_thread(self._socket.wait, 10)
+        await self.flush()
 
     def output(self, tokens: dict[int, list[int]], *events: Event) -> None:
         """OUTPUT with these tokens by handle; counts are sent only if they are needed."""

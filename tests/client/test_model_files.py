@@ -213,6 +213,7 @@ def test_a_chunk_that_cannot_be_right_ends_the_fetch(
             reading = asyncio.create_task(client.read_file(NAME))
             control = await engine.receive(Control)
             engine.send(Reply(call_id=control.call_id, **answer))
+            await engine.flush()
             with pytest.raises(ProtocolError, match=message):
                 await reading
 
