@@ -9,6 +9,8 @@ import pytest
 from tests.clients import python_stream
 from tests.clients.conftest import assert_conforms
 
+pytestmark = pytest.mark.campaign
+
 
 @pytest.mark.timeout(300)
 def test_it_conforms() -> None:

@@ -104,6 +104,7 @@ DEFECTS = {
 """Which scenario must find which defect of the client, and words of what it must say."""
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_found_by_its_scenario(
     socket: EngineSocket, endpoint: str, defect: str

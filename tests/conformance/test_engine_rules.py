@@ -148,6 +148,7 @@ DEFECTS = {
 """Which rule must find which defect of the fake engine, and words of what it must say."""
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_found_by_its_rule(endpoint: str, defect: str) -> None:
     name, words = DEFECTS[defect]
@@ -162,6 +163,7 @@ SILENCE_S = 0.5
 """What stands for the protocol's 30 s in the fake engine; its PINGs come every 20 ms."""
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("defect", "words"),
     [

@@ -30,6 +30,8 @@ from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import PeerSocket
 from tests.protocol.zmtp_peer import ZmtpPeer
 
+pytestmark = pytest.mark.campaign
+
 Heard = TypeVar("Heard", bound=Message)
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

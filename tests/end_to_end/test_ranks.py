@@ -28,6 +28,8 @@ from tests.end_to_end.rank_processes import (
     write_wide_model,
 )
 
+pytestmark = pytest.mark.campaign
+
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 

@@ -102,10 +102,12 @@ def test_the_reference_is_worth_comparing_with(tiny_model: Path) -> None:
                 "max_num_seqs": 48,
             },
             id="tp-2-async-budget-48",
+            marks=pytest.mark.campaign,
         ),
         pytest.param(
             {"pipeline_parallel_size": 2, "num_gpu_blocks_override": 40, "max_num_seqs": 16},
             id="pp-2-few-blocks",
+            marks=pytest.mark.campaign,
         ),
         pytest.param(
             {
@@ -115,6 +117,7 @@ def test_the_reference_is_worth_comparing_with(tiny_model: Path) -> None:
                 "max_num_seqs": 48,
             },
             id="tp-2-pp-2-budget-48",
+            marks=pytest.mark.campaign,
         ),
     ],
 )

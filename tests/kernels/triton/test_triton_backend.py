@@ -58,6 +58,7 @@ def test_a_model_says_with_it_what_it_says_with_torch(
     assert recorder.num_replays < engine.scheduler.counters.num_steps  # some were too large
 
 
+@pytest.mark.campaign
 def test_float16_rounds_as_torch_does(tmp_path: Path) -> None:
     """Of a model with experts, biases and a gate of each kind; the interpreter can do float16."""
     folder = BUILDERS["qwen2_moe"](tmp_path)
@@ -164,6 +165,7 @@ def sampled_logits(
     return logits
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize("batch_invariant", [True, pytest.param(False, marks=pytest.mark.campaign)])
 def test_batch_invariant_logits_are_the_same_bits_alone_in_a_crowd_and_in_chunks(
