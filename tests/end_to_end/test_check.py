@@ -109,6 +109,7 @@ def test_int8_holds_almost_twice_the_tokens_of_bf16(bf16_model: Path) -> None:
     assert num_blocks["int8"] / num_blocks["auto"] == pytest.approx(48 / 26, rel=0.02)
 
 
+@pytest.mark.campaign
 def test_dummy_weights_are_the_same_model_at_any_number_of_ranks(tmp_path: Path) -> None:
     model = write_wide_model(tmp_path / "dummy", intermediate_size=256)
     results = []

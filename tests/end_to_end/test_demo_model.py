@@ -14,6 +14,8 @@ import nanocore
 from tools.demo_model.evaluate import CONDITIONS, Condition, Outcome, evaluate
 from tools.demo_model.tasks import TASKS, held_out
 
+pytestmark = pytest.mark.campaign
+
 COUNT = 12
 MAX_BYTES = 16 * 10**6
 

@@ -25,6 +25,8 @@ from nanocore.protocol.codec import pack_int32
 from tests.end_to_end.engine_process import engine, run_to_exit
 from tests.kv_event_peers import PATIENCE_MS, Peer, peers, untyped
 
+pytestmark = pytest.mark.campaign
+
 DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
 TOPIC = "kv@engine-0@demo"
 SALT = "tenant-7-secret"

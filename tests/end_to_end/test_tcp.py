@@ -22,6 +22,8 @@ from tests.end_to_end.rank_processes import rank_pids
 from tests.port_scanner import PROBES, scan
 from tests.protocol.keys import KeyFolders, free_port, make_key_folders
 
+pytestmark = pytest.mark.campaign
+
 DEMO_MODEL = Path(str(resources.files("nanocore") / "demo_model"))
 QUESTION: list[ChatMessage] = [{"role": "user", "content": "What is 2 + 3?"}]
 ANSWER = "2 + 3 = 5"

@@ -42,6 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
     return model
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("batch_invariant", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_a_model_says_with_it_what_it_says_with_torch(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
