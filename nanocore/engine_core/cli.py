@@ -305,12 +305,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:  # before there is anything to end in order
         exit_code = 130
     except Exception as error:
-        is_ours = isinstance(error, StartError)
         text = f"internal error: {type(error).__name__}: {error}"
         cause = error if isinstance(error, StartError) else StartError(text)
         if parent is not None:
             parent.report_failure(cause)
-        if is_ours:
+        if cause is error:
             standard_streams.complain(f"nanocore-engine: {cause}")
         else:
             logging.exception("the engine failed to start")

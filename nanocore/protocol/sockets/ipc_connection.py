@@ -53,10 +53,12 @@ class IpcConnection:
         self.reader.feed(scratch[:num_bytes])
         return True
 
-    def append(self, buffers: list[Buffer]) -> None:
-        """Let a message wait for the peer."""
+    def append(self, buffers: list[Buffer]) -> int:
+        """Let a message wait for the peer; returns its bytes."""
+        num_bytes = sum(map(len, buffers))
         self.unsent.append(buffers)
-        self.num_unsent_bytes += sum(map(len, buffers))
+        self.num_unsent_bytes += num_bytes
+        return num_bytes
 
     def write(self) -> None:
         """Send what the peer takes now.

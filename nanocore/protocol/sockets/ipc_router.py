@@ -129,9 +129,7 @@ class IpcRouter:
                 return SendResult.GONE
             if len(unsent) >= self._high_water_mark:
                 return SendResult.FULL
-        buffers = pack_message(frames)
-        self._num_output_bytes += sum(map(len, buffers))
-        connection.append(buffers)
+        self._num_output_bytes += connection.append(pack_message(frames))
         if len(unsent) == 1 and not self._write(connection):
             return SendResult.GONE
         if self._num_output_bytes > MAX_OUTPUT_BYTES:
@@ -265,8 +263,7 @@ class IpcRouter:
         connection.reader.answers.clear()
         if len(connection.unsent) >= self._high_water_mark:
             return True
-        self._num_output_bytes += len(answer)
-        connection.append([answer])
+        self._num_output_bytes += connection.append([answer])
         return self._write(connection)
 
     def _count(self, connection: IpcConnection) -> None:
