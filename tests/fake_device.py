@@ -7,9 +7,10 @@ Graphs repeat what was recorded, at the addresses and with the host's values of 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
 import torch
@@ -22,10 +23,10 @@ R = TypeVar("R")
 
 @dataclass
 class FakePending:
-    """Implements `stream.Pending`."""
+    """Implements `stream.Pending`. work: None once it is done, for it may hold a graph."""
 
     stream: FakeStream
-    work: Work
+    work: Work | None
     staged: Tensor
     snapshot: Tensor
     result: Tensor | None = None
@@ -66,9 +67,34 @@ class FakeStream(Stream):
         pending = self.queue.popleft()
         unchanged = torch.equal(pending.staged[: len(pending.snapshot)], pending.snapshot)
         assert unchanged, "memory was written that a step in flight reads"
-        result = pending.work()
+        assert pending.work is not None
+        result, pending.work = pending.work(), None
         pending.result = None if result is None else result.clone()
         pending.done = True
+
+
+class FakeGraphPools:
+    """The pools of a device's graphs, counted as torch counts them.
+
+    A pool whose graphs are all gone can have no more: torch's allocator asserts it.
+    """
+
+    def __init__(self) -> None:
+        self.num_graphs: dict[int, int] = {}
+        self._num_handles = 0
+
+    def new_handle(self) -> int:
+        self._num_handles += 1
+        return self._num_handles
+
+    def enter(self, handle: int, graph: object) -> None:
+        """A graph begins to be recorded; it leaves when nothing refers to it any more."""
+        assert self.num_graphs.get(handle) != 0, "use_count > 0: this pool's graphs are all gone"
+        self.num_graphs[handle] = self.num_graphs.get(handle, 0) + 1
+        weakref.finalize(graph, self._leave, handle)
+
+    def _leave(self, handle: int) -> None:
+        self.num_graphs[handle] -= 1
 
 
 @dataclass
@@ -81,10 +107,16 @@ class FakeGraphRecorder:
 
     num_records: int = 0
     num_replays: int = 0
+    pools: FakeGraphPools = field(default_factory=FakeGraphPools)
+    pool: int | None = None
+
+    def begin_set(self) -> None:
+        self.pool = self.pools.new_handle()
 
     def record(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
         self.num_records += 1
         work()
+        assert self.pool is not None, "no set was begun"
         result = work()
 
         def replay() -> None:
@@ -93,6 +125,7 @@ class FakeGraphRecorder:
             for tensor, new in zip(_tensors(result), _tensors(again), strict=True):
                 tensor.copy_(new)
 
+        self.pools.enter(self.pool, replay)
         return result, replay
 
 

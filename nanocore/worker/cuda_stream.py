@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from typing import Final, TypeVar
 
@@ -62,7 +63,7 @@ class _CudaPending:
 
 
 class CudaGraphRecorder:
-    """Implements `step_graphs.GraphRecorder`; all graphs share one pool of memory.
+    """Implements `step_graphs.GraphRecorder`; all graphs of a set share one pool of memory.
 
     So they must be recorded from the largest on, and no two of them may run at once.
 
@@ -71,8 +72,12 @@ class CudaGraphRecorder:
 
     def __init__(self) -> None:
         self.last_bytes = 0
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+
+    def begin_set(self) -> None:
+        """Torch refuses a pool whose graphs are all gone: every set has one of its own."""
+        torch.cuda.empty_cache()  # what is left of the set before goes back to the device
+        self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -89,7 +94,14 @@ class CudaGraphRecorder:
             with torch.cuda.stream(self._stream):
                 # Other threads may allocate pinned memory meanwhile, which is no part of this.
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                result = work()
+                try:
+                    result = work()
+                except BaseException:
+                    # The stream would go on recording. What ended the work may have spoilt the
+                    # capture too, and is what is to be told.
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
         finally:
             gc.enable()

@@ -108,6 +108,7 @@ class ModelRunner:
 
         max_graphs: record so many of the largest graphs and no more.
         """
+        self.kv_caches, self._device_steps = [], None  # what they took is needed for the new ones
         self.kv_caches = [
             self._kv_cache(kv_format, (num_blocks, block_size, layer.attention.num_kv_heads))
             for layer in self.model.layers
@@ -117,7 +118,6 @@ class ModelRunner:
             max_num_seqs, max_model_len, block_size, self.config.vocab_size,
             self.placement.pp_size, has_tokens=self._queue is None,
         )  # fmt: skip
-        self._device_steps = None
         if self._queue is not None:
             num_columns = self.batch.blocks.ids.shape[1]
             rows = DeviceRows(max_num_seqs, max_model_len, num_columns, self.device)

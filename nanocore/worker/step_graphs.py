@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import GraphSupport
+from nanocore.protocol.errors import WorkerError
 from nanocore.worker.input_batch import BatchStep
 from nanocore.worker.step_memory import StepColumns, StepFields, StepShape, num_bytes
 
@@ -32,6 +33,10 @@ _MIXED_TOKENS: Final = (256, 512, 1024, 2048)
 
 class GraphRecorder(Protocol):
     """Records work that a device is to repeat."""
+
+    def begin_set(self) -> None:
+        """Graphs to come share memory with each other and with none before, which are gone."""
+        ...
 
     def record(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
         """Run work, perhaps several times.
@@ -82,6 +87,9 @@ class StepGraphs(Generic[R]):
     Args:
         shapes: see `graph_shapes`; the smaller ones live in the memory of the first.
         compute: enqueues a step's work. spare_row: for padding. device: of the inputs.
+
+    Raises:
+        WorkerError: one cannot be recorded.
     """
 
     def __init__(
@@ -97,6 +105,7 @@ class StepGraphs(Generic[R]):
         memory = torch.zeros(max(map(num_bytes, shapes), default=0), dtype=torch.uint8)
         on_device = torch.empty_like(memory, device=device)
         graphs = []
+        recorder.begin_set()
         for shape in shapes:
             StepColumns(memory, shape, spare_row).fill_with_padding()
             on_device.copy_(memory)
@@ -161,5 +170,12 @@ def _record(
 ) -> Graph[R]:
     memory = memory[: num_bytes(shape)]
     fields = StepFields.of(memory, shape)
-    result, replay = recorder.record(lambda: compute(fields, bounds))
+    try:
+        result, replay = recorder.record(lambda: compute(fields, bounds))
+    except Exception as error:  # whatever it is: a kernel, its compiler, memory, the driver
+        kind = "decodes" if shape.is_uniform else "mixed tokens"
+        raise WorkerError(
+            f"no graph of {shape.num_tokens} {kind} could be recorded, {type(error).__name__}: "
+            f"{error}; --enforce-eager does without graphs"
+        ) from error
     return Graph(shape, memory, fields, result, replay)

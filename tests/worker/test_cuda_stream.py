@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanocore.worker.cuda_stream import CudaGraphRecorder, CudaStream
+from tests.fake_device import FakeGraphPools
 
 DEVICE = torch.device("cuda", 0)
 
@@ -36,6 +37,7 @@ class FakeCuda:
         self.num_streams = 0
         self.free_bytes = 1000
         self.current = "default"
+        self.pools = FakeGraphPools()
 
     def Stream(self, device: torch.device | None = None) -> FakeStream:
         self.num_streams += 1
@@ -54,11 +56,16 @@ class FakeCuda:
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         before, self.current = self.current, stream.name
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
-    def graph_pool_handle(self) -> tuple[int, int]:
-        return 0, 7
+    def graph_pool_handle(self) -> int:
+        return self.pools.new_handle()
+
+    def empty_cache(self) -> None:
+        self.log.append("cache emptied")
 
     def mem_get_info(self) -> tuple[int, int]:
         return self.free_bytes, 2000
@@ -93,12 +100,13 @@ class FakeEvent:
         self.cuda.ready.add(self.number)
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeGraph:
     cuda: FakeCuda
 
-    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
         assert not gc.isenabled()
+        self.cuda.pools.enter(pool, self)
         self.cuda.log.append(f"capture on {self.cuda.current}, pool {pool}, {capture_error_mode}")
 
     def capture_end(self) -> None:
@@ -114,7 +122,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     for name in (
         "Stream", "Event", "CUDAGraph", "current_stream", "stream", "graph_pool_handle",
-        "mem_get_info",
+        "mem_get_info", "empty_cache",
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
     empty = torch.empty
@@ -187,6 +195,8 @@ def test_a_graph_is_recorded_after_warm_ups_in_the_common_pool(
         torch, "as_tensor", lambda span, device: (spans.append(span), as_tensor([1.0]))[1]
     )
     recorder = CudaGraphRecorder()
+    recorder.begin_set()
+    assert cuda.log.pop() == "cache emptied"
     made: list[Result] = []
 
     def work() -> Result:
@@ -197,7 +207,7 @@ def test_a_graph_is_recorded_after_warm_ups_in_the_common_pool(
     result, replay = recorder.record(work)
     assert cuda.log == [
         "stream 1 waits for default", "work on stream 1", "work on stream 1",
-        "host waits for stream 1", "capture on stream 1, pool (0, 7), thread_local",
+        "host waits for stream 1", "capture on stream 1, pool 1, thread_local",
         "work on stream 1", "captured",
     ]  # fmt: skip
     assert gc.isenabled()
@@ -215,11 +225,37 @@ def test_a_graph_is_recorded_after_warm_ups_in_the_common_pool(
     assert result.logits is not made[-1].logits
 
 
-def test_a_failed_recording_leaves_the_collector_on(cuda: FakeCuda) -> None:
-    def work() -> None:
-        if "captured" not in cuda.log and any("capture on" in line for line in cuda.log):
-            raise RuntimeError("not permitted")
+def test_a_set_has_a_pool_of_its_own_for_that_of_graphs_that_are_gone_takes_no_more(
+    cuda: FakeCuda,
+) -> None:
+    recorder = CudaGraphRecorder()
+    for pool in (1, 2):
+        recorder.begin_set()
+        graphs = [recorder.record(lambda: None) for _ in range(3)]
+        assert cuda.pools.num_graphs[pool] == 3
+        del graphs
+        assert cuda.pools.num_graphs[pool] == 0
+    with pytest.raises(AssertionError, match="all gone"):
+        recorder.record(lambda: None)
 
-    with pytest.raises(RuntimeError, match="not permitted"):
-        CudaGraphRecorder().record(work)
-    assert gc.isenabled()
+
+def test_a_failed_recording_ends_its_capture_and_leaves_the_collector_on(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> None:
+        if cuda.log[-1].startswith("capture on"):
+            raise ValueError("not permitted")
+
+    def spoilt(graph: FakeGraph) -> None:
+        end(graph)
+        raise RuntimeError("the capture was invalidated")
+
+    recorder, end = CudaGraphRecorder(), FakeGraph.capture_end
+    for capture_end in (end, spoilt):
+        recorder.begin_set()
+        monkeypatch.setattr(FakeGraph, "capture_end", capture_end)
+        with pytest.raises(ValueError, match="not permitted"):
+            recorder.record(work)
+        assert cuda.log[-1] == "captured"
+        assert cuda.current == "default"
+        assert gc.isenabled()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from nanocore.kernels.backend import select_kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
-from nanocore.protocol.errors import CacheMemoryError
+from nanocore.protocol.errors import CacheMemoryError, WorkerError
 from nanocore.protocol.plan import SchedulerOutput
 from nanocore.worker import memory
 from nanocore.worker.config.model_config import load_model_config
@@ -142,5 +143,22 @@ def test_on_a_device_the_largest_graphs_are_recorded_to_be_counted(tiny_model: P
     )
     run_largest_steps(runner, kv_cache_format("auto", torch.float32), config)
     assert recorder.num_records == NUM_PROFILED_GRAPHS
-    assert len(runner.graph_shapes(8, 300, 16)) > NUM_PROFILED_GRAPHS
+    num_graphs = len(runner.graph_shapes(8, 300, 16))
+    assert num_graphs > NUM_PROFILED_GRAPHS
     assert runner.kv_caches == []
+    runner.allocate(kv_cache_format("auto", torch.float32), 20, 16, 8, 64, 300)
+    gc.collect()  # a fake graph refers to what it repeats, and that to it
+    assert recorder.pools.num_graphs == {1: 0, 2: num_graphs}
+
+
+def test_a_graph_that_cannot_be_recorded_is_told_with_a_remedy(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("out of resource: shared memory")
+
+    monkeypatch.setattr(FakeGraphRecorder, "record", fail)
+    queue = DeviceQueue(FakeStream(1), FakeGraphRecorder())
+    runner = ModelRunner(load_model(tiny_model), DeviceKernels(), queue=queue)
+    with pytest.raises(WorkerError, match=r"graph of 8 decodes.*shared memory.*--enforce-eager"):
+        runner.allocate(kv_cache_format("auto", torch.float32), 20, 16, 8, 64, 48)
