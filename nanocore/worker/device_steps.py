@@ -8,6 +8,8 @@ no kernel for them, or ranks share the vocabulary. Shape suffixes: see `nanocore
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,9 +24,11 @@ from nanocore.worker.block_table import AppendedBlocks
 from nanocore.worker.device_rows import DeviceRows, NewTokens
 from nanocore.worker.input_batch import BatchStep, InputBatch
 from nanocore.worker.sampling.sampler import TokenSampler
-from nanocore.worker.step_graphs import GraphRecorder, HostBounds, StepGraphs
+from nanocore.worker.step_graphs import GraphRecorder, HostBounds, StepGraphs, padded_steps
 from nanocore.worker.step_memory import StepColumns, StepFields, StepShape, num_bytes
 from nanocore.worker.stream import Pending, Stream
+
+logger = logging.getLogger(__name__)
 
 
 class ComputeLogits(Protocol):
@@ -93,6 +97,18 @@ class DeviceSteps:
         self._graphs = StepGraphs(
             shapes, self._compute, recorder, rows.spare_row, rows.token_table.shape[1], self._device
         )
+
+    def warm_up(self, shapes: list[StepShape]) -> None:
+        """Compute a step of padding of each of these shapes, so that kernels for them are compiled.
+
+        On all stages together: hidden states pass between them.
+        """
+        start_s = time.monotonic()
+        max_model_len = self._rows.token_table.shape[1]
+        for shape, memory in padded_steps(shapes, self._rows.spare_row, self._device):
+            fields = StepFields.of(memory, shape)
+            self._compute(fields, HostBounds.of_shape(shape, max_model_len))
+        logger.info("kernels for %d steps, %.2f s", len(shapes), time.monotonic() - start_s)
 
     def begin(
         self,

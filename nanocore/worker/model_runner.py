@@ -52,7 +52,10 @@ class StageLinks:
 
 @dataclass(frozen=True, slots=True)
 class DeviceQueue:
-    """Of a device beside the host. recorder: None if steps are to run kernel by kernel."""
+    """Of a device beside the host. recorder: None if steps are to run kernel by kernel.
+
+    A stage of a pipeline has none: hidden states come from other ranks.
+    """
 
     stream: Stream
     recorder: GraphRecorder | None = None
@@ -106,7 +109,8 @@ class ModelRunner:
     ) -> None:
         """Allocate the KV cache and the persistent batch, compute the rotary tables, capture.
 
-        max_graphs: record so many of the largest graphs and no more.
+        Where there is no recorder, kernels are compiled instead, so that no request waits for it.
+        max_graphs: so many of the largest and no more.
         """
         self.kv_caches, self._device_steps = [], None  # what they took is needed for the new ones
         self.kv_caches = [
@@ -124,22 +128,21 @@ class ModelRunner:
             self._device_steps = DeviceSteps(
                 self.batch, rows, self._logits, self.sampler, self._queue.stream
             )
-            shapes = self.graph_shapes(max_num_seqs, max_num_batched_tokens, block_size)
-            if shapes and self._queue.recorder is not None:
-                self._device_steps.record(shapes[:max_graphs], self._queue.recorder)
+            shapes = self.step_shapes(max_num_seqs, max_num_batched_tokens, block_size)[:max_graphs]
+            if self._queue.recorder is not None:
+                self._device_steps.record(shapes, self._queue.recorder)
+            else:
+                self._device_steps.warm_up(shapes)
             self._queue.stream.join()
         elif self.placement.num_ranks == 1 and not self._enforce_eager:
             self._replay = self.kernels.capture(
                 self._whole_step, max_num_batched_tokens, max_num_seqs
             )
 
-    def graph_shapes(
+    def step_shapes(
         self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int
     ) -> list[StepShape]:
-        """Of the graphs that `allocate` records, the largest first."""
-        is_whole = self.placement.pp_size == 1  # else hidden states come from other ranks
-        if self._queue is None or self._queue.recorder is None or not is_whole:
-            return []
+        """Of the steps that `allocate` records, or compiles kernels for, the largest first."""
         support = self.kernels.graph_support
         return graph_shapes(support, max_num_seqs, max_num_batched_tokens, block_size)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -102,15 +102,11 @@ class StepGraphs(Generic[R]):
         device: torch.device,
     ) -> None:
         start_s = time.monotonic()
-        memory = torch.zeros(max(map(num_bytes, shapes), default=0), dtype=torch.uint8)
-        on_device = torch.empty_like(memory, device=device)
-        graphs = []
         recorder.begin_set()
-        for shape in shapes:
-            StepColumns(memory, shape, spare_row).fill_with_padding()
-            on_device.copy_(memory)
-            bounds = HostBounds.of_shape(shape, max_model_len)
-            graphs.append(_record(shape, on_device, bounds, compute, recorder))
+        graphs = [
+            _record(shape, memory, HostBounds.of_shape(shape, max_model_len), compute, recorder)
+            for shape, memory in padded_steps(shapes, spare_row, device)
+        ]
         self._uniform = [graph for graph in reversed(graphs) if graph.shape.is_uniform]
         self._mixed = [graph for graph in reversed(graphs) if not graph.shape.is_uniform]
         logger.info(
@@ -126,6 +122,20 @@ class StepGraphs(Generic[R]):
             if _fits(shape, graph.shape):
                 return graph
         return None
+
+
+def padded_steps(
+    shapes: list[StepShape], spare_row: int, device: torch.device
+) -> Iterator[tuple[StepShape, Tensor]]:
+    """The inputs of a step of each shape that is nothing but padding, one after the other in the
+    same memory on the device; the first is the largest.
+    """
+    memory = torch.zeros(max(map(num_bytes, shapes), default=0), dtype=torch.uint8)
+    on_device = torch.empty_like(memory, device=device)
+    for shape in shapes:
+        StepColumns(memory, shape, spare_row).fill_with_padding()
+        on_device.copy_(memory)
+        yield shape, on_device[: num_bytes(shape)]
 
 
 def graph_shapes(
@@ -168,7 +178,6 @@ def _record(
     compute: Callable[[StepFields, HostBounds], R],
     recorder: GraphRecorder,
 ) -> Graph[R]:
-    memory = memory[: num_bytes(shape)]
     fields = StepFields.of(memory, shape)
     try:
         result, replay = recorder.record(lambda: compute(fields, bounds))

@@ -78,7 +78,7 @@ class Worker:
         if self.device.type != "cuda":
             return None
         torch.cuda.set_device(self.device)
-        if not self._config.enforce_eager:
+        if not self._config.enforce_eager and self._config.pipeline_parallel_size == 1:
             self._recorder = CudaGraphRecorder()
         depth = steps_in_flight(self._config, self.device)
         return DeviceQueue(CudaStream(depth, self.device), self._recorder)
@@ -140,11 +140,11 @@ class Worker:
         start_s = time.monotonic()
         run_largest_steps(runner, self._kv_format, config)
         logger.info("largest steps, and kernels for them, %.2f s", time.monotonic() - start_s)
+        if self._recorder is None:
+            return 0
         num_graphs = len(
-            runner.graph_shapes(
+            runner.step_shapes(
                 config.max_num_seqs, config.max_num_batched_tokens, config.block_size
             )
         )
-        if self._recorder is None:
-            return 0
         return self._recorder.last_bytes * max(0, num_graphs - NUM_PROFILED_GRAPHS)

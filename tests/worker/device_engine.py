@@ -22,6 +22,7 @@ from nanocore.kernels.backend import (
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.worker import Quantization
 from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
@@ -130,16 +131,21 @@ class Engine:
             queue = DeviceQueue(self.stream, recorder)
         kernels = (kernels or DeviceKernels()) if depth else TorchKernels()
         self.runner = ModelRunner(model, kernels, queue=queue)
-        self.runner.allocate(
-            kv_cache_format("auto", model.placement.dtype), num_blocks, BLOCK_SIZE, MAX_NUM_SEQS,
-            MAX_MODEL_LEN, budget,
-        )  # fmt: skip
+        self.num_blocks, self.budget = num_blocks, budget
+        self.allocate()
         self.scheduler, _ = make_scheduler(
             num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN,
         )  # fmt: skip
         self.depth = max(1, depth)
         self.deliveries = Deliveries()
+
+    def allocate(self) -> None:
+        """Make the runner's KV cache and batch."""
+        self.runner.allocate(
+            kv_cache_format("auto", self.runner.placement.dtype), self.num_blocks, BLOCK_SIZE,
+            MAX_NUM_SEQS, MAX_MODEL_LEN, self.budget,
+        )  # fmt: skip
 
     def run(self, wishes: list[Wish]) -> dict[int, list[int]]:
         """The tokens that each request gets."""
@@ -159,13 +165,16 @@ class Engine:
 
 
 def load_model(
-    folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    folder: Path,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    quantization: Quantization | None = None,
 ) -> DecoderModel:
     """A model on one rank, its weights loaded."""
     placement = Placement(dtype, torch.device(device))
     model = build_model(load_model_config(folder), placement)
     load_weights(folder, model.slots(), model.ignored_tensors)
-    ModelRunner(model, TorchKernels()).pack(None)
+    ModelRunner(model, TorchKernels()).pack(quantization)
     return model
 
 

@@ -143,7 +143,7 @@ def test_on_a_device_the_largest_graphs_are_recorded_to_be_counted(tiny_model: P
     )
     run_largest_steps(runner, kv_cache_format("auto", torch.float32), config)
     assert recorder.num_records == NUM_PROFILED_GRAPHS
-    num_graphs = len(runner.graph_shapes(8, 300, 16))
+    num_graphs = len(runner.step_shapes(8, 300, 16))
     assert num_graphs > NUM_PROFILED_GRAPHS
     assert runner.kv_caches == []
     runner.allocate(kv_cache_format("auto", torch.float32), 20, 16, 8, 64, 300)
