@@ -3,9 +3,7 @@
     OMP_NUM_THREADS=1 nice -n -15 python benchmarks/sampling.py [--rounds 15]
 
 From logits to tokens on the CPU, with the native kernels, on all cores. Logits are normal; flat
-ones deviate by 0.05, so that every token matters, and peaked ones by 8. `by candidates` is top_p
-0.95 as several ranks sample it, and as one rank did before it had a kernel; for few logits only.
-Cases take turns, and each sampling has noise of its own; a ratio is of two medians of one run.
+ones deviate by 0.05, so that every token matters, and peaked ones by 8. Cases take turns, and each sampling has noise of its own; a ratio is of two medians of one run.
 Writes benchmarks/results/sampling.json.
 """
 
@@ -22,8 +20,7 @@ import torch
 from machine import describe_run, nice_sessions, spread, write_report
 from torch import Tensor
 
-from nanocore.kernels.backend import Filters, Kernels, Noise, select_kernels
-from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.backend import Kernels, select_kernels
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
 from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
@@ -42,18 +39,7 @@ FILTERS: Final[dict[str, tuple[int, float, float]]] = {
     "top_k 50, top_p 0.95, min_p 0.05": (50, 0.95, 0.05),
 }
 """top_k, top_p, min_p; the first has none, and is what the others are compared with."""
-BY_CANDIDATES: Final = "top_p 0.95, by candidates"
 _MIN_LOGITS: Final = 1 << 20  # of one timing: small cases are repeated
-_MAX_CANDIDATE_LOGITS: Final = 1 << 20
-
-
-class _NoFilterKernel(CpuKernels):
-    """As ranks that share a vocabulary sample."""
-
-    def best_filtered_token(
-        self, logits_RV: Tensor, noise: Noise, filters: Filters
-    ) -> tuple[Tensor, Tensor] | None:
-        return None
 
 
 def make_sampling(
@@ -83,9 +69,6 @@ def measure(shape: str, vocab_size: int, num_rows: int, num_rounds: int) -> dict
     logits_RV = SHAPES[shape] * torch.randn(num_rows, vocab_size, generator=generator)
     kernels = select_kernels("cpu", torch.device("cpu"))
     samplings = {name: make_sampling(kernels, logits_RV, *f) for name, f in FILTERS.items()}
-    if num_rows * vocab_size <= _MAX_CANDIDATE_LOGITS:
-        plain = _NoFilterKernel(kernels._library)  # type: ignore[attr-defined]
-        samplings[BY_CANDIDATES] = make_sampling(plain, logits_RV, *FILTERS["top_p 0.95"])
     num_repeats = max(1, _MIN_LOGITS // logits_RV.numel())
     figures: dict[str, list[float]] = {name: [] for name in samplings}
     for round_number in range(num_rounds):
@@ -104,13 +87,13 @@ def measure(shape: str, vocab_size: int, num_rows: int, num_rounds: int) -> dict
 
 def table(cases: list[dict[str, Any]]) -> str:
     """A line for each case: a temperature alone in microseconds, and the ratios of the others."""
-    names = [*FILTERS, BY_CANDIDATES]
+    names = list(FILTERS)
     lines = ["| logits, vocabulary, rows | " + " | ".join(names) + " |"]
     lines.append("|---" * (1 + len(names)) + "|")
     for case in cases:
         figures = case["figures"]
         cells = [f"{figures['temperature']['median']:,.0f} us"]
-        cells += [f"{figures[n]['ratio']:.2f}" if n in figures else "-" for n in names[1:]]
+        cells += [f"{figures[name]['ratio']:.2f}" for name in names[1:]]
         what = f"{case['logits']}, {case['vocab_size']:,}, {case['rows']}"
         lines.append(f"| {what} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -288,8 +288,8 @@ class Kernels(Protocol):
 
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters
-    ) -> tuple[Tensor, Tensor] | None:
-        """As `best_token` with noise, among the tokens that stay; None if there is no such kernel.
+    ) -> tuple[Tensor, Tensor]:
+        """As `best_token` with noise, among the tokens that stay.
 
         logits_RV: of the whole vocabulary. Temperatures are above 0. The host does not wait.
         Weights exp(logit - best) are float32 and their sums float64 (Triton's: within a thread

@@ -15,6 +15,7 @@ from torch import Tensor
 from nanocore.kernels.gumbel_noise import best_with_noise
 from nanocore.kernels.linear_weight import LinearWeight, check_quantization, quantize_weight
 from nanocore.kernels.torch_attention import paged_attention
+from nanocore.kernels.torch_filtered_sampling import filtered
 from nanocore.kernels.torch_kv_cache import store_kv
 from nanocore.kernels.torch_moe import gated, moe
 
@@ -145,8 +146,8 @@ class TorchKernels:
 
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters
-    ) -> tuple[Tensor, Tensor] | None:
-        return None
+    ) -> tuple[Tensor, Tensor]:
+        return self.best_token(filtered(logits_RV, noise, filters), 0, noise)
 
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
         return x_TE[index_R]

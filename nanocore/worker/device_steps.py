@@ -2,8 +2,7 @@
 
 The host packs a step's differences and columns into pinned memory, enqueues one copy and the work,
 and goes on; what a step needs of the one before it, its tokens, it takes from the tables on the
-device. Nothing here waits for the device, but rows with top_k, top_p or min_p where the backend has
-no kernel for them, or ranks share the vocabulary. Shape suffixes: see `nanocore.kernels.backend`.
+device. Nothing here waits for the device. Shape suffixes: see `nanocore.kernels.backend`.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ class DeviceSteps:
         size = num_bytes(layout)
         staged = self._stream.stage(size + (0 if new is None else new.column.nbytes))
         columns = self._columns(staged, layout, is_graph=graph is not None)
-        num_filtered, max_top_k = columns.fill(step, appended, self._batch)
+        num_filtered = columns.fill(step, appended, self._batch)
         if new is not None:
             staged[size:].view(torch.int32).numpy()[:] = new.column
 
@@ -147,7 +146,7 @@ class DeviceSteps:
             if result is None:
                 return None
             if num_filtered:
-                self._sample_filtered(inputs, result, num_filtered, max_top_k)
+                self._sample_filtered(inputs, result, num_filtered)
             return result.token_ids_R[: shape.num_samples]
 
         if self._sampler is not None:  # else the tokens come with a later plan
@@ -187,9 +186,7 @@ class DeviceSteps:
         rows.append_tokens(step, token_ids_R)
         return Sampled(logits_RV, token_ids_R)
 
-    def _sample_filtered(
-        self, step: StepFields, result: Sampled, num_filtered: int, max_top_k: int
-    ) -> None:
+    def _sample_filtered(self, step: StepFields, result: Sampled, num_filtered: int) -> None:
         """Sample these rows anew, among the tokens that their filters leave."""
         assert self._sampler is not None
         index_F = step.filtered_R[:num_filtered]
@@ -197,7 +194,6 @@ class DeviceSteps:
             result.logits_RV[index_F],
             _noise(step).of_rows(index_F),
             Filters(step.top_k_R, step.top_p_R, step.min_p_R).of_rows(index_F),
-            max_top_k,
         )
         result.token_ids_R[index_F] = chosen_F
         self._rows.append_tokens(step, result.token_ids_R)

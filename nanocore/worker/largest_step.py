@@ -60,7 +60,6 @@ def _sample(sampler: TokenSampler, width: int, num_rows: int, device: torch.devi
             column(0.999, torch.float32),
             column(0.0, torch.float32),
         ),
-        max_top_k=sampler.vocab_size,
     )
 
 

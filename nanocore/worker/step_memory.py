@@ -97,13 +97,10 @@ class StepColumns:
         self._is_uniform = shape.is_uniform
         self._spare_row = spare_row
 
-    def fill(self, step: BatchStep, appended: AppendedBlocks, batch: InputBatch) -> tuple[int, int]:
-        """Write a step, and padding.
-
-        Returns how many of its rows are filtered, and the largest top_k of those.
-        """
+    def fill(self, step: BatchStep, appended: AppendedBlocks, batch: InputBatch) -> int:
+        """Write a step, and padding; returns how many of its rows are filtered."""
         order, rows = step.order, step.sample_rows
-        top_k, filtered = batch.top_k[rows], batch.is_filtered[rows].nonzero()[0]
+        filtered = batch.is_filtered[rows].nonzero()[0]
         self._write(
             rows_T=order.rows_T,
             positions_T=step.positions_T,
@@ -119,13 +116,13 @@ class StepColumns:
             block_ids_W=appended.block_ids,
             seq_lens_B=step.seq_lens_B,
             temperature_R=batch.temperature[rows],
-            top_k_R=top_k,
+            top_k_R=batch.top_k[rows],
             top_p_R=batch.top_p[rows],
             min_p_R=batch.min_p[rows],
         )
         self._write_query_starts(order.query_start_A.numpy())
         self._write_num_decodes(order.num_decodes)
-        return len(filtered), int(top_k[filtered].max(initial=0))
+        return len(filtered)
 
     def fill_with_padding(self) -> None:
         """Write a step of nothing else: of decodes, or else of chunks."""

@@ -172,7 +172,7 @@ def test_prompts_that_touch_it_end_with_an_error_and_others_are_as_ever(
 
 
 def test_on_two_ranks(healthy: Path, damaged: Path) -> None:
-    """They sample from candidates; each plans for itself, and all agree."""
+    """They exchange what they sample from; each plans for itself, and all agree."""
 
     def of_rank(tp: Communicator) -> Deliveries:
         placement = Placement(torch.float32, torch.device("cpu"), tp)

@@ -118,7 +118,6 @@ def test_sampling_columns_follow_their_rows() -> None:
     assert not sampling.all_greedy
     assert sampling.unfiltered_rows.tolist() == [0, 1]
     assert sampling.filtered_rows.tolist() == [2]
-    assert sampling.max_top_k == 7
     assert sampling.temperature_R.tolist() == [0.0, 1.0, 0.5]
     assert sampling.top_k_R.tolist() == [50, 50, 7]
     assert sampling.top_p_R.tolist() == [1.0, 1.0, 0.25]

@@ -210,7 +210,7 @@ class CpuKernels:
 
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Tensor, Tensor]:
         num_rows, width = logits_RV.shape
         value_R = torch.empty(num_rows)
         index_R = torch.empty(num_rows, dtype=torch.int64)

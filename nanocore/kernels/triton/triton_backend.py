@@ -155,7 +155,7 @@ class TritonKernels:
 
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Tensor, Tensor]:
         return filtered_sampling.best_filtered_token(logits_RV, noise, filters)
 
     def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:

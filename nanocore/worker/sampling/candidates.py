@@ -1,14 +1,13 @@
 """Tokens with their logits as single integers: what ranks send each other when they sample.
 
 A candidate is an int64 that is greater for a greater logit, and of equal logits for the smaller
-token id. No two tokens of a row are equal, so the best C of a row are the same set however its
-vocabulary is split, and maxima, merges and cuts need no rule for ties. One whose logit is not
-finite stands for no token: a row that has it for its best has none. NaN is above all others.
+token id. No two tokens of a row are equal, so the best of a row is the same however its vocabulary
+is split, and a maximum needs no rule for ties. One whose logit is not finite stands for no token: a
+row that has it for its best has none. NaN is above all others.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,15 +66,3 @@ def best_candidate(
     value_R, column_R = kernels.best_token(logits_RV, first_token, noise)
     best_R = make_candidates(value_R, column_R + first_token)
     return torch.where(value_R.isnan(), nan_candidates((), value_R.device), best_R)
-
-
-def best_first(candidates_RV: Tensor, count: int) -> Tensor:
-    """The best `count` of each row, which has no fewer, in order; [R, count]."""
-    if not candidates_RV.is_cpu:
-        return candidates_RV.topk(count, dim=1).values
-    # numpy selects and sorts with the CPU's vector instructions: ten times as fast as torch.
-    keys_RV = candidates_RV.numpy()
-    rest = keys_RV.shape[1] - count
-    if rest > 0 and count > 0:
-        keys_RV = np.partition(keys_RV, rest, axis=1)
-    return torch.from_numpy(np.sort(keys_RV[:, rest:], axis=1)[:, ::-1].copy())

@@ -16,7 +16,6 @@ class SamplingMetadata:
 
     all_greedy: every row takes its most likely token. filtered_rows: int64 indices of the R that
     have top_k, top_p or min_p; unfiltered_rows: of the others, whose temperature may be 0.
-    max_top_k: the largest top_k of filtered rows, V if one of them has none; known on the host.
     temperature_R, top_p_R, min_p_R: float32. top_k_R: int32, V where it is off.
     seed_R: int64; a row's noise is a function of it, the token's position and its id.
     """
@@ -24,7 +23,6 @@ class SamplingMetadata:
     all_greedy: bool
     filtered_rows: Tensor
     unfiltered_rows: Tensor
-    max_top_k: int
     temperature_R: Tensor
     top_k_R: Tensor
     top_p_R: Tensor
@@ -46,7 +44,6 @@ class SamplingMetadata:
             all_greedy=not temperature.any(),
             filtered_rows=torch.from_numpy(np.flatnonzero(is_filtered)),
             unfiltered_rows=torch.from_numpy(np.flatnonzero(~is_filtered)),
-            max_top_k=int(top_k[is_filtered].max(initial=0)),
             temperature_R=torch.from_numpy(temperature),
             top_k_R=torch.from_numpy(top_k),
             top_p_R=torch.from_numpy(top_p),
