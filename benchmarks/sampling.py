@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 nice -n -15 python benchmarks/sampling.py [--rounds 15]
 
 From logits to tokens on the CPU, with the native kernels, on all cores. Logits are normal; flat
-ones deviate by 0.05, so that every token matters, and peaked ones by 8. Cases take turns, and each sampling has noise of its own; a ratio is of two medians of one run.
+ones deviate by 0.05, so that every token matters, and peaked ones by 8. Cases take turns, and each
+sampling has noise of its own; a ratio is of two medians of one run.
 Writes benchmarks/results/sampling.json.
 """
 
