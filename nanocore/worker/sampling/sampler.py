@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanocore.kernels.backend import Filters, Kernels, Noise
 from nanocore.kernels.gumbel_noise import cached_rows, gumbel_noise
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.candidates import (
     best_candidate,
@@ -69,12 +70,20 @@ class TokenSampler:
         )  # fmt: skip
         return token_ids_R
 
-    def sample_plain(self, logits_RV: Tensor, noise: Noise | None) -> Tensor:
-        """Of rows without filters, int64 [R]; without noise the most likely tokens."""
+    def sample_plain(
+        self, logits_RV: Tensor, noise: Noise | None, places: TokenPlaces | None = None
+    ) -> Tensor:
+        """Of rows without filters, int64 [R]; without noise the most likely tokens.
+
+        places: where the tokens are to be written, too.
+        """
         if self._tp.size == 1:
-            return self._kernels.best_token(logits_RV, self._first_token, noise)[1]
+            return self._kernels.best_token(logits_RV, self._first_token, noise, places)[1]
         best_R = best_candidate(logits_RV, self._first_token, self._kernels, noise)
-        return sampled_token_ids(self._tp.all_gather(best_R).amax(dim=0))
+        token_ids_R = sampled_token_ids(self._tp.all_gather(best_R).amax(dim=0))
+        if places is not None:
+            places.write(token_ids_R)
+        return token_ids_R
 
     def sample_filtered(
         self, logits_RV: Tensor, noise: Noise, filters: Filters, max_top_k: int

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from nanocore.kernels.backend import Kernels, Noise, select_kernels
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker import step_graphs
@@ -155,11 +156,13 @@ def sampled_logits(
     sample = engine.runner.sampler.sample_plain
     logits: dict[tuple[int, int], Tensor] = {}
 
-    def recording(logits_RV: Tensor, noise: Noise | None) -> Tensor:
+    def recording(
+        logits_RV: Tensor, noise: Noise | None, places: TokenPlaces | None = None
+    ) -> Tensor:
         assert noise is not None
         keys = zip(noise.seed_R.tolist(), noise.position_R.tolist(), strict=True)
         logits.update({key: row.clone() for key, row in zip(keys, logits_RV, strict=True)})
-        return sample(logits_RV, noise)
+        return sample(logits_RV, noise, places)
 
     engine.runner.sampler.sample_plain = recording  # type: ignore[method-assign]
     engine.run(wishes)
