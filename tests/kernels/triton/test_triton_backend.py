@@ -100,9 +100,11 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
-        if not self.is_inside and name not in self.FREE:
+        result = func(*args, **(kwargs or {}))
+        is_free = name in self.FREE or (name == "to" and result is args[0])
+        if not self.is_inside and not is_free:
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 @contextmanager
@@ -145,6 +147,62 @@ def test_a_decode_step_launches_at_most_nine_kernels_a_layer(
     layer = counts[0] - counts[1]
     assert layer["merge_splits_kernel"] == int(is_split)
     assert 5 <= layer.total() <= MAX_LAUNCHES_PER_LAYER, layer
+
+
+def count_decode_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_layers: int
+) -> Counter[str]:
+    """What a step of the engine launches, from token ids to tokens, with so many layers."""
+    runner, names = engine.runner, []
+    steps = runner._device_steps
+    assert steps is not None
+    compute = steps._compute
+
+    def counted(*args: Any) -> Any:
+        with counting(monkeypatch) as launches:
+            result = compute(*args)
+        names.extend(launches.names)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "_compute", counted)
+        patch.setattr(runner.model, "layers", runner.model.layers[:num_layers])
+        patch.setattr(runner, "kv_caches", runner.kv_caches[:num_layers])
+        engine.deliveries.take(engine.scheduler, runner.execute(engine.scheduler.schedule()))
+    return Counter(names)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_outside_its_layers_a_decode_step_launches_five_kernels(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
+) -> None:
+    """One before them; then the norm of the rows that sample, their logits, and their tokens."""
+    engine = Engine(model, 1, kernels=TritonKernels(CPU, batch_invariant))
+    for handle, wish in enumerate(make_wishes(6, 5, max_tokens=9)):
+        engine.scheduler.add(wish.request(handle))
+    engine.deliveries.take(engine.scheduler, engine.runner.execute(engine.scheduler.schedule()))
+    two, one = (count_decode_step(engine, monkeypatch, n) for n in (2, 1))
+    product = "linear_kernel" if batch_invariant else "linear"
+    assert one - (two - one) == Counter(
+        ["begin_step_kernel", "rms_norm_kernel", product, "best_of_part_kernel",
+         "best_of_parts_kernel"]
+    )  # fmt: skip
+
+
+def test_experts_are_routed_and_laid_out_by_a_kernel_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the shared one's gate is no launch but its product."""
+    engine = Engine(load_model(BUILDERS["qwen2_moe"](tmp_path)), 1, kernels=TritonKernels(CPU))
+    engine.scheduler.add(make_wishes(5, max_tokens=9)[0].request(0))
+    engine.deliveries.take(engine.scheduler, engine.runner.execute(engine.scheduler.schedule()))
+    two, one = (count_decode_step(engine, monkeypatch, n) for n in (2, 1))
+    sparse = two - one  # every other layer is
+    assert sparse["route_kernel"] == sparse["plan_kernel"] == sparse["weighted_sum_kernel"] == 1
+    assert sparse["grouped_kernel"] == 2
+    # QKV, output, the router, the shared expert's gate and its second product.
+    torch_names = {name for name in sparse if not name.endswith("_kernel")}
+    assert sum(sparse[name] for name in torch_names) == 5, sparse
 
 
 def sampled_logits(
