@@ -123,7 +123,13 @@ def test_rows_are_taken_anew_while_steps_of_their_last_owners_are_in_flight(
     check(engine.run(wishes), expected(model, wishes), wishes)
 
 
-@pytest.mark.parametrize("kernels", [DeviceKernels(), TritonEnds()], ids=["torch", "triton"])
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(DeviceKernels(), id="torch"),
+        pytest.param(TritonEnds(), id="triton", marks=pytest.mark.campaign),
+    ],
+)
 def test_preempted_requests_go_on_with_their_tokens(model: DecoderModel, kernels: Kernels) -> None:
     wishes = [Wish(prompt, 25) for prompt in prompts(12, 14, 9, 16)]
     engine = Engine(model, 2, FakeGraphRecorder(), num_blocks=24, kernels=kernels)

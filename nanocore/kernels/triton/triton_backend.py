@@ -2,8 +2,10 @@
 
 A decode step launches at most nine kernels a layer: QKV; norms, rotation and KV store; attention,
 and its merge where contexts are split, which they are for few sequences only; output; add and norm;
-gate and up, and the gate, which for few tokens are one kernel; down; add and norm. Nothing waits
-for the device or depends on what is in its memory, so every step can be recorded as a graph.
+gate and up, and the gate, which for few tokens are one kernel; down; add and norm. One kernel
+before the layers does all that they need; after them come the last norm, of the rows that sample,
+their logits, and two kernels that sample. Nothing waits for the device or depends on what is in its
+memory, so every step can be recorded as a graph.
 
 With batch_invariant, products are ours too, and every token is attended to in tiles of one shape
 without splits: its bits are then the same in any batch and any chunks. Shape suffixes: `backend`.
