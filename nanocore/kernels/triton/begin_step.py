@@ -73,7 +73,8 @@ def _embed(
     has_token = (local >= 0) & (local < num_tokens)
     columns = piece * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < SIZE
-    x = tl.load(weight + local * SIZE + columns, mask=is_column & has_token, other=0).to(tl.float32)
+    x = tl.load(weight + local * SIZE + columns, mask=is_column & has_token)
+    x = tl.where(has_token, x.to(tl.float32), 0.0)
     if scale is not None:
         x *= tl.load(scale + local, mask=has_token, other=0.0)
     dtype: tl.constexpr = out.dtype.element_ty

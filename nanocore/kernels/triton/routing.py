@@ -22,10 +22,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from nanocore.kernels.torch_moe import Routing
 
-STEP: Final = 64
-"""Pairs, or tiles, that a program looks at together: for each of them, every expert."""
 PLAN_WARPS: Final = 8
-_MIN_SPAN: Final = 4 * STEP
+_MIN_SPAN: Final = 256
 _MAX_SPANS: Final = 128
 
 
@@ -40,7 +38,7 @@ def route_kernel(
     x = tl.load(logits + token * stride + experts, mask=is_expert, other=float("-inf"))
     x = x.to(tl.float32)
     powers = tl.exp(x - tl.max(x, axis=0))
-    probs = powers / tl.sum(powers, axis=0)
+    probs = tl.div_rn(powers, tl.sum(powers, axis=0))
     # The bits of what is not negative are in its order; NaN, of one sign, comes first.
     bits = tl.where(probs == probs, probs.to(tl.int32, bitcast=True), 0x7FC00000)
     keys = (bits.to(tl.int64) << 32) | (BLOCK - experts)
@@ -55,7 +53,7 @@ def route_kernel(
         chosen = tl.where(choices == choice, prob, chosen)
         keys = tl.where(keys == best, -1, keys)
     if IS_NORMALIZED:
-        chosen = chosen / tl.sum(chosen, axis=0)
+        chosen = tl.div_rn(chosen, tl.sum(chosen, axis=0))
     to = token * NUM_CHOSEN + choices
     tl.store(expert_ids + to, chosen_ids, mask=choices < NUM_CHOSEN)
     tl.store(weights + to, chosen, mask=choices < NUM_CHOSEN)
@@ -167,6 +165,11 @@ def route_warps(block: int) -> int:
     return min(8, max(1, block // 256))
 
 
+def plan_step(num_bins: int) -> int:
+    """Pairs, or tiles, that a program looks at together: for each of them, every expert."""
+    return min(64, max(16, 8192 // num_bins))
+
+
 def plan(expert_ids_TC: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor, Tensor]:
     """(pair of each row of the tiles or -1, expert of each tile, how many tiles), int32."""
     num_pairs = expert_ids_TC.numel()
@@ -177,18 +180,19 @@ def plan(expert_ids_TC: Tensor, num_experts: int, block_t: int) -> tuple[Tensor,
         for size in (max_tiles * block_t, max_tiles, 1)
     )
     num_bins = triton.next_power_of_2(num_experts)
-    span = max(_MIN_SPAN, STEP * triton.cdiv(num_pairs, STEP * _MAX_SPANS))
+    step = plan_step(num_bins)
+    span = max(_MIN_SPAN, step * triton.cdiv(num_pairs, step * _MAX_SPANS))
     num_spans = triton.cdiv(num_pairs, span)
     counts = None
     if num_spans > 1:
         counts = expert_ids_TC.new_empty(num_spans, num_bins, dtype=torch.int32)
         count_kernel[(num_spans,)](
             expert_ids_TC, counts, num_pairs, span, NUM_EXPERTS=num_experts, NUM_BINS=num_bins,
-            STEP=STEP, num_warps=PLAN_WARPS,
+            STEP=step, num_warps=PLAN_WARPS,
         )  # fmt: skip
     plan_kernel[(num_spans,)](
         expert_ids_TC, counts, pair_of_row, expert_of_tile, num_tiles, num_pairs, span, max_tiles,
-        NUM_EXPERTS=num_experts, NUM_BINS=num_bins, BLOCK_T=block_t, STEP=STEP,
+        NUM_EXPERTS=num_experts, NUM_BINS=num_bins, BLOCK_T=block_t, STEP=step,
         num_warps=PLAN_WARPS,
     )  # fmt: skip
     return pair_of_row, expert_of_tile, num_tiles

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from nanocore.kernels.triton.routing import (
     PLAN_WARPS,
-    STEP,
     count_kernel,
     plan_kernel,
+    plan_step,
     route_kernel,
     route_warps,
 )
@@ -23,6 +23,7 @@ def cases() -> list[Case]:
         _plan_case("experts' plan of a chunk", block_t=64, has_counts=True),
         _plan_case("experts' plan of a prompt", block_t=128, has_counts=True),
         _plan_case("experts' plan of a prompt, 512 experts", 128, has_counts=True, experts=512),
+        _plan_case("experts' plan of decodes, 16 experts", 16, has_counts=False, experts=16),
     ]
 
 
@@ -46,7 +47,7 @@ def _count_case() -> Case:
         name="experts' counts",
         kernel=count_kernel,
         signature={"expert_ids": "*i32", "counts": "*i32", "num_pairs": "i32", "span": "i32"},
-        constexprs={"NUM_EXPERTS": 128, "NUM_BINS": 128, "STEP": STEP},
+        constexprs={"NUM_EXPERTS": 128, "NUM_BINS": 128, "STEP": plan_step(128)},
         num_warps=PLAN_WARPS,
         num_stages=3,
         aligned=("expert_ids", "counts"),
@@ -59,7 +60,7 @@ def _plan_case(name: str, block_t: int, has_counts: bool, experts: int = 128) ->
         "num_pairs": "i32", "span": "i32", "max_tiles": "i32",
     }  # fmt: skip
     constexprs: dict[str, int | None] = {
-        "NUM_EXPERTS": experts, "NUM_BINS": experts, "BLOCK_T": block_t, "STEP": STEP,
+        "NUM_EXPERTS": experts, "NUM_BINS": experts, "BLOCK_T": block_t, "STEP": plan_step(experts),
     }  # fmt: skip
     if has_counts:
         signature["counts"] = "*i32"

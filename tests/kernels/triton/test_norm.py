@@ -56,6 +56,7 @@ def test_of_selected_rows_the_sums_are_normed_and_not_kept(size: int) -> None:
     )
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
+    assert torch.equal(normed, norm.add_rms_norm(x, residual, weight, 1e-6)[0][index])
 
 
 def test_of_no_selected_rows_there_is_nothing_to_norm() -> None:
