@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,17 +80,24 @@ class DeviceKernels(TorchKernels):
 
 
 class TritonEnds(DeviceKernels):
-    """What is before a step's layers, and after, by Triton's kernels; the layers as before."""
+    """What is before a step's layers, and after, by Triton's kernels; the layers as before.
+
+    For ranks that are threads: one at a time, which Triton's interpreter asks for.
+    """
+
+    _interpreter = threading.Lock()
 
     def begin_step(
         self, rows: StepRows, embedding: TokenEmbedding | None
     ) -> tuple[Tensor, Tensor | None]:
-        return begin_step(rows, embedding)
+        with self._interpreter:
+            return begin_step(rows, embedding)
 
     def select_add_rms_norm(
         self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
-        return norm.select_add_rms_norm(x_TE, residual_TE, index_R, weight, eps)
+        with self._interpreter:
+            return norm.select_add_rms_norm(x_TE, residual_TE, index_R, weight, eps)
 
     def best_token(
         self,
@@ -98,7 +106,8 @@ class TritonEnds(DeviceKernels):
         noise: Noise | None = None,
         places: TokenPlaces | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return sampling.best_token(logits_RV, first_token, noise, places)
+        with self._interpreter:
+            return sampling.best_token(logits_RV, first_token, noise, places)
 
 
 @dataclass(frozen=True)

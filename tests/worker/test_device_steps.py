@@ -144,21 +144,26 @@ def test_nothing_is_planned_for_rows_that_wait_for_their_last_token(model: Decod
 
 
 @pytest.mark.parametrize("kernels", [DeviceKernels(), TritonEnds()], ids=["torch", "triton"])
-def test_stages_on_devices_say_what_one_rank_does(
-    model: DecoderModel, tmp_path_factory: pytest.TempPathFactory, kernels: Kernels
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_two_ranks_on_devices_say_what_one_does(
+    model: DecoderModel,
+    tmp_path_factory: pytest.TempPathFactory,
+    kernels: Kernels,
+    num_stages: int,
 ) -> None:
-    """The first stage learns from the next plan what the last one sampled."""
-    folder = make_tiny_qwen3(tmp_path_factory.mktemp("stages"), head_dim=16)
+    """As stages: the first learns from the next plan what the last one sampled. Or as halves."""
+    folder = make_tiny_qwen3(tmp_path_factory.mktemp("ranks"), head_dim=16)
     wishes = [Wish(prompt, 6) for prompt in prompts(9, 40, 3, 21)]
     outputs = list(expected(model, wishes).values())
-    script = write_script([wish.prompt for wish in wishes], outputs, num_groups=2)
+    script = write_script([wish.prompt for wish in wishes], outputs, num_groups=num_stages)
     channel = create_channel(1 << 16, 2)
 
     def run(rank: Communicator) -> list[tuple[int, int, int]]:
-        stage = rank.rank
-        end = ShmChannel(channel, 1 << 16, 2)
-        links = StageLinks(receive=end) if stage else StageLinks(send=end)
-        placement = Placement(torch.float32, torch.device("cpu"), SingleRank(), stage, 2)
+        placement, links = Placement(torch.float32, torch.device("cpu"), rank), StageLinks()
+        if num_stages == 2:
+            end, stage = ShmChannel(channel, 1 << 16, 2), rank.rank
+            links = StageLinks(receive=end) if stage else StageLinks(send=end)
+            placement = Placement(torch.float32, torch.device("cpu"), SingleRank(), stage, 2)
         queue = DeviceQueue(FakeStream(1))
         runner = make_runner(folder, placement, links, kernels=kernels, queue=queue)
         said = []
@@ -169,10 +174,10 @@ def test_stages_on_devices_say_what_one_rank_does(
                 said.append((*samples[row], token_id))
         return said
 
-    nothing, said = run_ranks(2, run)
+    first, second = run_ranks(2, run)
     os.close(channel)
-    assert nothing == []
-    assert {(r, i): token for r, i, token in said} == {
+    assert first == ([] if num_stages == 2 else second)
+    assert {(r, i): token for r, i, token in second} == {
         (r, i): token for r, output in enumerate(outputs) for i, token in enumerate(output)
     }
 
