@@ -19,6 +19,7 @@ from benchmarks.gpu.session import Session
 from benchmarks.gpu.shapes import Model, models
 from nanocore.kernels.backend import QKNorm, Rotary
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch_moe import Routing
 
 _EPS: Final = 1e-6
 _REFERENCE: Final = TorchKernels()
@@ -190,19 +191,17 @@ def _experts(session: Session, rows: int, dtype: torch.dtype) -> KernelCase:
 
     def make(number: int) -> tuple[Tensor, ...]:
         draw = Draw(session.device, dtype, number)
-        scores = draw.normal(rows, experts).float().softmax(-1)
-        weights, ids = scores.topk(chosen)
         return (
             draw.normal(rows, size),
             draw.normal(experts, 2 * inner, size, std=size**-0.5),
             draw.normal(experts, size, inner, std=inner**-0.5),
-            ids,
-            weights / weights.sum(-1, keepdim=True),
+            draw.normal(rows, experts),
         )
 
     def error(s: tuple[Tensor, ...], out: Tensor) -> float:
-        x, gate_up, down, ids, weights = (t[:64] if i in (0, 3, 4) else t for i, t in enumerate(s))
-        expected = _REFERENCE.moe(x.float(), gate_up.float(), down.float(), ids, weights)
+        x, gate_up, down, logits = (t[:64] if i in (0, 3) else t for i, t in enumerate(s))
+        routing = Routing(logits, chosen, is_normalized=True)
+        expected = _REFERENCE.moe(x.float(), gate_up.float(), down.float(), routing)
         return relative_error(out[:64], expected)
 
     used = experts * (1 - (1 - chosen / experts) ** rows)  # as chosen at random
@@ -211,6 +210,6 @@ def _experts(session: Session, rows: int, dtype: torch.dtype) -> KernelCase:
         num_bytes=dtype.itemsize * (used * 3 * inner * size + 2 * rows * size),
         flops=6 * rows * chosen * inner * size,
         make=make,
-        run=lambda kernels, s: kernels.moe(*s),
+        run=lambda kernels, s: kernels.moe(*s[:3], Routing(s[3], chosen, is_normalized=True)),
         error=error,
     )

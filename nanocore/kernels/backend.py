@@ -23,8 +23,10 @@ from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
+from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch_moe import Routing, SharedExpert
 
 logger = logging.getLogger(__name__)
 
@@ -202,17 +204,18 @@ class Kernels(Protocol):
         """x W^T as float32, [R, O]; with a softcap, softcap * tanh(logits / softcap)."""
         ...
 
-    def embedding(
-        self,
-        token_ids_T: Tensor,
-        weight: LinearWeight,
-        first_token: int,
-        factor: float,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """Rows token_id - first_token of the weight times factor, in dtype; [T, I].
+    def embedding(self, token_ids_T: Tensor, embedding: TokenEmbedding) -> Tensor:
+        """Hidden states of these tokens (int64), [T, E]."""
+        ...
 
-        token_ids_T: int64. Rows of tokens that the weight lacks (another rank has them) are 0.
+    def begin_step(
+        self, rows: StepRows, embedding: TokenEmbedding | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """All that a step on a device beside the host needs before its layers.
+
+        The blocks that rows got are written to the block table. Returns the table of the step's
+        sequences, see `AttentionMetadata`, and the hidden states of its tokens if there is an
+        embedding.
         """
         ...
 
@@ -231,20 +234,28 @@ class Kernels(Protocol):
         """(rms_norm(x + residual), x + residual), the sum perhaps over residual; all [T, E]."""
         ...
 
+    def select_add_rms_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        """rms_norm(x + residual) of these rows, those that sample; [R, E]. index_R: int64.
+
+        A row may be there more than once.
+        """
+        ...
+
     def moe(
         self,
         x_TE: Tensor,
         gate_up_XIE: Tensor,
         down_XEI: Tensor,
-        expert_ids_TC: Tensor,
-        weights_TC: Tensor,
+        routing: Routing,
+        shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        """The weighted sum of each token's C experts, gated MLPs; [T, E].
+        """The weighted sum of each token's C experts, gated MLPs, and the shared one; [T, E].
 
         gate_up_XIE: [X, 2 I, E], gate before up. down_XEI: [X, E, I]. Under tensor parallelism I is
-        this rank's share and the caller sums over ranks. expert_ids_TC: int64, below X.
-        weights_TC: rounded to x's dtype; they are not normalised here.
+        this rank's share and the caller sums over ranks.
         """
         ...
 
@@ -273,7 +284,11 @@ class Kernels(Protocol):
         ...
 
     def best_token(
-        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+        self,
+        logits_RV: Tensor,
+        first_token: int,
+        noise: Noise | None = None,
+        places: TokenPlaces | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(the greatest value, its column) of each row, float32 and int64 [R]; V is above 0.
 
@@ -282,7 +297,7 @@ class Kernels(Protocol):
         in each backend but for rounding; logits alone where the temperature is 0.
 
         The column is -1 of a row that has no token, for its greatest value is not finite, or one is
-        NaN; the value is not finite either, and NaN if one is.
+        NaN; the value is not finite either, and NaN if one is. places: columns go there too.
         """
         ...
 
@@ -296,10 +311,6 @@ class Kernels(Protocol):
         float32), in an order of the backend's own: a cut of top_p that lies so close to a sum that
         their rounding decides may be another one in another backend.
         """
-        ...
-
-    def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
-        """The rows that sample, [R, E]."""
         ...
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:

@@ -33,6 +33,19 @@ class LinearWeight:
         return self.data.nbytes + (self.scale_O.nbytes if self.scale_O is not None else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenEmbedding:
+    """How tokens become hidden states in dtype: rows token_id - first_token times factor.
+
+    Tokens that the weight lacks (another rank has them, or they are none) become zeros.
+    """
+
+    weight: LinearWeight
+    first_token: int
+    factor: float
+    dtype: torch.dtype
+
+
 def check_quantization(name: str | None) -> None:
     """Raises ValueError if weights cannot be stored so."""
     if name not in (None, "int8"):

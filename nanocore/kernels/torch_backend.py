@@ -13,11 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.gumbel_noise import best_with_noise
-from nanocore.kernels.linear_weight import LinearWeight, check_quantization, quantize_weight
+from nanocore.kernels.linear_weight import (
+    LinearWeight,
+    TokenEmbedding,
+    check_quantization,
+    quantize_weight,
+)
+from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_filtered_sampling import filtered
 from nanocore.kernels.torch_kv_cache import store_kv
-from nanocore.kernels.torch_moe import gated, moe
+from nanocore.kernels.torch_moe import Routing, SharedExpert, add_shared, gated, moe, route
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
@@ -72,22 +78,24 @@ class TorchKernels:
         logits_RV = self.linear(x_RE, weight).float()
         return logits_RV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_RV
 
-    def embedding(
-        self,
-        token_ids_T: Tensor,
-        weight: LinearWeight,
-        first_token: int,
-        factor: float,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        local_T = token_ids_T - first_token
+    def embedding(self, token_ids_T: Tensor, embedding: TokenEmbedding) -> Tensor:
+        weight, factor = embedding.weight, embedding.factor
+        local_T = token_ids_T - embedding.first_token
         is_elsewhere_T = (local_T < 0) | (local_T >= weight.out_features)
         local_T = local_T.masked_fill(is_elsewhere_T, 0)
         x_TE = F.embedding(local_T, weight.data)
         if weight.scale_O is not None:
             x_TE = x_TE * weight.scale_O[local_T, None]
-        x_TE = x_TE.to(dtype)
+        x_TE = x_TE.to(embedding.dtype)
         return (x_TE if factor == 1.0 else x_TE * factor).masked_fill_(is_elsewhere_T[:, None], 0)
+
+    def begin_step(
+        self, rows: StepRows, embedding: TokenEmbedding | None
+    ) -> tuple[Tensor, Tensor | None]:
+        block_table_BM = rows.append_blocks()
+        if embedding is None:
+            return block_table_BM, None
+        return block_table_BM, self.embedding(rows.token_ids(), embedding)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_float = x.float()
@@ -100,16 +108,22 @@ class TorchKernels:
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
 
+    def select_add_rms_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        return self.rms_norm(residual_TE[index_R] + x_TE[index_R], weight, eps)
+
     def moe(
         self,
         x_TE: Tensor,
         gate_up_XIE: Tensor,
         down_XEI: Tensor,
-        expert_ids_TC: Tensor,
-        weights_TC: Tensor,
+        routing: Routing,
+        shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        return moe(x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC, activation)
+        out_TE = moe(x_TE, gate_up_XIE, down_XEI, *route(routing), activation)
+        return add_shared(out_TE, shared)
 
     def rope_and_store_kv(
         self,
@@ -136,21 +150,25 @@ class TorchKernels:
         return paged_attention(q_THD, cache, metadata, spec)
 
     def best_token(
-        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+        self,
+        logits_RV: Tensor,
+        first_token: int,
+        noise: Noise | None = None,
+        places: TokenPlaces | None = None,
     ) -> tuple[Tensor, Tensor]:
         if noise is None:
             value_R, column_R = logits_RV.max(dim=1)
         else:
             value_R, column_R = best_with_noise(logits_RV, first_token, noise)
-        return value_R, column_R.masked_fill(~value_R.isfinite(), NO_TOKEN)
+        column_R = column_R.masked_fill(~value_R.isfinite(), NO_TOKEN)
+        if places is not None:
+            places.write(column_R)
+        return value_R, column_R
 
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters
     ) -> tuple[Tensor, Tensor]:
         return self.best_token(filtered(logits_RV, noise, filters), 0, noise)
-
-    def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
-        return x_TE[index_R]
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         return None

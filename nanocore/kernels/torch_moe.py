@@ -8,6 +8,7 @@ Shape suffixes: see `backend`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +19,46 @@ if TYPE_CHECKING:
     from nanocore.kernels.backend import Activation
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens choose experts: the C most likely ones, by the softmax of logits_TX in float32.
+
+    Their probabilities, the greatest first, are their weights, rounded to x's dtype; is_normalized:
+    divided by their sum before. Of equally likely experts any may come first and be the last one
+    chosen (torch.topk, and so transformers, promises nothing); in our kernels the smaller number.
+    """
+
+    logits_TX: Tensor
+    num_chosen: int
+    is_normalized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """What every token passes beside those it chose: sigmoid(gate_T1) out_TE is added."""
+
+    gate_T1: Tensor
+    out_TE: Tensor
+
+
 def gated(x_TO: Tensor, activation: Activation) -> Tensor:
     """act(first half) * second half, [T, O / 2]."""
     gate, up = x_TO.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def route(routing: Routing) -> tuple[Tensor, Tensor]:
+    """(expert ids, int64 [T, C]; their weights, float32 [T, C])."""
+    probs_TX = routing.logits_TX.softmax(-1, dtype=torch.float32)
+    weights_TC, expert_ids_TC = probs_TX.topk(routing.num_chosen)
+    if routing.is_normalized:
+        weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+    return expert_ids_TC, weights_TC
+
+
+def add_shared(out_TE: Tensor, shared: SharedExpert | None) -> Tensor:
+    """What the chosen experts say, and the shared one."""
+    return out_TE if shared is None else out_TE + shared.gate_T1.sigmoid() * shared.out_TE
 
 
 def moe(
@@ -32,7 +69,10 @@ def moe(
     weights_TC: Tensor,
     activation: Activation = "silu",
 ) -> Tensor:
-    """The weighted sum of each token's C experts, [T, E]; see `backend.Kernels.moe`."""
+    """The weighted sum of each token's C experts, [T, E]; see `backend.Kernels.moe`.
+
+    expert_ids_TC: int64, below X. weights_TC: rounded to x's dtype.
+    """
     num_chosen = expert_ids_TC.shape[1]
     order = expert_ids_TC.flatten().argsort(stable=True)
     ends_X = _ends(expert_ids_TC, len(gate_up_XIE))

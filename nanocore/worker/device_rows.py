@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.protocol.plan import SchedulerOutput
 from nanocore.worker.input_batch import ints
 from nanocore.worker.step_memory import StepFields
@@ -50,14 +51,14 @@ class NewTokens:
 class DeviceRows:
     """Tables of max_num_seqs rows and a spare one.
 
-    token_table: int32 [rows, max_model_len]. block_table: int32 [rows, num_columns].
+    token_table: int32 [rows, max_model_len]. block_table: int32, as many blocks as that takes.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, num_columns: int, device: torch.device
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
-        self.spare_row = max_num_seqs
-        num_rows = max_num_seqs + 1
+        self.spare_row, self.block_size = max_num_seqs, block_size
+        num_rows, num_columns = max_num_seqs + 1, -(-max_model_len // block_size)
         self.token_table = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
         self.block_table = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=device)
 
@@ -72,19 +73,21 @@ class DeviceRows:
             self.block_table[row, :num_blocks] = column[num_tokens : num_tokens + num_blocks]
             column = column[num_tokens + num_blocks :]
 
-    def append_blocks(self, step: StepFields) -> None:
-        """Write the blocks that rows got for this step."""
-        self.block_table[step.block_rows_W, step.block_columns_W] = step.block_ids_W
+    def of_step(self, step: StepFields) -> StepRows:
+        """What a step finds in the tables, and the blocks that rows got for it."""
+        return StepRows(
+            token_table=self.token_table,
+            block_table=self.block_table,
+            block_size=self.block_size,
+            rows_T=step.rows_T,
+            positions_T=step.positions_T,
+            rows_B=step.rows_B,
+            seq_lens_B=step.seq_lens_B,
+            block_rows_W=step.block_rows_W,
+            block_columns_W=step.block_columns_W,
+            block_ids_W=step.block_ids_W,
+        )
 
-    def blocks(self, step: StepFields) -> Tensor:
-        """Block ids of the step's sequences, int32 [B, M]."""
-        return self.block_table.index_select(0, step.rows_B)
-
-    def token_ids(self, step: StepFields) -> Tensor:
-        """Of the step's tokens, int64 [T]."""
-        return self.token_table[step.rows_T, step.positions_T].long()
-
-    def append_tokens(self, step: StepFields, token_ids_R: Tensor) -> None:
-        """Write the tokens that the step sampled."""
-        place = step.sample_rows_R, step.sample_positions_R
-        self.token_table[place] = token_ids_R.int()
+    def places(self, step: StepFields) -> TokenPlaces:
+        """Where the tokens go that the step samples."""
+        return TokenPlaces(self.token_table, step.sample_rows_R, step.sample_positions_R)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.backend import AttentionMetadata, Filters, Noise
+from nanocore.kernels.step_rows import StepRows
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.block_table import AppendedBlocks
 from nanocore.worker.device_rows import DeviceRows, NewTokens
@@ -30,12 +31,18 @@ from nanocore.worker.stream import Pending, Stream
 logger = logging.getLogger(__name__)
 
 
-class ComputeLogits(Protocol):
-    """A rank's part of the model; None if it does not sample, or no row does."""
+class StepComputer(Protocol):
+    """A rank's part of the model."""
 
-    def __call__(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor | None: ...
+    def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
+        """See `Kernels.begin_step`; hidden states are the first stage's to find."""
+        ...
+
+    def logits(
+        self, x_TE: Tensor | None, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor | None:
+        """Of the rows that sample, [R, V]; None if this stage does not, or no row does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ class DeviceSteps:
     """Begins steps.
 
     Args:
-        batch: the rows on the host; rows: on the device. compute_logits: the model.
+        batch: the rows on the host; rows: on the device. computer: the model.
         sampler: None on a stage that does not sample. stream: of the device.
     """
 
@@ -78,12 +85,12 @@ class DeviceSteps:
         self,
         batch: InputBatch,
         rows: DeviceRows,
-        compute_logits: ComputeLogits,
+        computer: StepComputer,
         sampler: TokenSampler | None,
         stream: Stream,
     ) -> None:
         self._batch, self._rows = batch, rows
-        self._compute_logits = compute_logits
+        self._computer = computer
         self._sampler = sampler
         self._stream = stream
         self._device = rows.token_table.device
@@ -165,8 +172,7 @@ class DeviceSteps:
 
     def _compute(self, step: StepFields, bounds: HostBounds) -> Sampled | None:
         """All of a step, but for filters."""
-        rows = self._rows
-        rows.append_blocks(step)
+        block_table_BM, x_TE = self._computer.begin_step(self._rows.of_step(step))
         metadata = AttentionMetadata(
             num_decodes=bounds.num_decodes,
             query_start=bounds.query_start,
@@ -174,16 +180,16 @@ class DeviceSteps:
             num_decodes_1=step.num_decodes_1,
             query_start_A=step.query_start_A,
             seq_lens_B=step.seq_lens_B,
-            block_table_BM=rows.blocks(step),
+            block_table_BM=block_table_BM,
             positions_T=step.positions_T,
             slot_mapping_T=step.slots_T,
         )
-        logits_RV = self._compute_logits(rows.token_ids(step), metadata, step.sample_index_R)
+        logits_RV = self._computer.logits(x_TE, metadata, step.sample_index_R)
         if logits_RV is None:
             return None
         assert self._sampler is not None, "a stage with logits samples"
-        token_ids_R = self._sampler.sample_plain(logits_RV, _noise(step))
-        rows.append_tokens(step, token_ids_R)
+        places = self._rows.places(step)
+        token_ids_R = self._sampler.sample_plain(logits_RV, _noise(step), places)
         return Sampled(logits_RV, token_ids_R)
 
     def _sample_filtered(self, step: StepFields, result: Sampled, num_filtered: int) -> None:
@@ -196,7 +202,7 @@ class DeviceSteps:
             Filters(step.top_k_R, step.top_p_R, step.min_p_R).of_rows(index_F),
         )
         result.token_ids_R[index_F] = chosen_F
-        self._rows.append_tokens(step, result.token_ids_R)
+        self._rows.places(step).write(result.token_ids_R)
 
 
 def _noise(step: StepFields) -> Noise:

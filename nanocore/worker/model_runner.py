@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanocore.kernels.backend import AttentionMetadata, Kernels, KVCache, Replay, Rotary
 from nanocore.kernels.kv_quantization import KVCacheFormat
+from nanocore.kernels.step_rows import StepRows
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.worker import Quantization
 from nanocore.worker.device_rows import DeviceRows
@@ -123,10 +124,9 @@ class ModelRunner:
             self.placement.pp_size, has_tokens=self._queue is None,
         )  # fmt: skip
         if self._queue is not None:
-            num_columns = self.batch.blocks.ids.shape[1]
-            rows = DeviceRows(max_num_seqs, max_model_len, num_columns, self.device)
+            rows = DeviceRows(max_num_seqs, max_model_len, block_size, self.device)
             self._device_steps = DeviceSteps(
-                self.batch, rows, self._logits, self.sampler, self._queue.stream
+                self.batch, rows, self, self.sampler, self._queue.stream
             )
             shapes = self.step_shapes(max_num_seqs, max_num_batched_tokens, block_size)[:max_graphs]
             if self._queue.recorder is not None:
@@ -191,7 +191,7 @@ class ModelRunner:
     def _compute(self, step: BatchStep) -> PendingOutput:
         """A step on the host."""
         inputs = self.batch.inputs(step)
-        compute = self._replay or self._logits
+        compute = self._replay or self._embed_and_compute
         logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
         if logits_RV is None or len(logits_RV) == 0:
             return NOTHING_SAMPLED
@@ -204,35 +204,47 @@ class ModelRunner:
         columns = rows.astype("<i4").tobytes(), token_ids_R.astype("<i4").tobytes()
         return DoneOutput(ModelRunnerOutput(rows=columns[0], token_ids=columns[1]))
 
-    def _logits(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
+        """Of a step on a device; see `DecoderModel.begin_step`."""
+        return self.model.begin_step(rows, self.kernels)
+
+    def logits(
+        self, x_TE: Tensor | None, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor | None:
         """This rank's part of the model; logits [R, V] of the rows that sample, if there are any.
 
-        Hidden states come from and go to other stages.
+        x_TE: of the first stage. Hidden states come from and go to other stages.
         """
-        if self.links.receive is None:
-            x_TE = self.model.embed(token_ids_T, self.kernels)
-        else:
-            shape = len(token_ids_T), self.config.hidden_size
+        if self.links.receive is not None:
+            shape = len(metadata.positions_T), self.config.hidden_size
             x_TE = self.links.receive.recv(shape, self.placement.dtype)
-        hidden_TE = self._forward(x_TE, metadata)
+        assert x_TE is not None, "the first stage embeds tokens"
+        hidden = self._forward(x_TE, metadata, sample_index_R)
         if self.links.send is not None:
-            self.links.send.send(hidden_TE)
+            self.links.send.send(hidden)
         if not self.placement.is_last_stage or len(sample_index_R) == 0:
             return None
-        return self.model.compute_logits(hidden_TE[sample_index_R], self.kernels)
+        return self.model.compute_logits(hidden, self.kernels)
 
-    def _forward(self, x_TE: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def _forward(self, x_TE: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
         context = StepContext(self.kernels, metadata, self.rotary)
-        return self.model.forward(x_TE, self.kv_caches, context)
+        return self.model.forward(x_TE, self.kv_caches, context, sample_index_R)
+
+    def _embed_and_compute(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor | None:
+        """What `logits` says of token ids, on the host."""
+        x_TE = None
+        if self.links.receive is None:
+            x_TE = self.model.embed(token_ids_T, self.kernels)
+        return self.logits(x_TE, metadata, sample_index_R)
 
     def _whole_step(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor:
-        """What `_logits` says on a rank that needs no other, in nothing but kernels."""
-        hidden_TE = self._forward(self.model.embed(token_ids_T, self.kernels), metadata)
-        hidden_RE = self.kernels.select_rows(hidden_TE, sample_index_R)
+        """The same on a rank that needs no other, in nothing but kernels."""
+        x_TE = self.model.embed(token_ids_T, self.kernels)
+        hidden_RE = self._forward(x_TE, metadata, sample_index_R)
         return self.model.compute_logits(hidden_RE, self.kernels)
 
     def _kv_cache(self, kv_format: KVCacheFormat, shape_NSK: tuple[int, int, int]) -> KVCache:

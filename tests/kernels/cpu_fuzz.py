@@ -17,6 +17,7 @@ from nanocore.kernels.backend import Filters, Noise
 from nanocore.kernels.cpu import cpu_backend
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
+from nanocore.kernels.linear_weight import TokenEmbedding
 from tests.kernels.cpu_case import PagedCase
 
 
@@ -45,7 +46,8 @@ def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -
         kernels.gated_linear(x, packed, bias, rng.choice(["silu", "gelu"]))
     kernels.logits(x, packed, rng.choice([0.0, 5.0]))
     token_ids = torch.randint(0, out_features + 5, (rows,))
-    kernels.embedding(token_ids, packed, rng.randint(0, 5), rng.choice([1.0, 3.0]), dtype)
+    embedding = TokenEmbedding(packed, rng.randint(0, 5), rng.choice([1.0, 3.0]), dtype)
+    kernels.embedding(token_ids, embedding)
 
 
 def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:

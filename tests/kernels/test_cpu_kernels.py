@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanocore.kernels.backend import Activation
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.worker import Quantization
 from tests.kernels.cpu_case import PagedCase
@@ -125,8 +126,8 @@ def test_embedding_is_exact(
     weight = draw(seed, vocab, width, dtype=dtype)
     packed = kernels.pack_linear(weight.clone(), quantization)
     reference = TORCH.pack_linear(weight, quantization)
-    actual = kernels.embedding(token_ids, packed, first_token, factor, dtype)
-    expected = TORCH.embedding(token_ids, reference, first_token, factor, dtype)
+    actual = kernels.embedding(token_ids, TokenEmbedding(packed, first_token, factor, dtype))
+    expected = TORCH.embedding(token_ids, TokenEmbedding(reference, first_token, factor, dtype))
     assert actual.dtype == dtype
     assert torch.equal(actual, expected)
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from nanocore.kernels.backend import AttentionMetadata, KVCache, Replay
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.program import SAMPLES, TOKENS, NotRecordable, Recording, record
+from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.torch_moe import Routing
 from tests.kernels.cpu_case import PagedCase
 
 HIDDEN, VOCAB = 40, 50
@@ -49,7 +51,9 @@ class TinyStep:
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor:
         kernels, case = self.kernels, self.case
-        residual = kernels.embedding(token_ids_T, self.vocabulary, 0, 1.5, case.dtype)
+        residual = kernels.embedding(
+            token_ids_T, TokenEmbedding(self.vocabulary, 0, 1.5, case.dtype)
+        )
         x = kernels.rms_norm(residual, self.weight, 1e-6)
         qkv = kernels.linear(x, self.qkv, self.bias)
         q = kernels.rope_and_store_kv(
@@ -63,8 +67,8 @@ class TinyStep:
         x, residual = kernels.add_rms_norm(x, residual, self.weight, 1e-6)
         x = kernels.gated_linear(x, self.ups[1], activation="gelu")
         x = kernels.linear(x, self.downs[1])
-        x, _ = kernels.add_rms_norm(x, residual, self.weight, 1e-6)
-        return kernels.logits(kernels.select_rows(x, sample_index_R), self.vocabulary, 30.0)
+        x = kernels.select_add_rms_norm(x, residual, sample_index_R, self.weight, 1e-6)
+        return kernels.logits(x, self.vocabulary, 30.0)
 
     def run(self, compute: Replay) -> list[Tensor]:
         """What it says of every step, beginning with an empty cache."""
@@ -132,7 +136,7 @@ def test_an_operation_of_torch_is_not_recorded(
     weight = torch.ones(8)
 
     def compute(token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
-        x = kernels.embedding(token_ids_T, packed, 0, 1.0, torch.float32)
+        x = kernels.embedding(token_ids_T, TokenEmbedding(packed, 0, 1.0, torch.float32))
         operation(x)
         return kernels.rms_norm(x, weight, 1e-6)
 
@@ -147,7 +151,7 @@ def test_an_operation_of_torch_is_not_recorded(
 @pytest.mark.parametrize(
     ("what", "call"),
     [
-        ("experts", lambda k, x: k.moe(x, x[:, None], x[:, None], x, x)),
+        ("experts", lambda k, x: k.moe(x, x[:, None], x[:, None], Routing(x, 1, True))),
         ("this KV cache", lambda k, x: k.rope_and_store_kv(x, 1, None, None, SMALL_BLOCKS, None)),
         ("this KV cache", lambda k, x: k.paged_attention(x, SMALL_BLOCKS, None, None)),
     ],
@@ -170,7 +174,7 @@ def test_views_are_recorded(kernels: CpuKernels) -> None:
     packed, weight = kernels.pack_linear(torch.arange(32.0).view(4, 8)), torch.ones(4)
 
     def compute(token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
-        x = kernels.embedding(token_ids_T, packed, 0, 1.0, torch.float32)
+        x = kernels.embedding(token_ids_T, TokenEmbedding(packed, 0, 1.0, torch.float32))
         first, _ = x.chunk(2, dim=1)
         return kernels.rms_norm(first.unflatten(1, (1, 4)).flatten(1), weight, 0.0)
 

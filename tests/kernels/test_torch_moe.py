@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.torch_backend import TorchKernels
-
-KERNELS = TorchKernels()
+from nanocore.kernels.torch_moe import moe
 
 
 def make(tokens: int, experts: int, chosen: int, hidden: int, inner: int) -> list[Tensor]:
@@ -46,34 +44,34 @@ def test_each_token_gets_its_experts_by_its_weights(
     tokens: int, experts: int, chosen: int, hidden: int, inner: int
 ) -> None:
     args = make(tokens, experts, chosen, hidden, inner)
-    torch.testing.assert_close(KERNELS.moe(*args).double(), expected(*args), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(moe(*args).double(), expected(*args), atol=1e-4, rtol=1e-5)
 
 
 def test_experts_may_have_another_activation() -> None:
     args = make(20, 4, 2, 16, 8)
     reference = expected(*args, activation=partial(F.gelu, approximate="tanh"))
-    out = KERNELS.moe(*args, "gelu").double()
+    out = moe(*args, "gelu").double()
     torch.testing.assert_close(out, reference, atol=1e-4, rtol=1e-5)
 
 
 def test_all_tokens_may_choose_the_same_experts() -> None:
     args = make(20, 8, 2, 16, 8)
     args[3][:] = torch.tensor([6, 1])
-    torch.testing.assert_close(KERNELS.moe(*args).double(), expected(*args), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(moe(*args).double(), expected(*args), atol=1e-4, rtol=1e-5)
 
 
 def test_bfloat16_rounds_as_the_chain_of_linears_does() -> None:
     x, gate_up, down, ids, weights = make(12, 8, 2, 32, 16)
     args = [x.bfloat16(), (gate_up / 8).bfloat16(), (down / 8).bfloat16(), ids, weights]
-    out = KERNELS.moe(*args)
+    out = moe(*args)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), expected(*args), atol=0.03, rtol=0.03)
 
 
 def test_the_order_of_a_tokens_choices_and_of_the_tokens_does_not_mix_them_up() -> None:
     x, gate_up, down, ids, weights = make(20, 8, 4, 16, 8)
-    out = KERNELS.moe(x, gate_up, down, ids, weights)
-    mirrored = KERNELS.moe(x.flip(0), gate_up, down, ids.flip(0, 1), weights.flip(0, 1))
+    out = moe(x, gate_up, down, ids, weights)
+    mirrored = moe(x.flip(0), gate_up, down, ids.flip(0, 1), weights.flip(0, 1))
     torch.testing.assert_close(mirrored.flip(0), out)
 
 
@@ -81,8 +79,8 @@ def test_shares_of_the_inner_size_sum_to_the_whole() -> None:
     x, gate_up, down, ids, weights = make(9, 4, 2, 16, 16)
     gate, up = gate_up.chunk(2, dim=1)
     parts = [
-        KERNELS.moe(x, torch.cat((gate[:, part], up[:, part]), 1), down[..., part], ids, weights)
+        moe(x, torch.cat((gate[:, part], up[:, part]), 1), down[..., part], ids, weights)
         for part in (slice(0, 8), slice(8, 16))
     ]
-    whole = KERNELS.moe(x, gate_up, down, ids, weights)
+    whole = moe(x, gate_up, down, ids, weights)
     torch.testing.assert_close(parts[0] + parts[1], whole, atol=1e-4, rtol=1e-5)

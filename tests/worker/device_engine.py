@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +19,14 @@ from nanocore.kernels.backend import (
     GraphSupport,
     Kernels,
     KVCache,
+    Noise,
 )
 from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.triton import norm, sampling
+from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.worker import Quantization
 from nanocore.worker.config.model_config import load_model_config
@@ -72,6 +78,37 @@ class DeviceKernels(TorchKernels):
             )
             out_THD[tokens] = super().paged_attention(q_THD[tokens], cache, alone, spec)
         return out_THD
+
+
+class TritonEnds(DeviceKernels):
+    """What is before a step's layers, and after, by Triton's kernels; the layers as before.
+
+    For ranks that are threads: one at a time, which Triton's interpreter asks for.
+    """
+
+    _interpreter = threading.Lock()
+
+    def begin_step(
+        self, rows: StepRows, embedding: TokenEmbedding | None
+    ) -> tuple[Tensor, Tensor | None]:
+        with self._interpreter:
+            return begin_step(rows, embedding)
+
+    def select_add_rms_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        with self._interpreter:
+            return norm.select_add_rms_norm(x_TE, residual_TE, index_R, weight, eps)
+
+    def best_token(
+        self,
+        logits_RV: Tensor,
+        first_token: int,
+        noise: Noise | None = None,
+        places: TokenPlaces | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        with self._interpreter:
+            return sampling.best_token(logits_RV, first_token, noise, places)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ model on the host, one request at a time.
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanocore.kernels.backend import Kernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker import step_graphs
 from nanocore.worker.communication.communicator import Communicator, SingleRank
@@ -34,6 +35,7 @@ from tests.worker.device_engine import (
     MAX_NUM_SEQS,
     DeviceKernels,
     Engine,
+    TritonEnds,
     Wish,
     expected,
     load_model,
@@ -92,6 +94,17 @@ def test_steps_ahead_of_their_results_give_the_same_tokens(
         assert recorder.num_replays > 10
 
 
+def test_one_kernel_before_the_layers_and_one_after_give_the_same_tokens(
+    model: DecoderModel,
+) -> None:
+    """Triton's, in graphs and without, of chunks, decodes and both."""
+    wishes = [replace(wish, max_tokens=min(wish.max_tokens, 6)) for wish in MIXED]
+    recorder = FakeGraphRecorder()
+    engine = Engine(model, 3, recorder, num_blocks=26, kernels=TritonEnds())
+    check(engine.run(wishes), expected(model, wishes), wishes)
+    assert 0 < recorder.num_replays < engine.scheduler.counters.num_steps
+
+
 def test_a_stop_that_is_seen_a_step_late_ends_the_request_where_it_should(
     model: DecoderModel,
 ) -> None:
@@ -110,9 +123,16 @@ def test_rows_are_taken_anew_while_steps_of_their_last_owners_are_in_flight(
     check(engine.run(wishes), expected(model, wishes), wishes)
 
 
-def test_preempted_requests_go_on_with_their_tokens(model: DecoderModel) -> None:
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(DeviceKernels(), id="torch"),
+        pytest.param(TritonEnds(), id="triton", marks=pytest.mark.campaign),
+    ],
+)
+def test_preempted_requests_go_on_with_their_tokens(model: DecoderModel, kernels: Kernels) -> None:
     wishes = [Wish(prompt, 25) for prompt in prompts(12, 14, 9, 16)]
-    engine = Engine(model, 2, FakeGraphRecorder(), num_blocks=24)
+    engine = Engine(model, 2, FakeGraphRecorder(), num_blocks=24, kernels=kernels)
     check(engine.run(wishes), expected(model, wishes), wishes)
     assert engine.scheduler.counters.num_preemptions > 0
 
@@ -123,23 +143,29 @@ def test_nothing_is_planned_for_rows_that_wait_for_their_last_token(model: Decod
     assert engine.scheduler.counters.num_steps == 1
 
 
-def test_stages_on_devices_say_what_one_rank_does(
-    model: DecoderModel, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize("kernels", [DeviceKernels(), TritonEnds()], ids=["torch", "triton"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_two_ranks_on_devices_say_what_one_does(
+    model: DecoderModel,
+    tmp_path_factory: pytest.TempPathFactory,
+    kernels: Kernels,
+    num_stages: int,
 ) -> None:
-    """The first stage learns from the next plan what the last one sampled."""
-    folder = make_tiny_qwen3(tmp_path_factory.mktemp("stages"), head_dim=16)
+    """As stages: the first learns from the next plan what the last one sampled. Or as halves."""
+    folder = make_tiny_qwen3(tmp_path_factory.mktemp("ranks"), head_dim=16)
     wishes = [Wish(prompt, 6) for prompt in prompts(9, 40, 3, 21)]
     outputs = list(expected(model, wishes).values())
-    script = write_script([wish.prompt for wish in wishes], outputs, num_groups=2)
+    script = write_script([wish.prompt for wish in wishes], outputs, num_groups=num_stages)
     channel = create_channel(1 << 16, 2)
 
     def run(rank: Communicator) -> list[tuple[int, int, int]]:
-        stage = rank.rank
-        end = ShmChannel(channel, 1 << 16, 2)
-        links = StageLinks(receive=end) if stage else StageLinks(send=end)
-        placement = Placement(torch.float32, torch.device("cpu"), SingleRank(), stage, 2)
+        placement, links = Placement(torch.float32, torch.device("cpu"), rank), StageLinks()
+        if num_stages == 2:
+            end, stage = ShmChannel(channel, 1 << 16, 2), rank.rank
+            links = StageLinks(receive=end) if stage else StageLinks(send=end)
+            placement = Placement(torch.float32, torch.device("cpu"), SingleRank(), stage, 2)
         queue = DeviceQueue(FakeStream(1))
-        runner = make_runner(folder, placement, links, kernels=DeviceKernels(), queue=queue)
+        runner = make_runner(folder, placement, links, kernels=kernels, queue=queue)
         said = []
         for plan, samples in zip(script.plans, script.samples, strict=True):
             result = runner.execute(plan)
@@ -148,10 +174,10 @@ def test_stages_on_devices_say_what_one_rank_does(
                 said.append((*samples[row], token_id))
         return said
 
-    nothing, said = run_ranks(2, run)
+    first, second = run_ranks(2, run)
     os.close(channel)
-    assert nothing == []
-    assert {(r, i): token for r, i, token in said} == {
+    assert first == ([] if num_stages == 2 else second)
+    assert {(r, i): token for r, i, token in second} == {
         (r, i): token for r, output in enumerate(outputs) for i, token in enumerate(output)
     }
 

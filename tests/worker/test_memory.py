@@ -115,9 +115,9 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     assert runner.sampler is not None
     execute, sample, forward = runner.execute, runner.sampler.sample_filtered, model.forward
 
-    def record_forward(x_TE, caches, context):  # type: ignore[no-untyped-def]
+    def record_forward(x_TE, caches, context, index_R):  # type: ignore[no-untyped-def]
         longest.append(max(context.metadata.seq_lens))
-        return forward(x_TE, caches, context)
+        return forward(x_TE, caches, context, index_R)
 
     monkeypatch.setattr(model, "forward", record_forward)
     monkeypatch.setattr(runner, "execute", lambda plan: (plans.append(plan), execute(plan))[1])

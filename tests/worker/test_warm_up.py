@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from nanocore.kernels.backend import Noise
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.sampling import EngineSamplingParams
@@ -67,8 +66,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     # Nothing is computed: every token is 0, and no memory that is read as one is left as it was.
     plain, filtered = TokenSampler.sample_plain, TokenSampler.sample_filtered
 
-    def sample_plain(sampler: TokenSampler, logits_RV: Tensor, noise: Noise | None) -> Tensor:
-        return plain(sampler, logits_RV, noise).zero_()
+    def sample_plain(sampler: TokenSampler, *args: Any, **more: Any) -> Tensor:
+        return plain(sampler, *args, **more).zero_()
 
     def sample_filtered(sampler: TokenSampler, *args: Any, **more: Any) -> Tensor:
         return filtered(sampler, *args, **more).zero_()

@@ -32,8 +32,10 @@ from nanocore.kernels.cpu.program import (
     Workspace,
     record,
 )
-from nanocore.kernels.linear_weight import LinearWeight, check_quantization
+from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization
+from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch_moe import Routing, SharedExpert
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
@@ -115,19 +117,23 @@ class CpuKernels:
             self._run("softcap", logits_RV, logits_RV.data_ptr(), width, softcap, dtype=None)
         return logits_RV
 
-    def embedding(
-        self,
-        token_ids_T: Tensor,
-        weight: LinearWeight,
-        first_token: int,
-        factor: float,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        out_TE = self._empty(token_ids_T, weight.in_features, dtype)
+    def embedding(self, token_ids_T: Tensor, embedding: TokenEmbedding) -> Tensor:
+        weight = embedding.weight
+        out_TE = self._empty(token_ids_T, weight.in_features, embedding.dtype)
         step = StepStruct(token_ids=token_ids_T.data_ptr())
-        arguments = byref(_weight_struct(weight)), first_token, factor, out_TE.data_ptr()
-        self._run("embedding", out_TE, *arguments, step=step)
+        self._run(
+            "embedding", out_TE, byref(_weight_struct(weight)), embedding.first_token,
+            embedding.factor, out_TE.data_ptr(), step=step,
+        )  # fmt: skip
         return out_TE
+
+    def begin_step(
+        self, rows: StepRows, embedding: TokenEmbedding | None
+    ) -> tuple[Tensor, Tensor | None]:
+        block_table_BM = rows.append_blocks()
+        if embedding is None:
+            return block_table_BM, None
+        return block_table_BM, self.embedding(rows.token_ids(), embedding)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps)
@@ -138,17 +144,28 @@ class CpuKernels:
         residual = residual.contiguous()
         return self._norm(x, residual, weight, eps), residual
 
+    def select_add_rms_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        x_TE, _ = self.add_rms_norm(x_TE, residual_TE, weight, eps)
+        if self._recording is None:
+            return x_TE[index_R]
+        self._recording.rows = SAMPLES
+        out_RE = self._empty(x_TE, x_TE.shape[1], x_TE.dtype)
+        self._run("select", out_RE, x_TE.data_ptr(), x_TE.shape[1], out_RE.data_ptr())
+        return out_RE
+
     def moe(
         self,
         x_TE: Tensor,
         gate_up_XIE: Tensor,
         down_XEI: Tensor,
-        expert_ids_TC: Tensor,
-        weights_TC: Tensor,
+        routing: Routing,
+        shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
         self._refuse_recording("experts")
-        return self._torch.moe(x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC, activation)
+        return self._torch.moe(x_TE, gate_up_XIE, down_XEI, routing, shared, activation)
 
     def rope_and_store_kv(
         self,
@@ -192,7 +209,11 @@ class CpuKernels:
         return out.unflatten(1, (num_heads, head_dim))
 
     def best_token(
-        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+        self,
+        logits_RV: Tensor,
+        first_token: int,
+        noise: Noise | None = None,
+        places: TokenPlaces | None = None,
     ) -> tuple[Tensor, Tensor]:
         num_rows, width = logits_RV.shape
         value_R = torch.empty(num_rows)
@@ -206,6 +227,8 @@ class CpuKernels:
             "best_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0), first_token,
             *columns, value_R.data_ptr(), index_R.data_ptr(), dtype=None,
         )  # fmt: skip
+        if places is not None:
+            places.write(index_R)
         return value_R, index_R
 
     def best_filtered_token(
@@ -223,15 +246,6 @@ class CpuKernels:
             index_R.data_ptr(), dtype=None,
         )  # fmt: skip
         return value_R, index_R
-
-    def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
-        if self._recording is None:
-            return x_TE[index_R]
-        x_TE = x_TE.contiguous()
-        self._recording.rows = SAMPLES
-        out_RE = self._empty(x_TE, x_TE.shape[1], x_TE.dtype)
-        self._run("select", out_RE, x_TE.data_ptr(), x_TE.shape[1], out_RE.data_ptr())
-        return out_RE
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         assert self._recording is None, "one capture at a time"

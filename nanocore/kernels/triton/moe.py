@@ -18,62 +18,15 @@ from torch import Tensor
 
 from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.matmul import Tile, multiply
+from nanocore.kernels.triton.routing import plan
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import Activation
+    from nanocore.kernels.torch_moe import SharedExpert
 
-_PLAN_BLOCK: Final = 2048
 _SUM_BLOCK: Final = 1024
 _FLOAT32_TILE: Final = Tile(16, 32, 32, num_warps=4, num_stages=2)
 """Without tensor cores, for small models and tests."""
-
-
-@triton.jit
-def _load_experts(expert_ids, pairs, num_pairs, NUM_EXPERTS: tl.constexpr) -> tl.tensor:
-    """Each pair's expert; NUM_EXPERTS for those past the end, and for ids that are none."""
-    ids = tl.load(expert_ids + pairs, mask=pairs < num_pairs, other=NUM_EXPERTS)
-    return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, NUM_EXPERTS).to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def plan_kernel(
-    expert_ids,
-    pair_of_row,
-    expert_of_tile,
-    num_tiles,
-    num_pairs,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_BINS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program for each expert: where its tiles are, and its pairs in order. Filled with -1."""
-    expert = tl.program_id(0)
-    bins = tl.arange(0, NUM_BINS)
-    counts = tl.zeros([NUM_BINS], tl.int32)
-    for start in range(0, num_pairs, BLOCK):
-        pairs = start + tl.arange(0, BLOCK)
-        ids = _load_experts(expert_ids, pairs, num_pairs, NUM_EXPERTS)
-        counts += tl.histogram(ids, NUM_BINS)
-    tiles = tl.where(bins < NUM_EXPERTS, (counts + BLOCK_T - 1) // BLOCK_T, 0)
-    first = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
-    own_tiles = tl.sum(tl.where(bins == expert, tiles, 0), axis=0)
-    if expert == 0:
-        tl.store(num_tiles, tl.sum(tiles, axis=0))
-
-    rows = pair_of_row + first * BLOCK_T
-    num_placed = 0
-    for start in range(0, num_pairs, BLOCK):
-        pairs = start + tl.arange(0, BLOCK)
-        is_own = _load_experts(expert_ids, pairs, num_pairs, NUM_EXPERTS) == expert
-        ones = is_own.to(tl.int32)
-        place = num_placed + tl.cumsum(ones, axis=0) - 1
-        tl.store(rows + place, pairs, mask=is_own)
-        num_placed += tl.sum(ones, axis=0)
-    for tile in range(own_tiles):
-        tl.store(expert_of_tile + first + tile, expert)
-    rest = num_placed + tl.arange(0, BLOCK_T)
-    tl.store(rows + rest, -1, mask=rest < own_tiles * BLOCK_T)
 
 
 @triton.jit
@@ -126,9 +79,13 @@ def grouped_kernel(
 
 @triton.jit
 def weighted_sum_kernel(
-    y, weights, out, size, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr
-) -> None:
-    """Of each token the sum of its choices' rows by their weights, in order."""
+    y, weights, gate, shared, out, size, gate_stride, shared_stride,
+    NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Of each token the sum of its choices' rows by their weights, in order; then the shared one's.
+
+    Rounded where the reference is, which adds the shared one by itself. shared: None without.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
@@ -137,7 +94,14 @@ def weighted_sum_kernel(
         pair = token * NUM_CHOSEN + choice
         weight = tl.load(weights + pair).to(y.dtype.element_ty).to(tl.float32)
         total += weight * tl.load(y + pair * size + columns, mask=mask).to(tl.float32)
-    tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=mask)
+    dtype: tl.constexpr = out.dtype.element_ty
+    result = total.to(dtype)
+    if shared is not None:
+        openness = tl.sigmoid(tl.load(gate + token * gate_stride).to(tl.float32)).to(dtype)
+        added = tl.load(shared + token * shared_stride + columns, mask=mask).to(tl.float32)
+        added = (openness.to(tl.float32) * added).to(dtype)
+        result = (result.to(tl.float32) + added.to(tl.float32)).to(dtype)
+    tl.store(out + token * size + columns, result, mask=mask)
 
 
 def moe(
@@ -147,10 +111,14 @@ def moe(
     expert_ids_TC: Tensor,
     weights_TC: Tensor,
     activation: Activation = "silu",
+    shared: SharedExpert | None = None,
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """See `backend.Kernels.moe`. With batch_invariant the tile does not depend on T."""
+    """See `backend.Kernels.moe`; experts and weights are those of `route`.
+
+    With batch_invariant the tile does not depend on T.
+    """
     num_tokens, hidden = x_TE.shape
     num_experts, _, inner = down_XEI.shape
     num_chosen = expert_ids_TC.shape[1]
@@ -162,12 +130,17 @@ def moe(
     if x_TE.dtype != torch.float32:
         up_tile = choose_tile(num_pairs, num_experts, True, batch_invariant)
         down_tile = choose_tile(num_pairs, num_experts, False, batch_invariant)
-    plan = _plan(expert_ids_TC.contiguous(), num_experts, up_tile.block_t)
+    tiles = plan(expert_ids_TC.contiguous(), num_experts, up_tile.block_t)
     inner_PI, out_PE = x_TE.new_empty(num_pairs, inner), x_TE.new_empty(num_pairs, hidden)
-    _multiply_grouped(x_TE, gate_up_XIE, inner_PI, plan, num_chosen, up_tile, activation)
-    _multiply_grouped(inner_PI, down_XEI, out_PE, plan, 1, down_tile, None)
+    _multiply_grouped(x_TE, gate_up_XIE, inner_PI, tiles, num_chosen, up_tile, activation)
+    _multiply_grouped(inner_PI, down_XEI, out_PE, tiles, 1, down_tile, None)
+    gate, added, gate_stride, added_stride = None, None, 1, 1
+    if shared is not None:
+        gate, added = shared.gate_T1, shared.out_TE
+        gate_stride, added_stride = gate.stride(0), added.stride(0)
+        assert added.stride(1) == 1
     weighted_sum_kernel[(num_tokens, triton.cdiv(hidden, _SUM_BLOCK))](
-        out_PE, weights_TC.contiguous(), out, hidden,
+        out_PE, weights_TC.contiguous(), gate, added, out, hidden, gate_stride, added_stride,
         NUM_CHOSEN=num_chosen, BLOCK=_SUM_BLOCK, num_warps=4,
     )  # fmt: skip
     return out
@@ -181,23 +154,6 @@ def choose_tile(num_pairs: int, num_experts: int, is_gated: bool, batch_invarian
     if num_pairs <= 64 * num_experts or batch_invariant:
         return Tile(64, 128 // halves, 64, num_warps=4, num_stages=4)
     return Tile(128, 128 // halves, 64, num_warps=8, num_stages=4)
-
-
-def _plan(expert_ids_TC: Tensor, num_experts: int, block_t: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(pair of each row of the tiles or -1, expert of each tile, how many tiles), int32."""
-    num_pairs = expert_ids_TC.numel()
-    # Every expert has at most one tile that is not full, and every tile has a pair.
-    max_tiles = min(num_pairs // block_t + num_experts, num_pairs)
-    pair_of_row, expert_of_tile, num_tiles = (
-        expert_ids_TC.new_empty(size, dtype=torch.int32)
-        for size in (max_tiles * block_t, max_tiles, 1)
-    )
-    plan_kernel[(num_experts,)](
-        expert_ids_TC, pair_of_row, expert_of_tile, num_tiles, num_pairs, NUM_EXPERTS=num_experts,
-        NUM_BINS=triton.next_power_of_2(num_experts + 1), BLOCK_T=block_t, BLOCK=_PLAN_BLOCK,
-        num_warps=8,
-    )  # fmt: skip
-    return pair_of_row, expert_of_tile, num_tiles
 
 
 def _multiply_grouped(

@@ -1,8 +1,11 @@
-"""RMS norm of rows, alone or of a sum: a program for each row, read once where it fits registers.
+"""RMS norm of rows, alone or of a sum, of all or of some: a program for each row.
+
+A row is read once where it fits registers.
 
 Statistics are float32. The order of rounding is that of `backend.Kernels.rms_norm`: x / rms(x) to
 the weight's dtype, times the weight, to x's dtype; the sum of a residual is rounded to x's dtype
-before it is looked at. Rows are independent of each other. (Zhang and Sennrich 2019.)
+before it is looked at, and takes the residual's place unless rows are selected: one may be selected
+twice. Rows are independent of each other. (Zhang and Sennrich 2019.)
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ _MAX_BLOCK: Final = 8192
 
 
 @triton.jit
-def _load_sum(x_row, residual_row, columns, mask, IS_SUM: tl.constexpr) -> tl.tensor:
-    """What is to be normed, in x's dtype; a sum is left in residual."""
+def _load_sum(
+    x_row, residual_row, columns, mask, IS_SUM: tl.constexpr, KEEPS_SUM: tl.constexpr
+) -> tl.tensor:
+    """What is to be normed, rounded to x's dtype; a sum is left in residual if it is kept."""
     x = tl.load(x_row + columns, mask=mask, other=0.0)
     if IS_SUM:
         residual = tl.load(residual_row + columns, mask=mask, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(residual_row + columns, x, mask=mask)
+        if KEEPS_SUM:
+            tl.store(residual_row + columns, x, mask=mask)
     return x.to(tl.float32)
 
 
@@ -38,10 +44,11 @@ def _store_normed(out_row, weight, x, inverse, columns, mask) -> None:
     tl.store(out_row + columns, product.to(out_row.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["index"])
 def rms_norm_kernel(
     x,
     residual,
+    index,
     weight,
     out,
     eps,
@@ -50,41 +57,55 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_SUM: tl.constexpr,
+    KEEPS_SUM: tl.constexpr,
 ) -> None:
+    """index: which row each program takes; None: its own."""
     row = tl.program_id(0).to(tl.int64)
+    out_row = out + row * SIZE
+    if index is not None:
+        row = tl.load(index + row)
     x_row = x + row * x_stride
     residual_row = residual + row * residual_stride
-    out_row = out + row * SIZE
     columns = tl.arange(0, BLOCK)
     if SIZE <= BLOCK:
         mask = columns < SIZE
-        values = _load_sum(x_row, residual_row, columns, mask, IS_SUM)
+        values = _load_sum(x_row, residual_row, columns, mask, IS_SUM, KEEPS_SUM)
         inverse = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + eps)
         _store_normed(out_row, weight, values, inverse, columns, mask)
     else:
         squares = tl.zeros([BLOCK], tl.float32)
         for start in range(0, SIZE, BLOCK):
             mask = start + columns < SIZE
-            values = _load_sum(x_row, residual_row, start + columns, mask, IS_SUM)
+            values = _load_sum(x_row, residual_row, start + columns, mask, IS_SUM, KEEPS_SUM)
             squares += values * values
         inverse = tl.rsqrt(tl.sum(squares, axis=0) / SIZE + eps)
         tl.debug_barrier()  # a sum may be read back by another thread than wrote it
-        sums_row = residual_row if IS_SUM else x_row
         for start in range(0, SIZE, BLOCK):
             mask = start + columns < SIZE
-            values = tl.load(sums_row + start + columns, mask=mask, other=0.0).to(tl.float32)
+            if KEEPS_SUM:
+                values = tl.load(residual_row + start + columns, mask=mask, other=0.0)
+                values = values.to(tl.float32)
+            else:
+                values = _load_sum(x_row, residual_row, start + columns, mask, IS_SUM, KEEPS_SUM)
             _store_normed(out_row, weight, values, inverse, start + columns, mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `backend.Kernels.rms_norm`."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    return _norm(rows, None, weight, eps).view(x.shape)
+    return _norm(rows, None, None, weight, eps).view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `backend.Kernels.add_rms_norm`; the sum is written over residual."""
-    return _norm(x, residual, weight, eps), residual
+    return _norm(x, residual, None, weight, eps), residual
+
+
+def select_add_rms_norm(
+    x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
+) -> Tensor:
+    """See `backend.Kernels.select_add_rms_norm`."""
+    return _norm(x_TE, residual_TE, index_R, weight, eps)
 
 
 def launch_options(size: int) -> tuple[int, int]:
@@ -93,8 +114,11 @@ def launch_options(size: int) -> tuple[int, int]:
     return block, min(16, max(1, block // 256))
 
 
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    num_rows, size = x.shape
+def _norm(
+    x: Tensor, residual: Tensor | None, index: Tensor | None, weight: Tensor, eps: float
+) -> Tensor:
+    size = x.shape[1]
+    num_rows = len(x if index is None else index)
     other = x if residual is None else residual
     assert (x.stride(1), other.stride(1)) == (1, 1)
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
@@ -102,7 +126,8 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
         return out
     block, num_warps = launch_options(size)
     rms_norm_kernel[(num_rows,)](
-        x, other, weight, out, eps, x.stride(0), other.stride(0),
-        SIZE=size, BLOCK=block, IS_SUM=residual is not None, num_warps=num_warps,
+        x, other, index, weight, out, eps, x.stride(0), other.stride(0),
+        SIZE=size, BLOCK=block, IS_SUM=residual is not None,
+        KEEPS_SUM=residual is not None and index is None, num_warps=num_warps,
     )  # fmt: skip
     return out

@@ -4,7 +4,8 @@ The noise is that of `gumbel_noise`, a hash of (seed, position, token id) with t
 bits, and its logarithms differ in rounding only. A row is split over several programs, and a second
 kernel takes the best of their results: of equal values the first column. Maxima may or may not see
 a value that is not a number, so it is looked for: such a row has no token, as one whose best value
-is infinite. Rows are independent of each other.
+is infinite. The second kernel writes tokens to the token table, too. Rows are independent of each
+other.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import Noise
+    from nanocore.kernels.step_rows import TokenPlaces
 
 _PART: Final = 2048
 """Columns of a program: enough to keep loads in flight, few enough that one row fills a GPU."""
@@ -106,22 +108,39 @@ def best_of_part_kernel(
     tl.store(part_column + to, column)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["rows", "positions"])
 def best_of_parts_kernel(
-    part_value, part_column, value, column, num_parts, BLOCK: tl.constexpr
+    part_value,
+    part_column,
+    value,
+    column,
+    token_table,
+    rows,
+    positions,
+    num_parts,
+    token_stride,
+    BLOCK: tl.constexpr,
 ) -> None:
+    """token_table: None if the columns are to go nowhere else."""
     row = tl.program_id(0)
     parts = tl.arange(0, BLOCK)
     is_part = parts < num_parts
     values = tl.load(part_value + row * num_parts + parts, mask=is_part, other=float("-inf"))
     columns = tl.load(part_column + row * num_parts + parts, mask=is_part, other=0x7FFFFFFF)
     best, first = first_best(values, columns)
+    chosen = column_or_none(best, first)
     tl.store(value + row, best)
-    tl.store(column + row, column_or_none(best, first))
+    tl.store(column + row, chosen)
+    if token_table is not None:
+        place = tl.load(rows + row) * token_stride + tl.load(positions + row)
+        tl.store(token_table + place, chosen.to(tl.int32))
 
 
 def best_token(
-    logits_RV: Tensor, first_token: int, noise: Noise | None = None
+    logits_RV: Tensor,
+    first_token: int,
+    noise: Noise | None = None,
+    places: TokenPlaces | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `backend.Kernels.best_token`."""
     num_rows, width = logits_RV.shape
@@ -142,8 +161,14 @@ def best_token(
         logits_RV, *rows, part_value, part_column, first_token, width, logits_RV.stride(0),
         HAS_NOISE=noise is not None, BLOCK=_PART, num_warps=4,
     )  # fmt: skip
+    table: tuple[Tensor | None, ...] = (None, None, None)
+    token_stride = 1
+    if places is not None:
+        assert places.token_table.stride(1) == 1
+        table = (places.token_table, places.rows_R, places.positions_R)
+        token_stride = places.token_table.stride(0)
     best_of_parts_kernel[(num_rows,)](
-        part_value, part_column, value_R, column_R, num_parts,
+        part_value, part_column, value_R, column_R, *table, num_parts, token_stride,
         BLOCK=triton.next_power_of_2(num_parts), num_warps=1,
     )  # fmt: skip
     return value_R, column_R

@@ -2,8 +2,10 @@
 
 A decode step launches at most nine kernels a layer: QKV; norms, rotation and KV store; attention,
 and its merge where contexts are split, which they are for few sequences only; output; add and norm;
-gate and up, and the gate, which for few tokens are one kernel; down; add and norm. Nothing waits
-for the device or depends on what is in its memory, so every step can be recorded as a graph.
+gate and up, and the gate, which for few tokens are one kernel; down; add and norm. One kernel
+before the layers does all that they need; after them come the last norm, of the rows that sample,
+their logits, and two kernels that sample. Nothing waits for the device or depends on what is in its
+memory, so every step can be recorded as a graph.
 
 With batch_invariant, products are ours too, and every token is attended to in tiles of one shape
 without splits: its bits are then the same in any batch and any chunks. Shape suffixes: `backend`.
@@ -18,10 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
+from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch_moe import Routing, SharedExpert
 from nanocore.kernels.triton import attention, filtered_sampling, gate, matmul, norm, rope, sampling
+from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.kernels.triton.moe import moe
+from nanocore.kernels.triton.routing import route
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import (
@@ -97,15 +103,13 @@ class TritonKernels:
             logits_RV = F.linear(x_RE, weight.data).float()
         return logits_RV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_RV
 
-    def embedding(
-        self,
-        token_ids_T: Tensor,
-        weight: LinearWeight,
-        first_token: int,
-        factor: float,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        return self._torch.embedding(token_ids_T, weight, first_token, factor, dtype)
+    def embedding(self, token_ids_T: Tensor, embedding: TokenEmbedding) -> Tensor:
+        return self._torch.embedding(token_ids_T, embedding)  # no step on a device calls this
+
+    def begin_step(
+        self, rows: StepRows, embedding: TokenEmbedding | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return begin_step(rows, embedding)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
@@ -115,17 +119,22 @@ class TritonKernels:
     ) -> tuple[Tensor, Tensor]:
         return norm.add_rms_norm(x, residual, weight, eps)
 
+    def select_add_rms_norm(
+        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
+    ) -> Tensor:
+        return norm.select_add_rms_norm(x_TE, residual_TE, index_R, weight, eps)
+
     def moe(
         self,
         x_TE: Tensor,
         gate_up_XIE: Tensor,
         down_XEI: Tensor,
-        expert_ids_TC: Tensor,
-        weights_TC: Tensor,
+        routing: Routing,
+        shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
         return moe(
-            x_TE, gate_up_XIE, down_XEI, expert_ids_TC, weights_TC, activation,
+            x_TE, gate_up_XIE, down_XEI, *route(routing), activation, shared,
             batch_invariant=self._batch_invariant,
         )  # fmt: skip
 
@@ -149,17 +158,18 @@ class TritonKernels:
         )  # fmt: skip
 
     def best_token(
-        self, logits_RV: Tensor, first_token: int, noise: Noise | None = None
+        self,
+        logits_RV: Tensor,
+        first_token: int,
+        noise: Noise | None = None,
+        places: TokenPlaces | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return sampling.best_token(logits_RV, first_token, noise)
+        return sampling.best_token(logits_RV, first_token, noise, places)
 
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters
     ) -> tuple[Tensor, Tensor]:
         return filtered_sampling.best_filtered_token(logits_RV, noise, filters)
-
-    def select_rows(self, x_TE: Tensor, index_R: Tensor) -> Tensor:
-        return x_TE.index_select(0, index_R)
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         return None

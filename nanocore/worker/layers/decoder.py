@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import Kernels, KVCache, Rotary
+from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.context import StepContext
@@ -179,15 +180,26 @@ class DecoderModel:
         assert self.embedding is not None, "token ids enter at the first stage"
         return self.embedding.embed(token_ids_T, self.embedding_factor, kernels)
 
-    def forward(self, x_TE: Tensor, caches: list[KVCache], context: StepContext) -> Tensor:
-        """Hidden states [T, E] after this stage's layers, normed after the last; writes K and V."""
+    def begin_step(self, rows: StepRows, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+        """See `Kernels.begin_step`; hidden states are those of `embed`."""
+        if self.embedding is None:
+            return kernels.begin_step(rows, None)
+        return self.embedding.begin_step(rows, self.embedding_factor, kernels)
+
+    def forward(
+        self, x_TE: Tensor, caches: list[KVCache], context: StepContext, sample_index_R: Tensor
+    ) -> Tensor:
+        """Hidden states after this stage's layers, [T, E]; writes K and V.
+
+        On the last stage only those of the tokens that sample, normed, [R, E].
+        """
         residual_TE: Tensor | None = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x_TE, residual_TE = layer(x_TE, residual_TE, cache, context)
+        assert residual_TE is not None, "a stage has at least one layer"
         if self.norm is None:
-            assert residual_TE is not None, "a stage has at least one layer"
             return x_TE + residual_TE
-        return self.norm.add(x_TE, residual_TE, context.kernels)[0]
+        return self.norm.select_add(x_TE, residual_TE, sample_index_R, context.kernels)
 
     def compute_logits(self, hidden_RE: Tensor, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, V / tp], for rows that sample; last stage."""

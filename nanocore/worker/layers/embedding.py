@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanocore.kernels.backend import Kernels
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
+from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Part
 from nanocore.worker.placement import Placement
@@ -44,9 +45,18 @@ class VocabParallelEmbedding:
 
     def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:
         """Embeddings times factor, [T, E]."""
-        x_TE = kernels.embedding(token_ids_T, self.packed, self.first_token, factor, self.dtype)
+        x_TE = kernels.embedding(token_ids_T, self._tokens(factor))
         return x_TE if self.tp.size == 1 else self.tp.all_reduce(x_TE)
+
+    def begin_step(self, rows: StepRows, factor: float, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """(block ids of the step's sequences, what `embed` says of its tokens)."""
+        block_table_BM, x_TE = kernels.begin_step(rows, self._tokens(factor))
+        assert x_TE is not None, "with an embedding there are hidden states"
+        return block_table_BM, x_TE if self.tp.size == 1 else self.tp.all_reduce(x_TE)
 
     def logits(self, hidden_RE: Tensor, softcap: float, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, num_tokens]; see `Kernels.logits`."""
         return kernels.logits(hidden_RE, self.packed, softcap)
+
+    def _tokens(self, factor: float) -> TokenEmbedding:
+        return TokenEmbedding(self.packed, self.first_token, factor, self.dtype)

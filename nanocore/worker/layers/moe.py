@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
 from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.torch_moe import Routing, SharedExpert
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
@@ -70,18 +69,16 @@ class SparseMLP:
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """What this rank adds to the result."""
-        expert_ids_TC, weights_TC = self._route(x_TE, context.kernels)
+        logits_TX = context.kernels.linear(x_TE, self.router)
         return context.kernels.moe(
-            x_TE, self.gate_up_XIE, self.down_XEI, expert_ids_TC, weights_TC, self.activation
-        )
+            x_TE, self.gate_up_XIE, self.down_XEI,
+            Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),
+            self.shared(x_TE, context), self.activation,
+        )  # fmt: skip
 
-    def _route(self, x_TE: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """(expert ids, int64 [T, C]; their weights, float32 [T, C])."""
-        probs_TX = kernels.linear(x_TE, self.router).softmax(-1, dtype=torch.float32)
-        weights_TC, expert_ids_TC = probs_TX.topk(self.num_experts_per_tok)
-        if self.norm_topk_prob:
-            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
-        return expert_ids_TC, weights_TC
+    def shared(self, x_TE: Tensor, context: StepContext) -> SharedExpert | None:
+        """What every token passes, in families that have it."""
+        return None
 
 
 class SparseDecoderLayer(DecoderLayer):

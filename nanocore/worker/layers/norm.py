@@ -35,3 +35,9 @@ class RMSNorm:
         if residual is None:
             return kernels.rms_norm(x, self.weight, self.eps), x
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def select_add(
+        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
+    ) -> Tensor:
+        """norm(x + residual) of these rows, [R, E]."""
+        return kernels.select_add_rms_norm(x_TE, residual_TE, index_R, self.weight, self.eps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.torch_moe import SharedExpert
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
@@ -45,10 +46,9 @@ class SharedExpertMLP(SparseMLP):
         self.shared_gate = packer.unquantized(self.shared_gate_1E)
         del self.shared_gate_1E
 
-    def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        gate_T1 = context.kernels.linear(x_TE, self.shared_gate).sigmoid()
-        shared_TE = gate_T1 * self.shared_expert.partial_sum(x_TE, context)
-        return super().partial_sum(x_TE, context) + shared_TE
+    def shared(self, x_TE: Tensor, context: StepContext) -> SharedExpert:
+        gate_T1 = context.kernels.linear(x_TE, self.shared_gate)
+        return SharedExpert(gate_T1, self.shared_expert.partial_sum(x_TE, context))
 
 
 class Qwen2MoeLayer(SparseDecoderLayer):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.backend import Filters, Kernels, Noise
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.candidates import best_candidate, sampled_token_ids
 from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
@@ -56,12 +57,20 @@ class TokenSampler:
         )
         return token_ids_R
 
-    def sample_plain(self, logits_RV: Tensor, noise: Noise | None) -> Tensor:
-        """Of rows without filters, int64 [R]; without noise the most likely tokens."""
+    def sample_plain(
+        self, logits_RV: Tensor, noise: Noise | None, places: TokenPlaces | None = None
+    ) -> Tensor:
+        """Of rows without filters, int64 [R]; without noise the most likely tokens.
+
+        places: where the tokens are to be written, too.
+        """
         if self._tp.size == 1:
-            return self._kernels.best_token(logits_RV, self._first_token, noise)[1]
+            return self._kernels.best_token(logits_RV, self._first_token, noise, places)[1]
         best_R = best_candidate(logits_RV, self._first_token, self._kernels, noise)
-        return sampled_token_ids(self._tp.all_gather(best_R).amax(dim=0))
+        token_ids_R = sampled_token_ids(self._tp.all_gather(best_R).amax(dim=0))
+        if places is not None:
+            places.write(token_ids_R)
+        return token_ids_R
 
     def sample_filtered(self, logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:
         """Of rows with temperatures and filters, int64 [R]."""

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from nanocore.kernels.triton.matmul import Tile
-from nanocore.kernels.triton.moe import (
-    choose_tile,
-    grouped_kernel,
-    plan_kernel,
-    weighted_sum_kernel,
-)
+from nanocore.kernels.triton.moe import choose_tile, grouped_kernel, weighted_sum_kernel
 from tests.kernels.triton.compilation import Case
 
 _TYPES = {
@@ -20,8 +15,8 @@ _TYPES = {
 
 def cases() -> list[Case]:
     return [
-        _plan_case(),
-        _sum_case(),
+        _sum_case("sum of experts", has_shared=False),
+        _sum_case("sum of experts and a shared one", has_shared=True),
         *[
             _case(f"experts' {product}, {name}", choose_tile(pairs, 128, is_gated, False), is_gated)
             for product, is_gated in (("gate and up", True), ("down", False))
@@ -30,29 +25,25 @@ def cases() -> list[Case]:
     ]
 
 
-def _plan_case() -> Case:
+def _sum_case(name: str, has_shared: bool) -> Case:
+    signature = {
+        "y": "*bf16", "weights": "*fp32", "out": "*bf16", "size": "i32", "gate_stride": "i32",
+        "shared_stride": "i32",
+    }  # fmt: skip
+    constexprs: dict[str, int | None] = {"NUM_CHOSEN": 8, "BLOCK": 1024}
+    shared = {"gate": "*bf16", "shared": "*bf16"}
+    if has_shared:
+        signature |= shared
+    else:
+        constexprs |= dict.fromkeys(shared)
     return Case(
-        name="experts' plan",
-        kernel=plan_kernel,
-        signature={
-            "expert_ids": "*i64", "pair_of_row": "*i32", "expert_of_tile": "*i32",
-            "num_tiles": "*i32", "num_pairs": "i32",
-        },
-        constexprs={"NUM_EXPERTS": 128, "NUM_BINS": 256, "BLOCK_T": 64, "BLOCK": 2048},
-        num_warps=8,
-        num_stages=3,
-    )  # fmt: skip
-
-
-def _sum_case() -> Case:
-    return Case(
-        name="sum of experts",
+        name=name,
         kernel=weighted_sum_kernel,
-        signature={"y": "*bf16", "weights": "*fp32", "out": "*bf16", "size": "i32"},
-        constexprs={"NUM_CHOSEN": 8, "BLOCK": 1024},
+        signature=signature,
+        constexprs=constexprs,
         num_warps=4,
         num_stages=3,
-        aligned=("y", "weights", "out", "size"),
+        aligned=tuple(name for name in signature if name != "gate_stride"),
     )
 
 

@@ -13,19 +13,29 @@ def cases() -> list[Case]:
         _case("norm of a sum", 4096, is_sum=True),
         _case("norm of a sum, float32 weight", 2304, is_sum=True, weight="*fp32"),
         _case("norm of a sum in pieces", 16384, is_sum=True),
+        _case("norm of selected sums", 4096, is_sum=True, selects=True),
+        _case("norm of selected sums in pieces", 16384, is_sum=True, selects=True),
     ]
 
 
-def _case(name: str, size: int, is_sum: bool, weight: str = "*bf16") -> Case:
+def _case(name: str, size: int, is_sum: bool, weight: str = "*bf16", selects: bool = False) -> Case:
     block, num_warps = launch_options(size)
+    signature = {
+        "x": "*bf16", "residual": "*bf16", "weight": weight, "out": "*bf16", "eps": "fp32",
+        "x_stride": "i32", "residual_stride": "i32",
+    }  # fmt: skip
+    constexprs = {
+        "SIZE": size, "BLOCK": block, "IS_SUM": is_sum, "KEEPS_SUM": is_sum and not selects
+    }  # fmt: skip
+    if selects:
+        signature["index"] = "*i64"
+    else:
+        constexprs["index"] = None
     return Case(
         name=name,
         kernel=rms_norm_kernel,
-        signature={
-            "x": "*bf16", "residual": "*bf16", "weight": weight, "out": "*bf16", "eps": "fp32",
-            "x_stride": "i32", "residual_stride": "i32",
-        },
-        constexprs={"SIZE": size, "BLOCK": block, "IS_SUM": is_sum},
+        signature=signature,
+        constexprs=constexprs,
         num_warps=num_warps,
         num_stages=3,
         aligned=("x", "residual", "weight", "out", "x_stride", "residual_stride"),

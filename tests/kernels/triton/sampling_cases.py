@@ -11,18 +11,31 @@ def cases() -> list[Case]:
         _case("best token", "*fp32", has_noise=False),
         _case("best token with noise", "*fp32", has_noise=True),
         _case("best token with noise, bfloat16", "*bf16", has_noise=True),
-        Case(
-            name="best of parts",
-            kernel=best_of_parts_kernel,
-            signature={
-                "part_value": "*fp32", "part_column": "*i32", "value": "*fp32", "column": "*i64",
-                "num_parts": "i32",
-            },
-            constexprs={"BLOCK": 128},
-            num_warps=1,
-            num_stages=3,
-        ),
-    ]  # fmt: skip
+        _parts_case("best of parts", has_table=False),
+        _parts_case("best of parts, written to the token table", has_table=True),
+    ]
+
+
+def _parts_case(name: str, has_table: bool) -> Case:
+    signature = {
+        "part_value": "*fp32", "part_column": "*i32", "value": "*fp32", "column": "*i64",
+        "num_parts": "i32", "token_stride": "i32",
+    }  # fmt: skip
+    constexprs: dict[str, int | None] = {"BLOCK": 128}
+    table = {"token_table": "*i32", "rows": "*i64", "positions": "*i64"}
+    if has_table:
+        signature |= table
+    else:
+        constexprs |= dict.fromkeys(table)
+    return Case(
+        name=name,
+        kernel=best_of_parts_kernel,
+        signature=signature,
+        constexprs=constexprs,
+        num_warps=1,
+        num_stages=3,
+        aligned=("part_value", "part_column", "value", "column"),
+    )
 
 
 def _case(name: str, logits: str, has_noise: bool) -> Case:

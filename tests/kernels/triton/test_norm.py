@@ -43,6 +43,27 @@ def test_rows_may_lie_apart(size: int) -> None:
     torch.testing.assert_close(norm.add_rms_norm(x, residual, weight, 1e-6), expected)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_of_selected_rows_the_sums_are_normed_and_not_kept(size: int) -> None:
+    """A row may be selected more than once, as padding is."""
+    x, residual, weight = draw(6, size), draw(7, size)[1:].flip(0), draw(size)
+    index, before = torch.tensor([4, 0, 0, 5, 0]), (x.clone(), residual.clone())
+    normed = norm.select_add_rms_norm(x, residual, index, weight, 1e-6)
+    expected = REFERENCE.select_add_rms_norm(x, residual, index, weight, 1e-6)
+    torch.testing.assert_close(normed, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        normed, REFERENCE.add_rms_norm(x, residual, weight, 1e-6)[0][index], atol=1e-6, rtol=1e-5
+    )
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+    assert torch.equal(normed, norm.add_rms_norm(x, residual, weight, 1e-6)[0][index])
+
+
+def test_of_no_selected_rows_there_is_nothing_to_norm() -> None:
+    x, index = draw(3, 8), torch.zeros(0, dtype=torch.int64)
+    assert norm.select_add_rms_norm(x, x.clone(), index, draw(8), 1e-6).shape == (0, 8)
+
+
 def test_eps_counts_where_values_are_small() -> None:
     x, weight = 1e-3 * draw(3, 32), draw(32)
     small, large = (norm.rms_norm(x, weight, eps) for eps in (1e-12, 1e-2))

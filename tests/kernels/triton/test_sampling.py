@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import Noise
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.sampling import best_token
 
@@ -107,6 +108,23 @@ def test_rows_may_lie_apart_and_settings_too() -> None:
     expected = REFERENCE.best_token(logits, 3, noise)
     torch.testing.assert_close(value, expected[0])
     assert torch.equal(column, expected[1])
+
+
+@pytest.mark.parametrize("width", [3, 5000])
+def test_tokens_are_written_to_the_token_table_too(width: int) -> None:
+    """Of padding too, whose rows are one, and of rows without a token."""
+    logits = draw(6, width)
+    logits[2, 1] = torch.nan
+    logits[4:] = logits[4]
+    rows, positions = torch.tensor([3, 0, 5, 1, 6, 6]), torch.tensor([0, 8, 4, 7, 0, 0])
+    noise = Noise(torch.tensor([0.0, 1, 1, 1, 0, 0]), torch.arange(6) // 5, torch.arange(6) // 5)
+    tables = [torch.full((7, 9), -7, dtype=torch.int32) for _ in range(2)]
+    _, column = best_token(logits, 0, noise, TokenPlaces(tables[0], rows, positions))
+    _, expected = REFERENCE.best_token(logits, 0, noise, TokenPlaces(tables[1], rows, positions))
+    assert torch.equal(column, expected)
+    assert torch.equal(tables[0][rows, positions].long(), column)
+    assert tables[0][5, 4] == -1
+    assert torch.equal(*tables)
 
 
 def test_no_rows_are_no_work() -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from nanocore.kernels.backend import Kernels, Noise, select_kernels
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker import step_graphs
@@ -99,9 +100,11 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
-        if not self.is_inside and name not in self.FREE:
+        result = func(*args, **(kwargs or {}))
+        is_free = name in self.FREE or (name == "to" and result is args[0])
+        if not self.is_inside and not is_free:
             self.names.append(name)
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 @contextmanager
@@ -146,6 +149,62 @@ def test_a_decode_step_launches_at_most_nine_kernels_a_layer(
     assert 5 <= layer.total() <= MAX_LAUNCHES_PER_LAYER, layer
 
 
+def count_decode_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_layers: int
+) -> Counter[str]:
+    """What a step of the engine launches, from token ids to tokens, with so many layers."""
+    runner, names = engine.runner, []
+    steps = runner._device_steps
+    assert steps is not None
+    compute = steps._compute
+
+    def counted(*args: Any) -> Any:
+        with counting(monkeypatch) as launches:
+            result = compute(*args)
+        names.extend(launches.names)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "_compute", counted)
+        patch.setattr(runner.model, "layers", runner.model.layers[:num_layers])
+        patch.setattr(runner, "kv_caches", runner.kv_caches[:num_layers])
+        engine.deliveries.take(engine.scheduler, runner.execute(engine.scheduler.schedule()))
+    return Counter(names)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_outside_its_layers_a_decode_step_launches_five_kernels(
+    model: DecoderModel, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
+) -> None:
+    """One before them; then the norm of the rows that sample, their logits, and their tokens."""
+    engine = Engine(model, 1, kernels=TritonKernels(CPU, batch_invariant))
+    for handle, wish in enumerate(make_wishes(6, 5, max_tokens=9)):
+        engine.scheduler.add(wish.request(handle))
+    engine.deliveries.take(engine.scheduler, engine.runner.execute(engine.scheduler.schedule()))
+    two, one = (count_decode_step(engine, monkeypatch, n) for n in (2, 1))
+    product = "linear_kernel" if batch_invariant else "linear"
+    assert one - (two - one) == Counter(
+        ["begin_step_kernel", "rms_norm_kernel", product, "best_of_part_kernel",
+         "best_of_parts_kernel"]
+    )  # fmt: skip
+
+
+def test_experts_are_routed_and_laid_out_by_a_kernel_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the shared one's gate is no launch but its product."""
+    engine = Engine(load_model(BUILDERS["qwen2_moe"](tmp_path)), 1, kernels=TritonKernels(CPU))
+    engine.scheduler.add(make_wishes(5, max_tokens=9)[0].request(0))
+    engine.deliveries.take(engine.scheduler, engine.runner.execute(engine.scheduler.schedule()))
+    two, one = (count_decode_step(engine, monkeypatch, n) for n in (2, 1))
+    sparse = two - one  # every other layer is
+    assert sparse["route_kernel"] == sparse["plan_kernel"] == sparse["weighted_sum_kernel"] == 1
+    assert sparse["grouped_kernel"] == 2
+    # QKV, output, the router, the shared expert's gate and its second product.
+    torch_names = {name for name in sparse if not name.endswith("_kernel")}
+    assert sum(sparse[name] for name in torch_names) == 5, sparse
+
+
 def sampled_logits(
     model: DecoderModel, wishes: list[Wish], budget: int, kernels: TritonKernels
 ) -> dict[tuple[int, int], Tensor]:
@@ -155,11 +214,13 @@ def sampled_logits(
     sample = engine.runner.sampler.sample_plain
     logits: dict[tuple[int, int], Tensor] = {}
 
-    def recording(logits_RV: Tensor, noise: Noise | None) -> Tensor:
+    def recording(
+        logits_RV: Tensor, noise: Noise | None, places: TokenPlaces | None = None
+    ) -> Tensor:
         assert noise is not None
         keys = zip(noise.seed_R.tolist(), noise.position_R.tolist(), strict=True)
         logits.update({key: row.clone() for key, row in zip(keys, logits_RV, strict=True)})
-        return sample(logits_RV, noise)
+        return sample(logits_RV, noise, places)
 
     engine.runner.sampler.sample_plain = recording  # type: ignore[method-assign]
     engine.run(wishes)
