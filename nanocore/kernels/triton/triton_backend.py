@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         Rotary,
     )
 
-_FUSED_GATE_TOKENS: Final = 64
+FUSED_GATE_TOKENS: Final = 64
 """Up to so many tokens a product waits for its weights, whoever computes it. Where attention is
 split there are no more (see `attention`), so the gate's launch is saved where the merge costs one.
 """
@@ -81,7 +81,7 @@ class TritonKernels:
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        if self._is_ours(weight) or len(x_TI) <= _FUSED_GATE_TOKENS:
+        if self._is_ours(weight) or len(x_TI) <= FUSED_GATE_TOKENS:
             return matmul.gated_linear(
                 x_TI, weight, bias_O, activation, batch_invariant=self._batch_invariant
             )
