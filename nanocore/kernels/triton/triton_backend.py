@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import FP8, LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import attention, filtered_sampling, gate, matmul, norm, rope, sampling
+from nanocore.kernels.triton.fp8_linear import fp8_linear
 from nanocore.kernels.triton.moe import moe
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class TritonKernels:
         return self._torch.pack_linear(weight_OI, quantization)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        if weight.dtype == FP8:
+            return fp8_linear(x_TI, weight, bias_O)
         if self._is_ours(weight):
             return self._multiply(x_TI, weight, bias_O)
         return F.linear(x_TI, weight.data, bias_O)
@@ -81,6 +84,8 @@ class TritonKernels:
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
+        if weight.dtype == FP8:
+            return gate.gated(fp8_linear(x_TI, weight, bias_O), activation)
         if self._is_ours(weight) or len(x_TI) <= FUSED_GATE_TOKENS:
             return matmul.gated_linear(
                 x_TI, weight, bias_O, activation, batch_invariant=self._batch_invariant
@@ -88,6 +93,7 @@ class TritonKernels:
         return gate.gated(F.linear(x_TI, weight.data, bias_O), activation)
 
     def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
+        assert weight.dtype != FP8, "a head stays in the model's dtype"
         if self._is_ours(weight):
             logits_RV = self._multiply(x_RE, weight, out_dtype=torch.float32)
         elif x_RE.is_cuda and x_RE.dtype != torch.float32:

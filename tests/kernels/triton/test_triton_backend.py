@@ -146,6 +146,20 @@ def test_a_decode_step_launches_at_most_nine_kernels_a_layer(
     assert 5 <= layer.total() <= MAX_LAUNCHES_PER_LAYER, layer
 
 
+@pytest.mark.parametrize("rows", [1, 65])
+def test_an_fp8_layer_is_two_kernels_and_nothing_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """So a graph can hold it: reading a number of a tensor's would be an operation, too."""
+    kernels, x = TritonKernels(CPU), torch.ones(rows, 32)
+    weight = kernels.pack_linear(torch.ones(64, 32), "fp8")
+    with counting(monkeypatch) as launches:
+        kernels.linear(x, weight)
+        assert launches.names == ["quantize_tokens_kernel", "_scaled_mm"]
+        kernels.gated_linear(x, weight)
+    assert launches.names[2:] == ["quantize_tokens_kernel", "_scaled_mm", "gated_kernel"]
+
+
 def sampled_logits(
     model: DecoderModel, wishes: list[Wish], budget: int, kernels: TritonKernels
 ) -> dict[tuple[int, int], Tensor]:
