@@ -233,7 +233,8 @@ def _matmul(
     num_bytes = dtype.itemsize * (num_out * num_in + rows * (num_in + num_out))
     sets = [operands(i) for i in range(num_sets(num_bytes, session.device))]
     num_columns = num_out // 2 if is_gated else num_out
-    own = matmul.choose_tile(rows, num_columns, dtype.itemsize, is_gated, False)
+    limit = matmul.max_shared_bytes(session.device)
+    own = matmul.choose_tile(rows, num_columns, dtype.itemsize, is_gated, False, limit)
     heights = (
         (max(16, min(64, 1 << (rows - 1).bit_length())), 64, 128)
         if rows > 32

@@ -96,7 +96,11 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
     device = parser.add_argument_group("device and kernels")
     device.add_argument("--device", choices=get_args(Device), help="default: cuda where it is")
     device.add_argument("--attention-backend", choices=get_args(AttentionBackend))
-    device.add_argument("--quantization", choices=get_args(Quantization))
+    device.add_argument(
+        "--quantization",
+        choices=get_args(Quantization),
+        help="of weights as they are loaded; fp8, of activations too, is for CUDA (8.9 and above)",
+    )
     device.add_argument(
         "--batch-invariant",
         action=argparse.BooleanOptionalAction,

@@ -107,7 +107,7 @@ class EngineConfig:
     dtype: of weights and activations; "auto" is the checkpoint's, or bfloat16 in place of a float16
     that cannot be had.
     attention_backend: of all kernels; "auto" takes the fastest that is here. quantization: of
-    weights as they are loaded; None keeps them in dtype.
+    weights as they are loaded, and fp8 of activations too; None keeps them in dtype.
     batch_invariant: a request's logits are the same bits whatever else runs, and however its tokens
     are computed. enforce_eager: call kernels one by one, capture no graphs. async_scheduling: begin
     a step before the last one is done; None does where the device works beside the host.
@@ -174,6 +174,12 @@ class EngineConfig:
         size = self.block_size
         require(
             size is None or size & (size - 1) == 0, "--block-size", size, "must be a power of two"
+        )
+        require(
+            not (self.quantization == "fp8" and self.batch_invariant),
+            "--quantization",
+            self.quantization,
+            "the product of fp8 depends on the batch; leave --batch-invariant out, or use int8",
         )
         self._check_listen()
         self._check_kv_events()

@@ -179,10 +179,11 @@ class Kernels(Protocol):
     def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
         """The weight of a linear layer or of an embedding, quantized if so asked.
 
-        The backend may keep weight_OI itself: the caller gives it up.
+        The backend may keep weight_OI itself: the caller gives it up. A weight in "fp8" is for
+        `linear` and `gated_linear`, and one that such products cannot take stays as it is.
 
         Raises:
-            ValueError: no such quantization.
+            ValueError: no such quantization here.
         """
         ...
 

@@ -1,24 +1,31 @@
-"""The weights of linear layers as backends keep them, and their quantization to int8.
+"""The weights of linear layers as backends keep them, and their quantization to int8 or fp8.
 
-Weight-only: activations stay as they are, and a product is scaled once it is summed up. int8 is
-symmetric with a scale for each output feature, so the layer's result is exactly that of the rounded
-weights (LLM.int8: Dettmers et al. 2022, has the same scales).
+Both have a scale for each output feature, and a product is scaled once it is summed up. int8 is
+weight-only and symmetric, so the layer's result is exactly that of the rounded weights (LLM.int8:
+Dettmers et al. 2022, has the same scales). fp8 is E4M3, and activations are too, with a scale for
+each token: the product itself is one of eight bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
+
+FP8: Final = torch.float8_e4m3fn
+_LARGEST_FP8: Final = 448.0
+_FP8_MULTIPLE: Final = 16
+"""Of both sizes of a weight, for the products that there are of fp8."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
     """A weight [out_features, in_features] as one backend keeps it; see `Kernels.pack_linear`.
 
-    data: the backend's own. dtype: of the values in it. scale_O: float32, what integers are to be
-    multiplied by, one number for each output feature (perhaps padded); None for others.
+    data: the backend's own. dtype: of the values in it. scale_O: float32, what quantized values are
+    to be multiplied by, one number for each output feature (perhaps padded); None for others.
     """
 
     out_features: int
@@ -46,10 +53,25 @@ class TokenEmbedding:
     dtype: torch.dtype
 
 
-def check_quantization(name: str | None) -> None:
+def check_quantization(name: str | None, known: tuple[str, ...] = ("int8", "fp8")) -> None:
     """Raises ValueError if weights cannot be stored so."""
-    if name not in (None, "int8"):
-        raise ValueError(f"no quantization {name!r}; there is: int8")
+    if name is not None and name not in known:
+        raise ValueError(f"no quantization {name!r} here; there is: {', '.join(known)}")
+
+
+def pack_rows(weight_OI: Tensor, quantization: str | None) -> LinearWeight:
+    """The weight row by row, quantized if so asked.
+
+    fp8 leaves a weight as it is whose sizes are no multiples of 16: no product could take it.
+    """
+    check_quantization(quantization)
+    data, scale_O = weight_OI, None
+    if quantization == "int8":
+        data, scale_O = quantize_weight(weight_OI)
+    elif quantization == "fp8" and not any(size % _FP8_MULTIPLE for size in weight_OI.shape):
+        data, scale_O = quantize_rows(weight_OI)
+    out_features, in_features = weight_OI.shape
+    return LinearWeight(out_features, in_features, data.dtype, data, scale_O)
 
 
 def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,3 +82,16 @@ def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     inverse_O = torch.full_like(largest_O, 127.0) / largest_O
     inverse_O1 = inverse_O.masked_fill(largest_O == 0, 0.0)[:, None]
     return (weight_OI.float() * inverse_O1).round().to(torch.int8), largest_O / 127.0
+
+
+def quantize_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """(E4M3 values [R, I], float32 scales [R]): of weights, or of tokens; x ~ value * scale.
+
+    The largest magnitude of a row becomes the largest of E4M3, 448; zeros have the smallest scale.
+    A row that is not finite has the scale NaN, so that what is computed with it is not either.
+    """
+    largest_R = x_RI.abs().amax(dim=1).float()
+    largest_R = largest_R.masked_fill(~largest_R.isfinite(), torch.nan)
+    smallest = torch.finfo(torch.float32).tiny
+    scale_R = (largest_R / _LARGEST_FP8).clamp(min=smallest)
+    return (x_RI / scale_R[:, None]).to(FP8), scale_R  # divided in float32

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from nanocore.kernels.gumbel_noise import best_with_noise
 from nanocore.kernels.linear_weight import (
+    FP8,
     LinearWeight,
     TokenEmbedding,
-    check_quantization,
-    quantize_weight,
+    pack_rows,
+    quantize_rows,
 )
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_attention import paged_attention
@@ -52,17 +53,17 @@ class TorchKernels:
     block_multiple = 1
 
     def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
-        check_quantization(quantization)
-        out_features, in_features = weight_OI.shape
-        scale_O = None
-        if quantization is not None:
-            weight_OI, scale_O = quantize_weight(weight_OI)
-        return LinearWeight(out_features, in_features, weight_OI.dtype, weight_OI, scale_O)
+        return pack_rows(weight_OI, quantization)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
         if weight.scale_O is None:
             return F.linear(x_TI, weight.data, bias_O)
-        y_TO = F.linear(x_TI.float(), weight.data.float()) * weight.scale_O
+        if weight.dtype == FP8:
+            values_TI, scale_T = quantize_rows(x_TI)
+            y_TO = F.linear(values_TI.float(), weight.data.float()) * scale_T[:, None]
+        else:
+            y_TO = F.linear(x_TI.float(), weight.data.float())
+        y_TO = y_TO * weight.scale_O
         return (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
 
     def gated_linear(

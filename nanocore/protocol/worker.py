@@ -15,7 +15,7 @@ from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
-Quantization = Literal["int8"]
+Quantization = Literal["int8", "fp8"]
 FailureKind = Literal["config", "model_file", "memory", "internal"]
 
 
@@ -23,7 +23,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What every rank of an engine is told.
 
     folder: the model's. dtype: of weights and activations; "auto" is the checkpoint's.
-    quantization: of the weights as they are loaded; None keeps them in dtype.
+    quantization: of the weights as they are loaded, and fp8 of activations too; None keeps dtype.
     kv_cache_dtype: "auto" is dtype. max_num_batched_tokens: tokens of one step, at most.
     max_model_len: tokens of one request, at most; memory may allow fewer in the end.
     gpu_memory_utilization: share of a GPU's memory that weights, activations and KV may take.

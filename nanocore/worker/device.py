@@ -8,8 +8,8 @@ import torch
 
 from nanocore.kernels.backend import Kernels, select_kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
-from nanocore.protocol.errors import ConfigError, ModelFileError
-from nanocore.protocol.worker import WorkerConfig
+from nanocore.protocol.errors import ConfigError, ModelFileError, is_out_of_memory, shorten
+from nanocore.protocol.worker import Quantization, WorkerConfig
 from nanocore.worker.config.model_config import ModelConfig
 
 _FP8_CAPABILITY: Final = (8, 9)
@@ -73,11 +73,46 @@ def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) 
     Raises:
         ConfigError: not on this device.
     """
-    if name == "fp8" and device.type != "cuda":
-        raise ConfigError("--kv-cache-dtype fp8 needs CUDA; on a CPU int8 takes as little")
-    if name == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
-        raise ConfigError(f"--kv-cache-dtype fp8: {device} has no fp8; int8 takes as little")
+    if name == "fp8":
+        _require_fp8("--kv-cache-dtype", device)
     return kv_cache_format(name, model_dtype)
+
+
+def check_quantization(
+    name: Quantization | None, kernels: Kernels, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Check that weights can be stored so and multiplied, before they are read.
+
+    dtype: of activations. What torch's products of fp8 take depends on its version, on the GPU and
+    on dtype, so one is tried.
+
+    Raises:
+        ConfigError: not on this device, or not with this dtype.
+    """
+    if name != "fp8":
+        return
+    _require_fp8("--quantization", device)
+    x_TI, bias_O = (torch.ones(*shape, dtype=dtype, device=device) for shape in ((1, 16), (16,)))
+    try:
+        weight = kernels.pack_linear(torch.ones(16, 16, dtype=dtype, device=device), name)
+        kernels.linear(x_TI, weight, bias_O).cpu()
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        reason = shorten(str(error).partition("\n")[0])
+        raise ConfigError(
+            f"--quantization fp8: {device} and torch {torch.__version__} have no such product of "
+            f"{dtype_name(dtype)} ({reason}); int8 takes as little, or try --dtype bfloat16"
+        ) from None
+
+
+def _require_fp8(flag: str, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ConfigError(f"{flag} fp8 needs CUDA; on a CPU int8 takes as little")
+    if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise ConfigError(
+            f"{flag} fp8: {device} has no fp8 (compute capability 8.9); int8 takes as little"
+        )
 
 
 def steps_in_flight(config: WorkerConfig, device: torch.device) -> int:

@@ -11,11 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanocore.kernels.backend import Kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.worker import WorkerConfig, WorkerInfo
 from nanocore.worker.checked_model import check_files, check_memory, loaded_bytes, read_model
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.device import dtype_name, make_kernels, select_device, select_kv_format
+from nanocore.worker.device import (
+    check_quantization,
+    dtype_name,
+    make_kernels,
+    select_device,
+    select_kv_format,
+)
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.memory import cpu_kv_bytes, cpu_memory_bytes
@@ -43,14 +50,17 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     Raises:
         ConfigError, ModelFileError, CacheMemoryError: why an engine would not start.
     """
-    model_config, dtype = read_model(config, select_device(config.device))
+    device = select_device(config.device)
+    model_config, dtype = read_model(config, device)
+    kernels = make_kernels(config, device)
+    check_quantization(config.quantization, kernels, dtype, device)
     models = [_build(config, model_config, dtype, rank) for rank in range(config.num_ranks)]
     check_files(config, models[0])
     check_memory(config, {rank: loaded_bytes(model) for rank, model in enumerate(models)})
     weight_bytes = [_weight_bytes(config, model) for model in models]
     memory = _memory(config, weight_bytes)
     return [
-        _info(config, model, num_bytes, *rank_memory)
+        _info(config, kernels, model, num_bytes, *rank_memory)
         for model, num_bytes, rank_memory in zip(models, weight_bytes, memory, strict=True)
     ]
 
@@ -95,10 +105,14 @@ def _memory(config: WorkerConfig, weight_bytes: list[int]) -> list[tuple[int, in
 
 
 def _info(
-    config: WorkerConfig, model: DecoderModel, weight_bytes: int, memory_bytes: int, kv_bytes: int
+    config: WorkerConfig,
+    kernels: Kernels,
+    model: DecoderModel,
+    weight_bytes: int,
+    memory_bytes: int,
+    kv_bytes: int,
 ) -> WorkerInfo:
     device = select_device(config.device)
-    kernels = make_kernels(config, device)
     kv_format = select_kv_format(config.kv_cache_dtype, model.placement.dtype, device)
     runner = ModelRunner(model, kernels)
     return WorkerInfo(

@@ -18,6 +18,7 @@ from nanocore.worker.checked_model import check_files, check_memory, loaded_byte
 from nanocore.worker.communication.links import RankLinks, connect
 from nanocore.worker.cuda_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.device import (
+    check_quantization,
     dtype_name,
     make_kernels,
     select_device,
@@ -63,6 +64,7 @@ class Worker:
             pp_size=config.pipeline_parallel_size,
         )
         self._kernels = make_kernels(config, device)
+        check_quantization(config.quantization, self._kernels, dtype, device)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
         check_files(config, outline)

@@ -25,6 +25,7 @@ from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.protocol.worker import Quantization
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
@@ -128,6 +129,7 @@ def make_runner(
     model: DecoderModel | None = None,
     kernels: Kernels | None = None,
     queue: DeviceQueue | None = None,
+    quantization: Quantization | None = None,
 ) -> ModelRunner:
     """One rank, its weights loaded, ready for plans.
 
@@ -136,7 +138,7 @@ def make_runner(
     model = model or build_model(load_model_config(folder), placement)
     load_weights(folder, model.slots(), model.ignored_tensors)
     runner = ModelRunner(model, kernels or make_kernels(backend), links, queue)
-    runner.pack(None)
+    runner.pack(quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
     runner.allocate(
         kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS

@@ -70,6 +70,7 @@ WAYS = {
     "native, int8": Way(quantization="int8"),
     "torch": Way("torch"),
     "torch, int8": Way("torch", quantization="int8"),
+    "torch, fp8": Way("torch", quantization="fp8"),
     "int8 KV": Way(kv_cache_dtype="int8"),
     "device": Way("device", depth=2),
 }
@@ -205,7 +206,9 @@ def test_on_two_stages(healthy: Path, damaged: Path) -> None:
     check(deliveries, right)
 
 
-@pytest.mark.parametrize("way", ["native", "native, int8", "torch", "torch, int8", "device"])
+@pytest.mark.parametrize(
+    "way", ["native", "native, int8", "torch", "torch, int8", "torch, fp8", "device"]
+)
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -75,7 +75,7 @@ class CpuKernels:
         self._recording: Recording | None = None
 
     def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
-        check_quantization(quantization)
+        check_quantization(quantization, ("int8",))
         out_features, in_features = weight_OI.shape
         dtype = weight_OI.dtype if quantization is None else torch.int8
         scale_O = None

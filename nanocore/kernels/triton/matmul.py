@@ -9,7 +9,8 @@ keep all multiprocessors reading weights, and many rows get large ones.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache as remember
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -34,8 +35,36 @@ class Tile:
     num_warps: int
     num_stages: int
 
+    def shared_bytes(self, weight_bytes: int, is_gated: bool) -> int:
+        """Shared memory that a program may take, for x in half precision; tests compile it.
 
-_FLOAT32_TILE: Final = Tile(32, 32, 32, num_warps=4, num_stages=2)
+        Every stage holds a tile of x and one of the weight, two if gated; integers are widened into
+        one more. Compilers take up to a stage less where operands come from registers.
+        """
+        x_numbers = self.block_t * self.block_i
+        w_bytes = weight_bytes * self.block_o * self.block_i * (2 if is_gated else 1)
+        widened_bytes = w_bytes if weight_bytes == 1 else 0
+        return self.num_stages * (2 * x_numbers + w_bytes) + widened_bytes + _BARRIER_BYTES
+
+    def fit(self, weight_bytes: int, is_gated: bool, max_shared_bytes: int) -> Tile:
+        """This tile where a program may have so much, or else the next best, of as many rows.
+
+        Shorter rows of the weight are given up first: 128 numbers are still whole sectors of
+        memory, and the stages keep as many of them on their way.
+        """
+        tile = self
+        while tile.shared_bytes(weight_bytes, is_gated) > max_shared_bytes:
+            if tile.block_i <= 128 and tile.num_stages > 2:
+                tile = replace(tile, num_stages=tile.num_stages - 1)
+            else:
+                tile = replace(tile, block_i=tile.block_i // 2)
+        return tile
+
+
+_BARRIER_BYTES: Final = 64
+_INTERPRETED_SHARED_BYTES: Final = 227 << 10
+
+FLOAT32_TILE: Final = Tile(32, 32, 32, num_warps=4, num_stages=2)
 """Without tensor cores, for small models and tests."""
 
 
@@ -169,10 +198,33 @@ def gated_linear(
     return _launch(x_TI, weight, bias_O, x_TI.dtype, activation, batch_invariant)
 
 
+@remember
+def max_shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have there: 227, 163 or 99 KiB so far."""
+    if device.type != "cuda":
+        return _INTERPRETED_SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    num_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return num_bytes
+
+
 def choose_tile(
-    num_rows: int, num_columns: int, weight_bytes: int, is_gated: bool, batch_invariant: bool
+    num_rows: int,
+    num_columns: int,
+    weight_bytes: int,
+    is_gated: bool,
+    batch_invariant: bool,
+    max_shared_bytes: int,
 ) -> Tile:
     """For inputs in half precision. num_columns: of the result; weight_bytes: of one number."""
+    tile = _widest_tile(num_rows, num_columns, weight_bytes, is_gated, batch_invariant)
+    return tile.fit(weight_bytes, is_gated, max_shared_bytes)
+
+
+def _widest_tile(
+    num_rows: int, num_columns: int, weight_bytes: int, is_gated: bool, batch_invariant: bool
+) -> Tile:
+    """What reads weights fastest where shared memory has room."""
     if batch_invariant:
         # Wide enough for prompts, and no wider than the weight has tiles for its decodes.
         block_o = 64 if num_columns >= 4096 and not is_gated else 32
@@ -186,7 +238,7 @@ def choose_tile(
         return Tile(block_t, 32 if is_gated else 64, block_i, num_warps=4, num_stages=4)
     if num_columns >= 4096:
         return Tile(block_t, 32, block_i, num_warps=4, num_stages=5)
-    return Tile(block_t, 16, 2 * block_i, num_warps=4, num_stages=5)
+    return Tile(block_t, 16, 256, num_warps=4, num_stages=5)
 
 
 def _launch(
@@ -205,10 +257,13 @@ def _launch(
     out = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x_TI.device)
     if num_rows == 0:
         return out
-    tile = _FLOAT32_TILE
+    tile = FLOAT32_TILE
     if x_TI.dtype != torch.float32:
         weight_bytes = weight.data.element_size()
-        tile = choose_tile(num_rows, num_columns, weight_bytes, is_gated, batch_invariant)
+        tile = choose_tile(
+            num_rows, num_columns, weight_bytes, is_gated, batch_invariant,
+            max_shared_bytes(x_TI.device),
+        )  # fmt: skip
     grid = (triton.cdiv(num_rows, tile.block_t) * triton.cdiv(num_columns, tile.block_o),)
     linear_kernel[grid](
         x_TI, weight.data, weight.scale_O, bias_O, out, num_rows, num_columns, num_inputs,

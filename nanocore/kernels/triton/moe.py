@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.triton.gate import apply_gate
-from nanocore.kernels.triton.matmul import Tile, multiply
+from nanocore.kernels.triton.matmul import Tile, max_shared_bytes, multiply
 from nanocore.kernels.triton.routing import plan
 
 if TYPE_CHECKING:
@@ -128,8 +128,12 @@ def moe(
     num_pairs = num_tokens * num_chosen
     up_tile = down_tile = _FLOAT32_TILE
     if x_TE.dtype != torch.float32:
-        up_tile = choose_tile(num_pairs, num_experts, True, batch_invariant)
-        down_tile = choose_tile(num_pairs, num_experts, False, batch_invariant)
+        up_tile, down_tile = (
+            choose_tile(
+                num_pairs, num_experts, is_gated, batch_invariant, max_shared_bytes(x_TE.device)
+            )
+            for is_gated in (True, False)
+        )
     tiles = plan(expert_ids_TC.contiguous(), num_experts, up_tile.block_t)
     inner_PI, out_PE = x_TE.new_empty(num_pairs, inner), x_TE.new_empty(num_pairs, hidden)
     _multiply_grouped(x_TE, gate_up_XIE, inner_PI, tiles, num_chosen, up_tile, activation)
@@ -146,14 +150,22 @@ def moe(
     return out
 
 
-def choose_tile(num_pairs: int, num_experts: int, is_gated: bool, batch_invariant: bool) -> Tile:
+def choose_tile(
+    num_pairs: int,
+    num_experts: int,
+    is_gated: bool,
+    batch_invariant: bool,
+    max_shared_bytes: int,
+) -> Tile:
     """For inputs in half precision: about as many rows as an expert has on average."""
     halves = 2 if is_gated else 1
     if num_pairs <= 16 * num_experts and not batch_invariant:
-        return Tile(16, 64 // halves, 128, num_warps=4, num_stages=4)
-    if num_pairs <= 64 * num_experts or batch_invariant:
-        return Tile(64, 128 // halves, 64, num_warps=4, num_stages=4)
-    return Tile(128, 128 // halves, 64, num_warps=8, num_stages=4)
+        tile = Tile(16, 64 // halves, 128, num_warps=4, num_stages=4)
+    elif num_pairs <= 64 * num_experts or batch_invariant:
+        tile = Tile(64, 128 // halves, 64, num_warps=4, num_stages=4)
+    else:
+        tile = Tile(128, 128 // halves, 64, num_warps=8, num_stages=4)
+    return tile.fit(2, is_gated, max_shared_bytes)
 
 
 def _multiply_grouped(

@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
+from nanocore.kernels.linear_weight import FP8, LinearWeight, TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.torch_moe import Routing, SharedExpert
 from nanocore.kernels.triton import attention, filtered_sampling, gate, matmul, norm, rope, sampling
 from nanocore.kernels.triton.begin_step import begin_step
+from nanocore.kernels.triton.fp8_linear import fp8_linear
 from nanocore.kernels.triton.moe import moe
 from nanocore.kernels.triton.routing import route
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
         Rotary,
     )
 
-_FUSED_GATE_TOKENS: Final = 64
+FUSED_GATE_TOKENS: Final = 64
 """Up to so many tokens a product waits for its weights, whoever computes it. Where attention is
 split there are no more (see `attention`), so the gate's launch is saved where the merge costs one.
 """
@@ -76,6 +77,8 @@ class TritonKernels:
         return self._torch.pack_linear(weight_OI, quantization)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        if weight.dtype == FP8:
+            return fp8_linear(x_TI, weight, bias_O)
         if self._is_ours(weight):
             return self._multiply(x_TI, weight, bias_O)
         return F.linear(x_TI, weight.data, bias_O)
@@ -87,13 +90,16 @@ class TritonKernels:
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        if self._is_ours(weight) or len(x_TI) <= _FUSED_GATE_TOKENS:
+        if weight.dtype == FP8:
+            return gate.gated(fp8_linear(x_TI, weight, bias_O), activation)
+        if self._is_ours(weight) or len(x_TI) <= FUSED_GATE_TOKENS:
             return matmul.gated_linear(
                 x_TI, weight, bias_O, activation, batch_invariant=self._batch_invariant
             )
         return gate.gated(F.linear(x_TI, weight.data, bias_O), activation)
 
     def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
+        assert weight.dtype != FP8, "a head stays in the model's dtype"
         if self._is_ours(weight):
             logits_RV = self._multiply(x_RE, weight, out_dtype=torch.float32)
         elif x_RE.is_cuda and x_RE.dtype != torch.float32:

@@ -35,7 +35,7 @@ class VocabParallelEmbedding:
 
     def pack(self, packer: WeightPacker) -> None:
         """Give up the loaded weight for a packed one; `parts` names it no longer."""
-        self.packed = packer.linear(self.weight)
+        self.packed = packer.head(self.weight)
         del self.weight
 
     def pack_as_embedding(self, packer: WeightPacker) -> None:

@@ -23,6 +23,10 @@ class WeightPacker:
         """The weight of a linear layer, which the caller gives up."""
         return self._pack(weight_OI, self._quantization)
 
+    def head(self, weight_OI: Tensor) -> LinearWeight:
+        """Likewise, of the layer that gives logits: fp8 is for what lies between the two ends."""
+        return self._pack(weight_OI, None if self._quantization == "fp8" else self._quantization)
+
     def unquantized(self, weight_OI: Tensor) -> LinearWeight:
         """Likewise, as it is: of an embedding that is no head, or a router."""
         return self._pack(weight_OI, None)

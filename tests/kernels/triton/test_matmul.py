@@ -11,7 +11,10 @@ from torch import Tensor
 
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.triton.matmul import choose_tile, gated_linear, linear
+from nanocore.kernels.triton import matmul
+from nanocore.kernels.triton.matmul import Tile, choose_tile, gated_linear, linear
+from tests.kernels.triton import matmul_cases
+from tests.kernels.triton.compilation import SHARED_BYTES
 
 REFERENCE = TorchKernels()
 ROWS = [1, 2, 17, 65]
@@ -88,9 +91,57 @@ def test_a_row_has_the_same_bits_alone_and_in_a_crowd(quantization: str | None) 
 def test_batch_invariant_tiles_do_not_depend_on_the_number_of_rows(
     columns: int, is_gated: bool
 ) -> None:
-    tiles = {choose_tile(rows, columns, 2, is_gated, True) for rows in (1, 16, 64, 65, 5000)}
-    assert len(tiles) == 1
-    assert len({choose_tile(rows, columns, 2, is_gated, False) for rows in (1, 64, 5000)}) == 3
+    for room in SHARED_BYTES.values():
+        tiles, others = (
+            {choose_tile(rows, columns, 2, is_gated, fixed, room) for rows in (1, 16, 64, 65, 5000)}
+            for fixed in (True, False)
+        )
+        assert (len(tiles), len(others)) == (1, 3)
+
+
+@pytest.mark.parametrize("room", sorted(set(SHARED_BYTES.values())))
+def test_tiles_of_all_models_fit_the_shared_memory_of_all_gpus(room: int) -> None:
+    """As `Tile.shared_bytes` has it, which test_compilation holds to what the compiler takes."""
+    variants = matmul_cases.variants(room)
+    assert len(variants) > 20
+    for tile, weight_bytes, is_gated in {
+        (variant.tile, 1 if variant.weight == "*i8" else 2, variant.is_gated)
+        for variant in variants
+    }:
+        assert tile.shared_bytes(weight_bytes, is_gated) <= room
+        assert tile.num_stages > 2, "nothing is loaded ahead of its use"
+        assert tile.block_i * weight_bytes >= 64, "a row's piece is no whole sector of memory"
+
+
+def test_64_rows_of_narrow_gates_fit_a_hopper() -> None:
+    """They once took 245,760 bytes, and int8's 409,600, of 232,448."""
+    tiles = [choose_tile(rows, 3072, 2, True, False, 227 << 10) for rows in (33, 40, 64)]
+    assert set(tiles) == {Tile(64, 16, 128, num_warps=4, num_stages=5)}
+    assert choose_tile(64, 3072, 1, False, False, 227 << 10).block_i == 256
+    assert choose_tile(16, 3072, 2, True, False, 227 << 10).block_i == 256, "few rows have room"
+
+
+def test_a_tile_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products read the room of the device that they run on, and are the same in any tiles."""
+    rooms: list[torch.device] = []
+    chosen: list[Tile] = []
+
+    def room(device: torch.device) -> int:
+        rooms.append(device)
+        return 99 << 10
+
+    def choosing(*args: int) -> Tile:
+        chosen.append(choose_tile(*args))
+        return chosen[-1]
+
+    x, weight = draw(40, 16).half(), draw(10, 16).half()
+    packed = REFERENCE.pack_linear(weight)
+    expected = gated_linear(x, packed)
+    monkeypatch.setattr(matmul, "max_shared_bytes", room)
+    monkeypatch.setattr(matmul, "choose_tile", choosing)
+    torch.testing.assert_close(gated_linear(x, packed), expected)
+    assert rooms == [x.device]
+    assert chosen == [Tile(64, 16, 128, num_warps=4, num_stages=4)]
 
 
 def test_logits_can_be_float32_of_anything() -> None:

@@ -11,6 +11,10 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.torch_moe import Routing, SharedExpert
 from nanocore.kernels.triton.moe import choose_tile, moe
 from nanocore.kernels.triton.triton_backend import TritonKernels
+from tests.kernels.triton import moe_cases
+from tests.kernels.triton.compilation import SHARED_BYTES
+
+REFERENCE = TorchKernels()
 
 # numpy, which interprets the kernels, warns of what a GPU does in silence.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
@@ -110,11 +114,26 @@ def test_padding_spoils_no_other_token(garbage: float) -> None:
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_batch_invariant_tiles_do_not_depend_on_the_number_of_tokens(is_gated: bool) -> None:
-    tiles = [{choose_tile(n, 128, is_gated, fixed) for n in (8, 8000, 10**6)} for fixed in (1, 0)]
-    assert [len(of) for of in tiles] == [1, 3]
+    for room in SHARED_BYTES.values():
+        tiles = [
+            {choose_tile(n, 128, is_gated, fixed, room) for n in (8, 8000, 10**6)}
+            for fixed in (True, False)
+        ]
+        assert [len(of) for of in tiles] == [1, 3]
+
+
+@pytest.mark.parametrize("room", sorted(set(SHARED_BYTES.values())))
+def test_tiles_of_all_models_fit_the_shared_memory_of_all_gpus(room: int) -> None:
+    variants = moe_cases.variants(room)
+    assert len(variants) == 6
+    for tile, is_gated in variants:
+        assert tile.shared_bytes(2, is_gated) <= room
+        assert tile.num_stages > 2, "nothing is loaded ahead of its use"
 
 
 @pytest.mark.parametrize("num_pairs", [8, 8000, 10**6])
-def test_both_products_have_tiles_of_the_same_rows(num_pairs: int) -> None:
-    tiles = [choose_tile(num_pairs, 128, is_gated, False) for is_gated in (False, True)]
+@pytest.mark.parametrize("room", [48 << 10, *sorted(set(SHARED_BYTES.values()))])
+def test_both_products_have_tiles_of_the_same_rows(num_pairs: int, room: int) -> None:
+    """They share a plan. The little room is that of no GPU that we know."""
+    tiles = [choose_tile(num_pairs, 128, is_gated, False, room) for is_gated in (False, True)]
     assert tiles[0].block_t == tiles[1].block_t

@@ -205,6 +205,20 @@ def test_experts_are_routed_and_laid_out_by_a_kernel_each(
     assert sum(sparse[name] for name in torch_names) == 5, sparse
 
 
+@pytest.mark.parametrize("rows", [1, 65])
+def test_an_fp8_layer_is_two_kernels_and_nothing_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """So a graph can hold it: reading a number of a tensor's would be an operation, too."""
+    kernels, x = TritonKernels(CPU), torch.ones(rows, 32)
+    weight = kernels.pack_linear(torch.ones(64, 32), "fp8")
+    with counting(monkeypatch) as launches:
+        kernels.linear(x, weight)
+        assert launches.names == ["quantize_tokens_kernel", "_scaled_mm"]
+        kernels.gated_linear(x, weight)
+    assert launches.names[2:] == ["quantize_tokens_kernel", "_scaled_mm", "gated_kernel"]
+
+
 def sampled_logits(
     model: DecoderModel, wishes: list[Wish], budget: int, kernels: TritonKernels
 ) -> dict[tuple[int, int], Tensor]:
