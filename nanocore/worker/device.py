@@ -68,7 +68,7 @@ def select_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
 
 
 def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) -> KVCacheFormat:
-    """How K and V are stored; "auto" is the model's dtype.
+    """How K and V are stored there; "auto" is the model's dtype.
 
     Raises:
         ConfigError: not on this device.
@@ -77,7 +77,7 @@ def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) 
         raise ConfigError("--kv-cache-dtype fp8 needs CUDA; on a CPU int8 takes as little")
     if name == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ConfigError(f"--kv-cache-dtype fp8: {device} has no fp8; int8 takes as little")
-    return kv_cache_format(name, model_dtype)
+    return kv_cache_format(name, model_dtype, device.type)
 
 
 def steps_in_flight(config: WorkerConfig, device: torch.device) -> int:

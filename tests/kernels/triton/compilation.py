@@ -23,6 +23,8 @@ from typing import Any
 
 CAPABILITIES = (80, 90, 100)
 _FOLDER = Path(__file__).parent
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
+_SLOW_LOAD = re.compile(r"\bld\.global\b|\bld\.shared\.[usb]8\b")
 _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:\d+ LOCAL:(?P<local>\d+)")
 
 
@@ -35,7 +37,7 @@ class Case:
     multiples of 16, and None is all pointers: what the launcher finds out by itself about arguments
     that are not `do_not_specialize`. instructions: by capability, what PTX must have.
     max_spill_bytes: of registers, for each thread; ptxas may put away a few for the sake of another
-    warp.
+    warp. capabilities: that it is for.
     """
 
     name: str
@@ -47,11 +49,16 @@ class Case:
     aligned: tuple[str, ...] | None = None
     instructions: Mapping[int, str] = field(default_factory=dict)
     max_spill_bytes: int = 16
+    capabilities: tuple[int, ...] = CAPABILITIES
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes: bytes of shared memory of a program, the rest of a thread."""
+    """What a compiled kernel takes: bytes of shared memory of a program, the rest of a thread.
+
+    slow_loads: in loops of matrix products, from global memory into registers, where a copy to
+    shared memory ahead of use would not wait, or from shared memory by single bytes.
+    """
 
     case: str
     capability: int
@@ -60,6 +67,7 @@ class Usage:
     spill_bytes: int
     max_spill_bytes: int
     missing_instruction: str | None
+    slow_loads: int
 
 
 def measure(*modules: str) -> list[Usage]:
@@ -104,8 +112,19 @@ def compile_case(case: Case, capability: int) -> Usage:
     lacks = wanted is not None and wanted not in compiled.asm["ptx"]
     return Usage(
         case.name, capability, compiled.metadata.shared, registers, spill_bytes,
-        case.max_spill_bytes, wanted if lacks else None,
+        case.max_spill_bytes, wanted if lacks else None, _slow_loads(compiled.asm["ptx"]),
     )  # fmt: skip
+
+
+def _slow_loads(ptx: str) -> int:
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L")}
+    loops = [
+        "\n".join(lines[labels[found[1]] : i])
+        for i, line in enumerate(lines)
+        if (found := _BRANCH.search(line)) and labels[found[1]] < i
+    ]
+    return max((len(_SLOW_LOAD.findall(loop)) for loop in loops if "mma" in loop), default=0)
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:
@@ -141,7 +160,7 @@ def main(modules: list[str]) -> None:
         (module, index, capability)
         for module in modules
         for index in range(len(_cases(module)))
-        for capability in CAPABILITIES
+        for capability in _cases(module)[index].capabilities
     ]
     with ProcessPoolExecutor() as pool:
         for usage in pool.map(_compile_nth, jobs):
