@@ -177,7 +177,7 @@ def _prefill(
     return _case(
         name, prefill_attention_kernel, arguments, constexprs, tiles.num_warps, tiles.num_stages,
         instructions={} if dtype == "*fp32" else tensor_cores,
-        # Of fp8 at head dims above 128 K, V and what they are converted to fill all registers.
-        max_spill_bytes=96 if cache == "*fp8e4nv" and head_dim > 128 else 16,
+        # At head dims above 128 K, V and what they are converted to fill all registers.
+        max_spill_bytes=112 if cache in _QUANTIZED and head_dim > 128 else 16,
         **options,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from typing import Any
 CAPABILITIES = (80, 90, 100)
 _FOLDER = Path(__file__).parent
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
-_SLOW_LOAD = re.compile(r"\bld\.global\b|\bld\.shared\.[usb]8\b")
+_SLOW_LOAD = re.compile(r"\bld\.global\b|\bld\.shared\.[usb]8\b|\bcp\.async\.ca[^;]*, 0x8\b")
 _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:\d+ LOCAL:(?P<local>\d+)")
 
 
@@ -57,7 +57,8 @@ class Usage:
     """What a compiled kernel takes: bytes of shared memory of a program, the rest of a thread.
 
     slow_loads: in loops of matrix products, from global memory into registers, where a copy to
-    shared memory ahead of use would not wait, or from shared memory by single bytes.
+    shared memory ahead of use would not wait, or such copies of 8 bytes, where 16 take one, too; or
+    from shared memory by single bytes.
     """
 
     case: str

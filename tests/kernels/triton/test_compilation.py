@@ -17,7 +17,7 @@ def usages() -> list[Usage]:
     return measure()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_case_compiles_for_every_capability_that_it_is_for(usages: list[Usage]) -> None:
     names = [(usage.case, usage.capability) for usage in usages]
     assert len(names) == len(set(names)), "two cases have one name"
