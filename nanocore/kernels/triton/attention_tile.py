@@ -88,6 +88,16 @@ def _in_float16(q) -> tuple:
 
 
 @triton.jit
+def _factors(unit, SCALE: tl.constexpr, SOFTCAP: tl.constexpr) -> tuple:
+    """By which scores are multiplied, [rows]: (for a softcap, after it to make powers of two)."""
+    to_cap, factor = unit, unit * (SCALE * LOG2_E)
+    if SOFTCAP > 0:
+        to_cap = unit * (2 * SCALE / SOFTCAP * LOG2_E)
+        factor = tl.full(unit.shape, SOFTCAP * LOG2_E, tl.float32)
+    return to_cap, factor
+
+
+@triton.jit
 def _headroom(v_scale, visible) -> tl.tensor:
     """Powers of two, [rows] or [1], which the peak is to be above the greatest score, so that no
 
@@ -129,11 +139,7 @@ def attend(
     unit = tl.full(peak.shape, 1.0, tl.float32)
     if q.dtype == tl.bfloat16 and k_cache.dtype.element_ty == tl.float8e4nv:
         q, unit = _in_float16(q)
-    if SOFTCAP > 0:
-        to_cap = (unit * (2 * SCALE / SOFTCAP * LOG2_E))[:, None]
-        factor = tl.full(peak.shape, SOFTCAP * LOG2_E, tl.float32)
-    else:
-        factor = unit * (SCALE * LOG2_E)
+    to_cap, factor = _factors(unit, SCALE, SOFTCAP)
     for tile in range(first_tile, end_tile):
         start = tile * TILE
         keys = start + tl.arange(0, TILE)
@@ -148,7 +154,7 @@ def attend(
             raw *= scales[0]
         if SOFTCAP > 0:
             # tanh is 1 - 2 / (1 + e^2x): 1 and -1 where the power overflows and vanishes.
-            raw = 1 - 2 / (1 + tl.exp2(raw * to_cap))
+            raw = 1 - 2 / (1 + tl.exp2(raw * to_cap[:, None]))
         visible = None
         if MASKED:
             visible = keys[None, :] <= positions[:, None]
