@@ -109,10 +109,10 @@ def bytes_per_token() -> dict[str, dict[str, int]]:
     """Of K and V in one KV head of one layer, by cache dtype and head size."""
     return {
         name: {
-            str(size): 2 * kv_cache_format(name, torch.bfloat16).bytes_per_head(size)
+            str(size): 2 * kv_cache_format(name, torch.bfloat16, device).bytes_per_head(size)
             for size in HEAD_SIZES
         }
-        for name in ("auto", "int8", "fp8")
+        for name, device in (("auto", "cpu"), ("int8", "cpu"), ("fp8", "cuda"))
     }
 
 

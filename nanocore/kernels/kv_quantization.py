@@ -2,8 +2,10 @@
 
 Each token and KV head has a scale of its own, so that a token is written once, alone and for good,
 whatever comes after it (KIVI: Liu et al. 2024 has scales per channel for K, which needs groups of
-tokens). int8 is symmetric. Scales are bfloat16: values are quantized with the rounded scale, so its
-eight bits cost no accuracy, its range needs no care, and int8 * scale is rounded once in bfloat16.
+tokens). int8 is symmetric. A scale is rounded to bfloat16 before values are quantized with it, so
+its eight bits cost no accuracy, its range needs no care, int8 * scale is rounded once in bfloat16,
+and a token is stored as the same numbers wherever a cache lives. How many bytes hold a scale is
+another matter: `scale_dtype`.
 """
 
 from __future__ import annotations
@@ -27,38 +29,47 @@ class KVCacheFormat:
         return head_dim * self.dtype.itemsize + scale
 
 
-QUANTIZED_KV_CACHES = {
-    "int8": KVCacheFormat(torch.int8, torch.bfloat16),
-    "fp8": KVCacheFormat(torch.float8_e4m3fn, torch.bfloat16),
-}
+QUANTIZED_KV_CACHES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """By the name that users give. fp8 is e4m3: 3 bits of mantissa (Micikevicius et al. 2022)."""
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-def kv_cache_format(name: str, model_dtype: torch.dtype) -> KVCacheFormat:
+def scale_dtype(device_type: str) -> torch.dtype:
+    """Of the scales of a quantized cache on such a device.
+
+    A GPU copies four bytes and more to shared memory while it computes; for two it would wait. A
+    CPU has no such limit, and bfloat16 takes half the room.
+    """
+    return torch.float32 if device_type == "cuda" else torch.bfloat16
+
+
+def kv_cache_format(name: str, model_dtype: torch.dtype, device_type: str = "cpu") -> KVCacheFormat:
     """The format of this name; "auto" keeps values in the model's dtype.
 
     Raises:
         ValueError: no such format.
     """
-    formats = {"auto": KVCacheFormat(model_dtype), **QUANTIZED_KV_CACHES}
-    if name not in formats:
-        raise ValueError(f"no KV cache dtype {name!r}; there is: {', '.join(formats)}")
-    return formats[name]
+    if name == "auto":
+        return KVCacheFormat(model_dtype)
+    if name not in QUANTIZED_KV_CACHES:
+        names = ", ".join(("auto", *QUANTIZED_KV_CACHES))
+        raise ValueError(f"no KV cache dtype {name!r}; there is: {names}")
+    return KVCacheFormat(QUANTIZED_KV_CACHES[name], scale_dtype(device_type))
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values of `dtype`, [..., D], and their scales of `scale_dtype`, [...]: x ~ value * scale.
+    """Values of `dtype`, [..., D], and their scales, [...]: x ~ value * scale.
 
-    The largest magnitude of the last dimension becomes the largest of `dtype`.
+    The largest magnitude of the last dimension becomes the largest of `dtype`. scale_dtype: what
+    scales, which are numbers of bfloat16, are returned in.
     """
     largest = _LARGEST[dtype]
     amax = x.abs().amax(-1).float()
     # Zeros need a scale too; the smallest one will do.
-    scale = (amax / largest).to(scale_dtype).clamp(min=torch.finfo(scale_dtype).tiny)
+    scale = (amax / largest).bfloat16().clamp(min=torch.finfo(torch.bfloat16).tiny)
     scaled = x.float() / scale.float()[..., None]
     if dtype == torch.int8:
         scaled.round_()  # the conversion would truncate
     # A scale that was rounded down takes the largest to 127.25 or 449 at most, which rounds back.
-    return scaled.to(dtype), scale
+    return scaled.to(dtype), scale.to(scale_dtype)

@@ -68,14 +68,14 @@ def select_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
 
 
 def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) -> KVCacheFormat:
-    """How K and V are stored; "auto" is the model's dtype.
+    """How K and V are stored there; "auto" is the model's dtype.
 
     Raises:
         ConfigError: not on this device.
     """
     if name == "fp8":
         _require_fp8("--kv-cache-dtype", device)
-    return kv_cache_format(name, model_dtype)
+    return kv_cache_format(name, model_dtype, device.type)
 
 
 def check_quantization(

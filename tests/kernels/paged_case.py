@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache, select_kernels
-from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, quantize
+from nanocore.kernels.kv_quantization import kv_cache_format, quantize
 from nanocore.kernels.torch_kv_cache import store_kv
 
 HEAD_DIM = 16
@@ -59,7 +59,7 @@ class PagedCase:
         k, v = 100 * self.draw(*shape), 100 * self.draw(*shape)
         if self.kv_cache == "auto":
             return KVCache(k, v)
-        stored = QUANTIZED_KV_CACHES[self.kv_cache]
+        stored = kv_cache_format(self.kv_cache, torch.float32)
         assert stored.scale_dtype is not None
         k, k_scale = quantize(k, stored.dtype, stored.scale_dtype)
         v, v_scale = quantize(v, stored.dtype, stored.scale_dtype)
@@ -111,7 +111,7 @@ class PagedCase:
         """What a quantized cache makes of K or V."""
         if self.kv_cache == "auto":
             return x
-        stored = QUANTIZED_KV_CACHES[self.kv_cache]
+        stored = kv_cache_format(self.kv_cache, torch.float32)
         assert stored.scale_dtype is not None
         values, scale = quantize(x, stored.dtype, stored.scale_dtype)
         return values.float() * scale.float()[..., None]

@@ -13,16 +13,17 @@ from nanocore.kernels.kv_quantization import (
     KVCacheFormat,
     kv_cache_format,
     quantize,
+    scale_dtype,
 )
 from nanocore.kernels.torch_kv_cache import store_kv
 from tests.kernels.paged_case import PagedCase
 
-INT8, FP8 = QUANTIZED_KV_CACHES["int8"], QUANTIZED_KV_CACHES["fp8"]
+INT8, FP8 = (kv_cache_format(name, torch.bfloat16) for name in ("int8", "fp8"))
 
 
 def round_trip(x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """x as it is read back, and its scales, both float64."""
-    stored = QUANTIZED_KV_CACHES[name]
+    stored = kv_cache_format(name, torch.bfloat16)
     assert stored.scale_dtype is not None
     values, scale = quantize(x, stored.dtype, stored.scale_dtype)
     assert values.dtype == stored.dtype
@@ -68,6 +69,20 @@ def test_a_cache_is_of_the_models_dtype_unless_another_is_named() -> None:
 def test_a_quantized_token_takes_half_of_a_bfloat16_one_and_a_scale() -> None:
     assert INT8.bytes_per_head(64) == FP8.bytes_per_head(64) == 66
     assert INT8.bytes_per_head(128) == 130
+
+
+def test_on_cuda_a_scale_takes_four_bytes_and_is_the_same_number() -> None:
+    x = torch.randn(9, 3, 32, generator=torch.Generator().manual_seed(0))
+    for name, dtype in QUANTIZED_KV_CACHES.items():
+        stored = kv_cache_format(name, torch.bfloat16, "cuda")
+        assert stored == KVCacheFormat(dtype, torch.float32)
+        assert stored.bytes_per_head(64) == 68
+        (values, scale), (same_values, same_scale) = (
+            quantize(x, dtype, scale_dtype(device)) for device in ("cuda", "cpu")
+        )
+        assert scale.dtype == torch.float32
+        assert torch.equal(values.view(torch.uint8), same_values.view(torch.uint8))
+        assert torch.equal(scale, same_scale.float())
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("int8", 0.02), ("fp8", 0.1)])

@@ -19,7 +19,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, ModelFileError, StartError
 from nanocore.worker.checked_model import read_model
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.device import select_dtype
+from nanocore.worker.device import select_dtype, select_kv_format
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
@@ -166,6 +166,14 @@ def test_float16_is_for_cuda_and_for_models_that_it_holds() -> None:
         select_dtype("float16", gemma, cuda)
     with pytest.raises(ModelFileError, match="'float64' is not implemented"):
         select_dtype("auto", parse("Llama", torch_dtype="float64"), cuda)
+
+
+def test_scales_of_a_quantized_cache_take_what_its_device_copies_at_once() -> None:
+    for device, scale_dtype in ((torch.device("cuda", 0), torch.float32), (CPU, torch.bfloat16)):
+        stored = select_kv_format("int8", torch.bfloat16, device)
+        assert (stored.dtype, stored.scale_dtype) == (torch.int8, scale_dtype)
+        assert stored.bytes_per_head(128) == 128 + scale_dtype.itemsize
+        assert select_kv_format("auto", torch.bfloat16, device).scale_dtype is None
 
 
 ABSURD = [

@@ -122,7 +122,8 @@ def _store_in_slot(
         limit: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
         scale = _to_bfloat16(tl.div_rn(largest, tl.full(largest.shape, limit, tl.float32)))
         scale = tl.maximum(scale, _SMALLEST_SCALE)
-        tl.store(scales + slot * KV_HEADS + heads, scale.to(tl.bfloat16), mask=is_head)
+        stored = scale.to(scales.dtype.element_ty)
+        tl.store(scales + slot * KV_HEADS + heads, stored, mask=is_head)
         first = _quantized(first, scale, dtype)
         second = _quantized(second, scale, dtype)
         rest = _quantized(rest, scale, dtype)

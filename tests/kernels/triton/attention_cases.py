@@ -15,7 +15,8 @@ from nanocore.kernels.triton.decode_attention import (
 from nanocore.kernels.triton.prefill_attention import prefill_attention_kernel
 from tests.kernels.triton.compilation import Case
 
-_BYTES = {"*bf16": 2, "*fp16": 2, "*i8": 1, "*fp32": 4}
+_BYTES = {"*bf16": 2, "*fp16": 2, "*i8": 1, "*fp8e4nv": 1, "*fp32": 4}
+_QUANTIZED = {"*i8": "int8", "*fp8e4nv": "fp8"}
 _HOPPER = (9, 0)
 _KV_HEADS = 8
 _METADATA = ("block_table", "query_start", "seq_lens", "num_decodes")
@@ -31,7 +32,6 @@ def cases() -> list[Case]:
         _decode("decode, head dim 64", head_dim=64),
         _decode("decode, head dim 96", head_dim=96),
         _decode("decode, head dim 256, window, softcap", head_dim=256, window=512, softcap=50.0),
-        _decode("decode, int8 cache", cache="*i8"),
         _decode("decode, float32", dtype="*fp32"),
         _decode("decode, float16", dtype="*fp16"),
         _merge("merge of splits"),
@@ -42,9 +42,35 @@ def cases() -> list[Case]:
         _prefill("prefill, head dim 64", head_dim=64),
         _prefill("prefill, head dim 96", head_dim=96),
         _prefill("prefill, head dim 256, window, softcap", head_dim=256, window=512, softcap=50.0),
-        _prefill("prefill, int8 cache", cache="*i8"),
         _prefill("prefill, float32", dtype="*fp32"),
         _prefill("prefill, float16", dtype="*fp16"),
+        *(case for cache in _QUANTIZED for case in _quantized(cache)),
+    ]
+
+
+def _quantized(cache: str) -> list[Case]:
+    """At all head dims, and for other capabilities than Hopper's at those that differ most."""
+    others = [(100, _HOPPER), (80, (8, 0)) if cache == "*i8" else (89, (8, 9))]
+    shapes: dict[str, dict[str, Any]] = {
+        f"head dim {head_dim}": {"head_dim": head_dim}
+        for head_dim in (64, 80, 96, 112, 128, 192, 256)
+    }
+    shapes["head dim 256, window, softcap"] = {"head_dim": 256, "window": 512, "softcap": 50.0}
+    shapes["blocks of 16"] = {"block_size": 16}
+    shapes["float16"] = {"dtype": "*fp16"}
+    for head_dim in (128, 256):
+        for number, tiles_of in others:
+            shapes[f"head dim {head_dim}, for {number}"] = {
+                "head_dim": head_dim, "tiles_of": tiles_of, "capabilities": (number,),
+            }  # fmt: skip
+    return [
+        make(
+            f"{kind}, {_QUANTIZED[cache]} cache, {name}",
+            cache=cache,
+            **({"capabilities": (90,)} | shape),
+        )
+        for kind, make in (("decode", _decode), ("prefill", _prefill))
+        for name, shape in shapes.items()
     ]
 
 
@@ -92,10 +118,12 @@ def _decode(
     window: int = 0,
     softcap: float = 0.0,
     splits: bool = False,
+    tiles_of: tuple[int, int] = _HOPPER,
+    **options: Any,
 ) -> Case:
     cache = cache or dtype
-    scale = "*bf16" if cache == "*i8" else None
-    tiles = decode_tiles(head_dim, _BYTES[cache], _HOPPER)
+    scale = "*fp32" if cache in _QUANTIZED else None
+    tiles = decode_tiles(head_dim, _BYTES[cache], tiles_of)
     arguments = {
         "q": dtype, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale,
         "out": "*fp32" if splits else dtype, "log_sums": "*fp32" if splits else None,
@@ -106,7 +134,8 @@ def _decode(
     constexprs |= _spec(head_dim, window, softcap) | {"TILE": tiles.keys}
     return _case(
         name, decode_attention_kernel, arguments, constexprs, tiles.num_warps, tiles.num_stages,
-        instructions={} if dtype == "*fp32" else dict.fromkeys((80, 90, 100), "mma.sync"),
+        instructions={} if dtype == "*fp32" else dict.fromkeys((80, 89, 90, 100), "mma.sync"),
+        **options,
     )  # fmt: skip
 
 
@@ -130,10 +159,12 @@ def _prefill(
     window: int = 0,
     softcap: float = 0.0,
     splits_off_decodes: bool = True,
+    tiles_of: tuple[int, int] = _HOPPER,
+    **options: Any,
 ) -> Case:
     cache, group_pad = cache or dtype, next_power_of_2(group)
-    scale = "*bf16" if cache == "*i8" else None
-    tiles = prefill_tiles(head_dim, _BYTES[dtype], _HOPPER)
+    scale = "*fp32" if cache in _QUANTIZED else None
+    tiles = prefill_tiles(head_dim, _BYTES[dtype], tiles_of)
     arguments = {
         "q": dtype, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale,
         "out": dtype, "block_table": "*i32", "query_start": "*i32", "seq_lens": "*i32",
@@ -142,8 +173,11 @@ def _prefill(
     }  # fmt: skip
     constexprs = {"GROUP": group, "GROUP_PAD": group_pad, "QUERIES": tiles.rows // group_pad}
     constexprs |= _spec(head_dim, window, softcap) | {"BLOCK_SIZE": block_size, "TILE": tiles.keys}
-    tensor_cores = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+    tensor_cores = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
     return _case(
         name, prefill_attention_kernel, arguments, constexprs, tiles.num_warps, tiles.num_stages,
         instructions={} if dtype == "*fp32" else tensor_cores,
+        # At head dims above 128 K, V and what they are converted to fill all registers.
+        max_spill_bytes=112 if cache in _QUANTIZED and head_dim > 128 else 16,
+        **options,
     )  # fmt: skip

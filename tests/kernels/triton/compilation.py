@@ -28,6 +28,8 @@ CAPABILITIES = (80, 90, 100)
 """What cases compile for that do not say it."""
 
 _FOLDER = Path(__file__).parent
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
+_SLOW_LOAD = re.compile(r"\bld\.global\b|\bld\.shared\.[usb]8\b|\bcp\.async\.ca[^;]*, 0x8\b")
 _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:\d+ LOCAL:(?P<local>\d+)")
 
 
@@ -40,7 +42,7 @@ class Case:
     multiples of 16, and None is all pointers: what the launcher finds out by itself about arguments
     that are not `do_not_specialize`. instructions: by capability, what PTX must have.
     max_spill_bytes: of registers, for each thread; ptxas may put away a few for the sake of another
-    warp.
+    warp. capabilities: that it is for. max_shared_bytes: that its tile is chosen by; all there is.
     """
 
     name: str
@@ -58,7 +60,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes: bytes of shared memory of a program, the rest of a thread."""
+    """What a compiled kernel takes: bytes of shared memory of a program, the rest of a thread.
+
+    slow_loads: in loops of matrix products, from global memory into registers, where a copy to
+    shared memory ahead of use would not wait, or such copies of 8 bytes, where 16 take one, too; or
+    from shared memory by single bytes.
+    """
 
     case: str
     capability: int
@@ -68,6 +75,7 @@ class Usage:
     max_spill_bytes: int
     missing_instruction: str | None
     max_shared_bytes: int
+    slow_loads: int
 
 
 def measure(*modules: str) -> list[Usage]:
@@ -114,7 +122,19 @@ def compile_case(case: Case, capability: int) -> Usage:
         case.name, capability, compiled.metadata.shared, registers, spill_bytes,
         case.max_spill_bytes, wanted if lacks else None,
         SHARED_BYTES[capability] if case.max_shared_bytes is None else case.max_shared_bytes,
+        _slow_loads(compiled.asm["ptx"]),
     )  # fmt: skip
+
+
+def _slow_loads(ptx: str) -> int:
+    lines = ptx.splitlines()
+    labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L")}
+    loops = [
+        "\n".join(lines[labels[found[1]] : i])
+        for i, line in enumerate(lines)
+        if (found := _BRANCH.search(line)) and labels[found[1]] < i
+    ]
+    return max((len(_SLOW_LOAD.findall(loop)) for loop in loops if "mma" in loop), default=0)
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
-from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, quantize
+from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format, quantize
 from nanocore.kernels.torch_kv_cache import store_kv
 from nanocore.kernels.triton.attention import paged_attention
 
@@ -98,11 +98,15 @@ class PagedStep:
         shape = num_blocks, self.block_size, self.heads.num_kv, self.heads.dim
         if self.kv_cache == "auto":
             return KVCache(torch.full(shape, NAN), torch.full(shape, NAN))
-        dtype = QUANTIZED_KV_CACHES[self.kv_cache].dtype
+        stored = self._format()
         # Of fp8 these bytes are NaN.
-        k, v = (torch.full(shape, 127, dtype=torch.uint8).view(dtype) for _ in range(2))
-        k_scale, v_scale = (torch.full(shape[:3], NAN, dtype=torch.bfloat16) for _ in range(2))
-        return KVCache(k, v, k_scale, v_scale)
+        k, v = (torch.full(shape, 127, dtype=torch.uint8).view(stored.dtype) for _ in "kv")
+        scales = (torch.full(shape[:3], NAN, dtype=stored.scale_dtype) for _ in "kv")
+        return KVCache(k, v, *scales)
+
+    def _format(self) -> KVCacheFormat:
+        """On the device that these kernels are for."""
+        return kv_cache_format(self.kv_cache, torch.float32, "cuda")
 
     def _metadata(self, table_BM: Tensor) -> AttentionMetadata:
         counts = torch.tensor([0] + [piece.num_queries for piece in self.pieces])
@@ -168,8 +172,8 @@ class PagedStep:
     def _as_stored(self, x: Tensor) -> Tensor:
         if self.kv_cache == "auto":
             return x
-        values, scale = quantize(x, QUANTIZED_KV_CACHES[self.kv_cache].dtype, torch.bfloat16)
-        return values.float() * scale.float()[..., None]
+        values, scale = quantize(x, self._format().dtype, torch.float32)
+        return values.double() * scale.double()[..., None]
 
 
 def draw_step(

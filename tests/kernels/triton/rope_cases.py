@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nanocore.kernels.triton.rope import NUM_WARPS, head_sizes, rope_and_store_kv_kernel
 from tests.kernels.triton.compilation import Case
+
+_HOPPER: dict[str, Any] = {"capabilities": (90,)}
+_FROM_ADA: dict[str, Any] = {"capabilities": (89, 90, 100)}
 
 
 def cases() -> list[Case]:
@@ -14,7 +19,16 @@ def cases() -> list[Case]:
         _case("rope and float32 norms, head dim 256", norm="*fp32", head_dim=256),
         _case("partial rope", norm=None, head_dim=80, half=16),
         _case("rope of odd halves", norm=None, head_dim=96, half=48),
-        _case("rope, int8 cache", norm="*bf16", cache="*i8"),
+        *(
+            _case(
+                f"rope, {name} cache, head dim {head_dim}", "*bf16", head_dim, cache=cache, **for_
+            )
+            for head_dim in (64, 80, 96, 112, 128, 192, 256)
+            for name, cache, for_ in (
+                ("int8", "*i8", {} if head_dim == 128 else _HOPPER),
+                ("fp8", "*fp8e4nv", _FROM_ADA if head_dim == 128 else _HOPPER),
+            )
+        ),
     ]
 
 
@@ -26,10 +40,11 @@ def _case(
     cache: str = "*bf16",
     heads: int = 16,
     kv_heads: int = 8,
+    **options: Any,
 ) -> Case:
     optional = {
         "q_weight": norm, "k_weight": norm,
-        **dict.fromkeys(("k_scale", "v_scale"), None if cache == "*bf16" else "*bf16"),
+        **dict.fromkeys(("k_scale", "v_scale"), None if cache == "*bf16" else "*fp32"),
     }  # fmt: skip
     signature = {
         "qkv": "*bf16", "cos": "*bf16", "sin": "*bf16", "k_cache": cache, "v_cache": cache,
@@ -48,6 +63,7 @@ def _case(
         },
         num_warps=NUM_WARPS,
         num_stages=3,
+        **options,
         aligned=tuple(
             name
             for name, kind in signature.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.triton.compilation import SHARED_BYTES, Usage, measure
+from tests.kernels.triton.compilation import CAPABILITIES, SHARED_BYTES, Usage, measure
 
 pytestmark = pytest.mark.campaign
 
@@ -15,10 +15,12 @@ def usages() -> list[Usage]:
 
 
 @pytest.mark.timeout(600)
-def test_every_case_compiles(usages: list[Usage]) -> None:
-    assert {usage.capability for usage in usages} == set(SHARED_BYTES)
-    compiled = {(usage.case, usage.capability) for usage in usages}
-    assert len(usages) == len(compiled), "two cases have one name"
+def test_every_case_compiles_for_every_capability_that_it_is_for(usages: list[Usage]) -> None:
+    names = [(usage.case, usage.capability) for usage in usages]
+    assert len(names) == len(set(names)), "two cases have one name"
+    assert {capability for _, capability in names} == SHARED_BYTES.keys()
+    plain = [usage.capability for usage in usages if usage.case == "prefill"]
+    assert plain == list(CAPABILITIES)
 
 
 def test_shared_memory_fits(usages: list[Usage]) -> None:
@@ -37,3 +39,8 @@ def test_no_registers_are_spilled_beyond_what_a_case_says(usages: list[Usage]) -
 
 def test_products_are_those_of_tensor_cores(usages: list[Usage]) -> None:
     assert [u for u in usages if u.missing_instruction is not None] == []
+
+
+def test_loops_of_products_wait_for_no_load_and_load_no_single_bytes(usages: list[Usage]) -> None:
+    """Keys, values, their scales and blocks' ids are copied to shared memory ahead of use."""
+    assert [u for u in usages if u.slow_loads] == []

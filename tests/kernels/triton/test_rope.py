@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.backend import AttentionMetadata, KVCache, QKNorm, Rotary
-from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES
+from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, scale_dtype
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.rope import rope_and_store_kv
 
@@ -30,6 +30,7 @@ class Step:
     dtype: torch.dtype = torch.float32
     norm_dtype: torch.dtype | None = None
     kv_cache: str = "auto"
+    device_type: str = "cuda"
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.head_dim)
@@ -50,9 +51,9 @@ class Step:
         shape = NUM_BLOCKS, BLOCK_SIZE, self.kv_heads, self.head_dim
         if self.kv_cache == "auto":
             return KVCache(*(torch.full(shape, 9.0, dtype=self.dtype) for _ in range(2)))
-        dtype = QUANTIZED_KV_CACHES[self.kv_cache].dtype
+        dtype, of_scales = QUANTIZED_KV_CACHES[self.kv_cache], scale_dtype(self.device_type)
         k, v = (torch.full(shape, 9, dtype=torch.uint8).view(dtype) for _ in range(2))
-        return KVCache(k, v, *(torch.full(shape[:3], 9, dtype=torch.bfloat16) for _ in range(2)))
+        return KVCache(k, v, *(torch.full(shape[:3], 9, dtype=of_scales) for _ in range(2)))
 
     def metadata(self) -> AttentionMetadata:
         unused = torch.empty(0)
@@ -154,6 +155,20 @@ def test_no_tokens() -> None:
     step = Step()
     step.qkv, step.slots = step.qkv[:0], ()
     assert step.run()[0].shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
+def test_a_token_is_stored_as_the_same_numbers_for_a_gpu_as_for_a_cpu(kv_cache: str) -> None:
+    """Only its scales take other bytes."""
+    steps = [Step(kv_cache=kv_cache, device_type=name) for name in ("cuda", "cpu")]
+    (_, cache), (_, of_cpu) = (step.run() for step in steps)
+    for name in ("k_NSKD", "v_NSKD"):
+        stored, same = (getattr(c, name).view(torch.uint8) for c in (cache, of_cpu))
+        assert torch.equal(stored, same)
+    for name in ("k_scale_NSK", "v_scale_NSK"):
+        scale, same = getattr(cache, name), getattr(of_cpu, name)
+        assert (scale.dtype, same.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(scale, same.float())
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (20, 6)])
