@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.sampling import (
     best_of_part_kernel,
     column_or_none,
@@ -92,9 +93,10 @@ def _levels(values, best, min_p, mask) -> tuple:
 @triton.jit(do_not_specialize=["num_columns"])
 def survey_kernel(
     logits, temperature, top_p, min_p, part_best, part_count, part_mass, num_columns, stride,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """How many tokens of this part each level has, and the sum of their weights."""
+    wait_for_inputs(PDL)
     row, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     heat = tl.load(temperature + row)
     best = _best_of_row(part_best, row, num_parts, heat, PARTS)
@@ -133,12 +135,13 @@ def _last_level(counts, masses, top_k, top_p, min_p) -> tuple:
 def gather_kernel(
     logits, temperature, top_k, top_p, min_p, part_best, part_count, part_mass, candidates, ids,
     row_count, row_mass, num_columns, stride,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, MAX_CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The tokens of this part down to the last level, to their place among the row's.
 
     row_count: [R, 2], how many there are, 0 if too many, and how many tokens pass min_p.
     """
+    wait_for_inputs(PDL)
     row, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     p, floor = tl.load(top_p + row), tl.load(min_p + row)
     parts, every = tl.arange(0, PARTS), tl.arange(0, _NUM_LEVELS)
@@ -250,8 +253,9 @@ def _cut(
 def choose_kernel(
     logits, temperature, seed, position, top_k, top_p, min_p, part_best, candidates, ids,
     row_count, row_mass, value, column, num_columns, num_parts, stride,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, MAX_CANDIDATES: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, MAX_CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     heat = tl.load(temperature + row)
     best = _best_of_row(part_best, row, num_parts, heat, PARTS)
@@ -305,14 +309,14 @@ def best_filtered_token(logits_RV: Tensor, noise: Noise, filters: Filters) -> tu
     part_column = torch.empty_like(part_best, dtype=torch.int32)
     best_of_part_kernel[grid](
         logits_RV, None, None, None, part_best, part_column, 0, width, stride,
-        HAS_NOISE=False, BLOCK=_PART, num_warps=4,
+        HAS_NOISE=False, BLOCK=_PART, num_warps=4, **pdl(logits_RV.device),
     )  # fmt: skip
     part_count = part_column.new_empty(num_rows, num_parts, _NUM_LEVELS.value)
     part_mass = torch.empty_like(part_count, dtype=torch.float32)
     sizes = {"PARTS": triton.next_power_of_2(num_parts)}
     survey_kernel[grid](
         logits_RV, heat, p, floor, part_best, part_count, part_mass, width, stride,
-        BLOCK=_PART, num_warps=4, **sizes,
+        BLOCK=_PART, num_warps=4, **sizes, **pdl(logits_RV.device),
     )  # fmt: skip
     sizes["MAX_CANDIDATES"] = _MAX_CANDIDATES
     candidates = logits_RV.new_empty(num_rows, _MAX_CANDIDATES)
@@ -321,11 +325,11 @@ def best_filtered_token(logits_RV: Tensor, noise: Noise, filters: Filters) -> tu
     row_mass = logits_RV.new_empty(num_rows, dtype=torch.float64)
     gather_kernel[grid](
         logits_RV, heat, k, p, floor, part_best, part_count, part_mass, candidates, ids, row_count,
-        row_mass, width, stride, BLOCK=_PART, num_warps=4, **sizes,
+        row_mass, width, stride, BLOCK=_PART, num_warps=4, **sizes, **pdl(logits_RV.device),
     )  # fmt: skip
     choose_kernel[(num_rows,)](
         logits_RV, heat, noise.seed_R, noise.position_R, k, p, floor, part_best, candidates, ids,
         row_count, row_mass, value_R, column_R, width, num_parts, stride,
-        BLOCK=_BLOCK, num_warps=8, **sizes,
+        BLOCK=_BLOCK, num_warps=8, **sizes, **pdl(logits_RV.device),
     )  # fmt: skip
     return value_R, column_R

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.linear_weight import FP8, LinearWeight
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.norm import launch_options
 
 _LARGEST: Final = tl.constexpr(448.0)
@@ -37,9 +38,10 @@ def _round(x) -> tl.tensor:
 
 @triton.jit
 def quantize_tokens_kernel(
-    x, values, scales, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x, values, scales, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ) -> None:
     """As `linear_weight.quantize_rows`."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     x_row, values_row = x + row * x_stride, values + row * SIZE
     columns = tl.arange(0, BLOCK)
@@ -71,8 +73,9 @@ def quantize_tokens(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     block, num_warps = launch_options(size)
     if num_rows:
         quantize_tokens_kernel[(num_rows,)](
-            x_TI, values_TI, scale_T, x_TI.stride(0), SIZE=size, BLOCK=block, num_warps=num_warps
-        )
+            x_TI, values_TI, scale_T, x_TI.stride(0), SIZE=size, BLOCK=block, num_warps=num_warps,
+            **pdl(x_TI.device),
+        )  # fmt: skip
     return values_TI, scale_T
 
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
+
 if TYPE_CHECKING:
     from nanocore.kernels.backend import Activation
 
@@ -32,7 +34,10 @@ def apply_gate(gate, up, IS_GELU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def gated_kernel(x, out, size, x_stride, BLOCK: tl.constexpr, IS_GELU: tl.constexpr) -> None:
+def gated_kernel(
+    x, out, size, x_stride, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
@@ -49,6 +54,7 @@ def gated(x_TO: Tensor, activation: Activation) -> Tensor:
     out = torch.empty(num_rows, size, dtype=x_TO.dtype, device=x_TO.device)
     if num_rows:
         gated_kernel[(num_rows, triton.cdiv(size, _BLOCK))](
-            x_TO, out, size, x_TO.stride(0), BLOCK=_BLOCK, IS_GELU=activation == "gelu", num_warps=4
-        )
+            x_TO, out, size, x_TO.stride(0), BLOCK=_BLOCK, IS_GELU=activation == "gelu",
+            num_warps=4, **pdl(x_TO.device),
+        )  # fmt: skip
     return out

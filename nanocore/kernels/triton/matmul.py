@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.triton.gate import apply_gate
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import Activation
@@ -146,7 +147,9 @@ def linear_kernel(
     IS_EVEN: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    wait_for_inputs(PDL)
     tile_t, tile_o = _place(tl.cdiv(num_rows, BLOCK_T), tl.cdiv(num_columns, BLOCK_O))
     rows = (tile_t * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     columns = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -269,6 +272,6 @@ def _launch(
         x_TI, weight.data, weight.scale_O, bias_O, out, num_rows, num_columns, num_inputs,
         x_TI.stride(0), BLOCK_T=tile.block_t, BLOCK_O=tile.block_o, BLOCK_I=tile.block_i,
         IS_EVEN=num_inputs % tile.block_i == 0, IS_GATED=is_gated, IS_GELU=activation == "gelu",
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x_TI.device),
     )  # fmt: skip
     return out

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.triton.gate import apply_gate
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.matmul import Tile, max_shared_bytes, multiply
 from nanocore.kernels.triton.routing import plan
 
@@ -47,8 +48,10 @@ def grouped_kernel(
     IS_EVEN: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_GELU: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """Row pair // PAIRS_PER_ROW of x by the weight of the pair's expert, to row `pair` of out."""
+    wait_for_inputs(PDL)
     tile_o, tile_t = tl.program_id(0), tl.program_id(1)
     if tile_t >= tl.load(num_tiles):
         return
@@ -80,12 +83,13 @@ def grouped_kernel(
 @triton.jit
 def weighted_sum_kernel(
     y, weights, gate, shared, out, size, gate_stride, shared_stride,
-    NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Of each token the sum of its choices' rows by their weights, in order; then the shared one's.
 
     Rounded where the reference is, which adds the shared one by itself. shared: None without.
     """
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
@@ -145,7 +149,7 @@ def moe(
         assert added.stride(1) == 1
     weighted_sum_kernel[(num_tokens, triton.cdiv(hidden, _SUM_BLOCK))](
         out_PE, weights_TC.contiguous(), gate, added, out, hidden, gate_stride, added_stride,
-        NUM_CHOSEN=num_chosen, BLOCK=_SUM_BLOCK, num_warps=4,
+        NUM_CHOSEN=num_chosen, BLOCK=_SUM_BLOCK, num_warps=4, **pdl(x_TE.device),
     )  # fmt: skip
     return out
 
@@ -186,5 +190,5 @@ def _multiply_grouped(
         PAIRS_PER_ROW=pairs_per_row, BLOCK_T=tile.block_t, BLOCK_O=tile.block_o,
         BLOCK_I=tile.block_i, IS_EVEN=num_inputs % tile.block_i == 0,
         IS_GATED=activation is not None, IS_GELU=activation == "gelu",
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl(x.device),
     )  # fmt: skip

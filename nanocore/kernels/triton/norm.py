@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
+
 _MAX_BLOCK: Final = 8192
 """Longer rows are read twice, in pieces of this size."""
 
@@ -58,8 +60,10 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
     IS_SUM: tl.constexpr,
     KEEPS_SUM: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """index: which row each program takes; None: its own."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     out_row = out + row * SIZE
     if index is not None:
@@ -128,6 +132,6 @@ def _norm(
     rms_norm_kernel[(num_rows,)](
         x, other, index, weight, out, eps, x.stride(0), other.stride(0),
         SIZE=size, BLOCK=block, IS_SUM=residual is not None,
-        KEEPS_SUM=residual is not None and index is None, num_warps=num_warps,
+        KEEPS_SUM=residual is not None and index is None, num_warps=num_warps, **pdl(x.device),
     )  # fmt: skip
     return out

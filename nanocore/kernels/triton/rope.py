@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
+
 if TYPE_CHECKING:
     from nanocore.kernels.backend import AttentionMetadata, KVCache, QKNorm, Rotary
 
@@ -137,8 +139,10 @@ def rope_and_store_kv_kernel(
     qkv_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Grid: (tokens, blocks of Q's heads + blocks of K's + of V's). Weights are None: no norm."""
+    wait_for_inputs(PDL)
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     KV_BLOCKS: tl.constexpr = (KV_HEADS + BLOCK - 1) // BLOCK
@@ -204,7 +208,7 @@ def rope_and_store_kv(
             qkv, q_weight, k_weight, rotary.cos, rotary.sin, cache.k_NSKD, cache.v_NSKD,
             cache.k_scale_NSK, cache.v_scale_NSK, metadata.positions_T, metadata.slot_mapping_T,
             qkv.stride(0), eps,
-            HEADS=num_heads, KV_HEADS=num_kv_heads, **sizes, num_warps=NUM_WARPS,
+            HEADS=num_heads, KV_HEADS=num_kv_heads, **sizes, num_warps=NUM_WARPS, **pdl(qkv.device),
         )  # fmt: skip
     return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
 

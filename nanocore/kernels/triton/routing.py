@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
+
 if TYPE_CHECKING:
     from nanocore.kernels.torch_moe import Routing
 
@@ -30,8 +32,9 @@ _MAX_SPANS: Final = 128
 @triton.jit
 def route_kernel(
     logits, expert_ids, weights, stride, NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,
+    IS_NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, CHOSEN_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     is_expert = experts < NUM_EXPERTS
@@ -82,9 +85,10 @@ def _count(
 @triton.jit(do_not_specialize=["num_pairs", "span"])
 def count_kernel(
     expert_ids, counts, num_pairs, span, NUM_EXPERTS: tl.constexpr, NUM_BINS: tl.constexpr,
-    STEP: tl.constexpr,
+    STEP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """counts: [spans, NUM_BINS]. Grid: spans of so many pairs."""
+    wait_for_inputs(PDL)
     start = tl.program_id(0) * span
     own = _count(
         expert_ids, start, tl.minimum(start + span, num_pairs), NUM_EXPERTS, NUM_BINS, STEP
@@ -96,8 +100,10 @@ def count_kernel(
 def plan_kernel(
     expert_ids, counts, pair_of_row, expert_of_tile, num_tiles, num_pairs, span, max_tiles,
     NUM_EXPERTS: tl.constexpr, NUM_BINS: tl.constexpr, BLOCK_T: tl.constexpr, STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Where the pairs of a span go, and a share of the tiles. counts: None if there is one span."""
+    wait_for_inputs(PDL)
     program, num_spans = tl.program_id(0), tl.num_programs(0)
     bins, steps = tl.arange(0, NUM_BINS), tl.arange(0, STEP)
     start = program * span
@@ -156,6 +162,7 @@ def route(routing: Routing) -> tuple[Tensor, Tensor]:
             logits_TX, expert_ids_TC, weights_TC, logits_TX.stride(0), NUM_EXPERTS=num_experts,
             NUM_CHOSEN=num_chosen, IS_NORMALIZED=routing.is_normalized, BLOCK=block,
             CHOSEN_BLOCK=triton.next_power_of_2(num_chosen), num_warps=route_warps(block),
+            **pdl(logits_TX.device),
         )  # fmt: skip
     return expert_ids_TC, weights_TC
 
@@ -188,11 +195,11 @@ def plan(expert_ids_TC: Tensor, num_experts: int, block_t: int) -> tuple[Tensor,
         counts = expert_ids_TC.new_empty(num_spans, num_bins, dtype=torch.int32)
         count_kernel[(num_spans,)](
             expert_ids_TC, counts, num_pairs, span, NUM_EXPERTS=num_experts, NUM_BINS=num_bins,
-            STEP=step, num_warps=PLAN_WARPS,
+            STEP=step, num_warps=PLAN_WARPS, **pdl(expert_ids_TC.device),
         )  # fmt: skip
     plan_kernel[(num_spans,)](
         expert_ids_TC, counts, pair_of_row, expert_of_tile, num_tiles, num_pairs, span, max_tiles,
         NUM_EXPERTS=num_experts, NUM_BINS=num_bins, BLOCK_T=block_t, STEP=step,
-        num_warps=PLAN_WARPS,
+        num_warps=PLAN_WARPS, **pdl(expert_ids_TC.device),
     )  # fmt: skip
     return pair_of_row, expert_of_tile, num_tiles

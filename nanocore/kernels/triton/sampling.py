@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
+
 if TYPE_CHECKING:
     from nanocore.kernels.backend import Noise
     from nanocore.kernels.step_rows import TokenPlaces
@@ -91,7 +93,9 @@ def best_of_part_kernel(
     stride,
     HAS_NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
+    wait_for_inputs(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < num_columns
@@ -120,8 +124,10 @@ def best_of_parts_kernel(
     num_parts,
     token_stride,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """token_table: None if the columns are to go nowhere else."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     parts = tl.arange(0, BLOCK)
     is_part = parts < num_parts
@@ -159,7 +165,7 @@ def best_token(
         rows = (noise.temperature_R, noise.seed_R, noise.position_R)
     best_of_part_kernel[(num_rows, num_parts)](
         logits_RV, *rows, part_value, part_column, first_token, width, logits_RV.stride(0),
-        HAS_NOISE=noise is not None, BLOCK=_PART, num_warps=4,
+        HAS_NOISE=noise is not None, BLOCK=_PART, num_warps=4, **pdl(logits_RV.device),
     )  # fmt: skip
     table: tuple[Tensor | None, ...] = (None, None, None)
     token_stride = 1
@@ -169,6 +175,6 @@ def best_token(
         token_stride = places.token_table.stride(0)
     best_of_parts_kernel[(num_rows,)](
         part_value, part_column, value_R, column_R, *table, num_parts, token_stride,
-        BLOCK=triton.next_power_of_2(num_parts), num_warps=1,
+        BLOCK=triton.next_power_of_2(num_parts), num_warps=1, **pdl(logits_RV.device),
     )  # fmt: skip
     return value_R, column_R

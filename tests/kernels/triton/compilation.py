@@ -28,6 +28,7 @@ CAPABILITIES = (80, 90, 100)
 """What cases compile for that do not say it."""
 
 _FOLDER = Path(__file__).parent
+_ACCESS = re.compile(r"\b(?:ld|st|atom|red)\.(?:volatile\.)?global|\bcp\.async")
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
 _SLOW_LOAD = re.compile(r"\bld\.global\b|\bld\.shared\.[usb]8\b|\bcp\.async\.ca[^;]*, 0x8\b")
 _USAGE = re.compile(r"REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:\d+ LOCAL:(?P<local>\d+)")
@@ -64,7 +65,8 @@ class Usage:
 
     slow_loads: in loops of matrix products, from global memory into registers, where a copy to
     shared memory ahead of use would not wait, or such copies of 8 bytes, where 16 take one, too; or
-    from shared memory by single bytes.
+    from shared memory by single bytes. may_begin_early: it knows of dependent launches.
+    accesses_early: memory of others, before it has waited for the kernel before.
     """
 
     case: str
@@ -76,6 +78,8 @@ class Usage:
     missing_instruction: str | None
     max_shared_bytes: int
     slow_loads: int
+    may_begin_early: bool
+    accesses_early: bool
 
 
 def measure(*modules: str) -> list[Usage]:
@@ -99,31 +103,39 @@ def compile_case(case: Case, capability: int) -> Usage:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = case.kernel.arg_names
-    missing = set(names) ^ {*case.signature, *case.constexprs}
+    names, constexprs, options = case.kernel.arg_names, dict(case.constexprs), {}
+    if "PDL" in names:  # as `launch.pdl` says
+        constexprs["PDL"] = options["launch_pdl"] = capability >= 90
+    missing = set(names) ^ {*case.signature, *constexprs}
     assert not missing, f"{case.name}: arguments without a type, or types without one: {missing}"
     pointers = tuple(name for name, kind in case.signature.items() if kind.startswith("*"))
     aligned = pointers if case.aligned is None else case.aligned
     source = ASTSource(
         fn=case.kernel,
         signature={name: case.signature.get(name, "constexpr") for name in names},
-        constexprs=case.constexprs,
+        constexprs=constexprs,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": case.num_warps, "num_stages": case.num_stages},
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages, **options},
     )
+    ptx = compiled.asm["ptx"]
     registers, spill_bytes = _registers(compiled.asm["cubin"])
     wanted = case.instructions.get(capability)
-    lacks = wanted is not None and wanted not in compiled.asm["ptx"]
+    lacks = wanted is not None and wanted not in ptx
     return Usage(
         case.name, capability, compiled.metadata.shared, registers, spill_bytes,
         case.max_spill_bytes, wanted if lacks else None,
         SHARED_BYTES[capability] if case.max_shared_bytes is None else case.max_shared_bytes,
-        _slow_loads(compiled.asm["ptx"]),
+        _slow_loads(ptx), options.get("launch_pdl", False), _accesses_early(ptx),
     )  # fmt: skip
+
+
+def _accesses_early(ptx: str) -> bool:
+    before, waits, _ = ptx.partition("griddepcontrol.wait")
+    return bool(waits) and _ACCESS.search(before) is not None
 
 
 def _slow_loads(ptx: str) -> int:

@@ -44,3 +44,12 @@ def test_products_are_those_of_tensor_cores(usages: list[Usage]) -> None:
 def test_loops_of_products_wait_for_no_load_and_load_no_single_bytes(usages: list[Usage]) -> None:
     """Keys, values, their scales and blocks' ids are copied to shared memory ahead of use."""
     assert [u for u in usages if u.slow_loads] == []
+
+
+def test_kernels_that_begin_early_touch_nothing_before_they_have_waited(
+    usages: list[Usage],
+) -> None:
+    early = [usage for usage in usages if usage.may_begin_early]
+    assert {usage.capability for usage in early} == {90, 100}
+    assert len(early) > len(usages) / 3
+    assert [u for u in early if u.accesses_early] == []
