@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class AttentionMetadata:
     In a step that a graph replays, what is on the device is that step's, and what is on the host is
     what it was at capture, an upper bound: num_decodes sequences may be decodes, and any sequence
     may be a chunk if query_start[-1] is above num_decodes.
+
+    scratch: what a backend worked out of all this for one layer, for it to find in the next.
     """
 
     num_decodes: int
@@ -64,6 +66,7 @@ class AttentionMetadata:
     block_table_BM: Tensor
     positions_T: Tensor
     slot_mapping_T: Tensor
+    scratch: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,240 @@
+"""How a step's attention is dealt out to programs, by lengths that only the device knows.
+
+An item is a decode, or a tile of queries of a chunk. It sees so many tiles of keys; one that sees
+more than its share of all that is to be seen is split into parts, spans of its tiles, so that one
+long context does not keep the step waiting. A kernel writes the plan, once a step and for all
+layers alike: which program has which part. Neither its memory nor any launch depends on lengths, so
+a graph replays it. A part's bits follow from the item and from where it is split; with one share
+nothing ever is, and a token's bits depend on its own sequence alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanocore.kernels.backend import AttentionMetadata
+
+PART: Final = tl.constexpr(8)
+"""Numbers of a part: the first query's token; how many queries, 0 if there is no such part; the
+first one's position, negative in padding; the sequence; its length; its first tile of keys and its
+end; where its sums go, or -1 if it is all of its item."""
+
+MERGE: Final = tl.constexpr(4)
+"""Numbers of an item in parts: its first token; queries; where sums begin; parts, 0 if none."""
+
+_BLOCK: Final = 1024
+
+
+@triton.jit
+def load_part(parts, part) -> tuple:
+    """The numbers of a part, see `PART`."""
+    numbers = parts + part * PART
+    token, count, position = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    seq, seq_len = tl.load(numbers + 3), tl.load(numbers + 4)
+    first, end, slot = tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 7)
+    return token, count, position, seq, seq_len, first, end, slot
+
+
+@triton.jit
+def _find_sequences(query_start, items, first_seq, num_seqs, QUERIES: tl.constexpr) -> tuple:
+    """(sequence, the how many-th of its tiles of queries) of each item; perhaps past its last.
+
+    Tiles of sequence i begin where its tokens would, in tiles, if each one before it left a tile
+    unfinished. The search is for the last sequence that begins no later than the item.
+    """
+    origin = tl.load(query_start + first_seq)
+    low, high = tl.zeros_like(items) + first_seq, tl.zeros_like(items) + num_seqs
+    span = num_seqs - first_seq
+    while span > 1:
+        middle = (low + high) // 2
+        begin = (tl.load(query_start + middle) - origin) // QUERIES + middle - first_seq
+        low = tl.where(begin <= items, middle, low)
+        high = tl.where(begin <= items, high, middle)
+        span = (span + 1) // 2
+    begin = (tl.load(query_start + low) - origin) // QUERIES + low - first_seq
+    return low, items - begin
+
+
+@triton.jit
+def _find_items(
+    query_start, seq_lens, items, num_items, first_seq, num_seqs, QUERIES: tl.constexpr
+) -> tuple:
+    """The first five numbers of these items' parts, see `PART`. QUERIES: see `plan_kernel`."""
+    is_item = items < num_items
+    if QUERIES == 0:
+        seq, token, count = items, items, is_item.to(tl.int32)
+        seq_len = tl.load(seq_lens + seq, mask=is_item, other=0)
+        position = seq_len - 1
+    else:
+        seq, tile = _find_sequences(query_start, items, first_seq, num_seqs, QUERIES)
+        begin = tl.load(query_start + seq, mask=is_item, other=0)
+        num_queries = tl.load(query_start + seq + 1, mask=is_item, other=0) - begin
+        token = begin + tile * QUERIES
+        count = tl.maximum(tl.minimum(num_queries - tile * QUERIES, QUERIES), 0)
+        seq_len = tl.load(seq_lens + seq, mask=is_item, other=0)
+        position = seq_len - num_queries + tile * QUERIES
+    return token, count, position, seq, seq_len
+
+
+@triton.jit
+def _key_tiles(position, count, WINDOW: tl.constexpr, TILE: tl.constexpr) -> tuple:
+    """(first, end) of the tiles of keys that queries from a position on see; none in padding."""
+    first = tl.zeros_like(position)
+    if WINDOW:
+        first = tl.maximum(position - WINDOW + 1, 0) // TILE
+    return first, tl.cdiv(tl.maximum(position + count, 0), TILE)
+
+
+@triton.jit
+def _store_part(
+    numbers, mask, token, count, position, seq, seq_len, first, end, slot
+) -> None:  # fmt: skip
+    """Write the numbers of a part, see `PART`."""
+    tl.store(numbers, token, mask=mask)
+    tl.store(numbers + 1, count, mask=mask)
+    tl.store(numbers + 2, position, mask=mask)
+    tl.store(numbers + 3, seq, mask=mask)
+    tl.store(numbers + 4, seq_len, mask=mask)
+    tl.store(numbers + 5, first, mask=mask)
+    tl.store(numbers + 6, end, mask=mask)
+    tl.store(numbers + 7, slot, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_shares", "min_tiles", "max_parts", "max_merges"],
+    # Views of a step's metadata begin anywhere, and a new alignment would be compiled anew.
+    do_not_specialize_on_alignment=["query_start", "seq_lens", "num_decodes"],
+)
+def plan_kernel(
+    query_start, seq_lens, num_decodes, parts, merges,
+    num_seqs, num_shares, min_tiles, max_parts, max_merges,
+    QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """parts: [max_parts, PART]. merges: [max_merges, MERGE], None if num_shares is 1.
+
+    QUERIES: tokens of an item of chunks; 0: of decodes. num_decodes: how many sequences are; None:
+    all are chunks. Grid: one program, for whom even a thousand sequences are one or two blocks.
+    """
+    if QUERIES == 0:
+        first_seq, num_items = 0, tl.load(num_decodes)
+    else:
+        first_seq = 0 if num_decodes is None else tl.load(num_decodes)
+        num_tokens = tl.load(query_start + num_seqs) - tl.load(query_start + first_seq)
+        num_items = num_tokens // QUERIES + num_seqs - first_seq
+    total = 0
+    for start in range(0, num_items, BLOCK):
+        items = start + tl.arange(0, BLOCK)
+        _, count, position, _, _ = _find_items(
+            query_start, seq_lens, items, num_items, first_seq, num_seqs, QUERIES
+        )
+        first, end = _key_tiles(position, count, WINDOW, TILE)
+        total += tl.sum(tl.where(count > 0, end - first, 0), axis=0)
+    share = tl.maximum(tl.cdiv(total, num_shares), min_tiles)
+
+    num_parts, num_slots, num_merges = 0, 0, 0
+    for start in range(0, num_items, BLOCK):
+        items = start + tl.arange(0, BLOCK)
+        token, count, position, seq, seq_len = _find_items(
+            query_start, seq_lens, items, num_items, first_seq, num_seqs, QUERIES
+        )
+        first, end = _key_tiles(position, count, WINDOW, TILE)
+        pieces = tl.where(count > 0, tl.maximum(tl.cdiv(end - first, share), 1), 0)
+        size = tl.cdiv(end - first, tl.maximum(pieces, 1))
+        is_split = pieces > 1
+        summed = tl.where(is_split, pieces, 0)
+        part = num_parts + tl.cumsum(pieces, axis=0) - pieces
+        slot = num_slots + tl.cumsum(summed, axis=0) - summed
+        for piece in range(tl.max(pieces, axis=0)):
+            begin, sums = first + piece * size, tl.where(is_split, slot + piece, -1)
+            _store_part(
+                parts + (part + piece) * PART, piece < pieces,
+                token, count, position, seq, seq_len, begin, tl.minimum(begin + size, end), sums,
+            )  # fmt: skip
+        if merges is not None:
+            merge = num_merges + tl.cumsum(is_split.to(tl.int32), axis=0) - 1
+            numbers = merges + merge * MERGE
+            tl.store(numbers, token, mask=is_split)
+            tl.store(numbers + 1, count, mask=is_split)
+            tl.store(numbers + 2, slot, mask=is_split)
+            tl.store(numbers + 3, pieces, mask=is_split)
+            num_merges += tl.sum(is_split.to(tl.int32), axis=0)
+        num_parts += tl.sum(pieces, axis=0)
+        num_slots += tl.sum(summed, axis=0)
+
+    for start in range(num_parts, max_parts, BLOCK):
+        rest = start + tl.arange(0, BLOCK)
+        tl.store(parts + rest * PART + 1, 0, mask=rest < max_parts)
+    if merges is not None:
+        for start in range(num_merges, max_merges, BLOCK):
+            rest = start + tl.arange(0, BLOCK)
+            tl.store(merges + rest * MERGE + 3, 0, mask=rest < max_merges)
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What a plan follows from, beside what is on the device.
+
+    queries: tokens of a tile of chunks, 0 for decodes. keys: of a tile. has_decodes: whether
+    sequences that decode are among the chunks. max_items: of which there are no more. num_shares:
+    how many equal shares there are of all that is seen; an item of more than one, and of more than
+    min_tiles, is split.
+    """
+
+    queries: int
+    keys: int
+    window: int
+    has_decodes: bool
+    max_items: int
+    block_size: int
+    num_shares: int
+    min_tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """parts_P8: int32, see `PART`; merges_M4: see `MERGE`, None if nothing can be split.
+
+    num_slots: of which there are no more, for the sums of parts.
+    """
+
+    parts_P8: Tensor
+    merges_M4: Tensor | None
+    num_slots: int
+
+
+def plan_step(metadata: AttentionMetadata, items: Items) -> Plan:
+    """The step's plan: enqueued for the first layer that asks, and the same for all others."""
+    plan: Plan | None = metadata.scratch.get(items)
+    if plan is None:
+        plan = metadata.scratch[items] = _enqueue(metadata, items)
+    return plan
+
+
+def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
+    """Of all tiles, what is split has more than one share of num_shares: so there are fewer such
+    items than shares, and fewer splits."""
+    max_tiles = triton.cdiv(metadata.block_table_BM.shape[1] * items.block_size, items.keys)
+    if items.window:
+        max_tiles = min(max_tiles, triton.cdiv(items.window + items.queries, items.keys) + 1)
+    num_shares = items.num_shares if max_tiles > items.min_tiles else 1
+    max_splits = num_shares - 1
+    max_parts, max_merges = items.max_items + max_splits, min(items.max_items, max_splits)
+    device = metadata.seq_lens_B.device
+    parts_P8 = torch.empty(max_parts, PART.value, dtype=torch.int32, device=device)
+    merges_M4 = None
+    if max_splits:
+        merges_M4 = torch.empty(max_merges, MERGE.value, dtype=torch.int32, device=device)
+    plan_kernel[(1,)](
+        metadata.query_start_A, metadata.seq_lens_B,
+        None if items.has_decodes else metadata.num_decodes_1, parts_P8, merges_M4,
+        len(metadata.seq_lens), num_shares, items.min_tiles, max_parts, max_merges,
+        QUERIES=items.queries, WINDOW=items.window, TILE=items.keys, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return Plan(parts_P8, merges_M4, max_merges + max_splits)
