@@ -1,8 +1,8 @@
 """How a step's attention is dealt out to programs, by lengths that only the device knows.
 
 An item is a decode, or a tile of queries of a chunk. It sees so many tiles of keys; one that sees
-more than its share of all that is to be seen is split into parts, spans of its tiles, so that one
-long context does not keep the step waiting. A kernel writes the plan, once a step and for all
+more than its share of all that is seen is split into parts, spans of its tiles, so that one long
+context does not keep the step waiting. A kernel writes the plan, once a step and for all
 layers alike: which program has which part. Neither its memory nor any launch depends on lengths, so
 a graph replays it. A part's bits follow from the item and from where it is split; with one share
 nothing ever is, and a token's bits depend on its own sequence alone.
@@ -145,17 +145,20 @@ def plan_kernel(
             query_start, seq_lens, items, num_items, first_seq, num_seqs, QUERIES
         )
         first, end = _key_tiles(position, count, WINDOW, TILE)
-        pieces = tl.where(count > 0, tl.maximum(tl.cdiv(end - first, share), 1), 0)
-        size = tl.cdiv(end - first, tl.maximum(pieces, 1))
+        size = end - first
+        # To the nearest: a few programs too few cost less than parts for all of a large batch.
+        pieces = tl.where(count > 0, tl.maximum((size + share // 2) // share, 1), 0)
         is_split = pieces > 1
         summed = tl.where(is_split, pieces, 0)
         part = num_parts + tl.cumsum(pieces, axis=0) - pieces
         slot = num_slots + tl.cumsum(summed, axis=0) - summed
         for piece in range(tl.max(pieces, axis=0)):
-            begin, sums = first + piece * size, tl.where(is_split, slot + piece, -1)
+            begin = first + size * piece // tl.maximum(pieces, 1)
+            until = first + size * (piece + 1) // tl.maximum(pieces, 1)
             _store_part(
                 parts + (part + piece) * PART, piece < pieces,
-                token, count, position, seq, seq_len, begin, tl.minimum(begin + size, end), sums,
+                token, count, position, seq, seq_len, begin, until,
+                tl.where(is_split, slot + piece, -1),
             )  # fmt: skip
         if merges is not None:
             merge = num_merges + tl.cumsum(is_split.to(tl.int32), axis=0) - 1
@@ -183,8 +186,8 @@ class Items:
 
     queries: tokens of a tile of chunks, 0 for decodes. keys: of a tile. has_decodes: whether
     sequences that decode are among the chunks. max_items: of which there are no more. num_shares:
-    how many equal shares there are of all that is seen; an item of more than one, and of more than
-    min_tiles, is split.
+    how many equal shares there are of all tiles of keys that are seen, of min_tiles or more. An
+    item is split into as many parts as are nearest to the shares it has.
     """
 
     queries: int
@@ -218,8 +221,9 @@ def plan_step(metadata: AttentionMetadata, items: Items) -> Plan:
 
 
 def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
-    """Of all tiles, what is split has more than one share of num_shares: so there are fewer such
-    items than shares, and fewer splits."""
+    """What is split has more than one of the shares, and in each part but one a share of its own:
+    of items that are split there are fewer than shares, and so there are of parts that this adds.
+    """
     max_tiles = triton.cdiv(metadata.block_table_BM.shape[1] * items.block_size, items.keys)
     if items.window:
         max_tiles = min(max_tiles, triton.cdiv(items.window + items.queries, items.keys) + 1)

@@ -57,6 +57,7 @@ class Usage:
     capability: int
     shared_bytes: int
     registers: int
+    num_threads: int
     spill_bytes: int
     max_spill_bytes: int
     missing_instruction: str | None
@@ -103,8 +104,8 @@ def compile_case(case: Case, capability: int) -> Usage:
     wanted = case.instructions.get(capability)
     lacks = wanted is not None and wanted not in compiled.asm["ptx"]
     return Usage(
-        case.name, capability, compiled.metadata.shared, registers, spill_bytes,
-        case.max_spill_bytes, wanted if lacks else None,
+        case.name, capability, compiled.metadata.shared, registers, 32 * case.num_warps,
+        spill_bytes, case.max_spill_bytes, wanted if lacks else None,
     )  # fmt: skip
 
 

@@ -11,6 +11,9 @@ pytestmark = pytest.mark.campaign
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """What a program may have; CUDA C++ programming guide, technical specifications."""
 
+RESERVED_BYTES = 1 << 10
+"""Of a multiprocessor's shared memory, for each program."""
+
 
 @pytest.fixture(scope="module")
 def usages() -> list[Usage]:
@@ -34,3 +37,13 @@ def test_no_registers_are_spilled_beyond_what_a_case_says(usages: list[Usage]) -
 
 def test_products_are_those_of_tensor_cores(usages: list[Usage]) -> None:
     assert [u for u in usages if u.missing_instruction is not None] == []
+
+
+@pytest.mark.parametrize("case", ["prefill", "prefill, head dim 64", "prefill, int8 cache"])
+def test_two_programs_of_chunks_fit_a_multiprocessor_of_hopper(
+    usages: list[Usage], case: str
+) -> None:
+    """So that the products of one go on beside the softmax of the other."""
+    [usage] = [u for u in usages if (u.case, u.capability) == (case, 90)]
+    assert 2 * usage.num_threads * -(-usage.registers // 8) * 8 <= 65536
+    assert 2 * (usage.shared_bytes + RESERVED_BYTES) <= SHARED_BYTES[90] + RESERVED_BYTES
