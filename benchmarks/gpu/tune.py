@@ -30,6 +30,9 @@ from nanocore.kernels.torch_backend import TorchKernels
 _COMPILE_THREADS: Final = 12
 _HEADS: Final = {"g2": Heads(16, 8, 128), "g4": Heads(32, 8, 128)}
 
+PREFILL_GRID: Final = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
+"""Rows, keys, warps, stages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -150,7 +153,7 @@ def _decode(
 
 def _prefill_cases(session: Session) -> Cases:
     shapes = [(16, 1024), (4, 4096), (2, 8192)]
-    grid = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
+    grid = PREFILL_GRID
     heads, dtype = _HEADS, torch.bfloat16
     if session.small:
         shapes, grid, heads, dtype = (

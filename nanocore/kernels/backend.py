@@ -54,7 +54,8 @@ class AttentionMetadata:
     what it was at capture, an upper bound: num_decodes sequences may be decodes, and any sequence
     may be a chunk if query_start[-1] is above num_decodes.
 
-    scratch: what a backend worked out of all this for one layer, for it to find in the next.
+    scratch: what a backend worked out of all this for one layer, for it to find in the next. So an
+    instance serves one step, or one capture of a graph.
     """
 
     num_decodes: int
