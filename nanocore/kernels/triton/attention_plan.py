@@ -107,6 +107,23 @@ def _store_part(
     tl.store(numbers + 7, slot, mask=mask)
 
 
+@triton.jit
+def _store_merge(numbers, mask, token, count, slot, num_parts) -> None:
+    """Write the numbers of an item in parts, see `MERGE`."""
+    tl.store(numbers, token, mask=mask)
+    tl.store(numbers + 1, count, mask=mask)
+    tl.store(numbers + 2, slot, mask=mask)
+    tl.store(numbers + 3, num_parts, mask=mask)
+
+
+@triton.jit
+def _store_zeros(numbers, begin, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Say of rows begin to end - 1 that there is no such part, or item in parts."""
+    for start in range(begin, end, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        tl.store(numbers + rows * STRIDE, 0, mask=rows < end)
+
+
 @triton.jit(
     do_not_specialize=["num_seqs", "num_shares", "min_tiles", "max_parts", "max_merges"],
     # Views of a step's metadata begin anywhere, and a new alignment would be compiled anew.
@@ -162,22 +179,14 @@ def plan_kernel(
             )  # fmt: skip
         if merges is not None:
             merge = num_merges + tl.cumsum(is_split.to(tl.int32), axis=0) - 1
-            numbers = merges + merge * MERGE
-            tl.store(numbers, token, mask=is_split)
-            tl.store(numbers + 1, count, mask=is_split)
-            tl.store(numbers + 2, slot, mask=is_split)
-            tl.store(numbers + 3, pieces, mask=is_split)
+            _store_merge(merges + merge * MERGE, is_split, token, count, slot, pieces)
             num_merges += tl.sum(is_split.to(tl.int32), axis=0)
         num_parts += tl.sum(pieces, axis=0)
         num_slots += tl.sum(summed, axis=0)
 
-    for start in range(num_parts, max_parts, BLOCK):
-        rest = start + tl.arange(0, BLOCK)
-        tl.store(parts + rest * PART + 1, 0, mask=rest < max_parts)
+    _store_zeros(parts + 1, num_parts, max_parts, PART, BLOCK)
     if merges is not None:
-        for start in range(num_merges, max_merges, BLOCK):
-            rest = start + tl.arange(0, BLOCK)
-            tl.store(merges + rest * MERGE + 3, 0, mask=rest < max_merges)
+        _store_zeros(merges + 3, num_merges, max_merges, MERGE, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
