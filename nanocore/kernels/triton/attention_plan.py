@@ -134,7 +134,9 @@ def plan_kernel(
     num_seqs, num_shares, min_tiles, max_parts, max_merges,
     QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """parts: [max_parts, PART]. merges: [max_merges, MERGE], None if num_shares is 1.
+    """parts: [max_parts, PART], those of items that are split first, for they take longest; then
+    none; then whole items, the last of which, with the most keys of a chunk, come first.
+    merges: [max_merges, MERGE], None if num_shares is 1.
 
     QUERIES: tokens of an item of chunks; 0: of decodes. num_decodes: how many sequences are; None:
     all are chunks. Grid: one program, for whom even a thousand sequences are one or two blocks.
@@ -155,7 +157,7 @@ def plan_kernel(
         total += tl.sum(tl.where(count > 0, end - first, 0), axis=0)
     share = tl.maximum(tl.cdiv(total, num_shares), min_tiles)
 
-    num_parts, num_slots, num_merges = 0, 0, 0
+    num_slots, num_whole, num_merges = 0, 0, 0
     for start in range(0, num_items, BLOCK):
         items = start + tl.arange(0, BLOCK)
         token, count, position, seq, seq_len = _find_items(
@@ -165,15 +167,15 @@ def plan_kernel(
         size = end - first
         # To the nearest: a few programs too few cost less than parts for all of a large batch.
         pieces = tl.where(count > 0, tl.maximum((size + share // 2) // share, 1), 0)
-        is_split = pieces > 1
+        is_split, whole = pieces > 1, (pieces == 1).to(tl.int32)
         summed = tl.where(is_split, pieces, 0)
-        part = num_parts + tl.cumsum(pieces, axis=0) - pieces
         slot = num_slots + tl.cumsum(summed, axis=0) - summed
+        rest = max_parts - (num_whole + tl.cumsum(whole, axis=0))
         for piece in range(tl.max(pieces, axis=0)):
             begin = first + size * piece // tl.maximum(pieces, 1)
             until = first + size * (piece + 1) // tl.maximum(pieces, 1)
             _store_part(
-                parts + (part + piece) * PART, piece < pieces,
+                parts + tl.where(is_split, slot + piece, rest) * PART, piece < pieces,
                 token, count, position, seq, seq_len, begin, until,
                 tl.where(is_split, slot + piece, -1),
             )  # fmt: skip
@@ -181,10 +183,10 @@ def plan_kernel(
             merge = num_merges + tl.cumsum(is_split.to(tl.int32), axis=0) - 1
             _store_merge(merges + merge * MERGE, is_split, token, count, slot, pieces)
             num_merges += tl.sum(is_split.to(tl.int32), axis=0)
-        num_parts += tl.sum(pieces, axis=0)
         num_slots += tl.sum(summed, axis=0)
+        num_whole += tl.sum(whole, axis=0)
 
-    _store_zeros(parts + 1, num_parts, max_parts, PART, BLOCK)
+    _store_zeros(parts + 1, num_slots, max_parts - num_whole, PART, BLOCK)
     if merges is not None:
         _store_zeros(merges + 3, num_merges, max_merges, MERGE, BLOCK)
 
@@ -235,7 +237,9 @@ def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
     """
     max_tiles = triton.cdiv(metadata.block_table_BM.shape[1] * items.block_size, items.keys)
     if items.window:
-        max_tiles = min(max_tiles, triton.cdiv(items.window + items.queries, items.keys) + 1)
+        # So many keys from the first query's first one on, which may be a tile's last.
+        num_keys = items.window + max(items.queries, 1) - 1
+        max_tiles = min(max_tiles, triton.cdiv(num_keys - 1, items.keys) + 1)
     num_shares = items.num_shares if max_tiles > items.min_tiles else 1
     max_splits = num_shares - 1
     max_parts, max_merges = items.max_items + max_splits, min(items.max_items, max_splits)

@@ -70,10 +70,10 @@ def prefill_attention_kernel(
 ) -> None:  # fmt: skip
     """parts: see `attention_plan`. out, sums, log_sums: see `store_rows`.
 
-    Grid: (KV heads, parts); the last parts, whose tiles tend to see most keys, come first.
+    Grid: (KV heads, parts).
     """
-    head, part = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    token, count, position, seq, seq_len, first, end, slot = load_part(parts, part)
+    head = tl.program_id(0)
+    token, count, position, seq, seq_len, first, end, slot = load_part(parts, tl.program_id(1))
     if count == 0:
         return
     rows, dims = tl.arange(0, QUERIES * GROUP_PAD), tl.arange(0, HEAD_DIM_PAD)

@@ -293,10 +293,10 @@ def test_each_tile_of_each_item_is_in_one_part_and_no_part_is_long(
     monkeypatch.setattr(attention_plan, "_BLOCK", rng.choice([8, 16, 1024]))
     metadata = make_metadata(*random_steps(rng))
     queries, has_decodes = rng.choice([(0, False), (4, False), (4, True), (1, False)])
-    size = queries or 1
+    max_items = metadata.query_start[-1] // (queries or 1) + len(metadata.seq_lens)
     items = Items(
         queries=queries, keys=16, window=rng.choice([0, 1, 50]), has_decodes=has_decodes,
-        max_items=metadata.query_start[-1] // size + len(metadata.seq_lens),
+        max_items=max_items if queries else metadata.num_decodes,
         block_size=1, num_shares=rng.choice([1, 2, 7, 33, 264]), min_tiles=rng.choice([1, 3]),
     )  # fmt: skip
     check_plan(metadata, items)
@@ -312,30 +312,44 @@ def test_the_largest_batch_with_contexts_of_a_million_tokens() -> None:
     check_plan(metadata, items(queries=2, max_items=8000 + 1026))
 
 
+@pytest.mark.parametrize(
+    ("window", "width", "can_split"),
+    [(0, 16, False), (0, 48, False), (0, 49, True), (30, 1000, False), (31, 1000, True)],
+)
+def test_where_one_part_is_always_enough_nothing_is_merged(
+    window: int, width: int, can_split: bool
+) -> None:
+    """By the widest context of the block table, or by the window; three tiles are not split."""
+    table_BM = torch.empty(2, width, dtype=torch.int32)
+    metadata = replace(make_metadata([5], [(8, 4)]), block_table_BM=table_BM)
+    items = Items(4, 16, window, False, 3, block_size=1, num_shares=9, min_tiles=3)
+    assert (plan_step(metadata, items).merges_M4 is not None) == can_split
+
+
 def check_plan(metadata: AttentionMetadata, items: Items) -> None:
     plan = plan_step(metadata, items)
     expected = expected_items(metadata, items)
     total = sum(end - first for _, (first, end) in expected)
     share = max(-(-total // items.num_shares), items.min_tiles)
-    parts = [row for row in plan.parts_P8.tolist() if row[1]]
+    parts = plan.parts_P8.tolist()
     merges = [] if plan.merges_M4 is None else [row for row in plan.merges_M4.tolist() if row[3]]
-    assert len(parts) <= items.max_items + items.num_shares
-    num_slots, num_merges = 0, 0
+    num_slots, num_whole, num_merges = 0, 0, 0
     for item, (first, end) in expected:
         num_parts = max(1, (end - first + share // 2) // share)
-        own, parts = parts[:num_parts], parts[num_parts:]
-        assert [tuple(part[:5]) for part in own] == [item] * num_parts
-        ends = [part[6] for part in own]
-        assert [part[5] for part in own] == [first, *ends[:-1]]
-        assert ends[-1] == end
-        assert all(part[6] - part[5] <= 1.5 * share for part in own)
         if num_parts == 1:
-            assert own[0][7] == -1
+            num_whole += 1
+            assert parts[-num_whole] == [*item, first, end, -1]
             continue
-        assert all(part[6] > part[5] for part in own)
+        own = parts[num_slots : num_slots + num_parts]
+        ends = [part[6] for part in own]
+        assert [part[:6] for part in own] == [[*item, tile] for tile in (first, *ends[:-1])]
+        assert ends[-1] == end
+        assert all(1 <= part[6] - part[5] <= 1.5 * share for part in own)
         assert [part[7] for part in own] == list(range(num_slots, num_slots + num_parts))
         assert merges[num_merges] == [*item[:2], num_slots, num_parts]
         num_slots, num_merges = num_slots + num_parts, num_merges + 1
-    assert parts == []
+    assert [part[1] for part in parts[num_slots : len(parts) - num_whole]] == [0] * (
+        len(parts) - num_slots - num_whole
+    )
     assert len(merges) == num_merges
     assert num_slots <= plan.num_slots
