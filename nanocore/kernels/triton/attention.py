@@ -66,7 +66,7 @@ def paged_attention(
 
 
 def choose_num_shares(num_kv_heads: int, num_sms: int) -> int:
-    """No program is to have more than one of two shares for each multiprocessor."""
+    """Of what a KV head has to read: so many that there are two for each multiprocessor in all."""
     return max(1, 2 * num_sms // num_kv_heads)
 
 

@@ -2,9 +2,9 @@
 
 An item is a decode, or a tile of queries of a chunk. It sees so many tiles of keys; one that sees
 more than its share of all that is seen is split into parts, spans of its tiles, so that one long
-context does not keep the step waiting. A kernel writes the plan, once a step and for all
-layers alike: which program has which part. Neither its memory nor any launch depends on lengths, so
-a graph replays it. A part's bits follow from the item and from where it is split; with one share
+context does not keep the step waiting. A kernel writes the plan, once a step for all layers of one
+window: which program has which part. Neither its memory nor any launch depends on lengths, so a
+graph replays it. A part's bits follow from the item and from where it is split; with one share
 nothing ever is, and a token's bits depend on its own sequence alone.
 """
 
@@ -30,6 +30,7 @@ MERGE: Final = tl.constexpr(4)
 """Numbers of an item in parts: its first token; queries; where sums begin; parts, 0 if none."""
 
 _BLOCK: Final = 1024
+"""Items at once: about as many as there ever are."""
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def _find_sequences(query_start, items, first_seq, num_seqs, QUERIES: tl.constex
 def _find_items(
     query_start, seq_lens, items, num_items, first_seq, num_seqs, QUERIES: tl.constexpr
 ) -> tuple:
-    """The first five numbers of these items' parts, see `PART`. QUERIES: see `plan_kernel`."""
+    """The first five numbers of these items' parts, see `PART`. QUERIES: see the kernel."""
     is_item = items < num_items
     if QUERIES == 0:
         seq, token, count = items, items, is_item.to(tl.int32)
@@ -129,7 +130,7 @@ def _store_zeros(numbers, begin, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr)
     # Views of a step's metadata begin anywhere, and a new alignment would be compiled anew.
     do_not_specialize_on_alignment=["query_start", "seq_lens", "num_decodes"],
 )
-def plan_kernel(
+def attention_plan_kernel(
     query_start, seq_lens, num_decodes, parts, merges,
     num_seqs, num_shares, min_tiles, max_parts, max_merges,
     QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -232,8 +233,8 @@ def plan_step(metadata: AttentionMetadata, items: Items) -> Plan:
 
 
 def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
-    """What is split has more than one of the shares, and in each part but one a share of its own:
-    of items that are split there are fewer than shares, and so there are of parts that this adds.
+    """An item in parts has more than one of the shares, and more of them than it has parts beyond
+    the first: so there are fewer such items than shares, and fewer such parts.
     """
     max_tiles = triton.cdiv(metadata.block_table_BM.shape[1] * items.block_size, items.keys)
     if items.window:
@@ -248,7 +249,7 @@ def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
     merges_M4 = None
     if max_splits:
         merges_M4 = torch.empty(max_merges, MERGE.value, dtype=torch.int32, device=device)
-    plan_kernel[(1,)](
+    attention_plan_kernel[(1,)](
         metadata.query_start_A, metadata.seq_lens_B,
         None if items.has_decodes else metadata.num_decodes_1, parts_P8, merges_M4,
         len(metadata.seq_lens), num_shares, items.min_tiles, max_parts, max_merges,

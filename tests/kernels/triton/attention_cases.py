@@ -9,7 +9,7 @@ from triton import next_power_of_2
 from nanocore.kernels.triton import attention_parts, attention_plan
 from nanocore.kernels.triton.attention import decode_tiles, prefill_tiles
 from nanocore.kernels.triton.attention_parts import merge_parts_kernel
-from nanocore.kernels.triton.attention_plan import plan_kernel
+from nanocore.kernels.triton.attention_plan import attention_plan_kernel
 from nanocore.kernels.triton.decode_attention import MIN_DOT_ROWS, decode_attention_kernel
 from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention_kernel
 from tests.kernels.triton.compilation import Case
@@ -149,7 +149,7 @@ def _plan(name: str, *, queries: int, window: int = 0, is_invariant: bool = Fals
     constexprs = {
         "QUERIES": queries, "WINDOW": window, "TILE": 64, "BLOCK": attention_plan._BLOCK
     }  # fmt: skip
-    return _case(name, plan_kernel, arguments, constexprs, 8, 3)
+    return _case(name, attention_plan_kernel, arguments, constexprs, 8, 3)
 
 
 def _prefill(

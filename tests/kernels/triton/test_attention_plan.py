@@ -129,7 +129,7 @@ def test_batch_invariant_nothing_is_split(spans: list[int]) -> None:
         {"window": 100},
         {"softcap": 5.0, "window": 33},
         {"kv_cache": "int8", "block_size": 16},
-        {"kv_cache": "fp8"},
+        pytest.param({"kv_cache": "fp8"}, marks=pytest.mark.campaign),
         {"spare_columns": 30, "num_padding": 3},
     ],
     ids=str,
@@ -142,11 +142,16 @@ def test_split_decodes_and_chunks_are_as_exact_as_whole_ones(options: dict[str, 
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("heads", [Heads(6, 2, 24), Heads(5, 1), Heads(20, 1, 32)], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(6, 2, 24), pytest.param(Heads(20, 1, 32), marks=pytest.mark.campaign)],
+    ids=str,
+)
 def test_parts_of_any_group_and_head_dim(heads: Heads) -> None:
     check(draw_step(heads, [100, 9], [(100, 5)]), num_sms=10)
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("small_tiles")
 def test_hundreds_of_sequences(spans: list[int]) -> None:
     lengths = [1 + i % 9 for i in range(200)]

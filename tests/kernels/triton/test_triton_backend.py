@@ -153,7 +153,7 @@ def test_a_decode_step_launches_few_kernels_a_layer_and_one_plan(
     layer = counts[0] - counts[1]
     assert layer["merge_parts_kernel"] == int(can_split)
     assert layer.total() == num_launches, layer
-    assert [count["plan_kernel"] for count in counts] == [1, 1]
+    assert [count["attention_plan_kernel"] for count in counts] == [1, 1]
 
 
 def sampled_logits(
