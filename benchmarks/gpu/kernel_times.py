@@ -21,7 +21,8 @@ from benchmarks.gpu.sampling_cases import sampling_cases
 from benchmarks.gpu.session import Results, Session, say
 from benchmarks.gpu.shapes import Rates, rates
 from benchmarks.gpu.timing import num_sets, time_calls
-from nanocore.kernels.backend import Kernels, select_kernels
+from nanocore.kernels.backend import Kernels
+from nanocore.kernels.selection import select_kernels
 
 MAX_ERROR: Final = 0.02
 """bfloat16 operands and results: 1e-3 to 1e-2 of the norm; of choices, ties and rounding."""

@@ -7,13 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import (
-    AttentionMetadata,
-    AttentionSpec,
-    Kernels,
-    KVCache,
-    select_kernels,
-)
+from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, Kernels, KVCache
+from nanocore.kernels.selection import select_kernels
 
 
 @cache

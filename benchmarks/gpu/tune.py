@@ -30,6 +30,9 @@ from nanocore.kernels.torch_backend import TorchKernels
 _COMPILE_THREADS: Final = 12
 _HEADS: Final = {"g2": Heads(16, 8, 128), "g4": Heads(32, 8, 128)}
 
+PREFILL_GRID: Final = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
+"""Rows, keys, warps, stages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -125,42 +128,32 @@ def _decode(
     from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
 
     steps = _steps(session, heads, [(context, 1)] * batch, dtype)
-    cache, metadata = steps[0].cache, steps[0].metadata
     own_tiles = attention.decode_tiles(heads.size, dtype.itemsize, _capability(session))
     num_sms = _num_sms(session)
-    own_splits = attention.choose_num_splits(batch, cache, metadata, own_tiles.keys, num_sms)
-    splits = sorted(
-        {
-            own_splits,
-            1,
-            *(
-                s
-                for s in (2, 4, 8, 16, 32)
-                if s <= context // 64 and s * batch * heads.num_kv <= 8 * num_sms
-            ),
-        }
-    )
+    own_shares = attention.choose_num_shares(heads.num_kv, num_sms)
+    # Programs for each multiprocessor, if contexts are long enough; and without parts.
+    shares = sorted({own_shares, 1, *(n * num_sms // heads.num_kv for n in (1, 3, 4, 6))})
     all_tiles = {own_tiles, *(DecodeTiles(*values) for values in grid)}
     if session.small:
-        splits = splits[:1]
+        shares = [own_shares]
     candidates = []
-    for tiles, num_splits in itertools.product(sorted(all_tiles, key=str), splits):
+    for tiles, num_shares in itertools.product(sorted(all_tiles, key=str), shares):
 
-        def run(step: Step, tiles: DecodeTiles = tiles, num_splits: int = num_splits) -> None:
+        def run(step: Step, tiles: DecodeTiles = tiles, num_shares: int = num_shares) -> None:
             out = torch.empty_like(step.q_THD)
             decode_attention(
-                step.q_THD, step.cache, step.metadata, step.spec, out, tiles, num_splits
+                step.q_THD, step.cache, step.metadata, step.spec, out, tiles, num_shares
             )
 
-        name = f"keys {tiles.keys}, {_depth(tiles)}, splits {num_splits}"
-        is_ours = tiles == own_tiles and num_splits == own_splits
+        name = f"keys {tiles.keys}, {_depth(tiles)}, shares {num_shares}"
+        is_ours = tiles == own_tiles and num_shares == own_shares
         candidates.append(Candidate(name, is_ours, partial(_calls, run, steps)))
     return candidates
 
 
 def _prefill_cases(session: Session) -> Cases:
     shapes = [(16, 1024), (4, 4096), (2, 8192)]
-    grid = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
+    grid = PREFILL_GRID
     heads, dtype = _HEADS, torch.bfloat16
     if session.small:
         shapes, grid, heads, dtype = (
@@ -184,13 +177,14 @@ def _prefill(
 
     steps = _steps(session, heads, [(length, length)] * batch, dtype)
     own = attention.prefill_tiles(heads.size, dtype.itemsize, _capability(session))
+    num_shares = attention.choose_num_shares(heads.num_kv, _num_sms(session))
     candidates = []
     for tiles in sorted({own, *(PrefillTiles(*values) for values in grid)}, key=str):
 
         def run(step: Step, tiles: PrefillTiles = tiles) -> None:
             out = torch.empty_like(step.q_THD)
             prefill_attention(
-                step.q_THD, step.cache, step.metadata, step.spec, out, tiles,
+                step.q_THD, step.cache, step.metadata, step.spec, out, tiles, num_shares,
                 max_tokens=batch * length, max_seqs=batch, has_decodes=False,
             )  # fmt: skip
 

@@ -6,8 +6,9 @@ from typing import Final
 
 import torch
 
-from nanocore.kernels.backend import Kernels, select_kernels
+from nanocore.kernels.backend import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
+from nanocore.kernels.selection import select_kernels
 from nanocore.protocol.errors import ConfigError, ModelFileError, is_out_of_memory, shorten
 from nanocore.protocol.worker import Quantization, WorkerConfig
 from nanocore.worker.config.model_config import ModelConfig

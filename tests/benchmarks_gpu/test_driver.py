@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import run
+from benchmarks.gpu import run, tune
 from benchmarks.gpu.restarts import CONTINUE_VARIABLE
 from benchmarks.gpu.session import Results, Session
+from nanocore.kernels.triton import attention
+from nanocore.kernels.triton.prefill_attention import PrefillTiles
 
 pytestmark = pytest.mark.campaign
 
@@ -58,7 +60,7 @@ def test_kernels_are_right_and_timed(run_driver: Any, report: Report) -> None:
 
 
 def test_tiles_are_tried(run_driver: Any, report: Report) -> None:
-    flags = ["--only", "decode,matmul/tiny/qkv,moe"]
+    flags = ["--only", "decode,prefill,matmul/tiny/qkv,moe"]
     result = run_driver("tune", *flags, env={"TRITON_INTERPRET": "1"})
     found = report("tune")
     assert found["errors"] == {}
@@ -67,6 +69,14 @@ def test_tiles_are_tried(run_driver: Any, report: Report) -> None:
         assert figures["us"][figures["best"]] == figures["best_us"]
         assert figures["ours_over_best"] >= 1
     assert "best; ours" in result.stdout
+
+
+def test_chunks_are_tried_with_one_and_with_two_programs_on_a_multiprocessor() -> None:
+    own = attention.prefill_tiles(128, 2, (9, 0))
+    assert own == PrefillTiles(64, 64, num_warps=4, num_stages=3)
+    assert {own, PrefillTiles(128, 64, num_warps=8, num_stages=3)} <= {
+        PrefillTiles(*values) for values in tune.PREFILL_GRID
+    }
 
 
 def test_the_engine_is_checked_and_timed(run_driver: Any, report: Report) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanocore.kernels.backend import select_kernels
 from nanocore.kernels.cpu import library
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library, find_library
+from nanocore.kernels.selection import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device import make_kernels

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.kernels.backend import Kernels, select_kernels
+from nanocore.kernels.backend import Kernels
 from nanocore.kernels.linear_weight import FP8, LinearWeight
+from nanocore.kernels.selection import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanocore.kernels.backend import select_kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.selection import select_kernels
 from nanocore.protocol.errors import CacheMemoryError, WorkerError
 from nanocore.protocol.plan import SchedulerOutput
 from nanocore.worker import memory

@@ -1,10 +1,11 @@
 """Attention over the paged cache: decodes by one kernel and chunks by another, and their shapes.
 
 What is launched follows from padded sizes and from what the host knows at capture, so a CUDA graph
-replays it for any step that fits. Batch-invariant, all tokens go through the kernel of chunks in
-tiles of one shape: what a token gets then never depends on how its tokens came, or beside whom.
-Shapes were chosen by what fits a multiprocessor; `DecodeTiles` and `PrefillTiles` are arguments of
-the kernels' own functions, for benchmarks to try others. Shape suffixes: see `backend`.
+replays it for any step that fits; long contexts are split by what only the device knows, see
+`attention_plan`. Batch-invariant, all tokens go through the kernel of chunks, unsplit, in tiles of
+one shape: what a token gets then never depends on how its tokens came, or beside whom. Shapes were
+chosen by what fits a multiprocessor; `DecodeTiles` and `PrefillTiles` are arguments of the kernels'
+own functions, for benchmarks to try others. Shape suffixes: see `backend`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,6 @@ from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_atte
 
 if TYPE_CHECKING:
     from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
-
-MAX_SPLITS: Final = 32
-MAX_SPLIT_DECODES: Final = 64
-"""Steps of more decodes have programs enough, and do without the launch that merges splits."""
 
 _LARGE_SHARED_MEMORY: Final = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities of data centers: 163 KiB or more a program, where others have 99."""
@@ -50,16 +47,17 @@ def paged_attention(
     if num_tokens < len(out_THD):
         out_THD[num_tokens:] = 0
     head_dim, capability = q_THD.shape[2], _capability(q_THD.device)
+    num_kv_heads = cache.k_NSKD.shape[2]
+    num_shares = 1 if batch_invariant else choose_num_shares(num_kv_heads, num_sms)
     if num_decodes and not batch_invariant:
         tiles = decode_tiles(head_dim, cache.k_NSKD.itemsize, capability)
-        num_splits = choose_num_splits(num_decodes, cache, metadata, tiles.keys, num_sms)
-        decode_attention(q_THD, cache, metadata, spec, out_THD, tiles, num_splits)
+        decode_attention(q_THD, cache, metadata, spec, out_THD, tiles, num_shares)
     if num_tokens > (0 if batch_invariant else num_decodes):
         # In a step to be replayed all could be chunks. Programs too many cost time in others.
         apart = num_decodes if _is_exact(q_THD) and not batch_invariant else 0
         prefill_attention(
             q_THD, cache, metadata, spec, out_THD,
-            prefill_tiles(head_dim, q_THD.itemsize, capability),
+            prefill_tiles(head_dim, q_THD.itemsize, capability), num_shares,
             max_tokens=num_tokens - apart,
             max_seqs=len(metadata.seq_lens) - apart,
             has_decodes=batch_invariant,
@@ -67,16 +65,9 @@ def paged_attention(
     return out_THD
 
 
-def choose_num_splits(
-    num_decodes: int, cache: KVCache, metadata: AttentionMetadata, tile: int, num_sms: int
-) -> int:
-    """Programs enough for two on each multiprocessor, for the longest contexts the table allows."""
-    if num_decodes > MAX_SPLIT_DECODES:
-        return 1
-    block_size, num_kv_heads = cache.k_NSKD.shape[1:3]
-    max_tiles = triton.cdiv(metadata.block_table_BM.shape[1] * block_size, tile)
-    num_splits = 2 * num_sms // (num_decodes * num_kv_heads)
-    return max(1, min(num_splits, MAX_SPLITS, max_tiles))
+def choose_num_shares(num_kv_heads: int, num_sms: int) -> int:
+    """Of what a KV head has to read: so many that there are two for each multiprocessor in all."""
+    return max(1, 2 * num_sms // num_kv_heads)
 
 
 def decode_tiles(head_dim: int, cache_itemsize: int, capability: tuple[int, int]) -> DecodeTiles:
@@ -94,8 +85,9 @@ def decode_tiles(head_dim: int, cache_itemsize: int, capability: tuple[int, int]
 def prefill_tiles(head_dim: int, itemsize: int, capability: tuple[int, int]) -> PrefillTiles:
     """One shape for all steps, so that how a prompt is chunked never changes a bit of it.
 
-    Hopper's matrix instructions take 64 rows for each four warps. In float32 there are none: small
-    tiles, for a result to check others by.
+    Hopper's matrix instructions take 64 rows for each four warps. Of programs of 64 rows two fit a
+    multiprocessor: one's products go on beside the other's softmax. In float32 there are no such
+    instructions: small tiles, for a result to check others by.
     """
     is_large = capability in _LARGE_SHARED_MEMORY
     if itemsize == 4:
@@ -104,7 +96,7 @@ def prefill_tiles(head_dim: int, itemsize: int, capability: tuple[int, int]) -> 
         return PrefillTiles(rows=64, keys=64 if is_large else 32, num_warps=8, num_stages=3)
     if capability < (9, 0) or not is_large:
         return PrefillTiles(rows=64, keys=32, num_warps=4, num_stages=3)
-    return PrefillTiles(rows=128, keys=64, num_warps=8, num_stages=3)
+    return PrefillTiles(rows=64, keys=64, num_warps=4, num_stages=3)
 
 
 @remember

@@ -1,14 +1,14 @@
 """The Triton kernels as a backend, for CUDA; matrix products are cuBLAS's.
 
-A decode step launches at most nine kernels a layer: QKV; norms, rotation and KV store; attention,
-and its merge where contexts are split, which they are for few sequences only; output; add and norm;
-gate and up, and the gate, which for few tokens are one kernel; down; add and norm. One kernel
-before the layers does all that they need; after them come the last norm, of the rows that sample,
-their logits, and two kernels that sample. Nothing waits for the device or depends on what is in its
-memory, so every step can be recorded as a graph.
+A decode step launches nine kernels a layer: QKV; norms, rotation and KV store; attention, and the
+merge of long contexts' parts; output; add and norm; gate and up with the gate, which for more than
+a few tokens is a tenth; down; add and norm. One kernel before the layers does all that they need;
+after them come the last norm, of the rows that sample, their logits, and two kernels that sample.
+Nothing waits for the device and no launch depends on what is in its memory, so every step can be
+recorded as a graph.
 
 With batch_invariant, products are ours too, and every token is attended to in tiles of one shape
-without splits: its bits are then the same in any batch and any chunks. Shape suffixes: `backend`.
+without parts: its bits are then the same in any batch and any chunks. Shape suffixes: `backend`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ if TYPE_CHECKING:
     )
 
 FUSED_GATE_TOKENS: Final = 64
-"""Up to so many tokens a product waits for its weights, whoever computes it. Where attention is
-split there are no more (see `attention`), so the gate's launch is saved where the merge costs one.
-"""
+"""Up to so many tokens a product waits for its weights, whoever computes it: a launch is saved."""
 
 _INTERPRETED_SMS: Final = 4
 

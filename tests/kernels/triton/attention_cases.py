@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from triton import next_power_of_2
 
+from nanocore.kernels.triton import attention_parts, attention_plan
 from nanocore.kernels.triton.attention import decode_tiles, prefill_tiles
-from nanocore.kernels.triton.decode_attention import (
-    MIN_DOT_ROWS,
-    decode_attention_kernel,
-    merge_splits_kernel,
-)
-from nanocore.kernels.triton.prefill_attention import prefill_attention_kernel
+from nanocore.kernels.triton.attention_parts import merge_parts_kernel
+from nanocore.kernels.triton.attention_plan import attention_plan_kernel
+from nanocore.kernels.triton.decode_attention import MIN_DOT_ROWS, decode_attention_kernel
+from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention_kernel
 from tests.kernels.triton.compilation import Case
 
 _BYTES = {"*bf16": 2, "*fp16": 2, "*i8": 1, "*fp8e4nv": 1, "*fp32": 4}
@@ -23,10 +22,19 @@ _METADATA = ("block_table", "query_start", "seq_lens", "num_decodes")
 """Of these the kernels do not know where in memory they begin."""
 
 
+_STEP: Final = {
+    "parts": "*i32", "block_table": "*i32", "q_stride": "i32", "table_stride": "i32",
+}  # fmt: skip
+
+
+def _sums(can_split: bool) -> dict[str, str | None]:
+    return dict.fromkeys(("sums", "log_sums"), "*fp32" if can_split else None)
+
+
 def cases() -> list[Case]:
     return [
         _decode("decode"),
-        _decode("decode, splits", splits=True),
+        _decode("decode, unsplit", can_split=False),
         _decode("decode, group of 4", group=4),
         _decode("decode, blocks of 16", block_size=16),
         _decode("decode, head dim 64", head_dim=64),
@@ -34,9 +42,20 @@ def cases() -> list[Case]:
         _decode("decode, head dim 256, window, softcap", head_dim=256, window=512, softcap=50.0),
         _decode("decode, float32", dtype="*fp32"),
         _decode("decode, float16", dtype="*fp16"),
-        _merge("merge of splits"),
+        _merge("merge of decodes", group=2, queries=1, block_rows=1),
+        _merge("merge of decodes, head dim 256", group=4, queries=1, block_rows=1, head_dim=256),
+        _merge("merge of chunks", group=5, queries=8, block_rows=4),
+        _merge("merge of chunks, head dim 96", group=2, queries=32, block_rows=4, head_dim=96),
+        _merge("merge of chunks, head dim 256", group=2, queries=32, block_rows=4, head_dim=256),
+        _plan("plan of decodes", queries=0),
+        _plan("plan of decodes, window", queries=0, window=512),
+        _plan("plan of chunks", queries=32),
+        _plan("plan of chunks, window", queries=16, window=512),
+        _plan("plan of all as chunks, batch-invariant", queries=32, is_invariant=True),
         _prefill("prefill"),
-        _prefill("prefill of all, batch-invariant", splits_off_decodes=False),
+        _prefill("prefill, batch-invariant", can_split=False),
+        _prefill("prefill, tiles of 128 rows", tiles=PrefillTiles(128, 64, 8, 3)),
+        _prefill("prefill, window", window=512),
         _prefill("prefill, group of 5", group=5),
         _prefill("prefill, blocks of 16", block_size=16),
         _prefill("prefill, head dim 64", head_dim=64),
@@ -117,7 +136,7 @@ def _decode(
     block_size: int = 64,
     window: int = 0,
     softcap: float = 0.0,
-    splits: bool = False,
+    can_split: bool = True,
     tiles_of: tuple[int, int] = _HOPPER,
     **options: Any,
 ) -> Case:
@@ -126,9 +145,7 @@ def _decode(
     tiles = decode_tiles(head_dim, _BYTES[cache], tiles_of)
     arguments = {
         "q": dtype, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale,
-        "out": "*fp32" if splits else dtype, "log_sums": "*fp32" if splits else None,
-        "block_table": "*i32", "seq_lens": "*i32", "num_decodes": "*i32",
-        "q_stride": "i32", "table_stride": "i32",
+        "out": dtype, **_sums(can_split), **_STEP,
     }  # fmt: skip
     constexprs = {"GROUP": group, "ROWS": MIN_DOT_ROWS, "BLOCK_SIZE": block_size}
     constexprs |= _spec(head_dim, window, softcap) | {"TILE": tiles.keys}
@@ -139,13 +156,29 @@ def _decode(
     )  # fmt: skip
 
 
-def _merge(name: str) -> Case:
+def _merge(name: str, *, group: int, queries: int, block_rows: int, head_dim: int = 128) -> Case:
     arguments: dict[str, str | None] = {
-        "parts": "*fp32", "log_sums": "*fp32", "out": "*bf16", "num_decodes": "*i32",
-        "num_splits": "i32",
+        "sums": "*fp32", "log_sums": "*fp32", "merges": "*i32", "out": "*bf16"
     }  # fmt: skip
-    constexprs = {"HEAD_DIM": 128, "HEAD_DIM_PAD": 128, "SPLITS_PAD": 32}
-    return _case(name, merge_splits_kernel, arguments, constexprs, 4, 3)
+    constexprs = {
+        "KV_HEADS": _KV_HEADS, "GROUP": group, "QUERIES": queries, "HEAD_DIM": head_dim,
+        "HEAD_DIM_PAD": next_power_of_2(head_dim), "BLOCK_ROWS": block_rows,
+        "BLOCK_PARTS": attention_parts._BLOCK // block_rows,
+    }  # fmt: skip
+    return _case(name, merge_parts_kernel, arguments, constexprs, 4, 3)
+
+
+def _plan(name: str, *, queries: int, window: int = 0, is_invariant: bool = False) -> Case:
+    arguments = {
+        "query_start": "*i32", "seq_lens": "*i32", "num_decodes": None if is_invariant else "*i32",
+        "parts": "*i32", "merges": None if is_invariant else "*i32",
+        "num_seqs": "i32", "num_shares": "i32", "min_tiles": "i32", "max_parts": "i32",
+        "max_merges": "i32",
+    }  # fmt: skip
+    constexprs = {
+        "QUERIES": queries, "WINDOW": window, "TILE": 64, "BLOCK": attention_plan._BLOCK
+    }  # fmt: skip
+    return _case(name, attention_plan_kernel, arguments, constexprs, 8, 3)
 
 
 def _prefill(
@@ -158,18 +191,17 @@ def _prefill(
     block_size: int = 64,
     window: int = 0,
     softcap: float = 0.0,
-    splits_off_decodes: bool = True,
+    can_split: bool = True,
+    tiles: PrefillTiles | None = None,
     tiles_of: tuple[int, int] = _HOPPER,
     **options: Any,
 ) -> Case:
     cache, group_pad = cache or dtype, next_power_of_2(group)
     scale = "*fp32" if cache in _QUANTIZED else None
-    tiles = prefill_tiles(head_dim, _BYTES[dtype], tiles_of)
+    tiles = tiles or prefill_tiles(head_dim, _BYTES[dtype], tiles_of)
     arguments = {
         "q": dtype, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale,
-        "out": dtype, "block_table": "*i32", "query_start": "*i32", "seq_lens": "*i32",
-        "num_decodes": "*i32" if splits_off_decodes else None,
-        "num_seqs": "i32", "q_stride": "i32", "table_stride": "i32",
+        "out": dtype, **_sums(can_split), **_STEP,
     }  # fmt: skip
     constexprs = {"GROUP": group, "GROUP_PAD": group_pad, "QUERIES": tiles.rows // group_pad}
     constexprs |= _spec(head_dim, window, softcap) | {"BLOCK_SIZE": block_size, "TILE": tiles.keys}

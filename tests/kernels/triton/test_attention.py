@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import AttentionMetadata, KVCache
+from nanocore.kernels.backend import KVCache
 from nanocore.kernels.triton import attention
-from nanocore.kernels.triton.attention import MAX_SPLITS, choose_num_splits, paged_attention
+from nanocore.kernels.triton import prefill_attention as chunks_module
+from nanocore.kernels.triton.attention import choose_num_shares, paged_attention
 from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
 from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
 from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
@@ -29,6 +30,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         attention, "prefill_tiles", lambda *_: PrefillTiles(32, TILE, num_warps=4, num_stages=2)
     )
+    monkeypatch.setattr(chunks_module, "MIN_PART_TILES", 1)
 
 
 def check(step: PagedStep, atol: float = 2e-6, **options: object) -> None:
@@ -36,10 +38,10 @@ def check(step: PagedStep, atol: float = 2e-6, **options: object) -> None:
     torch.testing.assert_close(out_THD.double(), step.expected().double(), rtol=1e-5, atol=atol)
 
 
-def run_decodes(step: PagedStep, keys: int, num_splits: int) -> Tensor:
+def run_decodes(step: PagedStep, keys: int, num_shares: int) -> Tensor:
     out_THD = torch.full(step.q_THD().shape, torch.nan)
     tiles = DecodeTiles(keys, num_warps=4, num_stages=2)
-    decode_attention(step.q_THD(), step.cache, step.metadata, step.spec, out_THD, tiles, num_splits)
+    decode_attention(step.q_THD(), step.cache, step.metadata, step.spec, out_THD, tiles, num_shares)
     return out_THD
 
 
@@ -121,19 +123,19 @@ def test_quantized_caches(kv_cache: str, block_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_splits", "keys", "block_size", "window"),
+    ("num_shares", "keys", "block_size", "window"),
     [
-        *((num_splits, 16, 4, 0) for num_splits in range(1, 9)),
-        *((num_splits, 16, 16, 40) for num_splits in (1, 2, 3, 8)),
-        *((num_splits, 32, 64, 0) for num_splits in (1, 2, 3, 8)),
+        *((num_shares, 16, 4, 0) for num_shares in (1, 2, 3, 5, 8, 33)),
+        *((num_shares, 16, 16, 40) for num_shares in (1, 2, 8)),
+        *((num_shares, 32, 64, 0) for num_shares in (1, 3, 8)),
     ],
 )
-def test_splits_are_merged_where_some_are_empty(
-    num_splits: int, keys: int, block_size: int, window: int
+def test_contexts_in_any_number_of_parts(
+    num_shares: int, keys: int, block_size: int, window: int
 ) -> None:
     step = draw_step(HEADS, [1, 90, 0, 47], block_size=block_size, window=window)
     torch.testing.assert_close(
-        run_decodes(step, keys, num_splits).double(), step.expected(), rtol=1e-5, atol=2e-6
+        run_decodes(step, keys, num_shares).double(), step.expected(), rtol=1e-5, atol=2e-6
     )
 
 
@@ -208,32 +210,9 @@ def test_batch_invariance_of_every_bit(window: int, kv_cache: str) -> None:
     assert torch.equal(last_token(decodes, 1, padding, spare_columns=9, max_decodes=9), alone)
 
 
-@pytest.mark.usefixtures("products_in_order")
-def test_a_decode_is_the_same_bit_for_bit_in_any_company_of_equal_number() -> None:
-    step = draw_step(HEADS, [50, 9, 33])
-    others = draw_step(HEADS, [50, 80, 1])
-    for num_splits in (1, 3):
-        assert torch.equal(
-            run_decodes(step, TILE, num_splits)[0], run_decodes(others, TILE, num_splits)[0]
-        )
-
-
-@pytest.mark.parametrize(
-    ("num_decodes", "num_kv_heads", "width", "expected"),
-    [
-        (1, 8, 1000, 32), (1, 1, 1000, MAX_SPLITS), (2, 8, 1000, 16), (1, 8, 3, 3),
-        (64, 1, 1000, 4), (64, 8, 1000, 1), (65, 1, 1000, 1), (1, 8, 0, 1),
-    ],
-)  # fmt: skip
-def test_splits_fill_the_device_and_large_batches_have_none(
-    num_decodes: int, num_kv_heads: int, width: int, expected: int
-) -> None:
-    cache = KVCache(torch.empty(1, 64, num_kv_heads, 16), torch.empty(0))
-    none = torch.empty(0)
-    metadata = AttentionMetadata(
-        num_decodes, [], [], none, none, none, torch.empty(1, width), none, none
-    )
-    assert choose_num_splits(num_decodes, cache, metadata, 64, num_sms=132) == expected
+@pytest.mark.parametrize(("num_kv_heads", "expected"), [(1, 264), (8, 33), (300, 1)])
+def test_shares_are_two_for_each_multiprocessor(num_kv_heads: int, expected: int) -> None:
+    assert choose_num_shares(num_kv_heads, num_sms=132) == expected
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
@@ -269,7 +248,7 @@ def test_kernels_of_chunks_and_of_decodes_agree() -> None:
     out_THD = torch.full(step.q_THD().shape, torch.nan)
     prefill_attention(
         step.q_THD(), step.cache, step.metadata, step.spec, out_THD,
-        PrefillTiles(32, 32, num_warps=4, num_stages=2),
+        PrefillTiles(32, 32, num_warps=4, num_stages=2), 1,
         max_tokens=3, max_seqs=3, has_decodes=True,
     )  # fmt: skip
     torch.testing.assert_close(out_THD, run_decodes(step, 32, 2), rtol=1e-5, atol=1e-6)

@@ -8,6 +8,9 @@ from tests.kernels.triton.compilation import CAPABILITIES, SHARED_BYTES, Usage, 
 
 pytestmark = pytest.mark.campaign
 
+RESERVED_BYTES = 1 << 10
+"""Of a multiprocessor's shared memory, for each program."""
+
 
 @pytest.fixture(scope="module")
 def usages() -> list[Usage]:
@@ -53,3 +56,13 @@ def test_kernels_that_begin_early_touch_nothing_before_they_have_waited(
     assert {usage.capability for usage in early} == {90, 100}
     assert len(early) > len(usages) / 3
     assert [u for u in early if u.accesses_early] == []
+
+
+@pytest.mark.parametrize("case", ["prefill", "prefill, head dim 64", "prefill, int8 cache"])
+def test_two_programs_of_chunks_fit_a_multiprocessor_of_hopper(
+    usages: list[Usage], case: str
+) -> None:
+    """So that the products of one go on beside the softmax of the other."""
+    [usage] = [u for u in usages if (u.case, u.capability) == (case, 90)]
+    assert 2 * usage.num_threads * -(-usage.registers // 8) * 8 <= 65536
+    assert 2 * (usage.shared_bytes + RESERVED_BYTES) <= SHARED_BYTES[90] + RESERVED_BYTES

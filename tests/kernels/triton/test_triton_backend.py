@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from nanocore.kernels.backend import Kernels, Noise, select_kernels
+from nanocore.kernels.backend import Kernels, Noise
+from nanocore.kernels.selection import select_kernels
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.triton import triton_backend
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker import step_graphs
 from nanocore.worker.layers.decoder import DecoderModel
@@ -33,7 +35,6 @@ from tests.worker.running import make_runner, run_runner, write_script
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 CPU = torch.device("cpu")
-MAX_LAUNCHES_PER_LAYER = 9
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +126,21 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         yield launches
 
 
-@pytest.mark.parametrize("is_split", [False, True])
-def test_a_decode_step_launches_at_most_nine_kernels_a_layer(
-    model: DecoderModel, monkeypatch: pytest.MonkeyPatch, is_split: bool
+@pytest.mark.parametrize(
+    ("can_split", "is_large", "num_launches"),
+    [(False, False, 8), (True, False, 9), (True, True, 10)],
+)
+def test_a_decode_step_launches_few_kernels_a_layer_and_one_plan(
+    model: DecoderModel,
+    monkeypatch: pytest.MonkeyPatch,
+    can_split: bool,
+    is_large: bool,
+    num_launches: int,
 ) -> None:
     kernels = TritonKernels(CPU)
-    kernels._num_sms = 1000 if is_split else 1
+    kernels._num_sms = 8 if can_split else 1
+    if is_large:  # products and their gate are two launches
+        monkeypatch.setattr(triton_backend, "FUSED_GATE_TOKENS", 0)
     engine = Engine(model, 1, kernels=kernels)
     engine.scheduler.add(make_wishes(5, max_tokens=9)[0].request(0))
     engine.deliveries.take(engine.scheduler, engine.runner.execute(engine.scheduler.schedule()))
@@ -145,8 +155,9 @@ def test_a_decode_step_launches_at_most_nine_kernels_a_layer(
             )
         counts.append(Counter(launches.names))
     layer = counts[0] - counts[1]
-    assert layer["merge_splits_kernel"] == int(is_split)
-    assert 5 <= layer.total() <= MAX_LAUNCHES_PER_LAYER, layer
+    assert layer["merge_parts_kernel"] == int(can_split)
+    assert layer.total() == num_launches, layer
+    assert [count["attention_plan_kernel"] for count in counts] == [1, 1]
 
 
 def count_decode_step(

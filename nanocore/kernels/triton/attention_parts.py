@@ -1,0 +1,126 @@
+"""What programs leave of their rows: results, or sums of parts and then their mean.
+
+Only items that were split have sums, in memory for as many as there can be. The parts of an item
+lie one after another and are merged in that order (FlashDecoding: Dao et al. 2023), each weighted
+by the sum of its weights. Shape suffixes: see `backend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanocore.kernels.triton.attention_plan import MERGE, Plan
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
+
+_BLOCK: Final = 32
+"""Rows times parts that a program loads at once."""
+
+
+@triton.jit
+def store_rows(
+    acc, peak, total, out, sums, log_sums, token, slot, head, queries, heads, is_row,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+) -> None:  # fmt: skip
+    """Rows as `attend` leaves them, of query token + queries and of these heads of the group.
+
+    out: [T, H, D]. sums: [slots, K, QUERIES * GROUP, D], and log_sums, log2 of the sum of weights,
+    without D; None if no item can be split.
+    """
+    dims = tl.arange(0, HEAD_DIM_PAD)
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    total = tl.where(total == 0, 1.0, total)
+    result = acc / total[:, None]
+    if slot < 0:
+        tile = out + token.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
+        rows = (queries * KV_HEADS + head) * GROUP + heads
+        pointers = tile + rows[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
+    elif sums is not None:
+        rows = (slot * KV_HEADS + head) * (QUERIES * GROUP) + queries * GROUP + heads
+        tl.store(sums + rows[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
+        tl.store(log_sums + rows, peak + tl.log2(total), mask=is_row)
+
+
+@triton.jit
+def merge_parts_kernel(
+    sums, log_sums, merges, out,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """The means of an item's parts. Grid: (KV heads times blocks of rows, items that are split)."""
+    wait_for_inputs(PDL)
+    numbers = merges + tl.program_id(1) * MERGE
+    token, count = tl.load(numbers), tl.load(numbers + 1)
+    slot, num_parts = tl.load(numbers + 2), tl.load(numbers + 3)
+    head, block = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
+    if (num_parts == 0) | (block * BLOCK_ROWS >= count * GROUP):
+        return
+    rows, dims = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, HEAD_DIM_PAD)
+    is_row, is_dim = rows < count * GROUP, dims < HEAD_DIM
+    acc = tl.zeros([BLOCK_ROWS, HEAD_DIM_PAD], tl.float32)
+    peak = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    for start in range(0, num_parts, BLOCK_PARTS):
+        parts = start + tl.arange(0, BLOCK_PARTS)
+        places = ((slot + parts)[:, None] * KV_HEADS + head) * (QUERIES * GROUP) + rows[None, :]
+        mask = (parts < num_parts)[:, None] & is_row[None, :]
+        log_sum = tl.load(log_sums + places, mask=mask, other=-float("inf"))
+        values = tl.load(
+            sums + places[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=mask[:, :, None] & is_dim[None, None, :], other=0.0,
+        )  # fmt: skip
+        new_peak = tl.maximum(peak, tl.max(log_sum, axis=0))
+        # Parts may hold nothing that a row sees: their weight is to be 0, not NaN.
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+        weights, decay = tl.exp2(log_sum - base[None, :]), tl.exp2(peak - base)
+        acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], axis=0)
+        total = total * decay + tl.sum(weights, axis=0)
+        peak = new_peak
+    result = acc / tl.where(total == 0, 1.0, total)[:, None]
+    tile = out + token.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
+    columns = (rows // GROUP * KV_HEADS + head) * GROUP + rows % GROUP
+    pointers = tile + columns[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(pointers, result.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class PartSums:
+    """Memory of a launch for its parts; None if no item can be split."""
+
+    sums: Tensor | None
+    log_sums: Tensor | None
+
+    @classmethod
+    def allocate(cls, plan: Plan, num_kv_heads: int, num_rows: int, out_THD: Tensor) -> PartSums:
+        """For items of num_rows rows in each KV head."""
+        if plan.merges_M4 is None:
+            return cls(None, None)
+        shape, device = (plan.num_slots, num_kv_heads, num_rows), out_THD.device
+        sums = torch.empty(*shape, out_THD.shape[2], dtype=torch.float32, device=device)
+        return cls(sums, torch.empty(shape, dtype=torch.float32, device=device))
+
+    def merge(
+        self, plan: Plan, num_kv_heads: int, num_queries: int, block_rows: int, out_THD: Tensor
+    ) -> None:
+        """Write the rows of items that were split. block_rows: of a program, a power of two."""
+        if plan.merges_M4 is None:
+            return
+        num_heads, head_dim = out_THD.shape[1:]
+        group = num_heads // num_kv_heads
+        num_blocks = triton.cdiv(num_queries * group, block_rows)
+        merge_parts_kernel[(num_kv_heads * num_blocks, len(plan.merges_M4))](
+            self.sums, self.log_sums, plan.merges_M4, out_THD,
+            KV_HEADS=num_kv_heads, GROUP=group, QUERIES=num_queries,
+            HEAD_DIM=head_dim, HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
+            BLOCK_ROWS=block_rows, BLOCK_PARTS=_BLOCK // block_rows, num_warps=4,
+            **pdl(out_THD.device),
+        )  # fmt: skip

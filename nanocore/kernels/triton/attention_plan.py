@@ -1,0 +1,263 @@
+"""How a step's attention is dealt out to programs, by lengths that only the device knows.
+
+An item is a decode, or a tile of queries of a chunk. It sees so many tiles of keys; one that sees
+more than its share of all that is seen is split into parts, spans of its tiles, so that one long
+context does not keep the step waiting. A kernel writes the plan, once a step for all layers of one
+window: which program has which part. Neither its memory nor any launch depends on lengths, so a
+graph replays it. A part's bits follow from the item and from where it is split; with one share
+nothing ever is, and a token's bits depend on its own sequence alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanocore.kernels.triton.launch import pdl, wait_for_inputs
+
+if TYPE_CHECKING:
+    from nanocore.kernels.backend import AttentionMetadata
+
+PART: Final = tl.constexpr(8)
+"""Numbers of a part: the first query's token; how many queries, 0 if there is no such part; the
+first one's position, negative in padding; the sequence; its length; its first tile of keys and its
+end; where its sums go, or -1 if it is all of its item."""
+
+MERGE: Final = tl.constexpr(4)
+"""Numbers of an item in parts: its first token; queries; where sums begin; parts, 0 if none."""
+
+_BLOCK: Final = 1024
+"""Items at once: about as many as there ever are."""
+
+
+@triton.jit
+def load_part(parts, part) -> tuple:
+    """The numbers of a part, see `PART`."""
+    numbers = parts + part * PART
+    token, count, position = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    seq, seq_len = tl.load(numbers + 3), tl.load(numbers + 4)
+    first, end, slot = tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 7)
+    return token, count, position, seq, seq_len, first, end, slot
+
+
+@triton.jit
+def _find_sequences(query_start, items, first_seq, num_seqs, QUERIES: tl.constexpr) -> tuple:
+    """(sequence, the how many-th of its tiles of queries) of each item; perhaps past its last.
+
+    Tiles of sequence i begin where its tokens would, in tiles, if each one before it left a tile
+    unfinished. The search is for the last sequence that begins no later than the item.
+    """
+    origin = tl.load(query_start + first_seq)
+    low, high = tl.zeros_like(items) + first_seq, tl.zeros_like(items) + num_seqs
+    span = num_seqs - first_seq
+    while span > 1:
+        middle = (low + high) // 2
+        begin = (tl.load(query_start + middle) - origin) // QUERIES + middle - first_seq
+        low = tl.where(begin <= items, middle, low)
+        high = tl.where(begin <= items, high, middle)
+        span = (span + 1) // 2
+    begin = (tl.load(query_start + low) - origin) // QUERIES + low - first_seq
+    return low, items - begin
+
+
+@triton.jit
+def _find_items(
+    query_start, seq_lens, items, num_items, first_seq, num_seqs, QUERIES: tl.constexpr
+) -> tuple:
+    """The first five numbers of these items' parts, see `PART`. QUERIES: see the kernel."""
+    is_item = items < num_items
+    if QUERIES == 0:
+        seq, token, count = items, items, is_item.to(tl.int32)
+        seq_len = tl.load(seq_lens + seq, mask=is_item, other=0)
+        position = seq_len - 1
+    else:
+        seq, tile = _find_sequences(query_start, items, first_seq, num_seqs, QUERIES)
+        begin = tl.load(query_start + seq, mask=is_item, other=0)
+        num_queries = tl.load(query_start + seq + 1, mask=is_item, other=0) - begin
+        token = begin + tile * QUERIES
+        count = tl.maximum(tl.minimum(num_queries - tile * QUERIES, QUERIES), 0)
+        seq_len = tl.load(seq_lens + seq, mask=is_item, other=0)
+        position = seq_len - num_queries + tile * QUERIES
+    return token, count, position, seq, seq_len
+
+
+@triton.jit
+def _key_tiles(position, count, WINDOW: tl.constexpr, TILE: tl.constexpr) -> tuple:
+    """(first, end) of the tiles of keys that queries from a position on see; none in padding."""
+    first = tl.zeros_like(position)
+    if WINDOW:
+        first = tl.maximum(position - WINDOW + 1, 0) // TILE
+    return first, tl.cdiv(tl.maximum(position + count, 0), TILE)
+
+
+@triton.jit
+def _store_part(
+    numbers, mask, token, count, position, seq, seq_len, first, end, slot
+) -> None:  # fmt: skip
+    """Write the numbers of a part, see `PART`."""
+    tl.store(numbers, token, mask=mask)
+    tl.store(numbers + 1, count, mask=mask)
+    tl.store(numbers + 2, position, mask=mask)
+    tl.store(numbers + 3, seq, mask=mask)
+    tl.store(numbers + 4, seq_len, mask=mask)
+    tl.store(numbers + 5, first, mask=mask)
+    tl.store(numbers + 6, end, mask=mask)
+    tl.store(numbers + 7, slot, mask=mask)
+
+
+@triton.jit
+def _store_merge(numbers, mask, token, count, slot, num_parts) -> None:
+    """Write the numbers of an item in parts, see `MERGE`."""
+    tl.store(numbers, token, mask=mask)
+    tl.store(numbers + 1, count, mask=mask)
+    tl.store(numbers + 2, slot, mask=mask)
+    tl.store(numbers + 3, num_parts, mask=mask)
+
+
+@triton.jit
+def _store_zeros(numbers, begin, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+    """Say of rows begin to end - 1 that there is no such part, or item in parts."""
+    for start in range(begin, end, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        tl.store(numbers + rows * STRIDE, 0, mask=rows < end)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_shares", "min_tiles", "max_parts", "max_merges"],
+    # Views of a step's metadata begin anywhere, and a new alignment would be compiled anew.
+    do_not_specialize_on_alignment=["query_start", "seq_lens", "num_decodes"],
+)
+def attention_plan_kernel(
+    query_start, seq_lens, num_decodes, parts, merges,
+    num_seqs, num_shares, min_tiles, max_parts, max_merges,
+    QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """parts: [max_parts, PART], those of items that are split first, for they take longest; then
+    none; then whole items, the last of which, with the most keys of a chunk, come first.
+    merges: [max_merges, MERGE], None if num_shares is 1.
+
+    QUERIES: tokens of an item of chunks; 0: of decodes. num_decodes: how many sequences are; None:
+    all are chunks. Grid: one program, for whom even a thousand sequences are one or two blocks.
+    """
+    wait_for_inputs(PDL)
+    if QUERIES == 0:
+        first_seq, num_items = 0, tl.load(num_decodes)
+    else:
+        first_seq = 0 if num_decodes is None else tl.load(num_decodes)
+        num_tokens = tl.load(query_start + num_seqs) - tl.load(query_start + first_seq)
+        num_items = num_tokens // QUERIES + num_seqs - first_seq
+    total = 0
+    for start in range(0, num_items, BLOCK):
+        items = start + tl.arange(0, BLOCK)
+        _, count, position, _, _ = _find_items(
+            query_start, seq_lens, items, num_items, first_seq, num_seqs, QUERIES
+        )
+        first, end = _key_tiles(position, count, WINDOW, TILE)
+        total += tl.sum(tl.where(count > 0, end - first, 0), axis=0)
+    share = tl.maximum(tl.cdiv(total, num_shares), min_tiles)
+
+    num_slots, num_whole, num_merges = 0, 0, 0
+    for start in range(0, num_items, BLOCK):
+        items = start + tl.arange(0, BLOCK)
+        token, count, position, seq, seq_len = _find_items(
+            query_start, seq_lens, items, num_items, first_seq, num_seqs, QUERIES
+        )
+        first, end = _key_tiles(position, count, WINDOW, TILE)
+        size = end - first
+        # To the nearest: a few programs too few cost less than parts for all of a large batch.
+        pieces = tl.where(count > 0, tl.maximum((size + share // 2) // share, 1), 0)
+        is_split, whole = pieces > 1, (pieces == 1).to(tl.int32)
+        summed = tl.where(is_split, pieces, 0)
+        slot = num_slots + tl.cumsum(summed, axis=0) - summed
+        rest = max_parts - (num_whole + tl.cumsum(whole, axis=0))
+        for piece in range(tl.max(pieces, axis=0)):
+            begin = first + size * piece // tl.maximum(pieces, 1)
+            until = first + size * (piece + 1) // tl.maximum(pieces, 1)
+            _store_part(
+                parts + tl.where(is_split, slot + piece, rest) * PART, piece < pieces,
+                token, count, position, seq, seq_len, begin, until,
+                tl.where(is_split, slot + piece, -1),
+            )  # fmt: skip
+        if merges is not None:
+            merge = num_merges + tl.cumsum(is_split.to(tl.int32), axis=0) - 1
+            _store_merge(merges + merge * MERGE, is_split, token, count, slot, pieces)
+            num_merges += tl.sum(is_split.to(tl.int32), axis=0)
+        num_slots += tl.sum(summed, axis=0)
+        num_whole += tl.sum(whole, axis=0)
+
+    _store_zeros(parts + 1, num_slots, max_parts - num_whole, PART, BLOCK)
+    if merges is not None:
+        _store_zeros(merges + 3, num_merges, max_merges, MERGE, BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What a plan follows from, beside what is on the device.
+
+    queries: tokens of a tile of chunks, 0 for decodes. keys: of a tile. has_decodes: whether
+    sequences that decode are among the chunks. max_items: of which there are no more. num_shares:
+    how many equal shares there are of all tiles of keys that are seen, of min_tiles or more. An
+    item is split into as many parts as are nearest to the shares it has.
+    """
+
+    queries: int
+    keys: int
+    window: int
+    has_decodes: bool
+    max_items: int
+    block_size: int
+    num_shares: int
+    min_tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """parts_P8: int32, see `PART`; merges_M4: see `MERGE`, None if nothing can be split.
+
+    num_slots: of which there are no more, for the sums of parts.
+    """
+
+    parts_P8: Tensor
+    merges_M4: Tensor | None
+    num_slots: int
+
+
+def plan_step(metadata: AttentionMetadata, items: Items) -> Plan:
+    """The step's plan: enqueued for the first layer that asks, and the same for all others."""
+    plan: Plan | None = metadata.scratch.get(items)
+    if plan is None:
+        plan = metadata.scratch[items] = _enqueue(metadata, items)
+    return plan
+
+
+def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
+    """An item in parts has more than one of the shares, and more of them than it has parts beyond
+    the first: so there are fewer such items than shares, and fewer such parts.
+    """
+    max_tiles = triton.cdiv(metadata.block_table_BM.shape[1] * items.block_size, items.keys)
+    if items.window:
+        # So many keys from the first query's first one on, which may be a tile's last.
+        num_keys = items.window + max(items.queries, 1) - 1
+        max_tiles = min(max_tiles, triton.cdiv(num_keys - 1, items.keys) + 1)
+    num_shares = items.num_shares if max_tiles > items.min_tiles else 1
+    max_splits = num_shares - 1
+    max_parts, max_merges = items.max_items + max_splits, min(items.max_items, max_splits)
+    device = metadata.seq_lens_B.device
+    parts_P8 = torch.empty(max_parts, PART.value, dtype=torch.int32, device=device)
+    merges_M4 = None
+    if max_splits:
+        merges_M4 = torch.empty(max_merges, MERGE.value, dtype=torch.int32, device=device)
+    attention_plan_kernel[(1,)](
+        metadata.query_start_A, metadata.seq_lens_B,
+        None if items.has_decodes else metadata.num_decodes_1, parts_P8, merges_M4,
+        len(metadata.seq_lens), num_shares, items.min_tiles, max_parts, max_merges,
+        QUERIES=items.queries, WINDOW=items.window, TILE=items.keys, BLOCK=_BLOCK, num_warps=8,
+        **pdl(device),
+    )  # fmt: skip
+    return Plan(parts_P8, merges_M4, max_merges + max_splits)

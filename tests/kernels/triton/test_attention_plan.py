@@ -1,0 +1,360 @@
+"""How attention is dealt out to programs: every tile of keys once, and none with much to do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
+
+from nanocore.kernels.backend import AttentionMetadata
+from nanocore.kernels.triton import (
+    attention,
+    attention_plan,
+    decode_attention,
+    prefill_attention,
+)
+from nanocore.kernels.triton.attention_plan import Items, Plan, plan_step
+from nanocore.kernels.triton.decode_attention import DecodeTiles
+from nanocore.kernels.triton.prefill_attention import PrefillTiles
+from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
+
+HEADS = Heads()
+TILE, QUERIES = 16, 4
+NUM_SMS, NUM_SHARES = 8, 8
+"""With two KV heads two for each multiprocessor."""
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of some tiles, in little time."""
+    monkeypatch.setattr(
+        attention, "decode_tiles", lambda *_: DecodeTiles(TILE, num_warps=4, num_stages=2)
+    )
+    monkeypatch.setattr(
+        attention, "prefill_tiles", lambda *_: PrefillTiles(2 * QUERIES, TILE, 4, 2)
+    )
+    monkeypatch.setattr(prefill_attention, "MIN_PART_TILES", 1)
+
+
+def as_int(value: Any) -> int:
+    """What the interpreter has for a number."""
+    return value if isinstance(value, int) else int(value.handle.data.item())
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tiles of keys programs went through, one after another."""
+    found: list[int] = []
+    for module in (decode_attention, prefill_attention):
+        attend: Any = module.attend
+
+        def counted(*args: Any, attend: Any = attend, **kwargs: Any) -> Any:
+            first, end = (as_int(x) for x in args[5:7])
+            found.append(max(0, end - first))
+            return attend(*args, **kwargs)
+
+        monkeypatch.setattr(module, "attend", counted)
+    return found
+
+
+def check(step: PagedStep, num_sms: int = NUM_SMS) -> None:
+    out_THD = step.run(num_sms)
+    torch.testing.assert_close(out_THD.double(), step.expected().double(), rtol=1e-5, atol=2e-6)
+
+
+def with_bounds(step: PagedStep, max_len: int) -> PagedStep:
+    """What the host knows of a mixed step that a graph replays, see `HostBounds.of_shape`."""
+    num_seqs, num_tokens = len(step.pieces), step.metadata.query_start[-1]
+    step.metadata = replace(
+        step.metadata,
+        num_decodes=num_seqs,
+        query_start=[0] + [num_tokens] * num_seqs,
+        seq_lens=[max_len] * num_seqs,
+    )
+    return step
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_long_context_among_many_decodes_is_read_by_many_programs(
+    spans: list[int], is_mixed: bool
+) -> None:
+    """A decode step of more rows than were ever split, and a mixed one as a graph has it."""
+    others, long = [7] * (3 if is_mixed else 66), 40 * TILE
+    step = draw_step(HEADS, [*others, long], [(9, 5)] if is_mixed else [], block_size=16)
+    check(with_bounds(step, 50 * TILE) if is_mixed else step)
+    assert sum(spans) >= 2 * (40 + len(others))  # in each of two KV heads
+    assert max(spans) <= 1.5 * (40 + len(others)) / NUM_SHARES
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("has_bounds", [False, True])
+def test_a_short_chunk_over_a_long_context_is_read_by_many_programs(
+    spans: list[int], has_bounds: bool
+) -> None:
+    step = draw_step(HEADS, [5, 20], [(40 * TILE, 3), (18, 18)], block_size=16)
+    check(with_bounds(step, 50 * TILE) if has_bounds else step)
+    assert sum(spans) >= 2 * 40
+    assert max(spans) <= 40 // 4
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("num_decodes", [6, 8, 9])
+def test_many_equal_contexts_stay_whole(spans: list[int], num_decodes: int) -> None:
+    check(draw_step(HEADS, [5 * TILE] * num_decodes))
+    assert spans == [5] * 2 * num_decodes + [0] * (len(spans) - 2 * num_decodes)
+
+
+@pytest.mark.usefixtures("small_tiles", "products_in_order")
+def test_batch_invariant_nothing_is_split(spans: list[int]) -> None:
+    sequence = Sequence.draw(20 * TILE, HEADS)
+    pieces = [Piece(sequence, 20 * TILE), Piece(Sequence.draw(9, HEADS), 9, 4)]
+    step = PagedStep(HEADS, pieces, 1, HEADS.spec())
+    step.run(NUM_SMS, batch_invariant=True)
+    assert sum(spans[:2]) + sum(spans[2:]) == 2 * (20 + 1)
+    assert max(spans) >= 19  # and the last one, which has a mask
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 100},
+        {"softcap": 5.0, "window": 33},
+        {"kv_cache": "int8", "block_size": 16},
+        pytest.param({"kv_cache": "fp8"}, marks=pytest.mark.campaign),
+        {"spare_columns": 30, "num_padding": 3},
+    ],
+    ids=str,
+)
+def test_split_decodes_and_chunks_are_as_exact_as_whole_ones(options: dict[str, Any]) -> None:
+    """Some tiles of the first queries of a chunk hold nothing that its rows see."""
+    decodes, chunks = [150, 3, 0, 17], [(180, 7), (0, 5), (30, 3)]
+    step = draw_step(HEADS, decodes, chunks, **options)
+    check(with_bounds(step, 200), num_sms=20)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    "heads",
+    [Heads(6, 2, 24), pytest.param(Heads(20, 1, 32), marks=pytest.mark.campaign)],
+    ids=str,
+)
+def test_parts_of_any_group_and_head_dim(heads: Heads) -> None:
+    check(draw_step(heads, [100, 9], [(100, 5)]), num_sms=10)
+
+
+@pytest.mark.campaign
+@pytest.mark.usefixtures("small_tiles")
+def test_hundreds_of_sequences(spans: list[int]) -> None:
+    lengths = [1 + i % 9 for i in range(200)]
+    lengths[77], lengths[199] = 20 * TILE, 12 * TILE + 1
+    check(draw_step(Heads(2, 1), lengths, block_size=16), num_sms=10)
+    assert max(spans) <= 1.5 * (198 + 20 + 13) / 20
+
+
+@dataclass
+class Recording:
+    """Launches, to be repeated: the same kernels, grids and operands, whatever is in memory."""
+
+    launches: list[Callable[[], None]]
+
+    def replay(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
+    found = Recording([])
+    call = GridExecutor.__call__
+
+    def recorded(executor: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+        found.launches.append(partial(call, executor, *args, **kwargs))
+        return call(executor, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", recorded)
+    return found
+
+
+def tensors(step: PagedStep) -> list[Tensor]:
+    """All that a graph reads."""
+    metadata, cache = step.metadata, step.cache
+    return [
+        metadata.seq_lens_B, metadata.query_start_A, metadata.num_decodes_1,
+        metadata.block_table_BM, cache.k_NSKD, cache.v_NSKD,
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("window", [0, pytest.param(50, marks=pytest.mark.campaign)])
+def test_launches_of_one_step_serve_another_one_of_other_lengths(
+    recording: Recording, window: int
+) -> None:
+    """As in a graph. What is long and what is short, what decodes and what does not, is new."""
+    draw, none = partial(draw_step, HEADS, window=window), (0, 0)
+    steps = [
+        draw([5, 33, 40], [(150, 8), (90, 7), none]),
+        draw([150, 5], [(33, 9), (90, 2), (40, 5), none]),
+        draw([], [(5, 4), (33, 3), (40, 1), (90, 1), (150, 9), none]),
+        draw([90, 40, 33, 150], [(5, 1), (0, 13)]),
+    ]
+    first = with_bounds(steps[0], 150)
+    memory, q_THD = tensors(first), first.q_THD()
+    out_THD = attention.paged_attention(
+        q_THD, first.cache, first.metadata, first.spec, num_sms=10, batch_invariant=False
+    )
+    for step in steps[1:]:
+        for here, there in zip(memory, tensors(step), strict=True):
+            here.copy_(there)
+        q_THD.copy_(step.q_THD())
+        out_THD.fill_(torch.nan)
+        recording.replay()
+        torch.testing.assert_close(out_THD.double(), step.expected(), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_layers_of_one_window_share_a_plan_and_others_have_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in Gemma: in one step, of the same lengths."""
+    windows: list[int] = []
+    enqueue = attention_plan._enqueue
+
+    def counted(metadata: AttentionMetadata, items: Items) -> Plan:
+        windows.append(items.window)
+        return enqueue(metadata, items)
+
+    monkeypatch.setattr(attention_plan, "_enqueue", counted)
+    step = draw_step(HEADS, [250, 9], block_size=16)
+    for window in (60, 0, 60, 0):
+        layer = replace(step, spec=HEADS.spec(window))
+        layer.metadata = step.metadata
+        check(layer)
+    assert windows == [60, 0]
+
+
+def make_metadata(decodes: list[int], chunks: list[tuple[int, int]]) -> AttentionMetadata:
+    counts = torch.tensor([0] + [1] * len(decodes) + [count for _, count in chunks])
+    start_A = counts.cumsum(0)
+    seq_lens = decodes + [length for length, _ in chunks]
+    unused = torch.empty(0, dtype=torch.int64)
+    return AttentionMetadata(
+        num_decodes=len(decodes),
+        query_start=start_A.tolist(),
+        seq_lens=seq_lens,
+        num_decodes_1=torch.tensor([len(decodes)], dtype=torch.int32),
+        query_start_A=start_A.int(),
+        seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table_BM=torch.empty(1, max(seq_lens), dtype=torch.int32),
+        positions_T=unused,
+        slot_mapping_T=unused,
+    )
+
+
+def expected_items(
+    metadata: AttentionMetadata, items: Items
+) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
+    """(token, queries, position, sequence, its length) and (first, end) tile of each item."""
+    found = []
+    size = items.queries or 1
+    num_decodes = 0 if items.has_decodes else metadata.num_decodes
+    num_seqs = len(metadata.seq_lens)
+    for seq in range(num_decodes) if items.queries == 0 else range(num_decodes, num_seqs):
+        start, end = metadata.query_start[seq : seq + 2]
+        length = metadata.seq_lens[seq]
+        for token in range(start, end, size):
+            count = min(size, end - token)
+            position = length - (end - token)
+            last_key = max(0, position + count)
+            first_key = max(0, position - items.window + 1) if items.window else 0
+            tiles = first_key // items.keys, -(-last_key // items.keys)
+            found.append(((token, count, position, seq, length), tiles))
+    return found
+
+
+def random_steps(rng: random.Random) -> tuple[list[int], list[tuple[int, int]]]:
+    longest = rng.choice([30, 300, 1000])
+    decodes = [rng.choice([0, 1, rng.randrange(30), longest]) for _ in range(rng.randrange(40))]
+    chunks = []
+    for _ in range(rng.randrange(1, 12)):
+        count = rng.randrange(1, rng.choice([3, 40]))
+        chunks.append((rng.choice([0, count, count + rng.randrange(longest)]), count))
+    return decodes, chunks
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_tile_of_each_item_is_in_one_part_and_no_part_is_long(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(attention_plan, "_BLOCK", rng.choice([8, 16, 1024]))
+    metadata = make_metadata(*random_steps(rng))
+    queries, has_decodes = rng.choice([(0, False), (4, False), (4, True), (1, False)])
+    max_items = metadata.query_start[-1] // (queries or 1) + len(metadata.seq_lens)
+    items = Items(
+        queries=queries, keys=16, window=rng.choice([0, 1, 50]), has_decodes=has_decodes,
+        max_items=max_items if queries else metadata.num_decodes,
+        block_size=1, num_shares=rng.choice([1, 2, 7, 33, 264]), min_tiles=rng.choice([1, 3]),
+    )  # fmt: skip
+    check_plan(metadata, items)
+
+
+def test_the_largest_batch_with_contexts_of_a_million_tokens() -> None:
+    decodes = [(1 << 20) - i for i in range(3)] + [1000 + i for i in range(1021)]
+    metadata = make_metadata(decodes, [(1 << 20, 16000 - 1024), (0, 3)])
+    items = partial(
+        Items, keys=16, window=0, has_decodes=False, block_size=1, num_shares=264, min_tiles=1
+    )
+    check_plan(metadata, items(queries=0, max_items=1024))
+    check_plan(metadata, items(queries=2, max_items=8000 + 1026))
+
+
+@pytest.mark.parametrize(
+    ("window", "width", "can_split"),
+    [(0, 16, False), (0, 48, False), (0, 49, True), (30, 1000, False), (31, 1000, True)],
+)
+def test_where_one_part_is_always_enough_nothing_is_merged(
+    window: int, width: int, can_split: bool
+) -> None:
+    """By the widest context of the block table, or by the window; three tiles are not split."""
+    table_BM = torch.empty(2, width, dtype=torch.int32)
+    metadata = replace(make_metadata([5], [(8, 4)]), block_table_BM=table_BM)
+    items = Items(4, 16, window, False, 3, block_size=1, num_shares=9, min_tiles=3)
+    assert (plan_step(metadata, items).merges_M4 is not None) == can_split
+
+
+def check_plan(metadata: AttentionMetadata, items: Items) -> None:
+    plan = plan_step(metadata, items)
+    expected = expected_items(metadata, items)
+    total = sum(end - first for _, (first, end) in expected)
+    share = max(-(-total // items.num_shares), items.min_tiles)
+    parts = plan.parts_P8.tolist()
+    merges = [] if plan.merges_M4 is None else [row for row in plan.merges_M4.tolist() if row[3]]
+    num_slots, num_whole, num_merges = 0, 0, 0
+    for item, (first, end) in expected:
+        num_parts = max(1, (end - first + share // 2) // share)
+        if num_parts == 1:
+            num_whole += 1
+            assert parts[-num_whole] == [*item, first, end, -1]
+            continue
+        own = parts[num_slots : num_slots + num_parts]
+        ends = [part[6] for part in own]
+        assert [part[:6] for part in own] == [[*item, tile] for tile in (first, *ends[:-1])]
+        assert ends[-1] == end
+        assert all(1 <= part[6] - part[5] <= 1.5 * share for part in own)
+        assert [part[7] for part in own] == list(range(num_slots, num_slots + num_parts))
+        assert merges[num_merges] == [*item[:2], num_slots, num_parts]
+        num_slots, num_merges = num_slots + num_parts, num_merges + 1
+    assert [part[1] for part in parts[num_slots : len(parts) - num_whole]] == [0] * (
+        len(parts) - num_slots - num_whole
+    )
+    assert len(merges) == num_merges
+    assert num_slots <= plan.num_slots
