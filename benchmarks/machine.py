@@ -61,7 +61,13 @@ def describe_versions() -> dict[str, str]:
 
 
 def describe_commit() -> dict[str, Any]:
-    """The commit, and whether the code that was measured differs from it."""
+    """The commit, and whether the code that was measured differs from it.
+
+    Neither is known where the code is no repository, though its folder may be within another one.
+    """
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != _REPOSITORY:
+        return {"commit": None, "dirty": None}
     changed = _git("status", "--porcelain", "--", "nanocore", "benchmarks", ":!benchmarks/results")
     return {
         "commit": _git("rev-parse", "HEAD"),

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from benchmarks.gpu.session import Session
+from benchmarks.gpu.session import Session, read_report
+from benchmarks.gpu.shapes import models
 from nanocore.engine_core.cache_size import longest_request, size_cache
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
@@ -35,7 +36,21 @@ def common_settings(session: Session) -> dict[str, Any]:
     if session.small:
         sizes = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512}
         sizes["kv_cache_memory_bytes"] = 2**24
-    return {"device": session.device.type, "enable_prefix_caching": False, **sizes}
+    return {
+        "device": session.device.type,
+        "enable_prefix_caching": False,
+        "load_format": "dummy",
+        **graph_settings(session),
+        **sizes,
+    }
+
+
+def graph_settings(session: Session) -> dict[str, Any]:
+    """No graphs, where the first engine did not start with them."""
+    report = read_report(session.out, "engine")
+    failed = report.get("errors", {})
+    starts = [f"speed/{model}/start" for model in models(session)]
+    return {"enforce_eager": True} if any(start in failed for start in starts) else {}
 
 
 @dataclass(slots=True)

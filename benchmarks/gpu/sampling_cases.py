@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.kernel_case import Draw, KernelCase, share_unequal
-from benchmarks.gpu.session import Session
+from benchmarks.gpu.session import Session, UnavailableError
 from benchmarks.gpu.shapes import models
 from nanocore.kernels.backend import Filters, Kernels, Noise
 from nanocore.kernels.torch_backend import TorchKernels
 
 _REFERENCE = TorchKernels()
+Operands = tuple[Tensor, Noise, Filters]
 
 
 def sampling_cases(session: Session) -> Iterator[KernelCase]:
@@ -38,13 +38,13 @@ def _make(session: Session, rows: int, vocab: int, number: int) -> tuple[Tensor,
 
 def _plain(session: Session, rows: int, vocab: int) -> Iterator[KernelCase]:
     yield KernelCase(
-        name=f"best_token/greedy/{rows}",
+        name=f"sampling/best_token/greedy/{rows}",
         num_bytes=4 * rows * vocab,
         flops=0,
-        make=lambda number: _make(session, rows, vocab, number),
+        make=lambda _, number: _make(session, rows, vocab, number),
         run=lambda kernels, s: kernels.best_token(s[0], 0)[1],
         error=lambda s, out: share_unequal(out, s[0].argmax(-1)),
-        others={"torch": lambda s: s[0].argmax(-1)},
+        others={"torch": lambda s: partial(torch.argmax, s[0], -1)},
     )
 
     def softmax_and_exponential(s: tuple[Tensor, Noise]) -> Tensor:
@@ -53,50 +53,54 @@ def _plain(session: Session, rows: int, vocab: int) -> Iterator[KernelCase]:
         return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
 
     yield KernelCase(
-        name=f"best_token/noise/{rows}",
+        name=f"sampling/best_token/noise/{rows}",
         num_bytes=4 * rows * vocab,
         flops=0,
-        make=lambda number: _make(session, rows, vocab, number),
+        make=lambda _, number: _make(session, rows, vocab, number),
         run=lambda kernels, s: kernels.best_token(s[0], 0, s[1])[1],
         error=lambda s, out: share_unequal(out, _REFERENCE.best_token(s[0], 0, s[1])[1]),
-        others={"torch softmax, exponential": softmax_and_exponential},
+        others={"torch softmax, exponential": lambda s: partial(softmax_and_exponential, s)},
     )
 
 
 def _filtered(session: Session, rows: int, vocab: int) -> Iterator[KernelCase]:
-    kinds = {"top_k 50": (50, 1.0), "top_p 0.9": (vocab, 0.9), "both": (50, 0.9)}
+    kinds = {"top_p 0.9": (vocab, 0.9), "both": (50, 0.9)}
     for kind, (top_k, top_p) in kinds.items():
-        filters = Filters(
-            top_k_R=torch.full((rows,), top_k, dtype=torch.int32, device=session.device),
-            top_p_R=torch.full((rows,), top_p, device=session.device),
-            min_p_R=torch.zeros(rows, device=session.device),
-        )
 
-        def run(kernels: Kernels, s: tuple[Tensor, Noise], filters: Filters = filters) -> Any:
-            found = kernels.best_filtered_token(s[0], s[1], filters)
-            return None if found is None else found[1]
+        def make(_: Kernels, number: int, k: int = top_k, p: float = top_p) -> Operands:
+            filters = Filters(
+                top_k_R=torch.full((rows,), k, dtype=torch.int32, device=session.device),
+                top_p_R=torch.full((rows,), p, device=session.device),
+                min_p_R=torch.zeros(rows, device=session.device),
+            )
+            return *_make(session, rows, vocab, number), filters
 
-        def error(s: tuple[Tensor, Noise], out: Any, k: int = top_k, p: float = top_p) -> float:
+        def error(s: Operands, out: Tensor, k: int = top_k, p: float = top_p) -> float:
             """Against a sort in float64, noise added to what stays."""
-            if out is None:
-                return math.nan  # this backend has no such kernel
             kept = sorted_filter(s[0].double(), s[1].temperature_R.double(), k, p)
             return share_unequal(out, _REFERENCE.best_token(kept.float(), 0, s[1])[1])
 
-        def by_sorting(s: tuple[Tensor, Noise], k: int = top_k, p: float = top_p) -> Tensor:
+        def by_sorting(s: Operands, k: int = top_k, p: float = top_p) -> Tensor:
             kept = sorted_filter(s[0], s[1].temperature_R, k, p)
             probabilities = kept.softmax(-1)
             return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
 
         yield KernelCase(
-            name=f"best_filtered_token/{kind}/{rows}",
+            name=f"sampling/best_filtered_token/{kind}/{rows}",
             num_bytes=4 * rows * vocab,
             flops=0,
-            make=lambda number: _make(session, rows, vocab, number),
-            run=run,
+            make=make,
+            run=_filter,
             error=error,
-            others={"torch sort": by_sorting},
+            others={"torch sort": lambda s, by_sorting=by_sorting: partial(by_sorting, s)},
         )
+
+
+def _filter(kernels: Kernels, operands: Operands) -> Tensor:
+    found = kernels.best_filtered_token(*operands)
+    if found is None:
+        raise UnavailableError(f"{kernels.name} has no such kernel")
+    return found[1]
 
 
 def sorted_filter(logits_RV: Tensor, temperature_R: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which shapes of tiles are fastest: for attention, matrix products, and experts.
+"""Which shapes of tiles are fastest: for attention and for matrix products.
 
 What the modules of nanocore/kernels/triton choose is measured beside all others; the table names
 the best one of each case and what the module's own choice loses to it. Shapes that need more
@@ -47,14 +47,9 @@ class Candidate:
 def measure(session: Session) -> None:
     """Case by case, the attention of decodes first."""
     results = Results(session, "tune", needs_s=15.0 if session.on_gpu else 1.0)
-    cases = itertools.chain(
-        _decode_cases(session), _prefill_cases(session), _matmul_cases(session), _moe_cases(session)
-    )
+    cases = itertools.chain(_decode_cases(session), _prefill_cases(session), _matmul_cases(session))
     with torch.inference_mode():
-        for name, candidates in cases:
-            if session.wants(name):
-                results.measure(name, _try_all, session, candidates)
-    results.finish()
+        results.run({name: partial(_try_all, session, candidates) for name, candidates in cases})
     say(table(results.measurements))
 
 
@@ -77,6 +72,8 @@ def _try_all(session: Session, make: Callable[[], list[Candidate]]) -> dict[str,
             continue
         found[candidate.name] = figures["us"]["median"]
         ours = candidate.name if candidate.is_ours else ours
+    if not found:
+        raise RuntimeError(f"nothing runs: {failed}")
     best = min(found, key=lambda name: found[name])
     return {
         "best": best,
@@ -258,42 +255,6 @@ def _matmul(
         candidates.append(
             Candidate(_tile_name(tile), tile == own, partial(_calls, run, sets), False)
         )
-    return candidates
-
-
-def _moe_cases(session: Session) -> Cases:
-    for rows in (2,) if session.small else (1, 32, 256, 4096):
-        yield f"moe/30b-a3b/{rows}", partial(_moe, session, rows)
-
-
-def _moe(session: Session, rows: int) -> list[Candidate]:
-    """One shape for both products, whose rows must be laid out alike; ours differ in width."""
-    from nanocore.kernels.triton import moe
-
-    experts, chosen, size, inner = (4, 2, 32, 16) if session.small else (128, 8, 2048, 768)
-    dtype = torch.bfloat16 if session.on_gpu else torch.float32
-    draw = Draw(session.device, dtype, 0)
-    x = draw.normal(rows, size)
-    gate_up, down = (
-        draw.normal(experts, 2 * inner, size, std=0.02),
-        draw.normal(experts, size, inner, std=0.02),
-    )
-    weights, ids = draw.normal(rows, experts).float().softmax(-1).topk(chosen)
-
-    def run_own(_: int) -> None:
-        moe.moe(x, gate_up, down, ids, weights)
-
-    candidates = [Candidate("the module's", True, partial(_calls, run_own, [0]))]
-    grid = itertools.product((16, 32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4))
-    for values in () if session.small else grid:
-        tile = moe.Tile(*values)
-
-        def run(_: int, tile: Any = tile) -> None:
-            with patch.object(moe, "choose_tile", lambda *_: tile):
-                moe.moe(x, gate_up, down, ids, weights)
-
-        if _fits(*values):
-            candidates.append(Candidate(_tile_name(tile), False, partial(_calls, run, [0]), False))
     return candidates
 
 
