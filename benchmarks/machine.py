@@ -14,11 +14,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,10 +54,16 @@ def describe_host() -> dict[str, Any]:
     }
 
 
-def describe_versions() -> dict[str, str]:
-    """Versions of what decides speed."""
-    packages = {name: version(name) for name in ("nanocore", "torch", "numpy")}
-    return {"python": platform.python_version(), **packages}
+def describe_versions(
+    packages: Sequence[str] = ("nanocore", "torch", "numpy"),
+) -> dict[str, str | None]:
+    """Versions of what decides speed; None where a package is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
+        found[name] = None
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def describe_commit() -> dict[str, Any]:

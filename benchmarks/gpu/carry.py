@@ -113,16 +113,17 @@ def copy_nano_vllm(source: Path, out: Path) -> None:
 def unpack(carried: Path, out: Path, site: Path) -> None:
     """On the machine: one carried folder, beside those that came before.
 
-    Wheels of `BASE` that the machine lacks go into `site`, others and vLLM's parts into
-    out/vllm-site, for its driver alone; the rest is copied into `out`.
+    What vLLM needs goes into out/vllm-site, for its driver alone; other wheels into `site`, if the
+    machine lacks them; the rest is copied into `out`.
     """
     vllm_site = out / "vllm-site"
+    of_vllm = {name.partition("==")[0].replace("-", "_") for name in VLLM_NEEDS}
     for path in carried.iterdir():
         package = path.name.partition("-")[0].lower()
         if path.suffix == ".whl":
-            if package not in BASE:
+            if package in of_vllm:
                 _extract(path, vllm_site)
-            elif find_spec(BASE[package]) is None:
+            elif find_spec(BASE.get(package, package)) is None:
                 _extract(path, site)
         elif path.name == _PACKED_LIBRARY:
             _decompress(path, vllm_site / _LIBRARY)

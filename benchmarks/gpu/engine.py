@@ -6,6 +6,8 @@ What start-up and each step take can so be told apart, and steps be timed one by
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -152,20 +154,9 @@ class LocalEngine:
         self._outbox.close()
         self.executor.close()
 
-    def _phase(self, name: str) -> _Phase:
-        return _Phase(self.phases_s, name)
-
-
-@dataclass(slots=True)
-class _Phase:
-    """Notes how long a block took."""
-
-    phases_s: dict[str, float]
-    name: str
-    start_s: float = 0.0
-
-    def __enter__(self) -> None:
-        self.start_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.phases_s[self.name] = round(time.perf_counter() - self.start_s, 3)
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Notes how long a block took."""
+        start_s = time.perf_counter()
+        yield
+        self.phases_s[name] = round(time.perf_counter() - start_s, 3)

@@ -21,6 +21,7 @@ import torch
 from benchmarks.gpu import fa3
 from benchmarks.gpu.engine import LocalEngine, graph_settings
 from benchmarks.gpu.session import Session, UnavailableError
+from benchmarks.gpu.shapes import TINY_MODELS
 from benchmarks.models import ModelShape, make_model
 
 _SHAPE: Final = ModelShape(
@@ -33,16 +34,7 @@ _SHAPE: Final = ModelShape(
     vocab_size=4096,
     max_position_embeddings=4096,
 )
-_SMALL_SHAPE: Final = ModelShape(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=96,
-    vocab_size=256,
-    max_position_embeddings=1024,
-)
+_SMALL_SHAPE: Final = TINY_MODELS["tiny"].shape
 _LENGTHS: Final = (
     1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 257, 500, 777, 1023, 1024, 1500,
     2049,

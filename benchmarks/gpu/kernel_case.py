@@ -44,17 +44,8 @@ class Draw:
             std=std, generator=self._generator
         )
 
-    def integers(self, high: int, *shape: int) -> Tensor:
-        """int64 below high."""
-        return torch.randint(high, shape, device=self.device, generator=self._generator)
-
 
 def relative_error(result: Tensor, reference: Tensor) -> float:
     """Norm of the difference over that of the reference."""
     reference = reference.double()
     return float((result.double() - reference).norm() / reference.norm())
-
-
-def share_unequal(result: Tensor, reference: Tensor) -> float:
-    """Of choices, the share that is not the reference's."""
-    return float((result != reference).double().mean())

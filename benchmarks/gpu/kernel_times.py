@@ -1,4 +1,4 @@
-"""Every kernel of the backend that the engine takes: right or wrong, how fast, of what it could be.
+"""Attention and products of the backend: right or wrong, how fast, of what it could be.
 
 The least time is that of moving the operands and results once at the rate of a copy, or of the
 multiplications at that of a large product, whichever is longer. A kernel whose result is wrong is
@@ -17,14 +17,13 @@ import torch
 from benchmarks.gpu.attention_cases import attention_cases
 from benchmarks.gpu.kernel_case import KernelCase
 from benchmarks.gpu.layer_cases import layer_cases
-from benchmarks.gpu.sampling_cases import sampling_cases
 from benchmarks.gpu.session import Results, Session, say
 from benchmarks.gpu.shapes import Rates, rates
 from benchmarks.gpu.timing import num_sets, synchronize, time_calls
 from nanocore.kernels.backend import Kernels, select_kernels
 
 MAX_ERROR: Final = 0.02
-"""bfloat16 operands and results: 1e-3 to 1e-2 of the norm; of choices, ties and rounding."""
+"""bfloat16 operands and results: 1e-3 to 1e-2 of the norm."""
 
 
 def measure(session: Session) -> None:
@@ -45,8 +44,8 @@ def measure(session: Session) -> None:
 
 def all_cases(session: Session) -> dict[str, KernelCase]:
     """By name, in the order in which they are measured."""
-    kinds = attention_cases(session), layer_cases(session), sampling_cases(session)
-    return {case.name: case for case in chain(*kinds)}
+    cases = chain(attention_cases(session), layer_cases(session))
+    return {case.name: case for case in cases}
 
 
 def measure_case(session: Session, kernels: Kernels, case: KernelCase) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Products of a step at the shapes of the models, in each form of weights, beside torch's.
 
-Norms and rotation are in the profile of a step, which `engine` takes. References are torch's
-kernels of ours in float32, or the definition written out in float64.
+What else a step computes is in its profile, which `engine` takes. References are in float64.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -21,23 +19,17 @@ from benchmarks.gpu.session import Session, UnavailableError
 from benchmarks.gpu.shapes import Model, models
 from nanocore.kernels.backend import Kernels
 from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.kernels.torch_backend import TorchKernels
-
-_REFERENCE: Final = TorchKernels()
 
 
 def layer_cases(session: Session) -> Iterator[KernelCase]:
-    """Linear layers, those of the larger model first; then experts and heads."""
+    """Linear layers, those of the larger model first; then heads."""
     dtype = torch.bfloat16 if session.on_gpu else torch.float32
     by_size = list(models(session).values())[::-1]
     rows = (3,) if session.small else (1, 32, 256, 64, 8, 16, 48, 128)
     for model, count, form in product(by_size, rows, (None, "int8", "fp8")):
         yield from _linear_layers(session, model, count, dtype, form)
-    rows = (1, 5) if session.small else (1, 32, 256)
-    for count in rows:
-        yield _experts(session, count, dtype)
-        for model in by_size:
-            yield _head(session, model, count, dtype)
+    for model, count in product(by_size, (3,) if session.small else (1, 32, 256)):
+        yield _head(session, model, count, dtype)
 
 
 def _linear_layers(
@@ -139,36 +131,4 @@ def _head(session: Session, model: Model, rows: int, dtype: torch.dtype) -> Kern
         run=lambda kernels, s: kernels.logits(s.x, s.weight),
         error=lambda s, out: relative_error(out, s.x.float() @ s.weight.data.float().T),
         others={"torch, rounded": lambda s: partial(by_torch, s)},
-    )
-
-
-def _experts(session: Session, rows: int, dtype: torch.dtype) -> KernelCase:
-    """Qwen3-30B-A3B's: 128 experts, 8 of them chosen."""
-    experts, chosen, size, inner = (4, 2, 32, 16) if session.small else (128, 8, 2048, 768)
-
-    def make(_: Kernels, number: int) -> tuple[Tensor, ...]:
-        draw = Draw(session.device, dtype, number)
-        scores = draw.normal(rows, experts).float().softmax(-1)
-        weights, ids = scores.topk(chosen)
-        return (
-            draw.normal(rows, size),
-            draw.normal(experts, 2 * inner, size, std=size**-0.5),
-            draw.normal(experts, size, inner, std=inner**-0.5),
-            ids,
-            weights / weights.sum(-1, keepdim=True),
-        )
-
-    def error(s: tuple[Tensor, ...], out: Tensor) -> float:
-        x, gate_up, down, ids, weights = (t[:64] if i in (0, 3, 4) else t for i, t in enumerate(s))
-        expected = _REFERENCE.moe(x.float(), gate_up.float(), down.float(), ids, weights)
-        return relative_error(out[:64], expected)
-
-    used = experts * (1 - (1 - chosen / experts) ** rows)  # as chosen at random
-    return KernelCase(
-        name=f"moe/30b-a3b/{rows}",
-        num_bytes=dtype.itemsize * (used * 3 * inner * size + 2 * rows * size),
-        flops=6 * rows * chosen * inner * size,
-        make=make,
-        run=lambda kernels, s: kernels.moe(*s),
-        error=error,
     )

@@ -13,21 +13,24 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import platform
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from benchmarks.gpu.run import read_json, write_json
-from benchmarks.machine import describe_command, describe_commit, describe_host
+from benchmarks.machine import (
+    describe_command,
+    describe_commit,
+    describe_host,
+    describe_versions,
+)
 
 COMMIT_VARIABLE: Final = "NANOCORE_COMMIT"
 PACKAGES: Final = ("torch", "triton", "numpy", "transformers", "safetensors", "msgspec", "pyzmq")
@@ -221,19 +224,8 @@ def describe_run(session: Session) -> dict[str, Any]:
         **known,
         "host": describe_host(),
         "device": describe_device(session.device),
-        "versions": describe_versions(),
+        "versions": describe_versions(PACKAGES),
     }
-
-
-def describe_versions() -> dict[str, str | None]:
-    """Versions of what decides speed; None where a package is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

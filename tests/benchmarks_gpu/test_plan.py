@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import subprocess
+import sys
 import tarfile
 from argparse import Namespace
 from pathlib import Path
@@ -12,7 +16,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import kernel_times, plan
-from benchmarks.gpu.run import ENDED, report_name, write_json
+from benchmarks.gpu.bounded import ENDED
+from benchmarks.gpu.run import ROOT, report_name, write_json
 from benchmarks.gpu.session import Session
 
 KILLED = "killed at its time limit"
@@ -22,7 +27,7 @@ def test_the_parts_are_in_the_order_of_what_they_tell_and_fit_the_day() -> None:
     names = [part.name for part in plan.PARTS]
     assert names == [
         "env", "tests", "speed", "checks", "ceilings", "attention", "matrix", "vllm", "nano-vllm",
-        "transformers", "products", "tune",
+        "products", "transformers", "tune",
     ]  # fmt: skip
     usable_s = plan.CALL_LIMIT_S - plan.OVERHEAD_S
     assert plan.CALL_LIMIT_S < 600
@@ -124,18 +129,21 @@ def test_a_day_goes_on_from_call_to_call(parts: FakeParts, tmp_path: Path) -> No
     assert len(list(parts.out.iterdir())) <= 8
 
 
-def test_a_part_that_is_killed_names_what_is_missing_and_the_next_one_runs(
-    parts: FakeParts,
-) -> None:
+def test_a_part_that_is_killed_names_what_is_missing_and_the_others_run(parts: FakeParts) -> None:
+    """It is continued when all others have had their time, as long as the call lasts."""
     parts.takes_s = {"speed": 1000.0}
-    parts.call()
+    parts.call(limit_s=300.0)
     state = parts.state()["speed"]
     assert state["ending"] == KILLED
     assert state["missing"] == ["speed/rest"]
     assert state["output"] == "output of speed"
-    assert parts.state()["checks"]["ending"] == ENDED
+    assert parts.state()["tune"]["ending"] == ENDED
+    begun = [name for name, _ in parts.begun]
+    assert begun == [name for name in begun[:-1] if name not in ("vllm", "nano-vllm")] + ["speed"]
+    parts.takes_s = {}
     parts.call()
-    assert parts.begun == [], "its time is spent, the others have ended"
+    assert [name for name, _ in parts.begun] == ["speed"]
+    assert parts.state()["speed"]["missing"] == []
 
 
 def test_what_the_calls_end_cuts_off_is_said_and_continued(parts: FakeParts) -> None:
@@ -155,6 +163,7 @@ def test_a_part_that_breaks_is_told_of_and_tried_again(parts: FakeParts) -> None
     parts.call()
     assert parts.state()["speed"]["ending"] == "ended with exit code 1"
     assert parts.state()["speed"]["output"] == "output of speed"
+    assert parts.state()["tune"]["ending"] == ENDED
     parts.endings = {}
     parts.call()
     assert [name for name, _ in parts.begun] == ["speed"]
@@ -178,6 +187,18 @@ def test_peers_wait_until_they_are_carried(parts: FakeParts, tmp_path: Path) -> 
     parts.call("--carried", str(carry_peers(tmp_path / "second", *PEERS[1:])))
     assert [name for name, _ in parts.begun] == ["vllm"]
     assert "fa3.so.xz" in parts.state()["nano-vllm"]["ending"]
+
+
+def test_what_cannot_be_unpacked_is_told_and_does_not_stop_the_day(
+    parts: FakeParts, tmp_path: Path
+) -> None:
+    carried = tmp_path / "carried"
+    carried.mkdir()
+    (carried / "vllm-library.so.xz").write_bytes(b"cut off on its way")
+    parts.call("--carried", str(carried))
+    (problem,) = json.loads((parts.out / plan.STATE).read_text())["problems"]
+    assert problem.startswith("carried: LZMAError")
+    assert parts.state()["speed"]["ending"] == ENDED
 
 
 def test_parts_can_be_chosen(parts: FakeParts, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +230,38 @@ def test_tritons_cache_travels_there_and_back(parts: FakeParts, tmp_path: Path) 
     parts.call("--carried", str(carried))
     assert (cache / "AAA" / "kernel.cubin").exists()
     assert parts.begun == [], "the reports came back, too"
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from benchmarks.gpu.empty_kernel import _add_one_kernel
+
+source = ASTSource(_add_one_kernel, {"x": "*fp32", "SIZE": "constexpr"}, {"SIZE": 64})
+print(len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]))
+"""
+
+
+@pytest.mark.campaign
+def test_triton_finds_its_kernels_in_a_cache_that_has_travelled(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+
+    def compile_one() -> str:
+        command = [sys.executable, "-c", COMPILE]
+        return subprocess.run(
+            command, env=environment, cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout
+
+    size = compile_one()
+    packed = plan.pack(cache)
+    assert packed is not None
+    cache.rename(tmp_path / "gone")
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(cache, filter="data")
+    assert compile_one() == size
+    assert list(cache.rglob("*.ttir")) == [], "it was compiled again"
 
 
 def test_a_cache_that_is_too_large_does_not_travel(tmp_path: Path) -> None:

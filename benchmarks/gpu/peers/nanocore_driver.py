@@ -10,8 +10,9 @@ import torch
 from benchmarks.gpu.engine import common_settings
 from benchmarks.gpu.offline import generate
 from benchmarks.gpu.peers.arguments import driver_parser
-from benchmarks.gpu.session import Session, describe_versions
+from benchmarks.gpu.session import PACKAGES, Session
 from benchmarks.gpu.workload import Workload
+from benchmarks.machine import describe_versions
 from benchmarks.peers.line_protocol import Requests, claim_stdout, describe_run, serve
 from nanocore.client import LLM
 
@@ -31,7 +32,13 @@ def main() -> None:
             wall_s, tokens = generate(llm, workload)
             return describe_run(wall_s, [], [], tokens)
 
-        serve(answers, run, versions=describe_versions(), settings=settings, may_be_stopped=False)
+        serve(
+            answers,
+            run,
+            versions=describe_versions(PACKAGES),
+            settings=settings,
+            may_be_stopped=False,
+        )
 
 
 if __name__ == "__main__":
