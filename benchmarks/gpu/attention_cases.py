@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from nanocore.kernels.torch_kv_cache import gather_kv
 BLOCK_SIZE: Final = 64
 _CHECKED: Final = 4
 """Sequences that are compared with the reference."""
-_WINDOW: Final = 1024
 Seqs = list[tuple[int, int]]
 """(context, query tokens of this step) of each sequence, decodes first."""
 
@@ -54,43 +53,49 @@ class Heads:
 def attention_cases(session: Session) -> Iterator[KernelCase]:
     """All shapes; group 2 is Qwen3-0.6B's, group 4 Qwen3-8B's."""
     if session.small:
-        yield from _cases_of(session, Heads(4, 2, 32), 1, 16)
+        yield from _cases_of(session, Heads(4, 2, 32), unit=16, most=3)
         return
     for heads in (Heads(16, 8, 128), Heads(32, 8, 128)):
-        yield from _cases_of(session, heads, 1024, 256)
+        yield from _cases_of(session, heads, unit=1024, most=256)
 
 
 def _cases_of(session: Session, heads: Heads, unit: int, most: int) -> Iterator[KernelCase]:
-    """unit: contexts are multiples of it (and 40 in a rehearsal). most: rows of a decode."""
-    short = 40 if session.small else unit
-    window = 8 if session.small else _WINDOW
+    """unit: contexts and windows are multiples of it. most: sequences of a step."""
 
-    def case(name: str, seqs: Seqs, window: int = 0, kv: str = "auto") -> KernelCase:
-        kind, _, shape = name.partition("/")
+    def case(kind: str, shape: str, seqs: Seqs, **options: Any) -> KernelCase:
         name = f"attention/{kind}/g{heads.num_q // heads.num_kv}/{shape}"
-        return _case(session, name, heads, seqs, window, kv)
+        return _case(session, name, heads, seqs, **options)
 
-    rows = [b for b in (256, 32, 1, 128, 64, 48, 16, 8, 2) if b <= most]
-    for b in rows:
-        yield case(f"decode/b{b}/ctx{short}", [(short, 1)] * b)
-    for b, length in ((4, 4 * short), (16, short), (2, 8 * short))[: 1 if session.small else 3]:
-        yield case(f"prefill/{b}x{length}", [(length, length)] * b)
-    long = 3 * short if session.small else 128 * unit
-    yield case(f"decode/b40/ctx{short // 2}, one of {long}", [(long, 1), *[(short // 2, 1)] * 40])
-    for b in (32, 1, 8, 128)[: 1 if session.small else 4]:
-        yield case(f"decode/b{b}/ctx{8 * short}", [(8 * short, 1)] * b)
+    def decode(rows: int, length: int, suffix: str = "", **options: Any) -> KernelCase:
+        rows = min(rows, most)
+        shape = f"b{rows}/ctx{length}{suffix}"
+        return case("decode", shape, [(length, 1)] * rows, **options)
+
+    def prefill(rows: int, length: int, suffix: str = "", **options: Any) -> KernelCase:
+        rows = min(rows, most)
+        shape = f"{rows}x{length}{suffix}"
+        return case("prefill", shape, [(length, length)] * rows, **options)
+
+    for rows in (256, 32, 1, 128, 64, 48, 16, 8, 2):
+        yield decode(rows, unit)
+    for rows, length in ((4, 4 * unit), (16, unit), (2, 8 * unit)):
+        yield prefill(rows, length)
+    few, long = min(40, most), 128 * unit
+    shape = f"b{few}/ctx{unit // 2}, one of {long}"
+    yield case("decode", shape, [(long, 1), *[(unit // 2, 1)] * few])
+    for rows in (32, 1, 8, 128):
+        yield decode(rows, 8 * unit)
     for kv in ("int8", "fp8"):
-        for b in rows if not session.small else rows[:1]:
-            if b in (256, 32, 16, 1):
-                yield case(f"decode/b{b}/ctx{short}/{kv}", [(short, 1)] * b, kv=kv)
-        yield case(f"prefill/4x{4 * short}/{kv}", [(4 * short, 4 * short)] * 4, kv=kv)
-    chunk = 8 if session.small else 64
-    yield case(f"chunk/{chunk} of {long // 2}", [(long // 2, chunk)])
-    yield case(f"decode/b32/ctx{8 * short}/window", [(8 * short, 1)] * 32, window)
-    yield case(f"prefill/4x{4 * short}/window", [(4 * short, 4 * short)] * 4, window)
-    yield case(
-        f"mixed/b{most // 2} and a chunk", [(short, 1)] * (most // 2) + [(4 * short, 2 * short)]
-    )
+        for rows in (256, 32, 1):
+            yield decode(rows, unit, f"/{kv}", kv=kv)
+        yield prefill(4, 4 * unit, f"/{kv}", kv=kv)
+    chunk = max(2, unit // 16)
+    yield case("chunk", f"{chunk} of {long // 2}", [(long // 2, chunk)])
+    yield decode(32, 8 * unit, "/window", window=unit)
+    yield prefill(4, 4 * unit, "/window", window=unit)
+    half = max(1, most // 2)
+    mixed = [(unit, 1)] * half + [(4 * unit, 2 * unit)]
+    yield case("mixed", f"b{half} and a chunk", mixed)
 
 
 def make_step(
@@ -156,7 +161,7 @@ def error(step: Step, out_THD: Tensor) -> float:
 
 
 def _case(
-    session: Session, name: str, heads: Heads, seqs: Seqs, window: int, kv: str
+    session: Session, name: str, heads: Heads, seqs: Seqs, window: int = 0, kv: str = "auto"
 ) -> KernelCase:
     dtype = torch.bfloat16 if session.on_gpu else torch.float32
     num_tokens = sum(count for _, count in seqs)
