@@ -40,28 +40,34 @@ def measure(session: Session) -> None:
     """The first model's speed, checks, and the matrix of models, weights and caches."""
     results = Results(session, "engine", needs_s=10.0, hangs_s=240.0)
     results.data["rates_measured"] = rates(session).measured
-    first, *others = models(session).values()
     with tempfile.TemporaryDirectory(prefix="nanocore-gpu-") as name:
         engines = Engines(session, Path(name))
-        plan = _speed(engines, first, "speed", {}, every_row=True)
-        plan |= engines.aside(checks(session, Path(name)))
-        for model in others:
-            plan |= _speed(engines, model, "matrix", {})
-        for model in (first, *others):
-            bench = {f"bench/{model.name}": partial(offline_figures, session, model, Path(name))}
-            plan |= engines.aside(bench)
-        for model in (first, *others):
-            for variant, settings in _VARIANTS.items():
-                plan |= _speed(engines, model, "matrix", settings, f"/{variant}")
-        results.run(plan)
+        results.run(measurements(engines))
         engines.close()
+
+
+def measurements(engines: Engines) -> Measurements:
+    """All of them, by name and in their order."""
+    session, parent = engines.session, engines.parent
+    first, *others = models(session).values()
+    plan = _speed(engines, first, "speed", {}, every_row=True)
+    plan |= engines.aside(checks(session, parent))
+    for model in others:
+        plan |= _speed(engines, model, "matrix", {})
+    for model in (first, *others):
+        bench = {f"bench/{model.name}": partial(offline_figures, session, model, parent)}
+        plan |= engines.aside(bench)
+    for model in (first, *others):
+        for variant, settings in _VARIANTS.items():
+            plan |= _speed(engines, model, "matrix", settings, f"/{variant}")
+    return plan
 
 
 class Engines:
     """Engines by what they are started with, one at a time."""
 
     def __init__(self, session: Session, parent: Path) -> None:
-        self.session, self._parent = session, parent
+        self.session, self.parent = session, parent
         self._engine: LocalEngine | None = None
         self._key = ""
         self._refusal: Exception | None = None
@@ -78,7 +84,7 @@ class Engines:
             self.close()
             self._key = key
             try:
-                folder = model.write_folder(self._parent)
+                folder = model.write_folder(self.parent)
                 self._engine = LocalEngine(folder, **settings)
             except ConfigError as refusal:
                 self._refusal = UnavailableError(str(refusal))

@@ -67,14 +67,17 @@ def measure(session: Session) -> None:
     """Each peer with each model."""
     results = Results(session, "peers", needs_s=90.0 if session.on_gpu else 1.0, hangs_s=400.0)
     results.data["rates_measured"] = rates(session).measured
-    results.run(
-        {
-            f"{peer.name}/{model.name}": partial(_compare, session, peer, model)
-            for peer in PEERS
-            for model in models(session).values()
-            if session.small or model.name in peer.models
-        }
-    )
+    results.run({name: partial(_compare, session, *pair) for name, pair in pairs(session).items()})
+
+
+def pairs(session: Session) -> dict[str, tuple[Peer, Model]]:
+    """What is compared, by name."""
+    return {
+        f"{peer.name}/{model.name}": (peer, model)
+        for peer in PEERS
+        for model in models(session).values()
+        if session.small or model.name in peer.models
+    }
 
 
 def _compare(session: Session, peer: Peer, model: Model) -> dict[str, Any]:

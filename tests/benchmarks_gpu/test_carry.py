@@ -83,7 +83,6 @@ def test_parts_of_vllm_are_taken_out_of_its_wheel_and_put_together_again(
 
 
 def test_the_readme_has_the_table_of_goals(tmp_path: Path) -> None:
-    """Every goal names a measurement that some subcommand makes; none is measured here."""
     table = goals_table(tmp_path)
     assert table.count(NOT_MEASURED) == len(GOALS)
     readme = README.read_text()

@@ -10,14 +10,16 @@ import sys
 import tarfile
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import kernel_times, plan
+from benchmarks.gpu import engine_report, kernel_times, peer_report, plan
 from benchmarks.gpu.bounded import ENDED
-from benchmarks.gpu.run import ROOT, report_name, write_json
+from benchmarks.gpu.goals import GOALS, README
+from benchmarks.gpu.run import ROOT, SUBCOMMANDS, report_name, write_json
 from benchmarks.gpu.session import Session
 
 KILLED = "killed at its time limit"
@@ -36,11 +38,43 @@ def test_the_parts_are_in_the_order_of_what_they_tell_and_fit_the_day() -> None:
     assert all(part.limit_s <= usable_s for part in plan.PARTS)
 
 
-def test_every_kernel_is_in_one_part(tmp_path: Path) -> None:
-    session = Session(out=tmp_path, device=torch.device("cuda"))
-    parts = [part for part in plan.PARTS if part.subcommand == "kernels"]
-    for name in kernel_times.all_cases(session):
+def names_of(report: str, folder: Path) -> list[str]:
+    """All measurements of a report, on a machine with a GPU."""
+    session = Session(out=folder, device=torch.device("cuda"))
+    if report == "kernels":
+        return list(kernel_times.all_cases(session))
+    if report == "engine":
+        return list(engine_report.measurements(engine_report.Engines(session, folder)))
+    return list(peer_report.pairs(session))
+
+
+@pytest.mark.parametrize("report", ["kernels", "engine", "peers"])
+def test_every_measurement_is_in_one_part(report: str, tmp_path: Path) -> None:
+    parts = [part for part in plan.PARTS if part.subcommand == report]
+    for name in names_of(report, tmp_path):
         assert sum(name.startswith(part.only) for part in parts) == 1, name
+
+
+def test_every_goal_is_measured(tmp_path: Path) -> None:
+    for goal in GOALS:
+        assert goal.measurement in names_of(goal.report, tmp_path), goal.measure
+
+
+def test_the_engine_is_timed_with_few_and_many_rows(tmp_path: Path) -> None:
+    names = names_of("engine", tmp_path)
+    for rows in (1, 8, 32, 48, 64, 128, 256):
+        assert f"speed/qwen3-0.6b/decode/b{rows}/ctx1024" in names
+    for variant in ("weights int8", "weights fp8", "kv int8", "kv fp8"):
+        assert f"matrix/qwen3-8b/{variant}/decode/b32/ctx1024" in names
+
+
+def test_eight_files_come_back_and_the_readme_names_the_parts() -> None:
+    reports = {report for _, report in SUBCOMMANDS.values()} - {"table"}
+    assert len({*reports, plan.STATE, plan.CACHE}) == 8
+    readme = README.read_text()
+    calls = [line for line in readme.splitlines() if line.startswith("    export NANOCORE_COMMIT")]
+    named = [name for line in calls for name in line.partition("# ")[2].split(", ")]
+    assert list(dict.fromkeys(named)) == [part.name for part in plan.PARTS]
 
 
 class FakeParts:
@@ -54,7 +88,7 @@ class FakeParts:
         self.out = tmp_path / "out"
         self.work = tmp_path / "work"
         self.environment: dict[str, str] = {}
-        monkeypatch.setattr(plan.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         monkeypatch.setattr(plan, "run_subcommand", self._run)
 
     def call(self, *flags: str, limit_s: float = plan.CALL_LIMIT_S) -> int:
