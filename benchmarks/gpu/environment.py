@@ -31,8 +31,6 @@ def measure(session: Session) -> None:
         "tools": _tools,
         "triton": lambda: _triton(session),
         "cuda_graph": lambda: _cuda_graph(session),
-        "pinned_memory": lambda: _pinned(session),
-        "mm_out_dtype": lambda: _mm_out_dtype(session),
         "fa3": lambda: _fa3(session),
         "packages": _packages,
         "nanocore_kernels": lambda: _nanocore(session),
@@ -80,23 +78,6 @@ def _cuda_graph(session: Session) -> bool | None:
     graph.replay()
     graph.replay()
     return bool((x == 2).all())
-
-
-def _pinned(session: Session) -> bool | None:
-    if not session.on_gpu:
-        return None
-    pinned = torch.arange(1024, dtype=torch.int32).pin_memory()
-    return bool((pinned.to(session.device, non_blocking=True).cpu() == pinned).all())
-
-
-def _mm_out_dtype(session: Session) -> dict[str, Any] | None:
-    """A product of bfloat16 that is kept in float32: what logits want."""
-    if not session.on_gpu:
-        return None
-    a, b = (torch.randn(64, 64, device=session.device, dtype=torch.bfloat16) for _ in range(2))
-    product = torch.mm(a, b, out_dtype=torch.float32)
-    error = (product.double() - a.double() @ b.double()).abs().max().item()
-    return {"dtype": str(product.dtype), "max_error": error}
 
 
 def _fa3(session: Session) -> dict[str, Any]:

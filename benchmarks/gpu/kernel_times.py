@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu.attention_cases import attention_cases
 from benchmarks.gpu.kernel_case import KernelCase
 from benchmarks.gpu.layer_cases import layer_cases
-from benchmarks.gpu.session import Results, Session, say
+from benchmarks.gpu.session import Results, Session
 from benchmarks.gpu.shapes import Rates, rates
 from benchmarks.gpu.timing import num_sets, synchronize, time_calls
 from nanocore.kernels.backend import Kernels, select_kernels
@@ -39,7 +39,6 @@ def measure(session: Session) -> None:
                 for name, case in all_cases(session).items()
             }
         )
-    say(table(results.measurements))
 
 
 def all_cases(session: Session) -> dict[str, KernelCase]:
@@ -92,21 +91,6 @@ def measure_case(session: Session, kernels: Kernels, case: KernelCase) -> dict[s
 def least_us(case: KernelCase, limits: Rates) -> float:
     """Microseconds of the copy or of the product that the case amounts to."""
     return 1e6 * max(case.num_bytes / limits.copy, case.flops / limits.gemm)
-
-
-def table(measurements: dict[str, Any]) -> str:
-    """A line for each case."""
-    lines = [f"{'':44}{'us':>10}{'limit':>8}{'error':>10}  times of others over ours"]
-    for name, figures in measurements.items():
-        others = ", ".join(
-            f"{other} {found['times_of_ours']:.2f}" if "us" in found else f"{other} failed"
-            for other, found in figures["others"].items()
-        )
-        lines.append(
-            f"{name:44}{figures['us']['median']:>10.1f}{figures['share_of_limit']:>8.0%}"
-            f"{figures['error']:>10.1e}  {others}"
-        )
-    return "\n".join(lines)
 
 
 def _kernels(session: Session) -> Kernels:
