@@ -14,11 +14,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,14 +54,26 @@ def describe_host() -> dict[str, Any]:
     }
 
 
-def describe_versions() -> dict[str, str]:
-    """Versions of what decides speed."""
-    packages = {name: version(name) for name in ("nanocore", "torch", "numpy")}
-    return {"python": platform.python_version(), **packages}
+def describe_versions(
+    packages: Sequence[str] = ("nanocore", "torch", "numpy"),
+) -> dict[str, str | None]:
+    """Versions of what decides speed; None where a package is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
+        found[name] = None
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def describe_commit() -> dict[str, Any]:
-    """The commit, and whether the code that was measured differs from it."""
+    """The commit, and whether the code that was measured differs from it.
+
+    Neither is known where the code is no repository, though its folder may be within another one.
+    """
+    top = _git("rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != _REPOSITORY:
+        return {"commit": None, "dirty": None}
     changed = _git("status", "--porcelain", "--", "nanocore", "benchmarks", ":!benchmarks/results")
     return {
         "commit": _git("rev-parse", "HEAD"),

@@ -1,13 +1,13 @@
 """Collects what a machine without a package index lacks, in folders small enough to travel.
 
-    python -m benchmarks.gpu.carry base OUT            pyzmq, msgspec and FlashAttention 3
+    python -m benchmarks.gpu.carry base OUT            what we import, pytest, FlashAttention 3
     python -m benchmarks.gpu.carry nano-vllm OUT --source FOLDER
     python -m benchmarks.gpu.carry vllm-library OUT    the first half of vLLM: one library
     python -m benchmarks.gpu.carry vllm OUT            the second half: Python files and wheels
 
 For Python 3.12 on x86-64, with torch 2.11 and CUDA 13 there; vllm 0.25.1 is built for just that.
-Runs on any Python with pip. A folder that is larger than --limit-mib is an error. `unpack` puts
-things in place on the machine itself, where README.md's commands call it.
+Runs on any Python with pip. A folder that is larger than --limit-mib is an error. plan.py unpacks
+it on the machine itself.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 LIMIT_MIB: Final = 60.0
 """Of 64; the repository travels along."""
 VLLM: Final = "vllm==0.25.1"
-BASE: Final = ("pyzmq", "msgspec", "xxhash")
+BASE: Final = {
+    "pyzmq": "zmq", "msgspec": "msgspec", "xxhash": "xxhash", "tqdm": "tqdm", "pytest": "pytest",
+    "pluggy": "pluggy", "iniconfig": "iniconfig", "packaging": "packaging", "pygments": "pygments",
+}  # fmt: skip
+"""Packages that our side needs, and the modules that they are."""
 _FA3: Final = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 _LIBRARY: Final = "vllm/_C_stable_libtorch.abi3.so"
+_PACKED_FA3: Final = "fa3.so.xz"
+_PACKED_LIBRARY: Final = "vllm-library.so.xz"
+_PACKED_PYTHON: Final = "vllm-python.zip.xz"
 _LEFT_OUT: Final = (
     _FA3, _LIBRARY, "_vllm_fa2_C", "_moe_C", "vllm-rs", "_flashmla", "_qutlass",
     "_rust_tool_parser", "/third_party/deep_gemm/", "/third_party/flashmla/",
@@ -49,31 +57,27 @@ _PLATFORMS: Final = ("2_35", "2_34", "2_31", "2_28", "2_27", "2_26", "2_24", "2_
 def main(argv: list[str] | None = None) -> int:
     """Collect one folder, and check its size."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", choices=("base", "nano-vllm", "vllm-library", "vllm", "unpack"))
+    parser.add_argument("what", choices=("base", "nano-vllm", "vllm-library", "vllm"))
     parser.add_argument("out", type=Path)
-    parser.add_argument("--source", type=Path, help="nano-vllm's repository; for unpack, a folder "
-                        "that was carried")  # fmt: skip
+    parser.add_argument("--source", type=Path, help="nano-vllm's repository")
     parser.add_argument("--extra", nargs="*", default=[], help="more wheels, NAME==VERSION")
     parser.add_argument("--limit-mib", type=float, default=LIMIT_MIB)
     arguments = parser.parse_args(argv)
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    if arguments.what in ("nano-vllm", "unpack") and arguments.source is None:
-        parser.error(f"{arguments.what} needs --source FOLDER")
+    if arguments.what == "nano-vllm" and arguments.source is None:
+        parser.error("nano-vllm needs --source FOLDER")
     match arguments.what:
-        case "unpack":
-            unpack(arguments.source, out)
-            return 0
         case "base":
             download(out, *BASE, *arguments.extra)
-            _collect_from_vllm(out, {_FA3: "fa3.so.xz"})
+            _collect_from_vllm(out, {_FA3: _PACKED_FA3})
         case "nano-vllm":
             copy_nano_vllm(arguments.source, out)
         case "vllm-library":
-            _collect_from_vllm(out, {_LIBRARY: "vllm-library.so.xz"})
+            _collect_from_vllm(out, {_LIBRARY: _PACKED_LIBRARY})
         case "vllm":
             download(out, *BASE, *VLLM_NEEDS, *arguments.extra)
-            _collect_from_vllm(out, {_FA3: "fa3.so.xz"}, "vllm-python.zip.xz")
+            _collect_from_vllm(out, {_FA3: _PACKED_FA3}, _PACKED_PYTHON)
     return check_size(out, arguments.limit_mib)
 
 
@@ -106,23 +110,44 @@ def copy_nano_vllm(source: Path, out: Path) -> None:
         shutil.copy(license_file, target)
 
 
-def unpack(carried: Path, out: Path) -> None:
-    """On the machine: wheels and vLLM's parts into out/vllm-site, what engines find by itself."""
-    site = out / "vllm-site"
-    site.mkdir(parents=True, exist_ok=True)
-    for wheel in sorted(carried.glob("*.whl")):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
-    for packed, name in (("vllm-library.so.xz", _LIBRARY), ("fa3.so.xz", _FA3)):
-        if (carried / packed).exists():
-            (site / name).parent.mkdir(parents=True, exist_ok=True)
-            with lzma.open(carried / packed) as source, (site / name).open("wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-    if (carried / "vllm-python.zip.xz").exists():
-        with lzma.open(carried / "vllm-python.zip.xz") as source, tempfile.TemporaryFile() as plain:
-            shutil.copyfileobj(source, plain, 1 << 20)
-            with zipfile.ZipFile(plain) as archive:
-                archive.extractall(site)
+def unpack(carried: Path, out: Path, site: Path) -> None:
+    """On the machine: one carried folder, beside those that came before.
+
+    What vLLM needs goes into out/vllm-site, for its driver alone; other wheels into `site`, if the
+    machine lacks them; the rest is copied into `out`.
+    """
+    vllm_site = out / "vllm-site"
+    of_vllm = {name.partition("==")[0].replace("-", "_") for name in VLLM_NEEDS}
+    for path in carried.iterdir():
+        package = path.name.partition("-")[0].lower()
+        if path.suffix == ".whl":
+            if package in of_vllm:
+                _extract(path, vllm_site)
+            elif find_spec(BASE.get(package, package)) is None:
+                _extract(path, site)
+        elif path.name == _PACKED_LIBRARY:
+            _decompress(path, vllm_site / _LIBRARY)
+        elif path.name == _PACKED_PYTHON:
+            with tempfile.NamedTemporaryFile() as plain:
+                _decompress(path, Path(plain.name))
+                _extract(Path(plain.name), vllm_site)
+        elif path.is_dir():
+            shutil.copytree(path, out / path.name, dirs_exist_ok=True)
+        elif path.name == _PACKED_FA3:
+            _decompress(path, vllm_site / _FA3)
+            shutil.copy(path, out)
+
+
+def _extract(archive: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(archive) as opened:
+        opened.extractall(folder)
+
+
+def _decompress(packed: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with lzma.open(packed) as source, target.open("wb") as plain:
+        shutil.copyfileobj(source, plain, 1 << 20)
 
 
 def check_size(folder: Path, limit_mib: float) -> int:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from benchmarks.gpu import fa3
-from benchmarks.gpu.engine import LocalEngine
-from benchmarks.gpu.session import Results, Session
+from benchmarks.gpu.engine import LocalEngine, graph_settings
+from benchmarks.gpu.session import Session, UnavailableError
+from benchmarks.gpu.shapes import TINY_MODELS
 from benchmarks.models import ModelShape, make_model
 
 _SHAPE: Final = ModelShape(
@@ -31,59 +34,48 @@ _SHAPE: Final = ModelShape(
     vocab_size=4096,
     max_position_embeddings=4096,
 )
-_SMALL_SHAPE: Final = ModelShape(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=96,
-    vocab_size=256,
-    max_position_embeddings=1024,
-)
+_SMALL_SHAPE: Final = TINY_MODELS["tiny"].shape
 _LENGTHS: Final = (
     1, 2, 3, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 257, 500, 777, 1023, 1024, 1500,
     2049,
 )  # fmt: skip
 _SMALL_LENGTHS: Final = (1, 2, 15, 16, 17, 33, 64)
+_PATHS: Final[dict[str, dict[str, Any]]] = {
+    "eager": {"enforce_eager": True, "async_scheduling": False},
+    "graphs": {"enforce_eager": False, "async_scheduling": False},
+    "overlapped": {"enforce_eager": False, "async_scheduling": True},
+    "overlapped, eager": {"enforce_eager": True, "async_scheduling": True},
+}
 FLASH_ATTN_3: Final = Path(__file__).parent / "stand_ins" / "flash_attn_3"
 MAX_MARGIN: Final = 0.25
 """Of logits with a standard deviation of about 3, between two choices that bfloat16 may swap."""
 
 
-def check_against_transformers(session: Session, results: Results, parent: Path) -> None:
-    """In float32 and in bfloat16, all prompts in one batch, in chunks."""
-    folder = _model(session, parent)
-    for dtype in ("float32", "bfloat16"):
-        name = f"check/transformers/{dtype}"
-        results.measure(name, _compare, session, folder, dtype)
-    name = "check/transformers/bfloat16, flash"
-    if not session.on_gpu or not fa3.is_carried(session.carried):
-        results.skip(name, "not carried: FlashAttention 3")
-        return
-    os.environ[fa3.FOLDER_VARIABLE] = str(session.carried)
-    sys.path.insert(0, str(FLASH_ATTN_3))
-    results.measure(name, _compare, session, folder, "bfloat16", "flash")
-
-
-def check_paths(session: Session, results: Results, parent: Path) -> None:
-    """The same prompts by every path that the engine has; all must agree with the first."""
-    folder = _model(session, parent)
-    paths: dict[str, dict[str, Any]] = {
-        "eager": {"enforce_eager": True, "async_scheduling": False},
-        "graphs": {"enforce_eager": False, "async_scheduling": False},
-        "overlapped": {"enforce_eager": False, "async_scheduling": True},
-        "overlapped, eager": {"enforce_eager": True, "async_scheduling": True},
+def checks(session: Session, parent: Path) -> dict[str, Callable[[], Any]]:
+    """Against transformers, and the same prompts by every path; all must agree with the first."""
+    transformers = "check/transformers"
+    found: dict[str, Callable[[], Any]] = {
+        f"{transformers}/{dtype}": partial(_compare, session, parent, dtype)
+        for dtype in ("float32", "bfloat16")
     }
-    first: dict[str, list[list[int]]] = {}
+    first: dict[float, list[list[int]]] = {}
     for temperature in (0.0, 1.0):
-        for path, settings in paths.items():
+        for path, settings in _PATHS.items():
             name = f"check/paths/{path}/temperature {temperature}"
-            results.measure(name, _same_as_first, session, folder, settings, temperature, first)
+            found[name] = partial(_same_as_first, session, parent, settings, temperature, first)
     for invariant in (True, False):
         name = f"check/paths/alone and in a crowd/batch_invariant {invariant}"
-        results.measure(name, _alone, session, folder, invariant)
-    results.skip("check/paths/tensor parallel", "needs two GPUs")
+        found[name] = partial(_alone, session, parent, invariant)
+    found[f"{transformers}/bfloat16, flash"] = partial(_compare_flash, session, parent)
+    return found
+
+
+def _compare_flash(session: Session, parent: Path) -> dict[str, Any]:
+    if not session.on_gpu or not fa3.is_carried(session.carried):
+        raise UnavailableError("not carried: FlashAttention 3")
+    os.environ[fa3.FOLDER_VARIABLE] = str(session.carried)
+    sys.path.insert(0, str(FLASH_ATTN_3))
+    return _compare(session, parent, "bfloat16", "flash")
 
 
 def _model(session: Session, parent: Path) -> Path:
@@ -103,24 +95,25 @@ def _num_outputs(session: Session) -> int:
     return 8 if session.small else 32
 
 
-def _engine(session: Session, folder: Path, **settings: Any) -> LocalEngine:
+def _engine(session: Session, parent: Path, **settings: Any) -> LocalEngine:
     sizes = {"max_model_len": 512 if session.small else 4096, "max_num_seqs": 32,
              "max_num_batched_tokens": 64 if session.small else 1024,
              "kv_cache_memory_bytes": 2**26 if session.small else 2**31}  # fmt: skip
-    return LocalEngine(folder, **({"device": session.device.type, **sizes} | settings))
+    common = {"device": session.device.type, **graph_settings(session), **sizes}
+    return LocalEngine(_model(session, parent), **(common | settings))
 
 
-def _compare(session: Session, folder: Path, dtype: str, backend: str = "auto") -> dict[str, Any]:
+def _compare(session: Session, parent: Path, dtype: str, backend: str = "auto") -> dict[str, Any]:
     """Ours beside the reference's.
 
     Raises:
         AssertionError: they are not those of the same model.
     """
-    engine = _engine(session, folder, dtype=dtype, attention_backend=backend)
+    engine = _engine(session, parent, dtype=dtype, attention_backend=backend)
     ours = engine.generate(_prompts(session), _num_outputs(session))
     engine.close()
     del engine
-    reference = _Reference(session, folder, dtype)
+    reference = _Reference(session, _model(session, parent), dtype)
     differences = []
     for prompt, tokens in zip(_prompts(session), ours, strict=True):
         difference = reference.first_difference(prompt, tokens)
@@ -160,27 +153,36 @@ class _Reference:
 
 def _same_as_first(
     session: Session,
-    folder: Path,
+    parent: Path,
     settings: dict[str, Any],
     temperature: float,
-    first: dict[str, Any],
+    first: dict[float, list[list[int]]],
 ) -> dict[str, Any]:
-    """Compare with the path that ran first.
+    """Compare with kernels called one by one; these also with themselves.
 
     Raises:
         AssertionError: they differ.
     """
-    engine = _engine(session, folder, batch_invariant=True, **settings)
-    tokens = engine.generate(_prompts(session), _num_outputs(session), temperature)
-    engine.close()
-    expected = first.setdefault(str(temperature), tokens)
+    if temperature not in first:  # another process may have measured it
+        first[temperature] = _tokens(session, parent, _PATHS["eager"], temperature)
+    expected = first[temperature]
+    tokens = _tokens(session, parent, settings, temperature)
     num_equal = sum(a == b for a, b in zip(tokens, expected, strict=True))
     if num_equal < len(expected):
         raise AssertionError(f"{num_equal} of {len(expected)} requests agree with the first path")
     return {"num_equal": num_equal, "num_requests": len(expected)}
 
 
-def _alone(session: Session, folder: Path, batch_invariant: bool) -> dict[str, Any]:
+def _tokens(
+    session: Session, parent: Path, settings: dict[str, Any], temperature: float
+) -> list[list[int]]:
+    engine = _engine(session, parent, batch_invariant=True, **settings)
+    tokens = engine.generate(_prompts(session), _num_outputs(session), temperature)
+    engine.close()
+    return tokens
+
+
+def _alone(session: Session, parent: Path, batch_invariant: bool) -> dict[str, Any]:
     """Requests one by one, in one batch, and in small chunks.
 
     Raises:
@@ -188,7 +190,7 @@ def _alone(session: Session, folder: Path, batch_invariant: bool) -> dict[str, A
     """
     flag = {"batch_invariant": batch_invariant}
     prompts, num_outputs = _prompts(session), _num_outputs(session)
-    engine = _engine(session, folder, enable_prefix_caching=False, **flag)
+    engine = _engine(session, parent, enable_prefix_caching=False, **flag)
     alone = []
     for number, prompt in enumerate(prompts):
         handle = engine.add(prompt, num_outputs, 1.0, number)
@@ -196,7 +198,7 @@ def _alone(session: Session, folder: Path, batch_invariant: bool) -> dict[str, A
     crowd = engine.generate(prompts, num_outputs, 1.0)
     engine.close()
     del engine
-    chunked_engine = _engine(session, folder, max_num_batched_tokens=48, **flag)
+    chunked_engine = _engine(session, parent, max_num_batched_tokens=48, **flag)
     chunked = chunked_engine.generate(prompts, num_outputs, 1.0)
     chunked_engine.close()
     figures: dict[str, Any] = {

@@ -31,7 +31,12 @@ def decode_figures(
     engine.run()
     step_ms = spread([round(1e3 * t, 4) for t in times_s])
     middle = context + num_steps // 2
-    limit_ms = 1e3 * model.decode_step_s(batch, batch * middle, rates(session))
+    config = engine.config
+    limit_ms = 1e3 * model.decode_step_s(
+        batch, batch * middle, rates(session),
+        weight_bytes=1 if config.quantization else 2,
+        kv_bytes=2 if config.kv_cache_dtype == "auto" else 1,
+    )  # fmt: skip
     return {
         "step_ms": step_ms,
         "tokens_per_s": round(1e3 * batch / step_ms["median"], 1),

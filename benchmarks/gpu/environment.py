@@ -5,67 +5,37 @@ Every probe is small and reports its own failure; the first call on a new machin
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import importlib.util
-import inspect
-import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
 from benchmarks.gpu import fa3
-from benchmarks.gpu.session import Results, Session, say
+from benchmarks.gpu.session import Results, Session
 from benchmarks.gpu.timing import synchronize
 
 _QUERY: Final = (
     "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,"
     "power.limit,temperature.gpu,utilization.gpu"
 )
-_MODULES: Final = (
-    "triton", "flash_attn", "flash_attn_interface", "flashinfer", "vllm", "transformers", "msgspec",
-    "zmq", "xxhash", "tokenizers", "safetensors", "tqdm", "jinja2", "kernels",
-)  # fmt: skip
 
 
 def measure(session: Session) -> None:
     """Run all probes."""
     results = Results(session, "env")
     probes: dict[str, Callable[[], Any]] = {
-        "modules": _modules,
-        "host": _host,
         "gpu": lambda: _gpu(session),
         "tools": _tools,
-        "varlen_attention": _varlen_signature,
         "triton": lambda: _triton(session),
         "cuda_graph": lambda: _cuda_graph(session),
-        "pinned_memory": lambda: _pinned(session),
-        "mm_out_dtype": lambda: _mm_out_dtype(session),
         "fa3": lambda: _fa3(session),
-        "nccl": _nccl,
-        "symmetric_memory": _symmetric_memory,
         "packages": _packages,
         "nanocore_kernels": lambda: _nanocore(session),
     }
-    for name, probe in probes.items():
-        if session.wants(name):
-            results.measure(name, probe)
-    results.finish()
-    for name, error in results.data["errors"].items():
-        say(f"does not work: {name}: {error.strip().splitlines()[-1]}")
-
-
-def _modules() -> dict[str, bool]:
-    return {name: importlib.util.find_spec(name) is not None for name in _MODULES}
-
-
-def _host() -> dict[str, Any]:
-    return {"python": sys.version.split()[0], "kernel": platform.release(),
-            "threads": torch.get_num_threads(), "libc": "-".join(platform.libc_ver())}  # fmt: skip
+    results.run(probes)
 
 
 def _gpu(session: Session) -> dict[str, str] | None:
@@ -84,10 +54,6 @@ def _tools() -> dict[str, str | None]:
         path = shutil.which(tool)
         found[tool] = _output([path, "--version"]).strip().split("\n")[-1][:100] if path else None
     return found
-
-
-def _varlen_signature() -> str:
-    return str(inspect.signature(importlib.import_module("torch.nn.attention.varlen").varlen_attn))
 
 
 def _triton(session: Session) -> dict[str, Any]:
@@ -114,23 +80,6 @@ def _cuda_graph(session: Session) -> bool | None:
     return bool((x == 2).all())
 
 
-def _pinned(session: Session) -> bool | None:
-    if not session.on_gpu:
-        return None
-    pinned = torch.arange(1024, dtype=torch.int32).pin_memory()
-    return bool((pinned.to(session.device, non_blocking=True).cpu() == pinned).all())
-
-
-def _mm_out_dtype(session: Session) -> dict[str, Any] | None:
-    """A product of bfloat16 that is kept in float32: what logits want."""
-    if not session.on_gpu:
-        return None
-    a, b = (torch.randn(64, 64, device=session.device, dtype=torch.bfloat16) for _ in range(2))
-    product = torch.mm(a, b, out_dtype=torch.float32)
-    error = (product.double() - a.double() @ b.double()).abs().max().item()
-    return {"dtype": str(product.dtype), "max_error": error}
-
-
 def _fa3(session: Session) -> dict[str, Any]:
     """Load the carried library and compare one small call with torch."""
     if not session.on_gpu:
@@ -145,18 +94,6 @@ def _fa3(session: Session) -> dict[str, Any]:
     expected = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
     error = (out.float() - expected.transpose(0, 1)).norm() / expected.norm()
     return {"carried": True, "schema": schema, "relative_error": error.item()}
-
-
-def _nccl() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _symmetric_memory() -> dict[str, bool]:
-    symmetric = importlib.import_module("torch.distributed._symmetric_memory")
-    return {"empty": hasattr(symmetric, "empty"),
-            "one_shot_all_reduce": hasattr(torch.ops.symm_mem, "one_shot_all_reduce")}  # fmt: skip
 
 
 def _packages() -> dict[str, str]:

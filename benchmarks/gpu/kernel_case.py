@@ -18,16 +18,17 @@ class KernelCase:
 
     make: a set of operands, by its number. run: our kernel on one. error: how far its result is
     from a reference in float32 or float64; NaN never passes. others: what else computes the same,
-    by name; each is timed like ours.
+    by name: given a set of operands each returns the call to time, and prepares there what the
+    call shall find.
     """
 
     name: str
     num_bytes: float
     flops: float
-    make: Callable[[int], Any]
+    make: Callable[[Kernels, int], Any]
     run: Callable[[Kernels, Any], Any]
     error: Callable[[Any, Any], float]
-    others: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
+    others: dict[str, Callable[[Any], Callable[[], Any]]] = field(default_factory=dict)
 
 
 class Draw:
@@ -43,21 +44,8 @@ class Draw:
             std=std, generator=self._generator
         )
 
-    def norm_weight(self, size: int) -> Tensor:
-        """Near 1."""
-        return 1 + self.normal(size, std=0.1)
-
-    def integers(self, high: int, *shape: int) -> Tensor:
-        """int64 below high."""
-        return torch.randint(high, shape, device=self.device, generator=self._generator)
-
 
 def relative_error(result: Tensor, reference: Tensor) -> float:
     """Norm of the difference over that of the reference."""
     reference = reference.double()
     return float((result.double() - reference).norm() / reference.norm())
-
-
-def share_unequal(result: Tensor, reference: Tensor) -> float:
-    """Of choices, the share that is not the reference's."""
-    return float((result != reference).double().mean())

@@ -14,12 +14,14 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from benchmarks.gpu.engine import graph_settings
 from benchmarks.gpu.run import ROOT, child_environment
-from benchmarks.gpu.session import Results, Session, say
+from benchmarks.gpu.session import Results, Session, UnavailableError, say
 from benchmarks.gpu.shapes import MODELS, Model, models, rates
 from benchmarks.gpu.workload import Workload, nano_vllm_workload
 from benchmarks.machine import spread
@@ -52,40 +54,37 @@ class Peer:
 
 
 PEERS: Final = (
+    Peer(name="vllm, FA3", module="vllm_driver", carried=("vllm-site/vllm",), stand_ins="vllm",
+         arguments=("--attention", "FLASH_ATTN")),
     Peer(name="nano-vllm, FA3", module="nano_vllm_driver", carried=("nano-vllm", "fa3.so.xz"),
          arguments=("--attention", "fa3"), stand_ins="nano_vllm"),
     Peer(name="transformers, sdpa", module="transformers_driver",
          arguments=("--attention", "paged|sdpa"), models=("qwen3-0.6b",)),
-    Peer(name="nano-vllm, our attention", module="nano_vllm_driver", carried=("nano-vllm",),
-         arguments=("--attention", "triton"), stand_ins="nano_vllm", models=("qwen3-0.6b",)),
-    Peer(name="nanocore, FA3", module="nanocore_driver", carried=("fa3.so.xz",),
-         arguments=("--attention", "flash"), stand_ins="flash_attn_3", models=("qwen3-0.6b",)),
-    Peer(name="vllm, FA3", module="vllm_driver", carried=("vllm-site",), stand_ins="vllm",
-         arguments=("--attention", "FLASH_ATTN")),
-    Peer(name="vllm, Triton", module="vllm_driver", carried=("vllm-site",), stand_ins="vllm",
-         arguments=("--attention", "TRITON_ATTN"), models=("qwen3-0.6b",)),
 )  # fmt: skip
 
 
 def measure(session: Session) -> None:
     """Each peer with each model."""
-    results = Results(session, "peers", needs_s=90.0 if session.on_gpu else 1.0)
+    results = Results(session, "peers", needs_s=90.0 if session.on_gpu else 1.0, hangs_s=400.0)
     results.data["rates_measured"] = rates(session).measured
-    for model in models(session).values():
-        for peer in PEERS:
-            name = f"{model.name}/{peer.name}"
-            if not session.wants(name) or not (session.small or model.name in peer.models):
-                continue
-            missing = [part for part in peer.carried if session.carried_path(part) is None]
-            if missing:
-                results.skip(name, f"not carried: {', '.join(missing)}")
-                continue
-            results.measure(name, _compare, session, peer, model)
-    results.finish()
+    results.run({name: partial(_compare, session, *pair) for name, pair in pairs(session).items()})
+
+
+def pairs(session: Session) -> dict[str, tuple[Peer, Model]]:
+    """What is compared, by name."""
+    return {
+        f"{peer.name}/{model.name}": (peer, model)
+        for peer in PEERS
+        for model in models(session).values()
+        if session.small or model.name in peer.models
+    }
 
 
 def _compare(session: Session, peer: Peer, model: Model) -> dict[str, Any]:
     """Start both, warm up, and take turns as long as the time allows."""
+    missing = [part for part in peer.carried if session.carried_path(part) is None]
+    if missing:
+        raise UnavailableError(f"not carried: {', '.join(missing)}")
     with tempfile.TemporaryDirectory(prefix="nanocore-gpu-") as name:
         folder, logs = model.write_folder(Path(name)), Path(name)
         ours = Peer(name=OURS, module="nanocore_driver")
@@ -104,7 +103,9 @@ def _compare(session: Session, peer: Peer, model: Model) -> dict[str, Any]:
 
 def _start(session: Session, peer: Peer, folder: Path, log: Path) -> PeerProcess:
     path = [
-        found for part in peer.carried if (found := session.carried_path(part)) and found.is_dir()
+        found
+        for part in peer.carried
+        if (found := session.carried_path(part.partition("/")[0])) and found.is_dir()
     ]
     if peer.stand_ins:
         path.append(_STAND_INS / peer.stand_ins)
@@ -113,6 +114,7 @@ def _start(session: Session, peer: Peer, folder: Path, log: Path) -> PeerProcess
         "--memory-share", str(MEMORY_SHARE), *peer.arguments,
     ]  # fmt: skip
     arguments += ["--small"] if session.small else []
+    arguments += ["--enforce-eager"] if graph_settings(session) else []
     arguments += ["--carried", str(session.carried)] if session.carried else []
     environment = child_environment()
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, path), environment["PYTHONPATH"]])

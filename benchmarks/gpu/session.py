@@ -1,38 +1,43 @@
-"""One run of the driver: its device, its time limit, and results that survive being killed.
+"""One process of the driver: its device, its time limit, and results that survive being killed.
 
-Time on a GPU is rare, so nothing that was measured may be lost: a report is written after every
-measurement, a failing measurement is recorded and the next one tried, and what the time limit cut
-off is listed. A CUDA context that is broken for good ends the process with `RESTART`; the process
-that is started then skips what its predecessor has recorded.
+Time on a GPU is rare, so nothing that was measured may be lost. A report names at first all that is
+to be measured, as `missing`, and is written before and after every measurement. What failed is
+recorded and the next one tried. A process that continues a report (of the same device) skips what
+is in it, but for errors of another commit; what was `begun` when its predecessor ended is an error,
+for it ended the process: a crash, a kernel that broke the CUDA context for good, or a watchdog.
+measured_before: commits of what was measured with another one than the last.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
-import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.restarts import CONTINUE_VARIABLE, RESTART
-from benchmarks.machine import describe_command, describe_commit, describe_host
+from benchmarks.gpu.run import read_json, write_json
+from benchmarks.machine import (
+    describe_command,
+    describe_commit,
+    describe_host,
+    describe_versions,
+)
 
-TIME_LIMIT: Final = "time limit"
-"""Why something was skipped that another call can still measure."""
 COMMIT_VARIABLE: Final = "NANOCORE_COMMIT"
-PACKAGES: Final = (
-    "torch", "triton", "numpy", "transformers", "tokenizers", "safetensors", "msgspec", "pyzmq",
-    "vllm", "flash-attn", "flash-attn-3", "flashinfer-python",
-)  # fmt: skip
+PACKAGES: Final = ("torch", "triton", "numpy", "transformers", "safetensors", "msgspec", "pyzmq")
+
+
+class UnavailableError(Exception):
+    """A measurement that cannot be made here; says why, and is recorded as skipped."""
 
 
 class BrokenContextError(Exception):
@@ -43,13 +48,15 @@ class BrokenContextError(Exception):
 class Session:
     """What every subcommand is given.
 
-    out: folder of the reports. small: tiny shapes, to rehearse. carried: folder of what is not in
-    the repository (libraries, other engines), or None. commit: what is measured, where there is no
-    repository. deadline_s: on the monotonic clock. only: parts to measure, all if it is empty.
+    out: folder of the reports. keep: another one, for a copy of each. small: tiny shapes, to
+    rehearse. carried: folder of what is not in the repository (libraries, other engines), or None.
+    commit: what is measured, where there is no repository. deadline_s: on the monotonic clock.
+    only: prefixes of measurements to make, all if it is empty.
     """
 
     out: Path
     device: torch.device
+    keep: Path | None = None
     small: bool = False
     carried: Path | None = None
     commit: str | None = None
@@ -66,11 +73,9 @@ class Session:
         """Whether this is more than a rehearsal."""
         return self.device.type == "cuda"
 
-    def wants(self, part: str) -> bool:
-        """Whether a part of a subcommand, or anything within it, was asked for."""
-        return not self.only or any(
-            part.startswith(prefix) or prefix.startswith(part) for prefix in self.only
-        )
+    def wants(self, name: str) -> bool:
+        """Whether a measurement was asked for."""
+        return not self.only or name.startswith(self.only)
 
     def carried_path(self, name: str) -> Path | None:
         """A file or folder that was carried, if it was."""
@@ -81,31 +86,33 @@ class Session:
 
 @dataclass(slots=True)
 class Results:
-    """The report of one subcommand, on disk after every change.
+    """A report, on disk after every change.
 
-    needs_s: what a measurement must have left to be begun.
+    needs_s: what a measurement must have left to be begun. hangs_s: after so long it hangs.
     """
 
     session: Session
     name: str
-    data: dict[str, Any] = field(init=False)
     needs_s: float = 5.0
+    hangs_s: float = 120.0
+    data: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.data = self._unfinished() or {
-            **describe_run(self.session),
-            "small": self.session.small,
-            "complete": False,
-            "measurements": {},
-            "skipped": {},
-            "errors": {},
-        }
+        head = {**describe_run(self.session), "small": self.session.small}
+        found = read_report(self.session.out, self.name)
+        if any(found.get(key) != head[key] for key in ("small", "device")):
+            found = {"begun": None, "missing": [], "measurements": {}, "skipped": {}, "errors": {},
+                     "measured_before": {}}  # fmt: skip
+        self.data = found
+        if begun := found["begun"]:
+            found["errors"].setdefault(begun, "the process ended in it: it crashed or hung")
+            self._end(begun)
+        if found.get("commit") != head["commit"]:
+            earlier = dict.fromkeys(self.measurements, found.get("commit"))
+            found["measured_before"] = earlier | found["measured_before"]
+            found["errors"] = {}  # perhaps this commit repairs what they tell of
+        self.data = head | found | {"commit": head["commit"]}
         self.write()
-
-    @property
-    def path(self) -> Path:
-        """Where the report is."""
-        return report_path(self.session.out, self.name)
 
     @property
     def measurements(self) -> dict[str, Any]:
@@ -113,92 +120,93 @@ class Results:
         found: dict[str, Any] = self.data["measurements"]
         return found
 
-    def measure(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Record what the function returns for the arguments, or why there is nothing; or None.
+    def run(self, measurements: Mapping[str, Callable[[], Any]]) -> None:
+        """Make those that are wanted and not yet made, in this order.
 
         Raises:
             BrokenContextError: the device cannot be used any more.
         """
-        if not self.session.wants(name):
-            return None
-        if name in self.measurements:
-            return self.measurements[name]
-        if name in self.data["errors"]:
-            return None
-        if self.session.remaining_s < self.needs_s:
-            return self.skip(name, TIME_LIMIT)
-        start_s = time.monotonic()
-        try:
-            value = function(*arguments)
-        except Exception as error:  # whatever it is, the others can still be measured
-            self.fail(name, error)
-            return None
-        self.put(name, value)
-        say(f"{self.name}: {name}: {_brief(value)} ({time.monotonic() - start_s:.1f} s)")
-        return value
+        self.expect(measurements)
+        for name, measurement in measurements.items():
+            if name not in self.data["missing"] or not self.session.wants(name):
+                continue
+            if self.session.remaining_s < self.needs_s:
+                break
+            self._measure(name, measurement)
+        if self.data["missing"]:
+            say(f"{self.name}: missing: {', '.join(self.data['missing'])}")
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Say what is wanted, so that what is never reached is known."""
+        known = {*self.measurements, *self.data["errors"], *self.data["missing"]}
+        self.data["missing"] += [n for n in names if self.session.wants(n) and n not in known]
+        self.write()
+
+    def begin(self, name: str) -> None:
+        """From here on it is this measurement that hangs, or ends the process."""
+        self.data["begun"] = name
+        self.write()
+        faulthandler.dump_traceback_later(self.hangs_s, exit=True, file=sys.__stderr__)
 
     def put(self, name: str, value: Any) -> None:
         """Record a measurement."""
         self.measurements[name] = value
         self.data["skipped"].pop(name, None)
-        self.write()
+        self._end(name)
+        say(f"{self.name}: {name}: {_brief(value)}")
 
     def skip(self, name: str, reason: str) -> None:
-        """Record that something was not measured."""
+        """Record that something cannot be measured here; it is tried again where this continues."""
         self.data["skipped"][name] = reason
-        self.write()
+        self._end(name)
         say(f"{self.name}: {name}: skipped, {reason}")
 
-    def fail(self, name: str, error: Exception) -> None:
-        """Record an error.
+    def fail(self, name: str, error: BaseException | str) -> None:
+        """Record an error, or that the time limit was in the way.
 
         Raises:
             BrokenContextError: the device cannot be used any more.
         """
-        lines = traceback.format_exception(error)
-        self.data["errors"][name] = "".join(lines)[-10000:]
-        self.write()
-        say(f"{self.name}: {name}: FAILED: {type(error).__name__}: {str(error)[:300]}")
-        del error, lines  # frames hold tensors
+        text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
+        last = (text.strip().splitlines() or [""])[-1][:300]
+        if self.session.remaining_s > 0:
+            self.data["errors"][name] = text[-10000:]
+        say(f"{self.name}: {name}: FAILED: {last}")
+        del error  # frames hold tensors
         if self.session.on_gpu:
             try:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
             except Exception as broken:
+                self.write()  # with `begun`: another process goes on
                 raise BrokenContextError(name) from broken
-
-    def finish(self) -> None:
-        """All that was asked for was measured, failed or skipped."""
-        self.data["complete"] = TIME_LIMIT not in self.data["skipped"].values()
-        self.write()
+        self._end(name)
 
     def write(self) -> None:
         """All of it or nothing."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(".tmp")
-        unfinished.write_text(json.dumps(self.data, indent=1) + "\n")
-        unfinished.replace(self.path)
+        write_json(f"gpu-{self.name}.json", self.data, self.session.out, self.session.keep)
 
-    def _unfinished(self) -> dict[str, Any] | None:
-        """What a predecessor of this process left, if this one continues it."""
-        if os.environ.get(CONTINUE_VARIABLE) != self.name or not self.path.exists():
-            return None
-        found: dict[str, Any] = json.loads(self.path.read_text())
-        return found
+    def _measure(self, name: str, measurement: Callable[[], Any]) -> None:
+        self.begin(name)
+        try:
+            self.put(name, measurement())
+        except UnavailableError as error:
+            self.skip(name, str(error))
+        except Exception as error:  # whatever it is, the others can still be measured
+            self.fail(name, error)
+
+    def _end(self, name: str) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        self.data["begun"] = None
+        recorded = name in self.measurements or name in self.data["errors"]
+        if name in self.data["missing"] and (recorded or name in self.data["skipped"]):
+            self.data["missing"].remove(name)
+        self.write()
 
 
-def report_path(folder: Path, name: str) -> Path:
-    """The file of a subcommand's report."""
-    return folder / f"gpu-{name}.json"
-
-
-def read_report(folder: Path, name: str) -> dict[str, Any] | None:
-    """A report of an earlier subcommand, if there is one."""
-    path = report_path(folder, name)
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+def read_report(folder: Path, name: str) -> dict[str, Any]:
+    """A report; empty if there is none."""
+    return read_json(folder / f"gpu-{name}.json")
 
 
 def say(line: str) -> None:
@@ -216,19 +224,8 @@ def describe_run(session: Session) -> dict[str, Any]:
         **known,
         "host": describe_host(),
         "device": describe_device(session.device),
-        "versions": describe_versions(),
+        "versions": describe_versions(PACKAGES),
     }
-
-
-def describe_versions() -> dict[str, str | None]:
-    """Versions of what decides speed; None where a package is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
@@ -246,11 +243,11 @@ def describe_device(device: torch.device) -> dict[str, Any]:
     }
 
 
-def exit_if_broken(error: BrokenContextError) -> None:
+def exit_broken(error: BrokenContextError) -> None:
     """End this process so that another one goes on."""
     say(f"the device is lost to this process since {error}")
     sys.stdout.flush()
-    os._exit(RESTART)  # destructors would wait for the device
+    os._exit(1)  # destructors would wait for the device
 
 
 def _brief(value: Any) -> str:

@@ -63,11 +63,24 @@ class Model:
         shape = self.shape
         return 2 * _BYTES * shape.num_key_value_heads * shape.head_dim * shape.num_hidden_layers
 
-    def decode_step_s(self, num_rows: int, num_context: float, rates: Rates) -> float:
-        """Least time of a step of so many rows, with so many tokens in all of their contexts."""
+    def decode_step_s(
+        self,
+        num_rows: int,
+        num_context: float,
+        rates: Rates,
+        weight_bytes: int = _BYTES,
+        kv_bytes: int = _BYTES,
+    ) -> float:
+        """Least time of a step of so many rows, with so many tokens in all of their contexts.
+
+        weight_bytes, kv_bytes: of one value.
+        """
         num_weights = self.num_body + self.num_head
-        weights_s = max(_BYTES * num_weights / rates.copy, 2 * num_weights * num_rows / rates.gemm)
-        return weights_s + num_context * self.kv_bytes_per_token / rates.copy
+        weights_s = max(
+            weight_bytes * num_weights / rates.copy, 2 * num_weights * num_rows / rates.gemm
+        )
+        num_kv_bytes = num_context * self.kv_bytes_per_token * kv_bytes / _BYTES
+        return weights_s + num_kv_bytes / rates.copy
 
     def prefill_s(self, lengths: Sequence[int], rates: Rates) -> float:
         """Least time of prompts; of the head's work only what sampling needs."""
@@ -135,8 +148,8 @@ def models(session: Session) -> dict[str, Model]:
 
 def rates(session: Session) -> Rates:
     """What `ceilings` measured, or an H200's where it has not run in this folder."""
-    report = read_report(session.out, "ceilings")
-    found = report["measurements"] if report else {}
+    report = read_report(session.out, "env")
+    found = report.get("measurements", {})
     copy, gemm = found.get("copy"), found.get("gemm/8192")
     if not session.on_gpu or copy is None or gemm is None:
         return ASSUMED_RATES

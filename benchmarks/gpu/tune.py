@@ -1,4 +1,4 @@
-"""Which shapes of tiles are fastest: for attention, matrix products, and experts.
+"""Which shapes of tiles are fastest for attention.
 
 What the modules of nanocore/kernels/triton choose is measured beside all others; the table names
 the best one of each case and what the module's own choice loses to it. Shapes that need more
@@ -15,17 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu.attention_cases import Heads, Step, make_step
-from benchmarks.gpu.kernel_case import Draw
 from benchmarks.gpu.session import Results, Session, say
-from benchmarks.gpu.shapes import models
 from benchmarks.gpu.timing import num_sets, time_calls
-from nanocore.kernels.torch_backend import TorchKernels
 
 _COMPILE_THREADS: Final = 12
 _HEADS: Final = {"g2": Heads(16, 8, 128), "g4": Heads(32, 8, 128)}
@@ -50,14 +45,9 @@ class Candidate:
 def measure(session: Session) -> None:
     """Case by case, the attention of decodes first."""
     results = Results(session, "tune", needs_s=15.0 if session.on_gpu else 1.0)
-    cases = itertools.chain(
-        _decode_cases(session), _prefill_cases(session), _matmul_cases(session), _moe_cases(session)
-    )
+    cases = itertools.chain(_decode_cases(session), _prefill_cases(session))
     with torch.inference_mode():
-        for name, candidates in cases:
-            if session.wants(name):
-                results.measure(name, _try_all, session, candidates)
-    results.finish()
+        results.run({name: partial(_try_all, session, candidates) for name, candidates in cases})
     say(table(results.measurements))
 
 
@@ -80,6 +70,8 @@ def _try_all(session: Session, make: Callable[[], list[Candidate]]) -> dict[str,
             continue
         found[candidate.name] = figures["us"]["median"]
         ours = candidate.name if candidate.is_ours else ours
+    if not found:
+        raise RuntimeError(f"nothing runs: {failed}")
     best = min(found, key=lambda name: found[name])
     return {
         "best": best,
@@ -109,8 +101,8 @@ Cases = Iterator[tuple[str, Callable[[], list[Candidate]]]]
 
 
 def _decode_cases(session: Session) -> Cases:
-    shapes = [(b, c) for c in (1024, 8192) for b in (256, 32, 1, 8, 128)]
-    grid = list(itertools.product((32, 64, 128), (4, 8), (2, 3, 4, 5)))
+    shapes = [(b, c) for c in (1024, 8192) for b in (32, 256, 1)]
+    grid = list(itertools.product((32, 64, 128), (4, 8), (3, 5)))
     heads, dtype = _HEADS, torch.bfloat16
     if session.small:
         shapes, grid, heads, dtype = [(2, 40)], [(16, 4, 2)], {"g2": Heads(4, 2, 32)}, torch.float32
@@ -132,7 +124,7 @@ def _decode(
     num_sms = _num_sms(session)
     own_shares = attention.choose_num_shares(heads.num_kv, num_sms)
     # Programs for each multiprocessor, if contexts are long enough; and without parts.
-    shares = sorted({own_shares, 1, *(n * num_sms // heads.num_kv for n in (1, 3, 4, 6))})
+    shares = sorted({own_shares, 1, 4 * num_sms // heads.num_kv})
     all_tiles = {own_tiles, *(DecodeTiles(*values) for values in grid)}
     if session.small:
         shares = [own_shares]
@@ -193,105 +185,6 @@ def _prefill(
     return candidates
 
 
-def _matmul_cases(session: Session) -> Cases:
-    """Products of ours: with gates at few rows, and all of them if batch-invariant."""
-    for model in models(session).values():
-        shape = model.shape
-        q_size = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
-        layers = {
-            "gate_up": (2 * shape.intermediate_size, shape.hidden_size, True),
-            "qkv": (q_size, shape.hidden_size, False),
-            "down": (shape.hidden_size, shape.intermediate_size, False),
-        }
-        for rows, (layer, sizes) in itertools.product(
-            (2,) if session.small else (1, 32, 256, 4096), layers.items()
-        ):
-            yield (
-                f"matmul/{model.name}/{layer}/{rows}",
-                partial(_matmul, session, rows, *sizes),
-            )
-
-
-def _matmul(
-    session: Session, rows: int, num_out: int, num_in: int, is_gated: bool
-) -> list[Candidate]:
-    from nanocore.kernels.triton import matmul
-
-    dtype = torch.bfloat16 if session.on_gpu else torch.float32
-    pack = TorchKernels().pack_linear
-
-    def operands(number: int) -> tuple[Tensor, Any]:
-        draw = Draw(session.device, dtype, number)
-        return draw.normal(rows, num_in), pack(draw.normal(num_out, num_in, std=num_in**-0.5))
-
-    num_bytes = dtype.itemsize * (num_out * num_in + rows * (num_in + num_out))
-    sets = [operands(i) for i in range(num_sets(num_bytes, session.device))]
-    num_columns = num_out // 2 if is_gated else num_out
-    limit = matmul.max_shared_bytes(session.device)
-    own = matmul.choose_tile(rows, num_columns, dtype.itemsize, is_gated, False, limit)
-    heights = (
-        (max(16, min(64, 1 << (rows - 1).bit_length())), 64, 128)
-        if rows > 32
-        else (max(16, 1 << (rows - 1).bit_length()),)
-    )
-    grid = itertools.product(sorted(set(heights)), (16, 32, 64, 128), (64, 128), (4, 8), (3, 5))
-    tiles = {own, *(matmul.Tile(*values) for values in grid if _fits(*values))}
-    tiles = {own} if session.small else tiles
-    candidates = [
-        Candidate(
-            "torch",
-            False,
-            lambda: [lambda s=s: torch.nn.functional.linear(s[0], s[1].data) for s in sets],
-        )
-    ]
-    for tile in sorted(tiles, key=str):
-
-        def run(pair: tuple[Tensor, Any], tile: Any = tile) -> None:
-            with patch.object(matmul, "choose_tile", lambda *_: tile):
-                (matmul.gated_linear if is_gated else matmul.linear)(*pair)
-
-        candidates.append(
-            Candidate(_tile_name(tile), tile == own, partial(_calls, run, sets), False)
-        )
-    return candidates
-
-
-def _moe_cases(session: Session) -> Cases:
-    for rows in (2,) if session.small else (1, 32, 256, 4096):
-        yield f"moe/30b-a3b/{rows}", partial(_moe, session, rows)
-
-
-def _moe(session: Session, rows: int) -> list[Candidate]:
-    """One shape for both products, whose rows must be laid out alike; ours differ in width."""
-    from nanocore.kernels.triton import moe
-
-    experts, chosen, size, inner = (4, 2, 32, 16) if session.small else (128, 8, 2048, 768)
-    dtype = torch.bfloat16 if session.on_gpu else torch.float32
-    draw = Draw(session.device, dtype, 0)
-    x = draw.normal(rows, size)
-    gate_up, down = (
-        draw.normal(experts, 2 * inner, size, std=0.02),
-        draw.normal(experts, size, inner, std=0.02),
-    )
-    weights, ids = draw.normal(rows, experts).float().softmax(-1).topk(chosen)
-
-    def run_own(_: int) -> None:
-        moe.moe(x, gate_up, down, ids, weights)
-
-    candidates = [Candidate("the module's", True, partial(_calls, run_own, [0]))]
-    grid = itertools.product((16, 32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4))
-    for values in () if session.small else grid:
-        tile = moe.Tile(*values)
-
-        def run(_: int, tile: Any = tile) -> None:
-            with patch.object(moe, "choose_tile", lambda *_: tile):
-                moe.moe(x, gate_up, down, ids, weights)
-
-        if _fits(*values):
-            candidates.append(Candidate(_tile_name(tile), False, partial(_calls, run, [0]), False))
-    return candidates
-
-
 def table(measurements: dict[str, Any]) -> str:
     """A line for each case."""
     lines = [f"{'':32}{'best us':>10}{'ours/best':>10}  best; ours"]
@@ -314,18 +207,6 @@ def _steps(
 
 def _calls(run: Callable[[Any], Any], sets: list[Any]) -> list[Callable[[], Any]]:
     return [partial(run, s) for s in sets]
-
-
-def _fits(block_t: int, block_o: int, block_i: int, _warps: int, stages: int) -> bool:
-    """Roughly: tiles of both operands in shared memory, sums in registers."""
-    return (
-        2 * stages * block_i * (block_t + 2 * block_o) <= 220 * 1024
-        and block_t * block_o <= 128 * 128
-    )
-
-
-def _tile_name(tile: Any) -> str:
-    return f"{tile.block_t}x{tile.block_o}x{tile.block_i}, {_depth(tile)}"
 
 
 def _depth(tile: Any) -> str:

@@ -18,7 +18,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run_driver(tmp_path: Path) -> Run:
-    """Runs subcommands; reports go to tmp_path."""
+    """Runs a subcommand; reports go to tmp_path."""
 
     def run(
         *flags: str, env: dict[str, str] | None = None, check: bool = True

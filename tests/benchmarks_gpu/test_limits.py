@@ -38,6 +38,14 @@ def test_a_decode_step_reads_weights_and_kv(
     assert 1e3 * least_s == pytest.approx(milliseconds, rel=0.005)
 
 
+def test_weights_and_caches_of_a_byte_are_read_in_half_the_time() -> None:
+    plain, weights, cache = (
+        LARGE.decode_step_s(32, 32 * 1024, ASSUMED_RATES, weight_bytes, kv_bytes)
+        for weight_bytes, kv_bytes in ((2, 2), (1, 2), (2, 1))
+    )
+    assert (plain - weights) + (plain - cache) == pytest.approx(plain / 2)
+
+
 @pytest.mark.parametrize(
     ("model", "length", "tokens_per_s"),
     [("qwen3-0.6b", 1024, 791e3), ("qwen3-0.6b", 4096, 585e3), ("qwen3-8b", 1024, 55.7e3),

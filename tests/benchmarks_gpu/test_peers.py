@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from benchmarks.gpu import fa3
 from benchmarks.peer_process import PeerCommand, PeerError, PeerProcess
+from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.torch_backend import TorchKernels
 from tests.kernels.paged_case import PagedCase
 
 pytestmark = pytest.mark.campaign
@@ -24,6 +29,7 @@ def load_model(model, folder):
 """
 FAKE_NANO_VLLM = """
 import os
+import sys
 from dataclasses import dataclass
 import torch
 from transformers import AutoTokenizer
@@ -44,8 +50,8 @@ class LLM:
         model_runner.load_model(model, folder)
         assert model.weight.isfinite().all()
         assert AutoTokenizer.from_pretrained(folder, use_fast=True).eos_token_id == 1
-        assert os.environ["NANOCORE_STAND_IN_ATTENTION"] == "triton"
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+        assert os.environ["NANOCORE_GPU_BENCHMARK_CARRIED"]
+        assert any(path.endswith("stand_ins/nano_vllm") for path in sys.path)
 
     def generate(self, prompts, params, use_tqdm):
         return [{"text": "", "token_ids": [1] * p.max_tokens} for p in params]
@@ -86,6 +92,7 @@ def carry_fakes(folder: Path) -> None:
     (package / "__init__.py").write_text(FAKE_NANO_VLLM)
     (package / "engine" / "__init__.py").write_text("")
     (package / "engine" / "model_runner.py").write_text(FAKE_MODEL_RUNNER)
+    (folder / "fa3.so.xz").write_bytes(b"")
     (folder / "vllm-site" / "vllm").mkdir(parents=True)
     (folder / "vllm-site" / "vllm" / "__init__.py").write_text(FAKE_VLLM)
 
@@ -95,13 +102,11 @@ def test_peers_that_were_carried_take_turns_with_ours(
 ) -> None:
     carried = tmp_path / "carried"
     carry_fakes(carried)
-    run_driver("peers", "--carried", str(carried), "--only", "tiny/nano-vllm,tiny/vllm")
+    run_driver("peers", "--carried", str(carried), "--only", "nano-vllm, FA3/tiny,vllm, FA3/tiny")
     found = report("peers")
     assert found["errors"] == {}
-    assert found["skipped"] == {"tiny/nano-vllm, FA3": "not carried: fa3.so.xz"}
-    for name in ("tiny/nano-vllm, our attention", "tiny/vllm, FA3", "tiny/vllm, Triton"):
-        figures = found["measurements"][name]
-        peer = name.removeprefix("tiny/")
+    for peer in ("nano-vllm, FA3", "vllm, FA3"):
+        figures = found["measurements"][f"{peer}/tiny"]
         assert figures["engines"].keys() == {"nanocore", peer}
         assert len(figures["times_slower_than_ours"]["values"]) == 2
         assert all(e["output_tokens_per_s"]["min"] > 0 for e in figures["engines"].values())
@@ -113,11 +118,11 @@ def test_a_peer_that_fails_costs_only_itself(
     carried = tmp_path / "carried"
     (carried / "vllm-site" / "vllm").mkdir(parents=True)
     (carried / "vllm-site" / "vllm" / "__init__.py").write_text("raise RuntimeError('no device')")
-    run_driver("peers", "--carried", str(carried), "--only", "tiny/vllm,tiny/nano")
+    run_driver("peers", "--carried", str(carried), "--only", "vllm, FA3/tiny,nano-vllm")
     found = report("peers")
-    assert "no device" in found["errors"]["tiny/vllm, FA3"]
-    assert all(reason.startswith("not carried") for reason in found["skipped"].values())
-    assert "tiny/nano-vllm, our attention" in found["skipped"]
+    assert "no device" in found["errors"]["vllm, FA3/tiny"]
+    assert set(found["skipped"].values()) == {"not carried: nano-vllm, fa3.so.xz"}
+    assert "nano-vllm, FA3/tiny" in found["skipped"]
 
 
 def test_a_peer_that_does_not_answer_is_ended(tmp_path: Path) -> None:
@@ -128,8 +133,42 @@ def test_a_peer_that_does_not_answer_is_ended(tmp_path: Path) -> None:
         peer._process.kill()
 
 
+def attend(
+    q_THD: Tensor, k: Tensor, v: Tensor, query_start_A: Tensor, max_query: int, max_context: int,
+    *, scale: float, seq_lens_B: Tensor | None = None, block_table_BM: Tensor | None = None,
+    key_start_A: Tensor | None = None, num_splits: int = 0,
+) -> Tensor:  # fmt: skip
+    """What FlashAttention 3 computes, by our reference; of its arguments those that count."""
+    starts = query_start_A.tolist()
+    if key_start_A is not None:  # as a cache in which each prompt is a block
+        lengths = key_start_A.diff().to(torch.int32)
+        pages = [torch.zeros(len(lengths), 32, *x.shape[1:]) for x in (k, v)]
+        for row, (begin, end) in enumerate(pairwise(key_start_A.tolist())):
+            pages[0][row, : end - begin], pages[1][row, : end - begin] = k[begin:end], v[begin:end]
+        (k, v), seq_lens_B = pages, lengths
+        block_table_BM = torch.arange(len(lengths), dtype=torch.int32)[:, None]
+    assert seq_lens_B is not None
+    assert block_table_BM is not None
+    counts = query_start_A.diff().tolist()
+    assert max_query == max(counts)
+    assert max_context >= int(seq_lens_B.max())
+    num_decodes = len(counts) if max_query == 1 else 0
+    empty = torch.empty(0, dtype=torch.int64)
+    metadata = AttentionMetadata(
+        num_decodes=num_decodes, query_start=starts, seq_lens=seq_lens_B.tolist(),
+        num_decodes_1=torch.tensor([num_decodes], dtype=torch.int32),
+        query_start_A=query_start_A, seq_lens_B=seq_lens_B, block_table_BM=block_table_BM,
+        positions_T=empty, slot_mapping_T=empty,
+    )  # fmt: skip
+    kernels = TorchKernels()
+    return kernels.paged_attention(q_THD, KVCache(k, v), metadata, AttentionSpec(scale=scale))
+
+
 def test_the_stand_in_attends_as_flash_attn_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts with K and V of their own and from the cache, and decodes from the cache."""
+    monkeypatch.setenv(fa3.FOLDER_VARIABLE, "carried")
+    monkeypatch.setattr(fa3, "load", lambda _: True)
+    monkeypatch.setattr(fa3, "attention", attend)
     stand_ins = Path(__file__).parents[2] / "benchmarks" / "gpu" / "stand_ins" / "nano_vllm"
     monkeypatch.syspath_prepend(str(stand_ins))
     import flash_attn

@@ -20,4 +20,5 @@ def driver_parser() -> argparse.ArgumentParser:
     parser.add_argument("--carried", type=Path)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--attention")
+    parser.add_argument("--enforce-eager", action="store_true", help="ours: without graphs")
     return parser

@@ -1,4 +1,4 @@
-"""nano-vllm behind the line protocol, from its source, with random weights and our `flash_attn`.
+"""nano-vllm behind the line protocol, from its source, with random weights and FlashAttention 3.
 
 Its repository is carried; stand_ins/flash_attn takes the place of a package that has no wheel for
 this torch. nano-vllm reads weights from files, which would be gigabytes of random numbers: its
@@ -12,7 +12,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -25,14 +25,11 @@ from benchmarks.gpu.peers.arguments import (
 from benchmarks.gpu.workload import TEMPERATURE
 from benchmarks.peers.line_protocol import Requests, claim_stdout, describe_run, serve
 
-_ATTENTION_VARIABLE: Final = "NANOCORE_STAND_IN_ATTENTION"
-
 
 def main() -> None:
     """Start the engine and serve."""
     arguments = driver_parser().parse_args()
     answers = claim_stdout()
-    os.environ[_ATTENTION_VARIABLE] = arguments.attention
     os.environ[fa3.FOLDER_VARIABLE] = str(arguments.carried or "")
     write_tokenizer(arguments.model)
     engine = _start(arguments.model, arguments.memory_share)

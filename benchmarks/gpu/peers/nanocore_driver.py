@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import fa3
-from benchmarks.gpu.offline_report import engine_settings, generate
+from benchmarks.gpu.engine import common_settings
+from benchmarks.gpu.offline import generate
 from benchmarks.gpu.peers.arguments import driver_parser
-from benchmarks.gpu.session import Session, describe_versions
+from benchmarks.gpu.session import PACKAGES, Session
 from benchmarks.gpu.workload import Workload
+from benchmarks.machine import describe_versions
 from benchmarks.peers.line_protocol import Requests, claim_stdout, describe_run, serve
 from nanocore.client import LLM
 
@@ -22,10 +22,7 @@ def main() -> None:
     arguments = driver_parser().parse_args()
     answers = claim_stdout()
     session = Session(out=Path(), device=torch.device(arguments.device), small=arguments.small)
-    settings = engine_settings(session)
-    if arguments.attention:
-        settings["attention_backend"] = arguments.attention
-        os.environ[fa3.FOLDER_VARIABLE] = str(arguments.carried or "")  # the engine inherits it
+    settings = common_settings(session) | {"enforce_eager": arguments.enforce_eager}
     if session.on_gpu:
         settings["gpu_memory_utilization"] = arguments.memory_share
     with LLM(arguments.model, **settings) as llm:
@@ -35,7 +32,13 @@ def main() -> None:
             wall_s, tokens = generate(llm, workload)
             return describe_run(wall_s, [], [], tokens)
 
-        serve(answers, run, versions=describe_versions(), settings=settings, may_be_stopped=False)
+        serve(
+            answers,
+            run,
+            versions=describe_versions(PACKAGES),
+            settings=settings,
+            may_be_stopped=False,
+        )
 
 
 if __name__ == "__main__":
