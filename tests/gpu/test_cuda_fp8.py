@@ -50,8 +50,10 @@ def test_a_layer_is_that_of_the_reference(rows: int, outs: int, ins: int, has_bi
 def test_a_graph_replays_it_on_other_numbers() -> None:
     kernels, x = TritonKernels(torch.device("cuda", 0)), draw(40, 1024)
     weight = kernels.pack_linear(draw(6144, 1024), "fp8")
+    recorder = CudaGraphRecorder()
+    recorder.begin_set()
     with torch.inference_mode():
-        result, replay = CudaGraphRecorder().record(lambda: kernels.gated_linear(x, weight))
+        result, replay = recorder.record(lambda: kernels.gated_linear(x, weight))
         x.copy_(draw(41, 1024)[1:] * 3)
         x[7] = torch.nan
         replay()

@@ -1,0 +1,245 @@
+"""On a CUDA device: each Triton kernel in bfloat16, as it is compiled there, beside the reference.
+
+The reference is torch's backend, on the same device and in float32. To be run with
+TRITON_INTERPRET=0, see `tests/conftest.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanocore.kernels.backend import Filters, KVCache, Noise, QKNorm, Rotary
+from nanocore.kernels.gumbel_noise import gumbel_noise
+from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch_moe import Routing, SharedExpert
+from nanocore.kernels.triton.attention import paged_attention
+from nanocore.kernels.triton.triton_backend import TritonKernels
+from tests.kernels.triton.paged_step import Heads, PagedStep, draw_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "0", reason="Triton interprets"),
+]
+
+DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
+REFERENCE = TorchKernels()
+MAX_ERROR = 0.02
+"""Of the norm: operands and results are rounded to 8 bits, and so is what is between."""
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "batch-invariant"])
+def kernels(request: pytest.FixtureRequest) -> TritonKernels:
+    return TritonKernels(DEVICE, request.param)
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype or DTYPE)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert error < MAX_ERROR, float(error)
+
+
+def there(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """A tensor, or all in a dataclass, on the device; floats in this dtype."""
+    if isinstance(value, Tensor):
+        return value.to(DEVICE, dtype if dtype and value.dtype == torch.float32 else None)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{f.name: there(getattr(value, f.name), dtype) for f in fields(value) if f.init}
+        )
+    return value
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("size", [128, 1024, 2304, 16384])
+def test_norms(kernels: TritonKernels, rows: int, size: int) -> None:
+    x, y, weight = draw(rows, size), draw(rows, size, seed=1), draw(size, seed=2)
+    close(kernels.rms_norm(x, weight, 1e-6), REFERENCE.rms_norm(x.float(), weight.float(), 1e-6))
+    expected, sums = REFERENCE.add_rms_norm(x.float(), y.float(), weight.float(), 1e-6)
+    index = torch.tensor([rows - 1, 0, 0], device=DEVICE)
+    close(kernels.select_add_rms_norm(x, y, index, weight, 1e-6), expected[index])
+    for actual, wanted in zip(
+        kernels.add_rms_norm(x, y, weight, 1e-6), (expected, sums), strict=True
+    ):
+        close(actual, wanted)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 48, 64, 65, 300])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(("outs", "ins"), [(1024, 1024), (6144, 1024), (24576, 4096), (2880, 896)])
+def test_products(
+    kernels: TritonKernels, rows: int, quantization: str | None, outs: int, ins: int
+) -> None:
+    x, bias = draw(rows, ins), draw(outs)
+    weight = kernels.pack_linear(draw(outs, ins, seed=1) * ins**-0.5, quantization)
+    exact = replace(weight, data=weight.data.float()) if quantization is None else weight
+    expected = REFERENCE.linear(x.float(), exact, bias.float())
+    close(kernels.linear(x, weight, bias), expected)
+    close(kernels.logits(x, weight), REFERENCE.logits(x.float(), exact))
+    gated = REFERENCE.gated_linear(x.float(), exact, bias.float(), "gelu")
+    close(kernels.gated_linear(x, weight, bias, "gelu"), gated)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 900])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_experts(kernels: TritonKernels, rows: int, has_shared: bool) -> None:
+    x, gate_up, down = draw(rows, 512), draw(60, 512, 512) * 0.05, draw(60, 512, 256) * 0.05
+    # Of logits in bfloat16 some would be equal, and experts then chosen otherwise.
+    routing = Routing(draw(rows, 60, seed=3, dtype=torch.float32), 4, is_normalized=True)
+    gate, out, ours, theirs = draw(rows, 1), draw(rows, 512, seed=5), None, None
+    if has_shared:
+        ours, theirs = SharedExpert(gate, out), SharedExpert(gate.float(), out.float())
+    expected = REFERENCE.moe(x.float(), gate_up.float(), down.float(), routing, theirs)
+    close(kernels.moe(x, gate_up, down, routing, ours), expected)
+
+
+def steps() -> dict[str, PagedStep]:
+    """One long context among many, short chunks over long ones, windows, odd heads, padding."""
+    wide, grouped, odd = Heads(16, 8, 128), Heads(32, 4, 64), Heads(10, 2, 96)
+    large = Heads(8, 4, 256)
+    return {
+        "decodes": draw_step(wide, [1, 70, 300, 9, 64], block_size=64),
+        "one long": draw_step(wide, [9000] + [40] * 70, block_size=64),
+        "chunks": draw_step(wide, [], [(200, 200), (333, 77), (64, 1)], block_size=16),
+        "a short chunk": draw_step(grouped, [50] * 9, [(6000, 20)], block_size=64),
+        "window": draw_step(grouped, [700, 30], [(900, 300)], window=256, block_size=64),
+        "softcap": draw_step(large, [700, 30], [(400, 300)], softcap=30.0, block_size=32),
+        "odd": draw_step(odd, [77, 500], [(130, 60)], block_size=16, num_padding=3),
+    }
+
+
+STEPS = steps() if torch.cuda.is_available() else {}
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "name", ["decodes", "one long", "chunks", "a short chunk", "window", "softcap", "odd"]
+)
+def test_attention(kernels: TritonKernels, name: str, kv_cache: str) -> None:
+    if kv_cache == "fp8" and torch.cuda.get_device_capability(DEVICE) < (8, 9):
+        pytest.skip("no fp8")
+    step = replace(STEPS[name], kv_cache=kv_cache)
+    cache = there(step.cache, DTYPE if kv_cache == "auto" else None)
+    actual = paged_attention(
+        there(step.q_THD(), DTYPE), cache, there(step.metadata), step.spec,
+        num_sms=kernels._num_sms, batch_invariant=kernels._batch_invariant,
+    )  # fmt: skip
+    close(actual, step.expected().to(DEVICE))
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(("head_dim", "has_norm"), [(128, True), (64, False), (256, True)])
+def test_rope_and_kv_store(
+    kernels: TritonKernels, kv_cache: str, head_dim: int, has_norm: bool
+) -> None:
+    if kv_cache == "fp8" and torch.cuda.get_device_capability(DEVICE) < (8, 9):
+        pytest.skip("no fp8")
+    stored, shape = kv_cache_format(kv_cache, DTYPE, DEVICE.type), (6, 16, 4)
+
+    def empty() -> KVCache:
+        k, v = (torch.zeros(*shape, head_dim, dtype=stored.dtype, device=DEVICE) for _ in "kv")
+        if stored.scale_dtype is None:
+            return KVCache(k, v)
+        return KVCache(
+            k, v, *(torch.zeros(shape, dtype=stored.scale_dtype, device=DEVICE) for _ in "kv")
+        )
+
+    step = draw_step(Heads(8, 4, head_dim), [], [(40, 37)])
+    metadata = there(
+        replace(
+            step.metadata,
+            positions_T=torch.arange(37),
+            slot_mapping_T=torch.randperm(96)[:37].index_fill(0, torch.tensor([5]), -1),
+        )
+    )
+    norm = QKNorm(draw(head_dim), draw(head_dim, seed=1), 1e-6) if has_norm else None
+    angles = draw(40, head_dim // 2, dtype=torch.float32)
+    rotary = Rotary(angles.cos().to(DTYPE), angles.sin().to(DTYPE))
+    qkv, ours, theirs = draw(37, 16 * head_dim), empty(), empty()
+    expected = REFERENCE.rope_and_store_kv(qkv.clone(), 8, norm, rotary, theirs, metadata)
+    close(kernels.rope_and_store_kv(qkv, 8, norm, rotary, ours, metadata), expected)
+    for name in ("k", "v"):
+        pair = [getattr(cache, f"{name}_NSKD").float() for cache in (ours, theirs)]
+        if stored.scale_dtype is not None:
+            pair = [
+                values * getattr(cache, f"{name}_scale_NSK")[..., None].float()
+                for values, cache in zip(pair, (ours, theirs), strict=True)
+            ]
+        close(*pair)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_what_is_before_the_layers(kernels: TritonKernels, quantization: str | None) -> None:
+    def ints(*shape: int, limit: int) -> Tensor:
+        return torch.randint(limit, shape, generator=torch.Generator().manual_seed(limit))
+
+    rows = there(
+        StepRows(
+            token_table=ints(9, 5000, limit=700).int(), block_table=ints(9, 3000, limit=999).int(),
+            block_size=64, rows_T=ints(20, limit=9), positions_T=ints(20, limit=5000),
+            rows_B=torch.tensor([4, 0, 7]), seq_lens_B=torch.tensor([192000, 64 * 1500, 1]).int(),
+            block_rows_W=torch.tensor([4, 0, 2]), block_columns_W=torch.tensor([2999, 1499, 3]),
+            block_ids_W=torch.tensor([5, 6, 7]).int(),
+        )
+    )  # fmt: skip
+    packed = REFERENCE.pack_linear(draw(512, 1536), quantization)
+    embedding = TokenEmbedding(packed, 100, 1.5, DTYPE)
+    ours, theirs = rows, replace(rows, block_table=rows.block_table.clone())
+    (table, x), (expected_table, expected_x) = (
+        k.begin_step(r, embedding) for k, r in ((kernels, ours), (REFERENCE, theirs))
+    )
+    assert x is not None
+    assert expected_x is not None
+    torch.testing.assert_close(x, expected_x)
+    assert torch.equal(ours.block_table, theirs.block_table)
+    for row, num_blocks in enumerate((3000, 1500, 1)):
+        assert torch.equal(table[row, :num_blocks], expected_table[row, :num_blocks])
+
+
+@pytest.mark.parametrize("scale", [0.05, 8.0])
+def test_sampling(kernels: TritonKernels, scale: float) -> None:
+    num_rows, vocab_size = 64, 151_936
+    logits = draw(num_rows, vocab_size, dtype=torch.float32) * scale
+    rows = torch.arange(num_rows, device=DEVICE)
+    heat = 0.5 + (rows % 3).float()
+    noise = Noise(heat, rows * 7, rows + 1000)
+    filters = Filters(
+        torch.where(rows % 2 == 0, 50, vocab_size).int(),
+        torch.where(rows % 3 == 0, 0.9, 1.0),
+        torch.where(rows % 5 == 0, 0.02, 0.0),
+    )
+    greedy = replace(noise, temperature_R=heat * 0)
+    assert torch.equal(kernels.best_token(logits, 0, greedy)[1], logits.argmax(1))
+    table = torch.zeros(num_rows, 4, dtype=torch.int32, device=DEVICE)
+    places = TokenPlaces(table, rows, rows % 4)
+    _, plain = kernels.best_token(logits, 0, noise, places)
+    assert torch.equal(table[rows, rows % 4].long(), plain)
+    everything = torch.arange(vocab_size, device=DEVICE)
+    noisy = logits / heat[:, None] + gumbel_noise(noise.seed_R, noise.position_R, everything)
+    best = noisy.amax(1)
+    # Logarithms are rounded otherwise: a token may be another one, of as much.
+    torch.testing.assert_close(noisy.gather(1, plain[:, None])[:, 0], best, rtol=1e-5, atol=1e-4)
+    _, filtered = kernels.best_filtered_token(logits, noise, filters)
+    _, expected = REFERENCE.best_filtered_token(logits, noise, filters)
+    assert (filtered != expected).sum() <= 2  # where rounding decides
