@@ -134,14 +134,12 @@ def _store_zeros(numbers, begin, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr)
 )
 def attention_plan_kernel(
     query_start, seq_lens, num_decodes, parts, merges,
-    num_seqs, num_shares, min_tiles, max_parts, max_merges,
-    QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    num_seqs, num_shares, min_tiles, max_parts, max_merges, QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """parts: [max_parts, PART], those of items that are split first, for they take longest; then
-    none; then whole items, the last of which, with the most keys of a chunk, come first.
+    none; then whole items, of which the last, with the most keys of a chunk, come first.
     merges: [max_merges, MERGE], None if num_shares is 1.
-
     QUERIES: tokens of an item of chunks; 0: of decodes. num_decodes: how many sequences are; None:
     all are chunks. Grid: one program, for whom even a thousand sequences are one or two blocks.
     """

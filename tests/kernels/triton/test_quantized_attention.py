@@ -22,18 +22,18 @@ ROUNDING = 2.0**-11
 """Of float16's weights, relative to the largest result; bfloat16's is eight times that."""
 
 
-def run(step: PagedStep, dtype: torch.dtype = torch.bfloat16, num_splits: int = 3) -> Tensor:
-    """By the kernel of decodes and that of chunks, in float32."""
+def run(step: PagedStep, dtype: torch.dtype = torch.bfloat16, num_shares: int = 3) -> Tensor:
+    """By the kernel of decodes, in parts, and that of chunks, in float32."""
     q_THD = step.q_THD().to(dtype)
     out_THD = torch.full(q_THD.shape, torch.nan)
     if step.num_decodes:
         decode_attention(
             q_THD, step.cache, step.metadata, step.spec, out_THD,
-            DecodeTiles(TILE, num_warps=4, num_stages=2), num_splits,
+            DecodeTiles(TILE, num_warps=4, num_stages=2), num_shares,
         )  # fmt: skip
     prefill_attention(
         q_THD, step.cache, step.metadata, step.spec, out_THD,
-        PrefillTiles(32, TILE, num_warps=4, num_stages=2),
+        PrefillTiles(32, TILE, num_warps=4, num_stages=2), 1,
         max_tokens=len(q_THD), max_seqs=len(step.pieces), has_decodes=False,
     )  # fmt: skip
     return out_THD

@@ -184,10 +184,10 @@ def count_decode_step(
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_outside_its_layers_a_decode_step_launches_five_kernels(
+def test_outside_its_layers_a_decode_step_launches_six_kernels(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
 ) -> None:
-    """One before them; then the norm of the rows that sample, their logits, and their tokens."""
+    """One before them, and attention's plan for all; then the last norm, the logits, their tokens."""
     engine = Engine(model, 1, kernels=TritonKernels(CPU, batch_invariant))
     for handle, wish in enumerate(make_wishes(6, 5, max_tokens=9)):
         engine.scheduler.add(wish.request(handle))
@@ -195,8 +195,8 @@ def test_outside_its_layers_a_decode_step_launches_five_kernels(
     two, one = (count_decode_step(engine, monkeypatch, n) for n in (2, 1))
     product = "linear_kernel" if batch_invariant else "linear"
     assert one - (two - one) == Counter(
-        ["begin_step_kernel", "rms_norm_kernel", product, "best_of_part_kernel",
-         "best_of_parts_kernel"]
+        ["begin_step_kernel", "attention_plan_kernel", "rms_norm_kernel", product,
+         "best_of_part_kernel", "best_of_parts_kernel"]
     )  # fmt: skip
 
 
