@@ -186,8 +186,8 @@ def test_chunking_changes_no_bit_of_a_prompt(chunks: list[int], window: int) -> 
 
 
 @pytest.mark.usefixtures("products_in_order")
-@pytest.mark.parametrize("window", [0, 21])
-@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+@pytest.mark.parametrize("window", [0, pytest.param(21, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kv_cache", ["auto", pytest.param("int8", marks=pytest.mark.campaign)])
 def test_batch_invariance_of_every_bit(window: int, kv_cache: str) -> None:
     """A token alone, decoded beside others, within a chunk, and in a captured step's padding."""
     sequence, spec = Sequence.draw(53, HEADS), HEADS.spec(window)

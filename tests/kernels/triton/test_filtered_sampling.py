@@ -22,7 +22,11 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=[4096, 24], ids=["gathered", "often too many to gather"], autouse=True)
+@pytest.fixture(
+    params=[4096, pytest.param(24, marks=pytest.mark.campaign)],
+    ids=["gathered", "often too many to gather"],
+    autouse=True,
+)
 def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs for each row of a small vocabulary."""
     monkeypatch.setattr(filtered_sampling, "_PART", 128)

@@ -106,6 +106,7 @@ def test_models_of_float16_with_small_and_large_values(kv_cache: str, v: float) 
 
 
 @pytest.mark.usefixtures("products_in_order")
+@pytest.mark.campaign
 @pytest.mark.parametrize("chunks", [[16, 32], [7, 9, 30, 2]], ids=str)
 @pytest.mark.parametrize("window", [0, 21])
 def test_chunking_changes_no_bit_whatever_follows_in_a_tile(chunks: list[int], window: int) -> None:

@@ -128,7 +128,11 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 @pytest.mark.parametrize(
     ("can_split", "is_large", "num_launches"),
-    [(False, False, 8), (True, False, 9), (True, True, 10)],
+    [
+        pytest.param(False, False, 8, marks=pytest.mark.campaign),
+        (True, False, 9),
+        pytest.param(True, True, 10, marks=pytest.mark.campaign),
+    ],
 )
 def test_a_decode_step_launches_few_kernels_a_layer_and_one_plan(
     model: DecoderModel,
@@ -183,11 +187,11 @@ def count_decode_step(
     return Counter(names)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_outside_its_layers_a_decode_step_launches_six_kernels(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
 ) -> None:
-    """One before them, and attention's plan for all; then the last norm, the logits, their tokens."""
+    """One before them and attention's plan; then the last norm, the logits and their tokens."""
     engine = Engine(model, 1, kernels=TritonKernels(CPU, batch_invariant))
     for handle, wish in enumerate(make_wishes(6, 5, max_tokens=9)):
         engine.scheduler.add(wish.request(handle))
@@ -200,6 +204,7 @@ def test_outside_its_layers_a_decode_step_launches_six_kernels(
     )  # fmt: skip
 
 
+@pytest.mark.campaign
 def test_experts_are_routed_and_laid_out_by_a_kernel_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
