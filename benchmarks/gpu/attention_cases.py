@@ -119,7 +119,7 @@ def make_step(
         start += width
     shape = num_blocks, BLOCK_SIZE, heads.num_kv, heads.size
     cache = KVCache(draw.normal(*shape), draw.normal(*shape))
-    form = kv_cache_format(kv, dtype)
+    form = kv_cache_format(kv, dtype, "cuda")
     if form.scale_dtype is not None:
         (k, k_scale), (v, v_scale) = (
             quantize(x, form.dtype, form.scale_dtype) for x in (cache.k_NSKD, cache.v_NSKD)
@@ -170,7 +170,7 @@ def _case(
     pairs = sum(
         min(p + 1, seen) for context, count in seqs for p in range(context - count, context)
     )
-    key_bytes = heads.num_kv * kv_cache_format(kv, dtype).bytes_per_head(heads.size)
+    key_bytes = heads.num_kv * kv_cache_format(kv, dtype, "cuda").bytes_per_head(heads.size)
     others: dict[str, Callable[[Step], Callable[[], Tensor]]] = {}
     if kv == "auto" and session.on_gpu and _has_fa3(session.carried):
         others["fa3"] = _with_fa3

@@ -112,9 +112,11 @@ class Product:
         return cls(draw.normal(rows, num_in), packed, kernels)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight as a lookup of all its rows finds it, whatever its layout."""
-        ids = torch.arange(self.weight.out_features, device=self.x.device)
-        return self.kernels.embedding(ids, self.weight, 0, 1.0, dtype)
+        """The weight as it is multiplied; backends on CUDA keep it row by row."""
+        weight_OI = self.weight.data.to(dtype)
+        if self.weight.scale_O is None:
+            return weight_OI
+        return (weight_OI.float() * self.weight.scale_O[:, None]).to(dtype)
 
 
 def _head(session: Session, model: Model, rows: int, dtype: torch.dtype) -> KernelCase:
