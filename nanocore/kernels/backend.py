@@ -45,7 +45,7 @@ class AttentionMetadata:
 
     In a step that a graph replays, what is on the device is that step's, and what is on the host is
     what it was at capture, an upper bound: num_decodes sequences may be decodes, and any sequence
-    may be a chunk if query_start[-1] is above num_decodes.
+    may be a chunk if query_start[num_decodes] is above num_decodes, as it never is otherwise.
 
     scratch: what a backend worked out of all this for one layer, for it to find in the next. So an
     instance serves one step, or one capture of a graph.

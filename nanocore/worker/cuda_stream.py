@@ -89,6 +89,7 @@ class CudaGraphRecorder:
         graph = torch.cuda.CUDAGraph()
         # Not `torch.cuda.graph`, which looks through the whole heap for garbage each time. None may
         # be found during a capture either: what it frees could call what a capture forbids.
+        collects = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.stream(self._stream):
@@ -104,7 +105,8 @@ class CudaGraphRecorder:
                     raise
                 graph.capture_end()
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
         self.last_bytes = max(0, free_bytes - torch.cuda.mem_get_info()[0])
         return _borrowed(result), graph.replay
 

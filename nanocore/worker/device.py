@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from nanocore.kernels.backend import Kernels
+from nanocore.kernels.cpu.cpu_backend import NATIVE_MULTIPLE
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
 from nanocore.kernels.selection import select_kernels
 from nanocore.protocol.errors import ConfigError, ModelFileError, is_out_of_memory, shorten
@@ -146,6 +147,31 @@ def make_kernels(config: WorkerConfig, device: torch.device) -> Kernels:
             f"{kernels.block_multiple}; leave it out, or choose another --attention-backend"
         )
     return kernels
+
+
+def check_batch_invariance(config: WorkerConfig, model: ModelConfig, kernels: Kernels) -> None:
+    """Check that --batch-invariant can be kept: what a CPU has no kernel for, torch computes.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not config.batch_invariant or kernels.name != "cpu":
+        return
+    block_size, head_dim = config.block_size, model.head_dim
+    causes = {
+        "experts": model.moe is not None,
+        f"--kv-cache-dtype {config.kv_cache_dtype}": config.kv_cache_dtype != "auto",
+        f"heads of {head_dim} values": head_dim % NATIVE_MULTIPLE != 0,
+        f"--block-size {block_size}": block_size % NATIVE_MULTIPLE != 0,
+    }
+    found = [cause for cause, is_there in causes.items() if is_there]
+    if found:
+        raise ConfigError(
+            f"--batch-invariant: with {' and '.join(found)} part of the model is computed by torch "
+            "on a CPU, whose results depend on the batch; leave it out, or use a plain KV cache in "
+            f"blocks of {NATIVE_MULTIPLE} tokens, and a model without experts whose heads are "
+            f"multiples of {NATIVE_MULTIPLE}"
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from nanocore.protocol.worker import WorkerConfig, WorkerInfo
 from nanocore.worker.checked_model import check_files, check_memory, loaded_bytes, read_model
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device import (
+    check_batch_invariance,
     check_quantization,
     dtype_name,
     make_kernels,
@@ -54,6 +55,7 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     model_config, dtype = read_model(config, device)
     kernels = make_kernels(config, device)
     check_quantization(config.quantization, kernels, dtype, device)
+    check_batch_invariance(config, model_config, kernels)
     models = [_build(config, model_config, dtype, rank) for rank in range(config.num_ranks)]
     check_files(config, models[0])
     check_memory(config, {rank: loaded_bytes(model) for rank, model in enumerate(models)})

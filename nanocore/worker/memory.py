@@ -62,6 +62,7 @@ def cuda_kv_bytes(
     Raises:
         CacheMemoryError: the share is used up already.
     """
+    torch.cuda.empty_cache()  # what loading has left would hide what graphs keep
     torch.cuda.reset_peak_memory_stats(device)
     reserved_bytes = torch.cuda.memory_reserved(device)
     later_bytes = run_largest_step()

@@ -18,6 +18,7 @@ from nanocore.worker.checked_model import check_files, check_memory, loaded_byte
 from nanocore.worker.communication.links import RankLinks, connect
 from nanocore.worker.cuda_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.device import (
+    check_batch_invariance,
     check_quantization,
     dtype_name,
     make_kernels,
@@ -65,6 +66,7 @@ class Worker:
         )
         self._kernels = make_kernels(config, device)
         check_quantization(config.quantization, self._kernels, dtype, device)
+        check_batch_invariance(config, model_config, self._kernels)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
         check_files(config, outline)

@@ -50,14 +50,14 @@ def kernels() -> TritonKernels:
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(DEVICE, dtype or DTYPE)
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype or DTYPE)
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
+def close(actual: Tensor, expected: Tensor, max_error: float = MAX_ERROR) -> None:
     assert actual.shape == expected.shape
     error = (actual.double() - expected.double()).norm() / expected.double().norm()
-    assert error < MAX_ERROR, float(error)
+    assert error < max_error, float(error)
 
 
 def there(value: Any, dtype: torch.dtype | None = None) -> Any:
@@ -209,7 +209,8 @@ def test_rope_and_kv_store(
                 values * getattr(cache, f"{name}_scale_NSK")[..., None].float()
                 for values, cache in zip(pair, (ours, theirs), strict=True)
             ]
-        close(*pair)
+        # What is rounded once more before may be a neighbouring number of fp8, an eighth away.
+        close(*pair, max_error=0.05 if kv_cache == "fp8" else MAX_ERROR)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,17 +26,22 @@ from nanocore.kernels.backend import Kernels
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.plan import SchedulerOutput
 from nanocore.protocol.worker import Quantization
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.dry_run import dry_run
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
+from nanocore.worker.worker import Worker
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.kernels.cpu_case import runnable_libraries
+from tests.model_families import BUILDERS
 from tests.tiny_models import MAX_MODEL_LEN, make_tiny_qwen3
+from tests.worker.configs import make_worker_config
 from tests.worker.running import record_logits, record_steps
 
 BLOCK_SIZE = 16
@@ -265,3 +271,28 @@ def test_torch_differs_in_this_comparison(folders: Callable[[torch.dtype], Path]
     engine = Engine(folders(torch.bfloat16), TorchKernels(), torch.bfloat16, None)
     assert num_different(engine.run(Setting()), engine.alone()) > 10
     assert num_different(engine.run(Setting(at_once=1)), engine.alone()) == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "words"),
+    [
+        ("qwen3_moe", {}, "with experts and heads of 24 values part"),
+        ("qwen3", {"kv_cache_dtype": "int8"}, "with --kv-cache-dtype int8 part"),
+        ("qwen3", {"block_size": 24}, "with --block-size 24 part"),
+        ("narrow", {}, "with heads of 24 values part"),
+    ],
+)
+def test_what_torch_computes_for_them_is_refused_where_it_is_promised(
+    tmp_path: Path, family: str, flags: dict[str, Any], words: str
+) -> None:
+    """By an engine that would start, and by --check."""
+    if family == "qwen3_moe":
+        folder = BUILDERS[family](tmp_path)
+    else:
+        folder = make_tiny_qwen3(tmp_path, head_dim=24 if family == "narrow" else 16)
+    config = make_worker_config(
+        folder=str(folder), load_format="auto", batch_invariant=True, **flags
+    )
+    for start in (Worker, dry_run):
+        with pytest.raises(ConfigError, match=words):
+            start(config)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanocore.kernels import gumbel_noise
 from nanocore.kernels.backend import Filters, Kernels, Noise
+from nanocore.kernels.selection import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling.candidates import logits_of, make_candidates, token_ids_of
@@ -121,6 +122,16 @@ def test_equal_logits_on_different_ranks_go_to_the_smallest_ids() -> None:
     assert sample_split(logits, metadata, 3).tolist() == [5, 5, 5]
     logits[:, 5] = -0.0
     assert sample_split(logits, metadata, 3).tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_column_for_each_rank_is_a_row_for_the_native_kernels(size: int) -> None:
+    rows: list[Settings] = [(1.0, 2, 1.0, 0.0), (0.7, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)]
+    logits_RV = torch.randn(3, 2, generator=torch.Generator().manual_seed(1))
+    metadata = make_metadata(rows, 2)
+    expected = sample_whole(logits_RV, metadata, positions(logits_RV))
+    kernels = select_kernels("auto", torch.device("cpu"))
+    assert sample_split(logits_RV, metadata, size, kernels).tolist() == expected.tolist()
 
 
 def test_greedy_and_plain_rows_send_one_number_each_and_filtered_ones_their_logits() -> None:

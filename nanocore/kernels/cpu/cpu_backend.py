@@ -57,7 +57,7 @@ _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 _KINDS: Final = {**_DTYPES, torch.int8: 2}
 _GATES: Final = {"silu": 1, "gelu": 2}
 _TILE_COLUMNS = 32
-_LARGEST_VECTOR = 16
+NATIVE_MULTIPLE = 16
 _PAGE_BYTES = 2 << 20
 
 
@@ -337,7 +337,7 @@ class Captured:
 def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
     """Whether K and V lie in the cache in the native kernels' order."""
     block_size, head_dim = cache.k_NSKD.shape[1], cache.k_NSKD.shape[3]
-    is_whole = block_size % _LARGEST_VECTOR == 0 and head_dim % _LARGEST_VECTOR == 0
+    is_whole = block_size % NATIVE_MULTIPLE == 0 and head_dim % NATIVE_MULTIPLE == 0
     return is_whole and cache.k_NSKD.dtype == dtype
 
 

@@ -53,8 +53,10 @@ def paged_attention(
         tiles = decode_tiles(head_dim, cache.k_NSKD.itemsize, capability)
         decode_attention(q_THD, cache, metadata, spec, out_THD, tiles, num_shares)
     if num_tokens > (0 if batch_invariant else num_decodes):
-        # In a step to be replayed all could be chunks. Programs too many cost time in others.
-        apart = num_decodes if _is_exact(q_THD) and not batch_invariant else 0
+        # In a step to be replayed all could be chunks, as the host's bounds tell: see
+        # `HostBounds.of_shape`. In others decodes are apart, and programs for them would cost time.
+        is_apart = not batch_invariant and metadata.query_start[num_decodes] == num_decodes
+        apart = num_decodes if is_apart else 0
         prefill_attention(
             q_THD, cache, metadata, spec, out_THD,
             prefill_tiles(head_dim, q_THD.itemsize, capability), num_shares,
@@ -102,8 +104,3 @@ def prefill_tiles(head_dim: int, itemsize: int, capability: tuple[int, int]) -> 
 @remember
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-
-
-def _is_exact(q_THD: Tensor) -> bool:
-    """Is what the host knows of this step all there is to it? Not if a graph will replay it."""
-    return q_THD.is_cuda and not torch.cuda.is_current_stream_capturing()

@@ -85,4 +85,6 @@ class TokenSampler:
         assert self._first_token == min(self._tp.rank * range_size, self.vocab_size)
         sent_RW = F.pad(logits_RV, (0, range_size - logits_RV.shape[1]), value=-torch.inf)
         gathered = self._tp.all_gather(sent_RW)
-        return gathered.transpose(0, 1).reshape(len(logits_RV), -1)[:, : self.vocab_size]
+        # Of single columns a reshape would be a view, of another order in memory.
+        rows_RSW = gathered.transpose(0, 1).contiguous()
+        return rows_RSW.view(len(logits_RV), -1)[:, : self.vocab_size]

@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
-from nanocore.kernels.backend import AttentionMetadata
+from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.triton import (
     attention,
     attention_plan,
     decode_attention,
     prefill_attention,
 )
+from nanocore.kernels.triton.attention import paged_attention
 from nanocore.kernels.triton.attention_plan import Items, Plan, plan_step
 from nanocore.kernels.triton.decode_attention import DecodeTiles
 from nanocore.kernels.triton.prefill_attention import PrefillTiles
+from nanocore.worker.step_graphs import HostBounds, padded_steps
+from nanocore.worker.step_memory import StepFields, StepShape
 from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
 
 HEADS = Heads()
@@ -358,3 +361,48 @@ def check_plan(metadata: AttentionMetadata, items: Items) -> None:
     )
     assert len(merges) == num_merges
     assert num_slots <= plan.num_slots
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_seqs", "block_size"), [(300, 40, 64), (8, 5, 4), (24, 5, 4)]
+)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int,
+    max_seqs: int,
+    block_size: int,
+    batch_invariant: bool,
+) -> None:
+    """As graphs are warmed up: the host says that all may be decodes, and all are chunks."""
+    num_seqs, guard, empty = max_seqs + 1, 300, torch.empty
+    shape = StepShape(
+        num_tokens, num_seqs, num_seqs, num_tokens // block_size + num_seqs, is_uniform=False
+    )
+    [(_, memory)] = padded_steps([shape], max_seqs, torch.device("cpu"))
+    step, bounds = StepFields.of(memory, shape), HostBounds.of_shape(shape, 96)
+    guarded: list[tuple[int, Tensor]] = []
+
+    def with_guards(*size: Any, **options: Any) -> Tensor:
+        if options.get("dtype") != torch.int32:
+            return empty(*size, **options)
+        rows = torch.full((size[0] + 2 * guard, *size[1:]), -77, dtype=torch.int32)
+        guarded.append((size[0], rows))
+        return rows[guard : guard + size[0]]
+
+    monkeypatch.setattr(torch, "empty", with_guards)
+    metadata = AttentionMetadata(
+        bounds.num_decodes, bounds.query_start, bounds.seq_lens, step.num_decodes_1,
+        step.query_start_A, step.seq_lens_B, torch.zeros(num_seqs, 24, dtype=torch.int32),
+        step.positions_T, step.slots_T,
+    )  # fmt: skip
+    q_THD = torch.randn(num_tokens, 4, 16)
+    cache = KVCache(torch.zeros(2, block_size, 2, 16), torch.zeros(2, block_size, 2, 16))
+    out_THD = paged_attention(
+        q_THD, cache, metadata, AttentionSpec(0.25), num_sms=132, batch_invariant=batch_invariant
+    )
+    assert not out_THD.any()
+    assert len(guarded) >= 2 - batch_invariant
+    for size, rows in guarded:
+        assert (rows[:guard] == -77).all()
+        assert (rows[guard + size :] == -77).all()

@@ -37,8 +37,8 @@ def test_the_device_has_such_a_product() -> None:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("outs", "ins"), [(16, 16), (4096, 1024), (6144, 2304)])
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 64, 250, 1000])
+@pytest.mark.parametrize(("outs", "ins"), [(16, 16), (6144, 2304)])
+@pytest.mark.parametrize("rows", [1, 5, 17, 64, 1000])
 def test_a_layer_is_that_of_the_reference(rows: int, outs: int, ins: int, has_bias: bool) -> None:
     kernels, x = TritonKernels(torch.device("cuda", 0)), draw(rows, ins)
     weight, bias = kernels.pack_linear(draw(outs, ins), "fp8"), draw(outs) if has_bias else None
