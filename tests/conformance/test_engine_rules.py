@@ -28,6 +28,7 @@ def endpoint(short_path: Path) -> str:
     return f"ipc://{short_path}/engine.sock"
 
 
+@pytest.mark.campaign
 def test_a_healthy_engine_passes_every_rule(endpoint: str) -> None:
     with fake_engine(endpoint):
         one = bench(endpoint)

@@ -88,7 +88,7 @@ def test_the_reference_is_worth_comparing_with(tiny_model: Path) -> None:
         pytest.param({"num_gpu_blocks_override": 40, "max_num_seqs": 16}, id="few-blocks"),
         pytest.param({"enable_prefix_caching": False}, id="no-caching"),
         pytest.param({"block_size": 32, "long_prefill_token_threshold": 50}, id="other-blocks"),
-        pytest.param({"enforce_eager": True, "batch_invariant": True}, id="eager"),
+        pytest.param({"enforce_eager": True}, id="eager"),
         pytest.param(
             {"async_scheduling": True, "num_gpu_blocks_override": 40, "max_num_seqs": 16},
             id="async-few-blocks",
