@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.gpu import bounded, run, tune
 from benchmarks.gpu.engine import common_settings
+from benchmarks.gpu.reports import read_json, write_json
 from benchmarks.gpu.session import Results, Session, UnavailableError
 from nanocore.kernels.triton import attention
 from nanocore.kernels.triton.prefill_attention import PrefillTiles
@@ -237,7 +238,7 @@ def test_a_part_that_never_begins_is_not_started_again_and_again(
         bounded.run_subcommand("env", 50.0, arguments, {}, {}, tmp_path / "log")
         == "ended with exit code 1"
     )
-    run.write_json("gpu-env.json", {"begun": "a"}, tmp_path)
+    write_json("gpu-env.json", {"begun": "a"}, tmp_path)
     assert (
         bounded.run_subcommand("env", 50.0, arguments, {}, {}, tmp_path / "log")
         == "ended with exit code 1"
@@ -297,11 +298,11 @@ def test_a_part_that_is_killed_in_a_measurement_can_go_on_with_it(
 ) -> None:
     """The time limit killed it, and not the measurement."""
     arguments = run.parse_arguments(["env", "--out", str(tmp_path)])
-    run.write_json("gpu-env.json", {"begun": "a", "missing": ["a"]}, tmp_path)
+    write_json("gpu-env.json", {"begun": "a", "missing": ["a"]}, tmp_path)
     monkeypatch.setattr(bounded, "run_bounded", lambda *_: None)
     ending = bounded.run_subcommand("env", 50.0, arguments, {}, {}, tmp_path / "log")
     assert ending == "killed at its time limit"
-    assert run.read_json(tmp_path / "gpu-env.json") == {"begun": None, "missing": ["a"]}
+    assert read_json(tmp_path / "gpu-env.json") == {"begun": None, "missing": ["a"]}
 
 
 def test_a_machine_without_a_gpu_is_told_so(
