@@ -279,18 +279,34 @@ def test_gpu_tests_are_measurements(tmp_path: Path, report: Report) -> None:
         errors = {name.rpartition("::")[2]: text for name, text in found["errors"].items()}
         assert "the kernel is wrong" in errors.pop("test_fails")
         assert "no stream" in errors.pop("test_cannot_be_set_up")
-        ((name, text),) = errors.items()
-        assert name.endswith("test_b.py")
-        assert "no_such_module" in text
+        assert errors == {}
+        (lacking,) = found["missing"]
+        assert lacking.endswith("test_b.py")
+        assert "no_such_module" in found["skipped"].pop(lacking)
         assert list(found["skipped"].values()) == ["Skipped: no such device"]
-        assert found["missing"] == []
-
-
-def test_without_pytest_the_tests_are_an_error(tmp_path: Path, report: Report) -> None:
-    script = f"import sys; sys.modules['pytest'] = None\n{RUN_TESTS}"
-    command = [sys.executable, "-c", script, str(tmp_path), str(tmp_path)]
+    (tests / "test_b.py").write_text("def test_imports(): pass")
     assert bounded.run_bounded(command, 100.0, run.child_environment(), tmp_path / "log") == 0
-    assert "pytest" in report("tests")["errors"]["all tests"]
+    assert report("tests")["missing"] == []
+    assert len(report("tests")["measurements"]) == 2
+
+
+def test_without_pytest_the_tests_are_missing_until_it_is_there(
+    tmp_path: Path, report: Report
+) -> None:
+    for name in ("test_a.py", "test_kernels.py", "test_cuda_steps.py"):
+        (tmp_path / name).write_text("def test_passes(): pass")
+    for before in ("sys.modules['pytest'] = None", ""):
+        command = [sys.executable, "-c", f"import sys; {before}\n{RUN_TESTS}"]
+        command += [str(tmp_path)] * 2
+        assert bounded.run_bounded(command, 100.0, run.child_environment(), tmp_path / "log") == 0
+        found = report("tests")
+        assert found["errors"] == {}
+        if before:
+            assert found["missing"] == ["all tests"]
+            assert "pytest" in found["skipped"]["all tests"]
+    assert found["missing"] == []
+    names = [name.partition("::")[0].rpartition("/")[2] for name in found["measurements"]]
+    assert names == ["test_cuda_steps.py", "test_a.py", "test_kernels.py"]
 
 
 def test_a_part_that_is_killed_in_a_measurement_can_go_on_with_it(
