@@ -2,7 +2,8 @@
 
 Blocks are scattered over the cache. The reference is dense attention in float32 over some of the
 sequences. Beside ours: FlashAttention 3 where it was carried, and for prompts torch's attention
-over the same K and V laid side by side, which no engine has, as the best that torch can do.
+over the same K and V laid side by side, which no engine has, as the best that torch can do. Each
+call makes the step's plan anew, as FlashAttention 3's does; an engine makes it once for all layers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from benchmarks.gpu import fa3
 from benchmarks.gpu.kernel_case import Draw, KernelCase, relative_error
 from benchmarks.gpu.session import Session
-from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, Kernels, KVCache
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
 from nanocore.kernels.torch_kv_cache import gather_kv
 
@@ -182,10 +183,15 @@ def _case(
         + 2 * num_tokens * heads.num_q * heads.size * dtype.itemsize,
         flops=4 * pairs * heads.num_q * heads.size,
         make=lambda _, number: make_step(session, heads, seqs, number, dtype, window, kv),
-        run=lambda kernels, s: kernels.paged_attention(s.q_THD, s.cache, s.metadata, s.spec),
+        run=_run,
         error=error,
         others=others,
     )
+
+
+def _run(kernels: Kernels, step: Step) -> Tensor:
+    step.metadata.scratch.clear()
+    return kernels.paged_attention(step.q_THD, step.cache, step.metadata, step.spec)
 
 
 def with_sdpa(step: Step) -> Callable[[], Tensor]:

@@ -13,10 +13,13 @@ import sys
 import time
 import uuid
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu.run import ROOT, child_environment, read_json, report_name, write_json
+from benchmarks.gpu.reports import read_json, write_json
+from benchmarks.gpu.run import ROOT, child_environment, report_name
+from nanocore.protocol.lifeline import signal_at_parent_death
 
 ENDED: Final = "ended"
 GRACE_S: Final = 20.0
@@ -37,7 +40,7 @@ def run_subcommand(
     arguments: see `add_flags`. flags: others. changes: to the environment. log: of its output.
     """
     end_s, broke = time.monotonic() + limit_s, None
-    report = report_name(name)
+    report = arguments.out / report_name(name)
     flags = {"--out": arguments.out, "--device": arguments.device, "--commit": arguments.commit,
              **flags}  # fmt: skip
     words = [str(word) for flag, value in flags.items() if value for word in (flag, value)]
@@ -46,16 +49,21 @@ def run_subcommand(
         print(f"== {name}: {left_s:.0f} s", flush=True)
         command = [sys.executable, "-m", "benchmarks.gpu.run", name]
         command += ["--limit-s", f"{left_s:.1f}", *words]
-        code = run_bounded(command, left_s + GRACE_S, child_environment(changes), log)
-        found = read_json(arguments.out / report)
-        begun = found.get("begun")
+        code = None
+        try:
+            code = run_bounded(command, left_s + GRACE_S, child_environment(changes), log)
+        finally:
+            found = read_json(report)
+            begun = found.get("begun")
+            if begun and code is None:  # killed, by an interrupt, too: it can be tried again
+                write_json(report.name, found | {"begun": None}, report.parent, flags.get("--keep"))
         if code is None:
-            if begun:  # not its fault: it can be tried again
-                write_json(report, found | {"begun": None}, arguments.out, flags.get("--keep"))
             return "killed at its time limit"
         if code == 0 or begun is None or begun == broke:
             return f"ended with exit code {code}" if code else ENDED
         broke = begun  # another process records that, and goes on behind it
+        found["tried"] = [*found.get("tried", []), begun]
+        write_json(report.name, found, report.parent, flags.get("--keep"))
     return "its time is up"
 
 
@@ -64,27 +72,28 @@ def run_bounded(
 ) -> int | None:
     """Exit code of a command; None if it was killed at the limit.
 
-    What it started ends with it, in whatever process group or session that is.
+    What it started ends with it, in whatever process group or session that is; it ends with us.
     """
     family = f"{_FAMILY_VARIABLE}={uuid.uuid4().hex}"
     environment = environment | dict([family.split("=")])
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=output, stderr=output, process_group=0
-        )
+            command, env=environment, cwd=ROOT, stdout=output, stderr=output, process_group=0,
+            preexec_fn=partial(signal_at_parent_death, signal.SIGKILL),
+        )  # fmt: skip
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:  # of an interrupt, too
-            _kill_family(family.encode())
+            kill_family(family)
             process.kill()
             process.wait()
 
 
-def _kill_family(mark: bytes) -> None:
-    """All processes that were started with this in their environment."""
+def kill_family(mark: str) -> None:
+    """All processes that were started with this in their environment, NAME=VALUE."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                 os.kill(int(folder.name), signal.SIGKILL)

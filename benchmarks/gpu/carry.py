@@ -110,32 +110,41 @@ def copy_nano_vllm(source: Path, out: Path) -> None:
         shutil.copy(license_file, target)
 
 
-def unpack(carried: Path, out: Path, site: Path) -> None:
+def unpack(carried: Path, out: Path, site: Path) -> list[str]:
     """On the machine: one carried folder, beside those that came before.
 
     What vLLM needs goes into out/vllm-site, for its driver alone; other wheels into `site`, if the
-    machine lacks them; the rest is copied into `out`.
+    machine lacks them; the rest is copied into `out`. Returns what could not be unpacked, and why.
     """
+    problems = []
+    for path in sorted(carried.iterdir()):
+        try:
+            _unpack_one(path, out, site)
+        except Exception as error:  # what does not need it can still be measured
+            problems.append(f"{path.name}: {type(error).__name__}: {error}")
+    return problems
+
+
+def _unpack_one(path: Path, out: Path, site: Path) -> None:
     vllm_site = out / "vllm-site"
     of_vllm = {name.partition("==")[0].replace("-", "_") for name in VLLM_NEEDS}
-    for path in carried.iterdir():
-        package = path.name.partition("-")[0].lower()
-        if path.suffix == ".whl":
-            if package in of_vllm:
-                _extract(path, vllm_site)
-            elif find_spec(BASE.get(package, package)) is None:
-                _extract(path, site)
-        elif path.name == _PACKED_LIBRARY:
-            _decompress(path, vllm_site / _LIBRARY)
-        elif path.name == _PACKED_PYTHON:
-            with tempfile.NamedTemporaryFile() as plain:
-                _decompress(path, Path(plain.name))
-                _extract(Path(plain.name), vllm_site)
-        elif path.is_dir():
-            shutil.copytree(path, out / path.name, dirs_exist_ok=True)
-        elif path.name == _PACKED_FA3:
-            _decompress(path, vllm_site / _FA3)
-            shutil.copy(path, out)
+    package = path.name.partition("-")[0].lower()
+    if path.suffix == ".whl":
+        if package in of_vllm:
+            _extract(path, vllm_site)
+        elif find_spec(BASE.get(package, package)) is None:
+            _extract(path, site)
+    elif path.name == _PACKED_LIBRARY:
+        _decompress(path, vllm_site / _LIBRARY)
+    elif path.name == _PACKED_PYTHON:
+        with tempfile.TemporaryDirectory() as folder:
+            _decompress(path, Path(folder) / "plain.zip")
+            _extract(Path(folder) / "plain.zip", vllm_site)
+    elif path.is_dir():
+        shutil.copytree(path, out / path.name, dirs_exist_ok=True)
+    elif path.name == _PACKED_FA3:
+        _decompress(path, vllm_site / _FA3)
+        shutil.copy(path, out)
 
 
 def _extract(archive: Path, folder: Path) -> None:
@@ -145,9 +154,12 @@ def _extract(archive: Path, folder: Path) -> None:
 
 
 def _decompress(packed: Path, target: Path) -> None:
+    """All of it or nothing: plan.py goes by what is there."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with lzma.open(packed) as source, target.open("wb") as plain:
+    unfinished = target.with_suffix(".unfinished")
+    with lzma.open(packed) as source, unfinished.open("wb") as plain:
         shutil.copyfileobj(source, plain, 1 << 20)
+    unfinished.replace(target)
 
 
 def check_size(folder: Path, limit_mib: float) -> int:

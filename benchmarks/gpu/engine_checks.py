@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.gpu import fa3
 from benchmarks.gpu.engine import LocalEngine, graph_settings
-from benchmarks.gpu.session import Session, UnavailableError
+from benchmarks.gpu.session import LackingError, Session, UnavailableError
 from benchmarks.gpu.shapes import TINY_MODELS
 from benchmarks.models import ModelShape, make_model
 
@@ -71,8 +71,10 @@ def checks(session: Session, parent: Path) -> dict[str, Callable[[], Any]]:
 
 
 def _compare_flash(session: Session, parent: Path) -> dict[str, Any]:
-    if not session.on_gpu or not fa3.is_carried(session.carried):
-        raise UnavailableError("not carried: FlashAttention 3")
+    if not session.on_gpu:
+        raise UnavailableError("FlashAttention 3 needs a GPU")
+    if not fa3.is_carried(session.carried):
+        raise LackingError("not carried: FlashAttention 3")
     os.environ[fa3.FOLDER_VARIABLE] = str(session.carried)
     sys.path.insert(0, str(FLASH_ATTN_3))
     return _compare(session, parent, "bfloat16", "flash")

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.gpu import fa3
-from benchmarks.gpu.session import Results, Session
+from benchmarks.gpu.session import LackingError, Results, Session
 from benchmarks.gpu.timing import synchronize
 
 _QUERY: Final = (
@@ -85,7 +85,7 @@ def _fa3(session: Session) -> dict[str, Any]:
     if not session.on_gpu:
         return {"carried": fa3.is_carried(session.carried)}
     if not fa3.load(session.carried):
-        return {"carried": False}
+        raise LackingError("not carried: FlashAttention 3")
     schema = str(torch.ops._vllm_fa3_C.fwd.default._schema)
     q, k, v = (torch.randn(100, 4, 128, device=session.device, dtype=torch.bfloat16) for _ in "qkv")
     starts = torch.tensor([0, 100], dtype=torch.int32, device=session.device)

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.run table --device cpu --out benchmarks/results
 
 Limits are computed at 4.3 TB/s and 790 TFLOP/s. A figure that no report holds is "not measured
-yet". Rehearsals (--small) are never put into the README.
+yet"; so is one of a rehearsal (--small, or on a CPU).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.gpu.reports import differs
 from benchmarks.gpu.session import Session, read_report, say
 
 README: Final = Path(__file__).with_name("README.md")
@@ -42,7 +43,7 @@ class Goal:
 
     def _measured(self, folder: Path) -> str:
         report = read_report(folder, self.report)
-        if report.get("small", True):
+        if not report or differs(report, small=False, device="cuda"):
             return NOT_MEASURED
         found = report["measurements"].get(self.measurement)
         if found is None:

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from benchmarks.gpu.engine import graph_settings
 from benchmarks.gpu.run import ROOT, child_environment
-from benchmarks.gpu.session import Results, Session, UnavailableError, say
+from benchmarks.gpu.session import LackingError, Results, Session, say
 from benchmarks.gpu.shapes import MODELS, Model, models, rates
 from benchmarks.gpu.workload import Workload, nano_vllm_workload
 from benchmarks.machine import spread
@@ -84,7 +84,7 @@ def _compare(session: Session, peer: Peer, model: Model) -> dict[str, Any]:
     """Start both, warm up, and take turns as long as the time allows."""
     missing = [part for part in peer.carried if session.carried_path(part) is None]
     if missing:
-        raise UnavailableError(f"not carried: {', '.join(missing)}")
+        raise LackingError(f"not carried: {', '.join(missing)}")
     with tempfile.TemporaryDirectory(prefix="nanocore-gpu-") as name:
         folder, logs = model.write_folder(Path(name)), Path(name)
         ours = Peer(name=OURS, module="nanocore_driver")

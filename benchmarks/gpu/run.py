@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from benchmarks.gpu.reports import FolderError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 SUBCOMMANDS: Final = {
@@ -60,6 +61,9 @@ def main(argv: list[str] | None = None) -> int:
         module.measure(session)
     except sessions.BrokenContextError as error:
         sessions.exit_broken(error)
+    except FolderError as error:
+        print(f"benchmarks.gpu.run: {error}", flush=True)
+        return 2
     return 0
 
 
@@ -77,6 +81,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.carried is not None and not arguments.carried.is_dir():
         parser.error(f"--carried {arguments.carried}: not a folder")
+    if arguments.subcommand == "table" and not arguments.out.is_dir():
+        parser.error(f"--out {arguments.out}: not a folder; it has the reports")
     return arguments
 
 
@@ -99,21 +105,6 @@ def child_environment(changes: dict[str, str] | None = None) -> dict[str, str]:
     environment = os.environ | (changes or {})
     path = os.pathsep.join(filter(None, [str(ROOT), environment.get("PYTHONPATH")]))
     return environment | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A report, empty if there is none."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
-
-
-def write_json(name: str, data: dict[str, Any], *folders: Path | None) -> None:
-    """A report in these folders: all of it or nothing."""
-    for folder in filter(None, folders):
-        folder.mkdir(parents=True, exist_ok=True)
-        unfinished = folder / f".{name}.{os.getpid()}"
-        unfinished.write_text(json.dumps(data, indent=1) + "\n")
-        unfinished.replace(folder / name)
 
 
 if __name__ == "__main__":

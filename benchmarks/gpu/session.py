@@ -3,8 +3,9 @@
 Time on a GPU is rare, so nothing that was measured may be lost. A report names at first all that is
 to be measured, as `missing`, and is written before and after every measurement. What failed is
 recorded and the next one tried. A process that continues a report (of the same device) skips what
-is in it, but for errors of another commit; what was `begun` when its predecessor ended is an error,
-for it ended the process: a crash, a kernel that broke the CUDA context for good, or a watchdog.
+is in it, but for errors of another commit. What was `begun` and did not end is tried once more, for
+the process may have been killed from outside; it is an error at once where it ended the process: a
+crash, a kernel that broke the CUDA context for good, or a watchdog.
 measured_before: commits of what was measured with another one than the last.
 """
 
@@ -24,7 +25,7 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.run import read_json, write_json
+from benchmarks.gpu.reports import read_json, take_over, write_json
 from benchmarks.machine import (
     describe_command,
     describe_commit,
@@ -33,11 +34,17 @@ from benchmarks.machine import (
 )
 
 COMMIT_VARIABLE: Final = "NANOCORE_COMMIT"
+NO_GRAPH: Final = "WorkerError: no graph of"
+"""In the error of an engine's start that could not record one."""
 PACKAGES: Final = ("torch", "triton", "numpy", "transformers", "safetensors", "msgspec", "pyzmq")
 
 
 class UnavailableError(Exception):
     """A measurement that cannot be made here; says why, and is recorded as skipped."""
+
+
+class LackingError(Exception):
+    """It lacks what a later call may bring; it stays missing, and this is why."""
 
 
 class BrokenContextError(Exception):
@@ -98,19 +105,28 @@ class Results:
     data: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        head = {**describe_run(self.session), "small": self.session.small}
-        found = read_report(self.session.out, self.name)
-        if any(found.get(key) != head[key] for key in ("small", "device")):
-            found = {"begun": None, "missing": [], "measurements": {}, "skipped": {}, "errors": {},
-                     "measured_before": {}}  # fmt: skip
-        self.data = found
+        session, file = self.session, f"gpu-{self.name}.json"
+        head = {**describe_run(session), "small": session.small}
+        self.data = found = {
+            "begun": None, "missing": [], "measurements": {}, "skipped": {}, "errors": {},
+            "measured_before": {}, "tried": [], "problems": [],
+        }  # fmt: skip
+        problems = []
+        for folder in filter(None, (session.keep, session.out)):
+            report, problem = take_over(folder / file, session.small, head["device"]["name"])
+            found |= report
+            problems += [problem] if problem else []
+        found["problems"] += problems
         if begun := found["begun"]:
-            found["errors"].setdefault(begun, "the process ended in it: it crashed or hung")
+            if begun in found["tried"]:
+                found["errors"].setdefault(begun, "the process ended in it: it crashed or hung")
+            else:  # perhaps that was not its fault
+                found["tried"].append(begun)
             self._end(begun)
         if found.get("commit") != head["commit"]:
             earlier = dict.fromkeys(self.measurements, found.get("commit"))
             found["measured_before"] = earlier | found["measured_before"]
-            found["errors"] = {}  # perhaps this commit repairs what they tell of
+            found["errors"], found["tried"] = {}, []  # perhaps this commit repairs them
         self.data = head | found | {"commit": head["commit"]}
         self.write()
 
@@ -157,21 +173,44 @@ class Results:
 
     def skip(self, name: str, reason: str) -> None:
         """Record that something cannot be measured here; it is tried again where this continues."""
+        self.forget(name)
         self.data["skipped"][name] = reason
         self._end(name)
         say(f"{self.name}: {name}: skipped, {reason}")
 
+    def lack(self, name: str, reason: str) -> None:
+        """Record why it stays missing for now."""
+        self.forget(name)
+        self.data["skipped"][name] = reason
+        self.data["missing"].append(name)
+        self._end(name)
+        say(f"{self.name}: {name}: missing, {reason}")
+
+    def forget(self, name: str) -> None:
+        """Nothing is to be said of it any more."""
+        self.data["missing"] = [other for other in self.data["missing"] if other != name]
+        self.data["skipped"].pop(name, None)
+        self.data["errors"].pop(name, None)
+
     def fail(self, name: str, error: BaseException | str) -> None:
-        """Record an error, or that the time limit was in the way.
+        """Record an error; or that a module was not there, or the time limit in the way.
 
         Raises:
             BrokenContextError: the device cannot be used any more.
         """
         text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
         last = (text.strip().splitlines() or [""])[-1][:300]
+        if "ModuleNotFoundError" in last:  # it can be carried to a later call
+            self.lack(name, last)
+            return
         if self.session.remaining_s > 0:
             self.data["errors"][name] = text[-10000:]
+            self.data["skipped"].pop(name, None)
         say(f"{self.name}: {name}: FAILED: {last}")
+        if NO_GRAPH in text:
+            # A recording that could not end leaves torch's allocator in the midst of it.
+            self.write()
+            raise BrokenContextError(name)
         del error  # frames hold tensors
         if self.session.on_gpu:
             try:
@@ -184,7 +223,10 @@ class Results:
 
     def write(self) -> None:
         """All of it or nothing."""
-        write_json(f"gpu-{self.name}.json", self.data, self.session.out, self.session.keep)
+        folders = self.session.out, self.session.keep
+        problems = write_json(f"gpu-{self.name}.json", self.data, *folders)
+        known = self.data["problems"]
+        known += [problem for problem in problems if problem not in known]
 
     def _measure(self, name: str, measurement: Callable[[], Any]) -> None:
         self.begin(name)
@@ -192,20 +234,27 @@ class Results:
             self.put(name, measurement())
         except UnavailableError as error:
             self.skip(name, str(error))
+        except LackingError as error:
+            self.lack(name, str(error))
         except Exception as error:  # whatever it is, the others can still be measured
             self.fail(name, error)
 
     def _end(self, name: str) -> None:
         faulthandler.cancel_dump_traceback_later()
         self.data["begun"] = None
-        recorded = name in self.measurements or name in self.data["errors"]
-        if name in self.data["missing"] and (recorded or name in self.data["skipped"]):
+        if name in self.data["missing"] and (
+            name in self.measurements or name in self.data["errors"]
+        ):
             self.data["missing"].remove(name)
         self.write()
 
 
 def read_report(folder: Path, name: str) -> dict[str, Any]:
-    """A report; empty if there is none."""
+    """A report; empty if there is none.
+
+    Raises:
+        FolderError: it is damaged.
+    """
     return read_json(folder / f"gpu-{name}.json")
 
 

@@ -132,6 +132,7 @@ def _decode(
     for tiles, num_shares in itertools.product(sorted(all_tiles, key=str), shares):
 
         def run(step: Step, tiles: DecodeTiles = tiles, num_shares: int = num_shares) -> None:
+            step.metadata.scratch.clear()  # the plan is a part of the choice
             out = torch.empty_like(step.q_THD)
             decode_attention(
                 step.q_THD, step.cache, step.metadata, step.spec, out, tiles, num_shares
@@ -174,6 +175,7 @@ def _prefill(
     for tiles in sorted({own, *(PrefillTiles(*values) for values in grid)}, key=str):
 
         def run(step: Step, tiles: PrefillTiles = tiles) -> None:
+            step.metadata.scratch.clear()  # the plan is a part of the choice
             out = torch.empty_like(step.q_THD)
             prefill_attention(
                 step.q_THD, step.cache, step.metadata, step.spec, out, tiles, num_shares,

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.benchmarks_gpu.fake_parts import FakeParts
+
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -47,3 +49,9 @@ def report(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
         return found
 
     return read
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeParts:
+    """A plan that measures nothing."""
+    return FakeParts(monkeypatch, tmp_path)

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks.gpu import bounded, run, tune
 from benchmarks.gpu.engine import common_settings
+from benchmarks.gpu.reports import read_json, write_json
 from benchmarks.gpu.session import Results, Session, UnavailableError
 from nanocore.kernels.triton import attention
 from nanocore.kernels.triton.prefill_attention import PrefillTiles
@@ -237,7 +238,7 @@ def test_a_part_that_never_begins_is_not_started_again_and_again(
         bounded.run_subcommand("env", 50.0, arguments, {}, {}, tmp_path / "log")
         == "ended with exit code 1"
     )
-    run.write_json("gpu-env.json", {"begun": "a"}, tmp_path)
+    write_json("gpu-env.json", {"begun": "a"}, tmp_path)
     assert (
         bounded.run_subcommand("env", 50.0, arguments, {}, {}, tmp_path / "log")
         == "ended with exit code 1"
@@ -278,18 +279,34 @@ def test_gpu_tests_are_measurements(tmp_path: Path, report: Report) -> None:
         errors = {name.rpartition("::")[2]: text for name, text in found["errors"].items()}
         assert "the kernel is wrong" in errors.pop("test_fails")
         assert "no stream" in errors.pop("test_cannot_be_set_up")
-        ((name, text),) = errors.items()
-        assert name.endswith("test_b.py")
-        assert "no_such_module" in text
+        assert errors == {}
+        (lacking,) = found["missing"]
+        assert lacking.endswith("test_b.py")
+        assert "no_such_module" in found["skipped"].pop(lacking)
         assert list(found["skipped"].values()) == ["Skipped: no such device"]
-        assert found["missing"] == []
-
-
-def test_without_pytest_the_tests_are_an_error(tmp_path: Path, report: Report) -> None:
-    script = f"import sys; sys.modules['pytest'] = None\n{RUN_TESTS}"
-    command = [sys.executable, "-c", script, str(tmp_path), str(tmp_path)]
+    (tests / "test_b.py").write_text("def test_imports(): pass")
     assert bounded.run_bounded(command, 100.0, run.child_environment(), tmp_path / "log") == 0
-    assert "pytest" in report("tests")["errors"]["all tests"]
+    assert report("tests")["missing"] == []
+    assert len(report("tests")["measurements"]) == 2
+
+
+def test_without_pytest_the_tests_are_missing_until_it_is_there(
+    tmp_path: Path, report: Report
+) -> None:
+    for name in ("test_a.py", "test_kernels.py", "test_cuda_steps.py"):
+        (tmp_path / name).write_text("def test_passes(): pass")
+    for before in ("sys.modules['pytest'] = None", ""):
+        command = [sys.executable, "-c", f"import sys; {before}\n{RUN_TESTS}"]
+        command += [str(tmp_path)] * 2
+        assert bounded.run_bounded(command, 100.0, run.child_environment(), tmp_path / "log") == 0
+        found = report("tests")
+        assert found["errors"] == {}
+        if before:
+            assert found["missing"] == ["all tests"]
+            assert "pytest" in found["skipped"]["all tests"]
+    assert found["missing"] == []
+    names = [name.partition("::")[0].rpartition("/")[2] for name in found["measurements"]]
+    assert names == ["test_cuda_steps.py", "test_a.py", "test_kernels.py"]
 
 
 def test_a_part_that_is_killed_in_a_measurement_can_go_on_with_it(
@@ -297,11 +314,11 @@ def test_a_part_that_is_killed_in_a_measurement_can_go_on_with_it(
 ) -> None:
     """The time limit killed it, and not the measurement."""
     arguments = run.parse_arguments(["env", "--out", str(tmp_path)])
-    run.write_json("gpu-env.json", {"begun": "a", "missing": ["a"]}, tmp_path)
+    write_json("gpu-env.json", {"begun": "a", "missing": ["a"]}, tmp_path)
     monkeypatch.setattr(bounded, "run_bounded", lambda *_: None)
     ending = bounded.run_subcommand("env", 50.0, arguments, {}, {}, tmp_path / "log")
     assert ending == "killed at its time limit"
-    assert run.read_json(tmp_path / "gpu-env.json") == {"begun": None, "missing": ["a"]}
+    assert read_json(tmp_path / "gpu-env.json") == {"begun": None, "missing": ["a"]}
 
 
 def test_a_machine_without_a_gpu_is_told_so(

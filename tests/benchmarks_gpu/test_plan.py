@@ -8,9 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +17,9 @@ import torch
 from benchmarks.gpu import engine_report, kernel_times, peer_report, plan
 from benchmarks.gpu.bounded import ENDED
 from benchmarks.gpu.goals import GOALS, README
-from benchmarks.gpu.run import ROOT, SUBCOMMANDS, report_name, write_json
+from benchmarks.gpu.run import ROOT, SUBCOMMANDS
 from benchmarks.gpu.session import Session
-
-KILLED = "killed at its time limit"
+from tests.benchmarks_gpu.fake_parts import KILLED, PEERS, FakeParts, carry_peers, write_kernel
 
 
 def test_the_parts_are_in_the_order_of_what_they_tell_and_fit_the_day() -> None:
@@ -75,71 +72,6 @@ def test_eight_files_come_back_and_the_readme_names_the_parts() -> None:
     calls = [line for line in readme.splitlines() if line.startswith("    export NANOCORE_COMMIT")]
     named = [name for line in calls for name in line.partition("# ")[2].split(", ")]
     assert list(dict.fromkeys(named)) == [part.name for part in plan.PARTS]
-
-
-class FakeParts:
-    """In place of subcommands: each takes as long as is said, and writes a report."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        self.now_s, self.begun = 0.0, list[tuple[str, float]]()
-        self.takes_s: dict[str, float] = {}
-        self.reports: dict[str, dict[str, Any]] = {}
-        self.endings: dict[str, str] = {}
-        self.out = tmp_path / "out"
-        self.work = tmp_path / "work"
-        self.environment: dict[str, str] = {}
-        monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        monkeypatch.setattr(plan, "run_subcommand", self._run)
-
-    def call(self, *flags: str, limit_s: float = plan.CALL_LIMIT_S) -> int:
-        """A call; returns its exit code."""
-        self.begun.clear()
-        self.out.mkdir(exist_ok=True)
-        for file in self.out.iterdir():
-            file.unlink()  # each call has an empty folder
-        flags = ("--out", str(self.out), "--work", str(self.work), *flags)
-        return plan.main([*flags, "--limit-s", str(limit_s), "--device", "cpu"])
-
-    def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.out / plan.STATE).read_text())["parts"]
-        return found
-
-    def _run(
-        self, subcommand: str, limit_s: float, arguments: Namespace, flags: dict[str, Any],
-        changes: dict[str, str], log: Path,
-    ) -> str:  # fmt: skip
-        of_this = (p for p in plan.PARTS if p.subcommand == subcommand)
-        name = next(p.name for p in of_this if ",".join(p.only) == flags["--only"])
-        state = self.state()[name]
-        assert state["ending"] == "running"
-        self.begun.append((name, limit_s))
-        self.environment = changes
-        log.write_text(f"output of {name}")
-        takes_s = self.takes_s.get(name, 5.0)
-        self.now_s += min(takes_s, limit_s)
-        report = {"missing": [], "errors": {}, "skipped": {}} | self.reports.get(name, {})
-        if takes_s > limit_s:
-            self.takes_s[name] = takes_s - limit_s
-            report["missing"] = [
-                *(p + "/rest" for p in flags["--only"].split(",")),
-            ]
-        write_json(report_name(subcommand), report, arguments.out, flags["--keep"])
-        return self.endings.get(name, KILLED if takes_s > limit_s else ENDED)
-
-
-@pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeParts:
-    return FakeParts(monkeypatch, tmp_path)
-
-
-def carry_peers(folder: Path, *paths: str) -> Path:
-    for path in paths:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text("")
-    return folder
-
-
-PEERS = ("vllm-site/vllm/__init__.py", "vllm-site/vllm/_C_stable_libtorch.abi3.so", "nano-vllm/x")
 
 
 def test_a_day_goes_on_from_call_to_call(parts: FakeParts, tmp_path: Path) -> None:
@@ -203,14 +135,17 @@ def test_a_part_that_breaks_is_told_of_and_tried_again(parts: FakeParts) -> None
     assert [name for name, _ in parts.begun] == ["speed"]
 
 
-def test_what_failed_is_measured_again_with_another_commit_only(parts: FakeParts) -> None:
+def test_what_failed_is_measured_again_with_another_commit_only(
+    parts: FakeParts, tmp_path: Path
+) -> None:
     parts.reports = {"attention": {"errors": {"attention/decode": "wrong"}}}
-    parts.call("--commit", "old")
+    carried = carry_peers(tmp_path / "carried", *PEERS, "fa3.so.xz/x")
+    assert parts.call("--commit", "old", "--carried", str(carried)) == 1
     assert parts.state()["attention"]["failed"] == ["attention/decode"]
     parts.call("--commit", "old")
     assert parts.begun == []
     parts.reports = {}
-    parts.call("--commit", "new")
+    assert parts.call("--commit", "new") == 0
     assert [name for name, _ in parts.begun] == ["attention"]
     assert parts.state()["attention"]["failed"] == []
 
@@ -231,7 +166,7 @@ def test_what_cannot_be_unpacked_is_told_and_does_not_stop_the_day(
     (carried / "vllm-library.so.xz").write_bytes(b"cut off on its way")
     parts.call("--carried", str(carried))
     (problem,) = json.loads((parts.out / plan.STATE).read_text())["problems"]
-    assert problem.startswith("carried: LZMAError")
+    assert problem.startswith("carried: vllm-library.so.xz: LZMAError")
     assert parts.state()["speed"]["ending"] == ENDED
 
 
@@ -241,12 +176,6 @@ def test_parts_can_be_chosen(parts: FakeParts, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         parts.call("tunes")
     assert "choose from env, tests" in capsys.readouterr().err
-
-
-def write_kernel(cache: Path, name: str, size: int = 10) -> None:
-    (cache / name).mkdir(parents=True)
-    for suffix in ("json", "cubin", "ttir"):
-        (cache / name / f"kernel.{suffix}").write_bytes(bytes(size))
 
 
 def test_tritons_cache_travels_there_and_back(parts: FakeParts, tmp_path: Path) -> None:
@@ -316,7 +245,6 @@ def test_a_call_that_is_killed_leaves_what_it_was_at(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(plan, "run_subcommand", die)
-    with pytest.raises(KeyboardInterrupt):
-        parts.call()
+    assert parts.call() == 130
     states = [state["ending"] for state in parts.state().values()]
     assert states == ["running", *["not begun"] * (len(states) - 1)]

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.gpu import timing
 from benchmarks.gpu.attention_cases import Heads, attention_cases, error, make_step, with_sdpa
 from benchmarks.gpu.kernel_times import measure_case
 from benchmarks.gpu.session import Session
+from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 
 L2_BYTES = 50 * 2**20
@@ -155,3 +157,25 @@ def test_attention_cases_are_right(kind: str, tmp_path: Path) -> None:
     assert cases
     for case in cases:
         assert measure_case(session, TorchKernels(), case)["error"] < 1e-5
+
+
+class PlanningKernels(TorchKernels):
+    """Keeps what a step is planned to be, and counts how often that is to be worked out."""
+
+    num_plans = 0
+
+    def paged_attention(
+        self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
+    ) -> Tensor:
+        self.num_plans += "plan" not in metadata.scratch
+        metadata.scratch["plan"] = self
+        return super().paged_attention(q_THD, cache, metadata, spec)
+
+
+def test_each_call_of_attention_makes_its_plan(tmp_path: Path) -> None:
+    session, kernels = small_session(tmp_path), PlanningKernels()
+    case = next(attention_cases(session))
+    operands = case.make(kernels, 0)
+    for _ in range(3):
+        case.run(kernels, operands)
+    assert kernels.num_plans == 3
