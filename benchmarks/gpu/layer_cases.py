@@ -18,7 +18,7 @@ from benchmarks.gpu.kernel_case import Draw, KernelCase, relative_error
 from benchmarks.gpu.session import Session, UnavailableError
 from benchmarks.gpu.shapes import Model, models
 from nanocore.kernels.backend import Kernels
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import FP8, LinearWeight, quantize_rows
 
 
 def layer_cases(session: Session) -> Iterator[KernelCase]:
@@ -53,7 +53,7 @@ def _linear_layers(
 
         def error(s: Product, out: Tensor, is_gated: bool = is_gated) -> float:
             return relative_error(
-                out, _gate(s.x.double() @ s.dense(torch.float32).double().T, is_gated)
+                out, _gate(s.rounded_x().double() @ s.dense(torch.float32).double().T, is_gated)
             )
 
         def by_torch(s: Product, is_gated: bool = is_gated) -> Callable[[], Tensor]:
@@ -110,6 +110,13 @@ class Product:
         except ValueError as refusal:
             raise UnavailableError(str(refusal)) from refusal
         return cls(draw.normal(rows, num_in), packed, kernels)
+
+    def rounded_x(self) -> Tensor:
+        """The operands as they are multiplied: with fp8 weights they are fp8, too."""
+        if self.weight.dtype != FP8:
+            return self.x
+        values_TI, scale_T = quantize_rows(self.x)
+        return values_TI.float() * scale_T[:, None]
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The weight as it is multiplied; backends on CUDA keep it row by row."""

@@ -12,12 +12,19 @@ from nanocore.kernels.triton.attention_parts import merge_parts_kernel
 from nanocore.kernels.triton.attention_plan import attention_plan_kernel
 from nanocore.kernels.triton.decode_attention import MIN_DOT_ROWS, decode_attention_kernel
 from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention_kernel
-from tests.kernels.triton.compilation import Case
+from tests.kernels.triton.compilation import CAPABILITIES, Case
 
 _BYTES = {"*bf16": 2, "*fp16": 2, "*i8": 1, "*fp8e4nv": 1, "*fp32": 4}
 _QUANTIZED = {"*i8": "int8", "*fp8e4nv": "fp8"}
 _HOPPER = (9, 0)
 _KV_HEADS = 8
+_EVERYWHERE = (
+    "decode", "decode, head dim 256, window, softcap", "merge of decodes", "merge of chunks",
+    "plan of decodes", "plan of chunks, window", "prefill", "prefill, blocks of 16",
+    "prefill, head dim 256, window, softcap",
+)  # fmt: skip
+"""The others are for Hopper, where time is short."""
+
 _METADATA = ("block_table", "query_start", "seq_lens", "num_decodes")
 """Of these the kernels do not know where in memory they begin."""
 
@@ -122,7 +129,7 @@ def _case(
             for name, kind in signature.items()
             if name == "q_stride" or (kind[0] == "*" and name not in _METADATA)
         ),
-        **wanted,
+        **({"capabilities": CAPABILITIES if name in _EVERYWHERE else (90,)} | wanted),
     )
 
 
