@@ -25,6 +25,8 @@ from benchmarks.gpu.session import BrokenContextError, LackingError, Results, Se
 from nanocore.protocol.errors import WorkerError
 from tests.benchmarks_gpu.fake_parts import PEERS, FakeParts, carry_peers, write_kernel
 
+pytestmark = pytest.mark.campaign
+
 CUDA = {"name": "NVIDIA H200"}
 
 

@@ -21,6 +21,8 @@ from benchmarks.gpu.run import ROOT, SUBCOMMANDS
 from benchmarks.gpu.session import Session
 from tests.benchmarks_gpu.fake_parts import KILLED, PEERS, FakeParts, carry_peers, write_kernel
 
+pytestmark = pytest.mark.campaign
+
 
 def test_the_parts_are_in_the_order_of_what_they_tell_and_fit_the_day() -> None:
     names = [part.name for part in plan.PARTS]

@@ -16,6 +16,8 @@ from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attenti
 from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
 from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
 
+pytestmark = pytest.mark.campaign
+
 HEADS, TILE = Heads(), 16
 DECODES, CHUNKS = [5, 33], [(40, 18)]
 ROUNDING = 2.0**-11
