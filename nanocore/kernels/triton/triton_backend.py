@@ -2,8 +2,9 @@
 
 A decode step launches nine kernels a layer: QKV; norms, rotation and KV store; attention, and the
 merge of long contexts' parts; output; add and norm; gate and up with the gate, which for more than
-a few tokens is a tenth; down; add and norm. One kernel before the layers does all that they need;
-after them come the last norm, of the rows that sample, their logits, and two kernels that sample.
+a few tokens is a tenth; down; add and norm. One kernel before the layers does all that they need
+but attention's plan, which the first one of each window makes; after them come the last norm, of
+the rows that sample, their logits, and two kernels that sample.
 Nothing waits for the device and no launch depends on what is in its memory, so every step can be
 recorded as a graph.
 
