@@ -27,8 +27,8 @@ from workloads import Workload, make_workload
 from nanocore.client import LLM
 from nanocore.engine_core.config import EngineConfig
 from nanocore.kernels.cpu.cpu_backend import Captured
-from nanocore.protocol.plan import NewRow, SchedulerOutput
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.plan import NewRow, SchedulerOutput
 from nanocore.worker.worker import Worker
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -136,6 +136,7 @@ def run_rank(folder: str | Path, case: Case, quantization: str | None) -> dict[s
             NewRow(
                 row=row,
                 token_ids=rng.integers(0, vocab_size, case.context).astype("<i4").tobytes(),
+                num_prompt_tokens=case.context,
                 num_computed_tokens=case.context - case.count,
                 block_ids=np.arange(row * width, (row + 1) * width, dtype="<i4").tobytes(),
                 sampling=GREEDY,

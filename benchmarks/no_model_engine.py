@@ -20,12 +20,12 @@ from sample_text import TEXT, demo_folder
 
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.engine_core.cli import parse_config
-from nanocore.engine_core.model_files import ModelFiles
-from nanocore.engine_core.parent import ParentLink
-from nanocore.engine_core.process import serve
+from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.process.parent import ParentLink
+from nanocore.engine_core.process.process import serve
 from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.sockets import EngineSocket
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 TOKEN_DTYPE = np.dtype("<i4")
 NUM_BLOCKS = 65536

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import socket
 
-from nanocore.protocol.worker import CacheAllocated, ToRank
 from nanocore.worker.executors.pipe import Pipe, encode_frame
+from nanocore.worker.messages import CacheAllocated, ToRank
 
 
 def answer_plans(end: socket.socket) -> None:

@@ -39,8 +39,8 @@ from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.client.stream import RequestStream
 from nanocore.client.stream_table import StreamTable
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.engine_core.outputs import ClientOutput
-from nanocore.engine_core.session import output_frames
+from nanocore.engine_core.io.session import output_frames
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import (
     client_decoder,
     encode,

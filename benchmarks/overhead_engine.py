@@ -28,16 +28,16 @@ import numpy as np
 from frozen_heap import frozen_heap
 from no_model_engine import NoModelExecutor
 
-from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
 from nanocore.engine_core.core import EngineCore
+from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.mailbox import Outbox
-from nanocore.engine_core.queue_limit import QueueLimit
-from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.protocol.messages import ModelCard, Submit
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 65536

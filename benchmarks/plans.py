@@ -32,16 +32,16 @@ import numpy as np
 from machine import describe_run, nice_sessions, spread, write_report
 from no_model_engine import NoModelExecutor
 
-from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
-from nanocore.engine_core.queue_limit import QueueLimit
-from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.messages import ModelCard, Submit
-from nanocore.protocol.plan import SchedulerOutput
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.worker import FromRank, RunStep, ToRank
 from nanocore.worker.executors.pipe import Pipe, encode_frame
+from nanocore.worker.messages import FromRank, RunStep, ToRank
+from nanocore.worker.plan import SchedulerOutput
 
 RESULTS: Final = Path(__file__).parent / "results" / "plans.json"
 BLOCK_SIZE: Final = 16

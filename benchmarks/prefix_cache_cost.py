@@ -28,10 +28,10 @@ from offline import submit
 from workloads import Workload, make_workload
 
 from nanocore.client import LLM
-from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.queue_limit import QueueLimit
-from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.messages import ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams

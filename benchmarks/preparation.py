@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from machine import describe_run, nice_sessions, spread, write_report
 
-from nanocore.protocol.plan import NewRow, SchedulerOutput
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.input_batch import InputBatch
+from nanocore.worker.batch.input_batch import InputBatch
+from nanocore.worker.plan import NewRow, SchedulerOutput
 
 RESULTS: Final = Path(__file__).parent / "results" / "preparation.json"
 BLOCK_SIZE: Final = 16
@@ -103,6 +103,7 @@ def _new_row(row: int, num_computed: int, num_chunk_tokens: int) -> NewRow:
     return NewRow(
         row=row,
         token_ids=bytes(4 * num_tokens),
+        num_prompt_tokens=num_tokens,
         num_computed_tokens=num_computed,
         block_ids=bytes(4 * num_blocks),
         sampling=EngineSamplingParams(temperature=0.7, top_p=0.95, max_tokens=1000),

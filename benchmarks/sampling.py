@@ -21,8 +21,8 @@ import torch
 from machine import describe_run, nice_sessions, spread, write_report
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
-from nanocore.kernels.selection import select_kernels
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.select import select_kernels
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
 from nanocore.worker.sampling.sampling_metadata import SamplingMetadata

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nanocore.worker.stream import Pending, Stream, Work
+from nanocore.worker.device.stream import Pending, Stream, Work
 
 R = TypeVar("R")
 

@@ -19,12 +19,12 @@ import numpy as np
 import xxhash
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.request import Request
-from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.kv_cache.prefix_index import DigestFunction
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 VOCAB_SIZE = 50
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from nanocore.engine_core.kv_event_publisher import KVEventPublisher
+from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.kv_cache.events import BlockRemoved, KVEventBatch
 
 PATIENCE_MS = 60_000

@@ -18,10 +18,11 @@ ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
     "kv_cache": set(),
     "kernels": set(),
-    "client": {"protocol"},
-    "conformance": {"protocol"},
-    "worker": {"kernels", "protocol"},
-    "engine_core": {"protocol", "kv_cache", "worker"},
+    "system": {"protocol"},
+    "client": {"protocol", "system"},
+    "conformance": {"protocol", "system"},
+    "worker": {"kernels", "protocol", "system"},
+    "engine_core": {"protocol", "kv_cache", "worker", "system"},
 }
 FORBIDDEN_WORDS = (
     "pickle", "marshal", "dill", "eval(", "exec(", "torch.load", "recv_pyobj", "send_pyobj",
@@ -74,11 +75,12 @@ def test_zmq_is_imported_in_one_package() -> None:
         ("nanocore.conformance.vectors", "torch triton flash_attn transformers numpy zmq"),
         ("nanocore.conformance.cli", "torch triton flash_attn transformers numpy tokenizers"),
         ("nanocore.protocol.messages,nanocore.protocol.codec,nanocore.protocol.sockets,"
-         "nanocore.protocol.plan", "torch triton flash_attn transformers numpy"),
+         "nanocore.worker.plan", "torch triton flash_attn transformers numpy"),
         ("nanocore.kv_cache", "torch triton flash_attn transformers numpy zmq"),
-        ("nanocore.engine_core.scheduler,nanocore.engine_core.core,nanocore.engine_core.io_thread",
-         "torch triton flash_attn transformers"),
-        ("nanocore.engine_core.kv_event_publisher", "torch triton flash_attn transformers numpy"),
+        ("nanocore.engine_core.scheduling.scheduler,nanocore.engine_core.core,"
+         "nanocore.engine_core.io.io_thread", "torch triton flash_attn transformers"),
+        ("nanocore.engine_core.io.kv_event_publisher",
+         "torch triton flash_attn transformers numpy"),
         ("nanocore.keygen", "torch triton flash_attn transformers numpy safetensors"),
         ("nanocore.engine_core.cli", "torch triton flash_attn transformers numpy"),
     ],

@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.gpu import fa3
 from benchmarks.gpu.kernel_case import Draw, KernelCase, relative_error
 from benchmarks.gpu.session import Session
-from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, Kernels, KVCache
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, Kernels, KVCache
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
 from nanocore.kernels.torch_kv_cache import gather_kv
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from benchmarks.gpu.reports import read_json, write_json
 from benchmarks.gpu.run import ROOT, child_environment, report_name
-from nanocore.protocol.lifeline import signal_at_parent_death
+from nanocore.system.lifeline import signal_at_parent_death
 
 ENDED: Final = "ended"
 GRACE_S: Final = 20.0

@@ -18,17 +18,17 @@ import xxhash
 
 from benchmarks.gpu.session import NO_GRAPH, Session, read_report
 from benchmarks.gpu.shapes import models
-from nanocore.engine_core.cache_size import longest_request, size_cache
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.mailbox import Outbox
-from nanocore.engine_core.outputs import ClientOutput
-from nanocore.engine_core.request import Request
-from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.process.cache_size import longest_request, size_cache
+from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.config.model_config import load_model_config
-from nanocore.worker.device import select_device
+from nanocore.worker.device.device import select_device
 from nanocore.worker.executors.local_executor import LocalExecutor
 
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.engine_speed import decode_figures, idle_figures, prefill_fi
 from benchmarks.gpu.offline import offline_figures
 from benchmarks.gpu.session import Results, Session, UnavailableError
 from benchmarks.gpu.shapes import Model, models, rates
-from nanocore.engine_core.process import process_age_s
+from nanocore.engine_core.process.process import process_age_s
 from nanocore.protocol.errors import ConfigError
 
 Measurements = dict[str, Callable[[], Any]]

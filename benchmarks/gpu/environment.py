@@ -103,7 +103,7 @@ def _packages() -> dict[str, str]:
 
 def _nanocore(session: Session) -> dict[str, str]:
     """Which kernels the engine would take here."""
-    from nanocore.kernels.selection import select_kernels
+    from nanocore.kernels.select import select_kernels
 
     return {"auto": select_kernels("auto", session.device).name}
 

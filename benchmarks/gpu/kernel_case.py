@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
+from nanocore.kernels.interface import Kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ from benchmarks.gpu.layer_cases import layer_cases
 from benchmarks.gpu.session import Results, Session
 from benchmarks.gpu.shapes import Rates, rates
 from benchmarks.gpu.timing import num_sets, synchronize, time_calls
-from nanocore.kernels.backend import Kernels
-from nanocore.kernels.selection import select_kernels
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.select import select_kernels
 
 MAX_ERROR: Final = 0.02
 """bfloat16 operands and results: 1e-3 to 1e-2 of the norm."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.gpu.kernel_case import Draw, KernelCase, relative_error
 from benchmarks.gpu.session import Session, UnavailableError
 from benchmarks.gpu.shapes import Model, models
-from nanocore.kernels.backend import Kernels
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import FP8, LinearWeight, quantize_rows
 
 

@@ -31,11 +31,11 @@ from nanocore.client.outputs import RequestOutput
 from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.codec import pack_int32
-from nanocore.protocol.endpoint_lock import own_default_endpoint
 from nanocore.protocol.errors import ClientStateError, ConfigError, InvalidRequestError
 from nanocore.protocol.messages import ControlOperation, ModelCard, Reply, Stats, Submit
 from nanocore.protocol.sampling import SamplingParams
 from nanocore.protocol.sockets import ClientKeys, client_keys
+from nanocore.system.endpoint_lock import own_default_endpoint
 
 HEALTH_TIMEOUT_S = 5.0
 _ELSEWHERE: Final = (

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from nanocore.protocol.errors import ConfigError
-from nanocore.protocol.private_directory import make_private
+from nanocore.system.private_directory import make_private
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from nanocore.conformance.client_scenarios import CLIENT_SCENARIOS
 from nanocore.conformance.engine_bench import EngineBench
 from nanocore.conformance.engine_rules import ENGINE_RULES
 from nanocore.conformance.report import Check, Result, as_json, summary
-from nanocore.protocol.endpoint_lock import EndpointLock
 from nanocore.protocol.errors import ConfigError, StartError
 from nanocore.protocol.sockets import EngineSocket, PeerSocket, client_keys
+from nanocore.system.endpoint_lock import EndpointLock
 
 Bench = TypeVar("Bench")
 PATIENCE_S = 10.0

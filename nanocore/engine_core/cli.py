@@ -17,7 +17,6 @@ from difflib import get_close_matches
 from typing import Final, NoReturn, get_args
 
 from nanocore import __version__
-from nanocore.engine_core import standard_streams
 from nanocore.engine_core.config import (
     AttentionBackend,
     Device,
@@ -25,11 +24,12 @@ from nanocore.engine_core.config import (
     EngineConfig,
     SchedulingPolicy,
 )
-from nanocore.engine_core.parent import ParentLink
+from nanocore.engine_core.process import standard_streams
+from nanocore.engine_core.process.parent import ParentLink
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
-from nanocore.protocol.worker import KVCacheDtype, LoadFormat, Quantization
-from nanocore.worker.host_memory import address_space_bytes, data_bytes
+from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
+from nanocore.worker.messages import KVCacheDtype, LoadFormat, Quantization
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
 _MIN_DATA_BYTES: Final = 360 * 10**6
@@ -274,7 +274,7 @@ def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
     """
     gc.disable()
     try:
-        from nanocore.engine_core.process import run_engine
+        from nanocore.engine_core.process.process import run_engine
     finally:
         gc.freeze()
         gc.enable()
@@ -285,7 +285,7 @@ def _run(config: EngineConfig, parent: ParentLink | None) -> int:
     """Check or serve; these import torch, which takes seconds."""
     _require_room()
     if config.check:
-        from nanocore.engine_core.check import check_engine
+        from nanocore.engine_core.process.check import check_engine
 
         check_engine(config)
         return 0

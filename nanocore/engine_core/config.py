@@ -23,7 +23,7 @@ from nanocore.protocol.endpoint import (
 )
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Capability
-from nanocore.protocol.worker import KVCacheDtype, LoadFormat, Quantization, WorkerConfig
+from nanocore.worker.messages import KVCacheDtype, LoadFormat, Quantization, WorkerConfig
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -75,7 +75,7 @@ class SchedulerConfig:
     watermark: share of the blocks that admission leaves free while requests are running.
     target_itl_ms: milliseconds that a step with decodes should stay under while prompts are
     computed beside them; infinity is no target. num_groups: groups of rows, one per pipeline
-    stage; see `nanocore.protocol.plan`.
+    stage; see `nanocore.worker.plan`.
     """
 
     max_num_seqs: int

@@ -23,9 +23,9 @@ from nanocore.engine_core.mailbox import (
     Outbox,
     Shutdown,
 )
-from nanocore.engine_core.outputs import split_events
-from nanocore.engine_core.request import Request
-from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.scheduling.outputs import split_events
+from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import Event, FinishReason, Reply, Stats

@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from nanocore.engine_core.outputs import ClientOutput
-from nanocore.engine_core.request import Request
+from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.scheduling.request import Request
 from nanocore.protocol.messages import ControlOperation, Reply
 
 

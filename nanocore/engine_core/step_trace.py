@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import Noise
+    from nanocore.kernels.interface import Noise
 
 _CACHED_VALUES: Final = 1 << 18
 """Logits worked on at a time on a CPU, about what its cache holds with all intermediate results."""

@@ -4,7 +4,7 @@ K and V of the tokens that a piece can see are gathered from the paged cache int
 tensors, which costs memory traffic but no cleverness: decodes several sequences at a time, a chunk
 a few hundred query tokens at a time. With a window only the blocks that it reaches are read.
 Besides one context's K and V (with a softcap in float32 too), a piece's temporaries stay within a
-small multiple of the constants below, whatever the lengths. Shape suffixes: see `backend`.
+small multiple of the constants below, whatever the lengths. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from nanocore.kernels.torch_kv_cache import gather_kv
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 MAX_GATHERED_BYTES = 1 << 21
 """K and V that one gather of decodes copies, if a single context is not more.

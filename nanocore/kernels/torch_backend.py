@@ -1,7 +1,7 @@
 """The reference backend: plain torch on any device, written to be checked by eye.
 
 Every other backend is compared with this one. What takes more than a few lines has
-a file of its own, `torch_*`. Shape suffixes: see `backend`.
+a file of its own, `torch_*`. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nanocore.kernels.torch_kv_cache import store_kv
 from nanocore.kernels.torch_moe import Routing, SharedExpert, add_shared, gated, moe, route
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import (
+    from nanocore.kernels.interface import (
         Activation,
         AttentionMetadata,
         AttentionSpec,

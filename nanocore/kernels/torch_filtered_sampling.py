@@ -13,7 +13,7 @@ from torch import Tensor
 from nanocore.kernels.gumbel_noise import cached_rows
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import Filters, Noise
+    from nanocore.kernels.interface import Filters, Noise
 
 
 def filtered(logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:

@@ -3,7 +3,8 @@
 A slot of -1 is padding: nothing is written for it. (As an index it would be the last slot.) Where
 slots are in the host's memory padding is looked for, and mostly there is none; elsewhere looking
 would wait for the device in every layer, so padding tokens there repeat another token's write.
-Quantized values get back the dtype of the computation as they are read. Shape suffixes: `backend`.
+Quantized values get back the dtype of the computation as they are read. Shape suffixes: see
+`interface`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from nanocore.kernels.kv_quantization import quantize
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import KVCache
+    from nanocore.kernels.interface import KVCache
 
 
 def store_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, slot_mapping_T: Tensor) -> None:

@@ -3,7 +3,7 @@
 (Grouped GEMM for experts: MegaBlocks, Gale et al. 2022.) Only experts that have tokens are read, so
 a small batch does not pay for all of them. A token's outputs are put back in the order of its
 choices and summed in that order, so no sum is in the order in which experts happened to finish.
-Shape suffixes: see `backend`.
+Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import Activation
+    from nanocore.kernels.interface import Activation
 
 
 @dataclass(frozen=True, slots=True)

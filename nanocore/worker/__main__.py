@@ -25,8 +25,10 @@ from nanocore.protocol.errors import (
     StartError,
     is_out_of_memory,
 )
-from nanocore.protocol.lifeline import signal_at_parent_death
-from nanocore.protocol.worker import (
+from nanocore.system.lifeline import signal_at_parent_death
+from nanocore.worker.executors.pipe import Pipe
+from nanocore.worker.executors.status_board import StatusBoard
+from nanocore.worker.messages import (
     AllocateCache,
     CacheAllocated,
     FailureKind,
@@ -36,8 +38,6 @@ from nanocore.protocol.worker import (
     StepResult,
     ToRank,
 )
-from nanocore.worker.executors.pipe import Pipe
-from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.pending_output import PendingOutput
 
 _LOOK_AGAIN_S: Final = 50e-6

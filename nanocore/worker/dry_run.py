@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.protocol.worker import WorkerConfig, WorkerInfo
-from nanocore.worker.checked_model import check_files, check_memory, loaded_bytes, read_model
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.device import (
+from nanocore.worker.device.device import (
     check_batch_invariance,
     check_quantization,
     dtype_name,
@@ -26,7 +24,14 @@ from nanocore.worker.device import (
 )
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.memory import cpu_kv_bytes, cpu_memory_bytes
+from nanocore.worker.loading.checked_model import (
+    check_files,
+    check_memory,
+    loaded_bytes,
+    read_model,
+)
+from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes
+from nanocore.worker.messages import WorkerConfig, WorkerInfo
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement

@@ -16,23 +16,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.backend import AttentionMetadata, Kernels, KVCache, Replay, Rotary
+from nanocore.kernels.interface import AttentionMetadata, Kernels, KVCache, Replay, Rotary
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.kernels.step_rows import StepRows
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
-from nanocore.protocol.worker import Quantization
-from nanocore.worker.device_rows import DeviceRows
-from nanocore.worker.device_steps import DeviceSteps
-from nanocore.worker.input_batch import BatchStep, InputBatch, ints
+from nanocore.worker.batch.input_batch import BatchStep, InputBatch, ints
+from nanocore.worker.device.device_rows import DeviceRows
+from nanocore.worker.device.device_steps import DeviceSteps
+from nanocore.worker.device.step_graphs import GraphRecorder, graph_shapes
+from nanocore.worker.device.step_memory import StepShape
+from nanocore.worker.device.stream import Stream
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.messages import Quantization
 from nanocore.worker.pending_output import NOTHING_SAMPLED, DoneOutput, PendingOutput
 from nanocore.worker.placement import Placement
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.sampling.sampler import TokenSampler
-from nanocore.worker.step_graphs import GraphRecorder, graph_shapes
-from nanocore.worker.step_memory import StepShape
-from nanocore.worker.stream import Stream
 
 
 class Channel(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from nanocore.protocol.plan import ModelRunnerOutput
+from nanocore.worker.plan import ModelRunnerOutput
 
 
 class PendingOutput(Protocol):

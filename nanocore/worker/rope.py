@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Rotary
+from nanocore.kernels.interface import Rotary
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 

@@ -12,12 +12,9 @@ from pathlib import Path
 
 import torch
 
-from nanocore.protocol.plan import SchedulerOutput
-from nanocore.protocol.worker import RankStart, WorkerConfig, WorkerInfo
-from nanocore.worker.checked_model import check_files, check_memory, loaded_bytes, read_model
 from nanocore.worker.communication.links import RankLinks, connect
-from nanocore.worker.cuda_stream import CudaGraphRecorder, CudaStream
-from nanocore.worker.device import (
+from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
+from nanocore.worker.device.device import (
     check_batch_invariance,
     check_quantization,
     dtype_name,
@@ -26,14 +23,22 @@ from nanocore.worker.device import (
     select_kv_format,
     steps_in_flight,
 )
-from nanocore.worker.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
+from nanocore.worker.loading.checked_model import (
+    check_files,
+    check_memory,
+    loaded_bytes,
+    read_model,
+)
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.memory import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
+from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
+from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
+from nanocore.worker.messages import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
+from nanocore.worker.plan import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

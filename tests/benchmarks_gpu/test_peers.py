@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu import fa3
 from benchmarks.peer_process import PeerCommand, PeerError, PeerProcess
-from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 from tests.kernels.paged_case import PagedCase
 

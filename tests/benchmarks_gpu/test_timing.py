@@ -15,7 +15,7 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.attention_cases import Heads, attention_cases, error, make_step, with_sdpa
 from benchmarks.gpu.kernel_times import measure_case
 from benchmarks.gpu.session import Session
-from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 
 L2_BYTES = 50 * 2**20

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from nanocore.engine_core import process
 from nanocore.engine_core.cli import parse_config
-from nanocore.engine_core.model_files import ModelFiles
-from nanocore.engine_core.standard_streams import LogHandler
+from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.process import process
+from nanocore.engine_core.process.standard_streams import LogHandler
 from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.protocol.sockets import EngineSocket
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 HANG = 13
 SAMPLED = 0

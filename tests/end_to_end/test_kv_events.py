@@ -19,7 +19,7 @@ import pytest
 
 import nanocore
 from nanocore.client import AsyncEngineClient, SamplingParams
-from nanocore.engine_core.kv_event_publisher import KVEventPublisher
+from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.kv_cache.prefix_index import KeyChain
 from nanocore.protocol.codec import pack_int32
 from tests.end_to_end.engine_process import engine, run_to_exit

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.engine_core.model_files import ModelFiles
+from nanocore.engine_core.io.model_files import ModelFiles
 from tests.engine_core.scripted_io import TOKENIZER, Io
 
 

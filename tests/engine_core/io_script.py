@@ -15,9 +15,9 @@ from typing import Final
 
 import msgspec
 
+from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.session import Session
 from nanocore.engine_core.mailbox import ControlCall, ControlReply
-from nanocore.engine_core.model_files import ModelFiles
-from nanocore.engine_core.session import Session
 from nanocore.protocol.codec import client_decoder, encode, unpack_output
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.messages import Accepted, Error, Op, Output, Reply

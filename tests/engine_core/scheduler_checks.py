@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanocore.engine_core.scheduler import Scheduler
-from nanocore.protocol.plan import SchedulerOutput
+from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.worker.plan import SchedulerOutput
 
 
 def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:

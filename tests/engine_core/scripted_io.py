@@ -10,17 +10,17 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from nanocore.engine_core.admission import Admission
-from nanocore.engine_core.client_limit import ClientLimit
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.control_desk import MAX_CALLS
-from nanocore.engine_core.io_thread import IoThread
+from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.client_limit import ClientLimit
+from nanocore.engine_core.io.control_desk import MAX_CALLS
+from nanocore.engine_core.io.io_thread import IoThread
+from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.mailbox import AddRequest, Inbox, Outbox
-from nanocore.engine_core.model_files import ModelFiles
-from nanocore.engine_core.outputs import ClientOutput
-from nanocore.engine_core.queue_limit import QueueLimit
-from nanocore.engine_core.scheduler import SchedulerCounters
-from nanocore.engine_core.session import MAX_BACKLOG_BYTES
+from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
 from nanocore.protocol.codec import client_decoder, encode
 from nanocore.protocol.messages import Event, Hello, Message, ModelCard, Output, Submit, Welcome
 from nanocore.protocol.sockets import SendResult

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.queue_limit import QueueLimit
-from nanocore.engine_core.scheduler import SchedulerCounters
+from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineOverloadedError,

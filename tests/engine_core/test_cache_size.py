@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.engine_core.cache_size import longest_request, size_cache
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
-from nanocore.protocol.worker import WorkerInfo
 from nanocore.worker.config.model_config import ModelConfig, load_model_config
+from nanocore.worker.messages import WorkerInfo
 from tests.model_families import BUILDERS
 
 

@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from nanocore.engine_core.client_limit import (
+from nanocore.engine_core.io.client_limit import (
     DEFAULT_MAX_NUM_CLIENTS,
     MAX_GUESTS,
     MIN_GUESTS,

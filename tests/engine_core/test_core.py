@@ -20,13 +20,13 @@ from nanocore.engine_core.mailbox import (
     Outbox,
     Shutdown,
 )
-from nanocore.engine_core.outputs import ClientOutput
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.kv_cache.events import AllBlocksCleared, BlockStored, KVEventBatch
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Event
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from tests.fakes import expected_tokens, make_request, make_scheduler
 
 

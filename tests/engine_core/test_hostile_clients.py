@@ -7,11 +7,11 @@ import logging
 import msgspec
 import pytest
 
-from nanocore.engine_core import session as session_module
-from nanocore.engine_core import turn
-from nanocore.engine_core.control_desk import MAX_CALLS
+from nanocore.engine_core.io import session as session_module
+from nanocore.engine_core.io import turn
+from nanocore.engine_core.io.control_desk import MAX_CALLS
+from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply, Farewell
-from nanocore.engine_core.session import MAX_BACKLOG_BYTES
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import (
     MAX_FILE_CHUNK_BYTES,

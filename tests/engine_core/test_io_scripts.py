@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.mailbox import AddRequest
-from nanocore.engine_core.model_files import ModelFiles
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Abort, Bye, Op, Submit
 from nanocore.protocol.sockets import SendResult

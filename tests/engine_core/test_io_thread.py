@@ -8,9 +8,9 @@ from typing import get_args
 import msgspec
 import pytest
 
-from nanocore.engine_core import io_thread as module
+from nanocore.engine_core.io import io_thread as module
+from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.mailbox import AbortRequests, ControlCall, ControlReply, Farewell
-from nanocore.engine_core.model_files import ModelFiles
 from nanocore.protocol.messages import (
     MAX_FILE_CHUNK_BYTES,
     Accepted,

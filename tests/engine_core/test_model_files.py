@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.engine_core import model_files as module
-from nanocore.engine_core.model_files import ModelFiles
+from nanocore.engine_core.io import model_files as module
+from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.protocol.errors import ModelFileError
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nanocore.engine_core.mailbox import AddRequest
-from nanocore.engine_core.process import _phase, _run
+from nanocore.engine_core.process.process import _phase, _run
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
-from nanocore.protocol.plan import SchedulerOutput
+from nanocore.worker.plan import SchedulerOutput
 from tests.engine_core.test_core import CoreUnderTest
 from tests.fakes import make_request
 

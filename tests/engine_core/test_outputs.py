@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanocore.engine_core.outputs import ClientOutput, split_by_client, split_events
+from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client, split_events
 from nanocore.protocol.messages import Event
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan
 from tests.fakes import (
     Deliveries,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nanocore.engine_core.scheduler import Scheduler
-from nanocore.engine_core.waiting_queue import WaitingQueue
+from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
 from tests.fakes import Deliveries, expected_tokens, make_request, make_scheduler
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanocore.engine_core.row_table import RowTable
+from nanocore.engine_core.scheduling.row_table import RowTable
 from tests.fakes import Deliveries, make_request, make_scheduler
 
 

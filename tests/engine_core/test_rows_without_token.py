@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from nanocore.engine_core.scheduler import Scheduler
-from nanocore.protocol.plan import NO_TOKEN
+from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.worker.plan import NO_TOKEN
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan
 from tests.fakes import (
     Deliveries,

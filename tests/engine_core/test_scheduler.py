@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanocore.protocol.plan import SchedulerOutput
+from nanocore.worker.plan import SchedulerOutput
 from tests.fakes import Deliveries, expected_tokens, make_request, make_scheduler
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
 from tests.fakes import (
     Deliveries,

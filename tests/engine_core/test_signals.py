@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from nanocore.engine_core.mailbox import Inbox
-from nanocore.engine_core.process import _handle_signals
+from nanocore.engine_core.process.process import _handle_signals
 
 
 @pytest.fixture

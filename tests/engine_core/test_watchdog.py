@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from nanocore.engine_core.mailbox import Outbox
+from nanocore.engine_core.process.watchdog import Watchdog
 from nanocore.engine_core.step_clock import StepClock
-from nanocore.engine_core.watchdog import Watchdog
 
 
 def test_a_watchdog_that_was_stopped_is_over() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanocore.kernels.triton.triton_backend import TritonKernels
-from nanocore.worker import step_graphs
-from nanocore.worker.cuda_stream import CudaGraphRecorder, CudaStream
+from nanocore.worker.device import step_graphs
+from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.model_runner import DeviceQueue
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import Engine, expected, load_model, make_wishes

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Filters, KVCache, Noise, QKNorm, Rotary
 from nanocore.kernels.gumbel_noise import gumbel_noise
+from nanocore.kernels.interface import Filters, KVCache, Noise, QKNorm, Rotary
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces

@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 import nanocore.kernels.cpu
-from nanocore.kernels.backend import (
+from nanocore.kernels.cpu import library
+from nanocore.kernels.cpu.build import COMPILE_FLAGS, INSTRUCTION_SETS
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
     Kernels,
@@ -23,9 +26,6 @@ from nanocore.kernels.backend import (
     QKNorm,
     Rotary,
 )
-from nanocore.kernels.cpu import library
-from nanocore.kernels.cpu.build import COMPILE_FLAGS, INSTRUCTION_SETS
-from nanocore.kernels.cpu.cpu_backend import CpuKernels
 
 SOURCE = Path(nanocore.kernels.cpu.__file__).parent / "program.cpp"
 EMULATED_DOT = "emulated_dot"

@@ -13,10 +13,10 @@ import sys
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Filters, Noise
 from nanocore.kernels.cpu import cpu_backend
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
+from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.linear_weight import TokenEmbedding
 from tests.kernels.cpu_case import PagedCase
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
-from nanocore.kernels.selection import select_kernels
+from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_kv_cache import store_kv
 
 HEAD_DIM = 16

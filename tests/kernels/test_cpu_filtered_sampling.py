@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanocore.kernels.backend import Filters, Noise
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.gumbel_noise import gumbel_noise
+from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.torch_backend import TorchKernels
 from tests.sampling_reference import Settings, filter_logits, make_metadata
 

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanocore.kernels.backend import Activation
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.interface import Activation
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.protocol.worker import Quantization
+from nanocore.worker.messages import Quantization
 from tests.kernels.cpu_case import PagedCase
 
 TORCH = TorchKernels()

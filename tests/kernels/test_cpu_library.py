@@ -12,10 +12,10 @@ from nanocore.kernels.cpu import library
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library, find_library
-from nanocore.kernels.selection import select_kernels
+from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.device import make_kernels
+from nanocore.worker.device.device import make_kernels
 from tests.kernels.cpu_case import runnable_libraries
 from tests.worker.configs import make_worker_config
 

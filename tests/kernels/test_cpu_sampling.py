@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from nanocore.kernels.backend import Kernels, Noise
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
+from nanocore.kernels.interface import Kernels, Noise
 from nanocore.kernels.torch_backend import TorchKernels
 
 REFERENCE = TorchKernels()

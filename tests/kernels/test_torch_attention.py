@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocore.kernels import torch_attention
-from nanocore.kernels.backend import AttentionSpec
+from nanocore.kernels.interface import AttentionSpec
 from tests.kernels.paged_case import HEAD_DIM, PLAIN, PagedCase
 
 MIXED = [(5, 1), (31, 1), (1, 1), (2, 2), (40, 7), (64, 64), (48, 33)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanocore.kernels import torch_kv_cache
-from nanocore.kernels.backend import KVCache
+from nanocore.kernels.interface import KVCache
 from nanocore.kernels.torch_backend import TorchKernels, rope
 from nanocore.kernels.torch_kv_cache import store_kv
 

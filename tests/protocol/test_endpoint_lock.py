@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.endpoint_lock import EndpointLock
 from nanocore.protocol.errors import AddressInUseError, ConfigError
+from nanocore.system.endpoint_lock import EndpointLock
 
 HOLDER = """
 import sys
-from nanocore.protocol.endpoint_lock import EndpointLock
+from nanocore.system.endpoint_lock import EndpointLock
 lock = EndpointLock(sys.argv[1])
 print("locked", flush=True)
 sys.stdin.read()

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from nanocore.engine_core.admission import Admission
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.queue_limit import QueueLimit
-from nanocore.engine_core.scheduler import SchedulerCounters
+from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
 from nanocore.protocol.codec import engine_decoder, pack_int32
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import FROM_CLIENT, Control, Hello, Message, Ping, Pong, Submit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.protocol.worker import WorkerConfig
+from nanocore.worker.messages import WorkerConfig
 
 _VALUES: dict[str, Any] = {
     "folder": "",

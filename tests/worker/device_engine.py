@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocore.engine_core.request import Request
-from nanocore.kernels.backend import (
+from nanocore.engine_core.scheduling.request import Request
+from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
     GraphSupport,
@@ -28,10 +28,10 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.worker import Quantization
 from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.pending_output import PendingOutput

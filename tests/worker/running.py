@@ -19,23 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
-from nanocore.protocol.worker import Quantization
+from nanocore.worker.batch.input_batch import BatchStep, InputBatch
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
 from nanocore.worker.config.model_config import load_model_config
-from nanocore.worker.input_batch import BatchStep, InputBatch
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner, StageLinks
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.sampling.sampler import TokenSampler
 from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 from tests.fakes import Deliveries, make_request, make_scheduler

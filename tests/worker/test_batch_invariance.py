@@ -22,20 +22,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
-from nanocore.protocol.plan import SchedulerOutput
-from nanocore.protocol.worker import Quantization
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
+from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.worker import Worker
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.kernels.cpu_case import runnable_libraries

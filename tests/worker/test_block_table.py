@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nanocore.worker import block_table
-from nanocore.worker.block_table import BlockTable
+from nanocore.worker.batch import block_table
+from nanocore.worker.batch.block_table import BlockTable
 
 NUM_ROWS = 5
 NUM_COLUMNS = 12

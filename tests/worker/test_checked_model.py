@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanocore.engine_core.check import check_engine
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.process.check import check_engine
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, ModelFileError, StartError
-from nanocore.worker.checked_model import read_model
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.device import select_dtype, select_kv_format
+from nanocore.worker.device.device import select_dtype, select_kv_format
+from nanocore.worker.loading.checked_model import read_model
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement

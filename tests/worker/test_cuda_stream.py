@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.worker.cuda_stream import CudaGraphRecorder, CudaStream
+from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
 from tests.fake_device import FakeGraphPools
 
 DEVICE = torch.device("cuda", 0)

@@ -19,18 +19,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanocore.engine_core.scheduler import Scheduler
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kernels.kv_quantization import kv_cache_format
-from nanocore.protocol.plan import SchedulerOutput
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.worker import Quantization
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner, StageLinks
 from nanocore.worker.models import build_model
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
+from nanocore.worker.plan import SchedulerOutput
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.tiny_models import make_tiny_qwen3

@@ -17,16 +17,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanocore.kernels.backend import Kernels
+from nanocore.kernels.interface import Kernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker import step_graphs
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
+from nanocore.worker.device import step_graphs
+from nanocore.worker.device.step_graphs import graph_shapes
+from nanocore.worker.device.step_memory import StepFields, StepShape, num_bytes
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.model_runner import DeviceQueue, StageLinks
 from nanocore.worker.placement import Placement
-from nanocore.worker.step_graphs import graph_shapes
-from nanocore.worker.step_memory import StepFields, StepShape, num_bytes
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import (

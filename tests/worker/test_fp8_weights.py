@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.kernels.backend import Kernels
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import FP8, LinearWeight
-from nanocore.kernels.selection import select_kernels
+from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
-from nanocore.protocol.worker import Quantization
-from nanocore.worker import device
-from nanocore.worker.checked_model import loaded_bytes
 from nanocore.worker.config.model_config import load_model_config
-from nanocore.worker.device import check_quantization
+from nanocore.worker.device import device
+from nanocore.worker.device.device import check_quantization
 from nanocore.worker.dry_run import _weight_bytes
+from nanocore.worker.loading.checked_model import loaded_bytes
+from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement

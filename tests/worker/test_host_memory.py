@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.host_memory import host_bytes
+from nanocore.worker.memory.host_memory import host_bytes
 
 MB = 2**20
 UNLIMITED_V1 = 2**63 - 4096
@@ -87,7 +87,7 @@ def test_a_system_that_does_not_say_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
 def test_a_process_knows_what_its_own_limits_leave(limit: str) -> None:
     program = (
-        "import resource, mmap; from nanocore.worker.host_memory import process_bytes\n"
+        "import resource, mmap; from nanocore.worker.memory.host_memory import process_bytes\n"
         f"resource.setrlimit(resource.{limit}, (2**30, 2**30))\n"
         "before = process_bytes(); room = mmap.mmap(-1, 2**28, mmap.MAP_PRIVATE)\n"
         "print(before < 2**30, before - process_bytes() >= 2**28)"

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocore.protocol.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.input_batch import InputBatch, StepInputs
+from nanocore.worker.batch.input_batch import InputBatch, StepInputs
+from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 from tests.fakes import Deliveries, FakeExecutor, make_request, make_scheduler
 
@@ -92,7 +92,8 @@ def ints(column: bytes) -> list[int]:
 
 def plan_adding(*rows: tuple[int, EngineSamplingParams]) -> SchedulerOutput:
     added = [
-        NewRow(row=row, token_ids=b"\1\0\0\0", num_computed_tokens=0, block_ids=b"\0\0\0\0",
+        NewRow(row=row, token_ids=b"\1\0\0\0", num_prompt_tokens=1,
+               num_computed_tokens=0, block_ids=b"\0\0\0\0",
                sampling=sampling, seed=100 + row)
         for row, sampling in rows
     ]  # fmt: skip

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanocore.protocol.worker import RankStart
 from nanocore.worker.communication import one_shot, process_group
 from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes, connect
 from nanocore.worker.communication.shm_channel import create_channel
+from nanocore.worker.messages import RankStart
 from tests.worker.configs import make_worker_config
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
-from nanocore.protocol.worker import (
+from nanocore.worker.executors.pipe import Pipe, encode_frame
+from nanocore.worker.messages import (
     AllocateCache,
     FromRank,
     RankFailure,
@@ -18,7 +18,7 @@ from nanocore.protocol.worker import (
     ToRank,
     WorkerInfo,
 )
-from nanocore.worker.executors.pipe import Pipe, encode_frame
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 Pipes = tuple[Pipe[FromRank], Pipe[ToRank]]
 

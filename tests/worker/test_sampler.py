@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanocore.kernels import gumbel_noise
-from nanocore.kernels.backend import Filters, Kernels, Noise
-from nanocore.kernels.selection import select_kernels
+from nanocore.kernels.interface import Filters, Kernels, Noise
+from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling.candidates import logits_of, make_candidates, token_ids_of

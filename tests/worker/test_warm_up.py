@@ -14,9 +14,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.worker import Quantization
-from nanocore.worker import step_graphs
-from nanocore.worker.largest_step import run_largest_steps
+from nanocore.worker.device import step_graphs
+from nanocore.worker.memory.largest_step import run_largest_steps
+from nanocore.worker.messages import Quantization
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.fake_device import FakeGraphRecorder
 from tests.model_families import BUILDERS

@@ -21,8 +21,8 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 with atheris.instrument_imports(include=["nanocore"]):
-    from nanocore.engine_core import io_thread as module
-    from nanocore.engine_core.model_files import ModelFiles
+    from nanocore.engine_core.io import io_thread as module
+    from nanocore.engine_core.io.model_files import ModelFiles
     from nanocore.protocol.codec import encode
     from nanocore.protocol.messages import Op
     from tests.engine_core.io_script import Kind, Record, ScriptRunner

@@ -3,7 +3,7 @@
 Every number of rows, chunking and batch gives a token the same bits (see multiply.h). K and V lie
 in the cache as products read them (rows.h), which needs blocks and heads of whole 16 values; other
 shapes and quantized caches, and experts, are computed by the torch backend. Shape suffixes: see
-`backend`.
+`interface`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.torch_moe import Routing, SharedExpert
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import (
+    from nanocore.kernels.interface import (
         Activation,
         AttentionMetadata,
         AttentionSpec,

@@ -5,7 +5,7 @@ replays it for any step that fits; long contexts are split by what only the devi
 `attention_plan`. Batch-invariant, all tokens go through the kernel of chunks, unsplit, in tiles of
 one shape: what a token gets then never depends on how its tokens came, or beside whom. Shapes were
 chosen by what fits a multiprocessor; `DecodeTiles` and `PrefillTiles` are arguments of the kernels'
-own functions, for benchmarks to try others. Shape suffixes: see `backend`.
+own functions, for benchmarks to try others. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attenti
 from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 _LARGE_SHARED_MEMORY: Final = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities of data centers: 163 KiB or more a program, where others have 99."""

@@ -2,7 +2,7 @@
 
 Only items that were split have sums, in memory for as many as there can be. The parts of an item
 lie one after another and are merged in that order (FlashDecoding: Dao et al. 2023), each weighted
-by the sum of its weights. Shape suffixes: see `backend`.
+by the sum of its weights. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations

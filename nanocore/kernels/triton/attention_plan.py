@@ -21,7 +21,7 @@ from torch import Tensor
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import AttentionMetadata
+    from nanocore.kernels.interface import AttentionMetadata
 
 PART: Final = tl.constexpr(8)
 """Numbers of a part: the first query's token; how many queries, 0 if there is no such part; the

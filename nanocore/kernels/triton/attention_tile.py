@@ -6,7 +6,7 @@ the peak off, the same with a mask and without, so both give a row the same bits
 row may not see at all leaves its state as it was, bit for bit. Quantized keys and values are
 multiplied as they are: scales go on a key's column of scores and of weights. fp8 is exact in
 float16, into which it is converted at a third of bfloat16's cost: see `_in_float16` and `_headroom`
-for what keeps queries and weights within its range. Shape suffixes: see `backend`.
+for what keeps queries and weights within its range. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations

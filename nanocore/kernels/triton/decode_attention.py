@@ -21,7 +21,7 @@ from nanocore.kernels.triton.attention_tile import attend
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 MIN_DOT_ROWS: Final = 16
 """What tensor cores multiply at least; heads of a group are padded to it."""

@@ -29,7 +29,7 @@ from nanocore.kernels.triton.sampling import (
 )
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import Filters, Noise
+    from nanocore.kernels.interface import Filters, Noise
 
 _PART: Final = 2048
 _BLOCK: Final = 2048

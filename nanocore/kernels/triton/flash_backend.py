@@ -4,7 +4,7 @@ FlashAttention 3 (module flash_attn_interface, for Hopper) takes any block size 
 and chunks in one call. FlashAttention 2 (module flash_attn) wants blocks of whole 256 tokens, and
 gets decodes and chunks apart. Both choose their work by the batch, so results depend on it, and
 chunks need lengths on the host, so only steps of decodes are recorded as graphs. (Dao et al. 2022,
-Dao 2023, Shah et al. 2024.) Quantized caches and float32 are ours. Shape suffixes: see `backend`.
+Dao 2023, Shah et al. 2024.) Quantized caches and float32 are ours. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from nanocore.kernels.triton.triton_backend import TritonKernels
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, GraphSupport, KVCache
+    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, GraphSupport, KVCache
 
 _MODULES: Final = {3: "flash_attn_interface", 2: "flash_attn"}
 _BLOCK_MULTIPLES: Final = {3: 1, 2: 256}

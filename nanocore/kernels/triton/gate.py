@@ -16,7 +16,7 @@ from torch import Tensor
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import Activation
+    from nanocore.kernels.interface import Activation
 
 _BLOCK: Final = 1024
 

@@ -23,7 +23,7 @@ from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import Activation
+    from nanocore.kernels.interface import Activation
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from nanocore.kernels.triton.matmul import Tile, max_shared_bytes, multiply
 from nanocore.kernels.triton.routing import plan
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import Activation
+    from nanocore.kernels.interface import Activation
     from nanocore.kernels.torch_moe import SharedExpert
 
 _SUM_BLOCK: Final = 1024

@@ -21,7 +21,7 @@ from torch import Tensor
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import AttentionMetadata, KVCache, QKNorm, Rotary
+    from nanocore.kernels.interface import AttentionMetadata, KVCache, QKNorm, Rotary
 
 NUM_WARPS: Final = 4
 _HALF_ELEMENTS: Final = NUM_WARPS * 32 * 8

@@ -20,7 +20,7 @@ from torch import Tensor
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import Noise
+    from nanocore.kernels.interface import Noise
     from nanocore.kernels.step_rows import TokenPlaces
 
 _PART: Final = 2048

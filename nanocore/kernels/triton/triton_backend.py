@@ -9,7 +9,7 @@ Nothing waits for the device and no launch depends on what is in its memory, so 
 recorded as a graph.
 
 With batch_invariant, products are ours too, and every token is attended to in tiles of one shape
-without parts: its bits are then the same in any batch and any chunks. Shape suffixes: `backend`.
+without parts: its bits are then the same in any batch and any chunks. Shape suffixes: `interface`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nanocore.kernels.triton.moe import moe
 from nanocore.kernels.triton.routing import route
 
 if TYPE_CHECKING:
-    from nanocore.kernels.backend import (
+    from nanocore.kernels.interface import (
         Activation,
         AttentionMetadata,
         AttentionSpec,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from nanocore.kernels.backend import Activation
+from nanocore.kernels.interface import Activation
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.families import Family, Softcap
 from nanocore.worker.config.rope_settings import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from nanocore.kernels.backend import Activation
+from nanocore.kernels.interface import Activation
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.families import FAMILIES, Family, read_layer_types
 from nanocore.worker.config.generation_config import GenerationDefaults, read_generation_defaults

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
-from nanocore.protocol.worker import WorkerInfo
+from nanocore.worker.messages import WorkerInfo
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 
 class StepExecutor(Protocol):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
-from nanocore.protocol.worker import WorkerConfig, WorkerInfo
-from nanocore.worker.device import steps_in_flight
+from nanocore.worker.device.device import steps_in_flight
+from nanocore.worker.messages import WorkerConfig, WorkerInfo
 from nanocore.worker.pending_output import PendingOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.worker import Worker
 
 

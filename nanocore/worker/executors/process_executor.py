@@ -17,8 +17,14 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from nanocore.protocol.errors import StartError
-from nanocore.protocol.plan import ModelRunnerOutput, SchedulerOutput
-from nanocore.protocol.worker import (
+from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes
+from nanocore.worker.communication.shm_channel import create_channel
+from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, create_region, progress
+from nanocore.worker.device.device import select_device, steps_in_flight
+from nanocore.worker.executors.pipe import encode_frame
+from nanocore.worker.executors.rank_process import RankProcess
+from nanocore.worker.executors.status_board import StatusBoard
+from nanocore.worker.messages import (
     AllocateCache,
     CacheAllocated,
     FromRank,
@@ -29,13 +35,7 @@ from nanocore.protocol.worker import (
     WorkerConfig,
     WorkerInfo,
 )
-from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes
-from nanocore.worker.communication.shm_channel import create_channel
-from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, create_region, progress
-from nanocore.worker.device import select_device, steps_in_flight
-from nanocore.worker.executors.pipe import encode_frame
-from nanocore.worker.executors.rank_process import RankProcess
-from nanocore.worker.executors.status_board import StatusBoard
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 M = TypeVar("M")
 _FAILURE_GRACE_S: Final = 0.2

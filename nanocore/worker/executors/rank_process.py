@@ -20,8 +20,8 @@ from nanocore.protocol.errors import (
     StartError,
     WorkerError,
 )
-from nanocore.protocol.worker import FailureKind, FromRank, RankFailure, RankStart
 from nanocore.worker.executors.pipe import Pipe
+from nanocore.worker.messages import FailureKind, FromRank, RankFailure, RankStart
 
 _ERRORS: Final[dict[FailureKind, type[StartError]]] = {
     "config": ConfigError,

@@ -2,5 +2,5 @@
 
 Layers are plain objects with tensors that are called; what changes from step to step (the kernels'
 metadata and the KV cache) is passed in. `slots` says where a checkpoint's tensors go. Shape
-suffixes: see `nanocore.kernels.backend`.
+suffixes: see `nanocore.kernels.interface`.
 """

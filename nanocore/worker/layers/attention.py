@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanocore.kernels.backend import AttentionSpec, KVCache, QKNorm
+from nanocore.kernels.interface import AttentionSpec, KVCache, QKNorm
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanocore.kernels.backend import AttentionMetadata, Kernels, Rotary
+from nanocore.kernels.interface import AttentionMetadata, Kernels, Rotary
 
 
 @dataclass(frozen=True, slots=True)

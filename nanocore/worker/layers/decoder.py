@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels, KVCache, Rotary
+from nanocore.kernels.interface import Kernels, KVCache, Rotary
 from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.layers.packing import WeightPacker

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Part, Slot, Slots, whole

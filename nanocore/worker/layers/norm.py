@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
+from nanocore.kernels.interface import Kernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.loading.weights import Slots, whole
 from nanocore.worker.placement import Placement

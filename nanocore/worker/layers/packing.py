@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.protocol.worker import Quantization
+from nanocore.worker.messages import Quantization
 
 
 class WeightPacker:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanocore.kernels.backend import KVCache
+from nanocore.kernels.interface import KVCache
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel

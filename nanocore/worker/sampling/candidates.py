@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Kernels, Noise
+from nanocore.kernels.interface import Kernels, Noise
 from nanocore.kernels.torch_backend import NO_TOKEN
 
 _MAX_TOKEN_ID = 0x7FFFFFFF

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.backend import Filters, Kernels, Noise
+from nanocore.kernels.interface import Filters, Kernels, Noise
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.candidates import best_candidate, sampled_token_ids

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import KVCache
+from nanocore.kernels.interface import KVCache
 from nanocore.kernels.triton import attention
 from nanocore.kernels.triton import prefill_attention as chunks_module
 from nanocore.kernels.triton.attention import choose_num_shares, paged_attention

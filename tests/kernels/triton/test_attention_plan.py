@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
-from nanocore.kernels.backend import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.triton import (
     attention,
     attention_plan,
@@ -24,8 +24,8 @@ from nanocore.kernels.triton.attention import paged_attention
 from nanocore.kernels.triton.attention_plan import Items, Plan, plan_step
 from nanocore.kernels.triton.decode_attention import DecodeTiles
 from nanocore.kernels.triton.prefill_attention import PrefillTiles
-from nanocore.worker.step_graphs import HostBounds, padded_steps
-from nanocore.worker.step_memory import StepFields, StepShape
+from nanocore.worker.device.step_graphs import HostBounds, padded_steps
+from nanocore.worker.device.step_memory import StepFields, StepShape
 from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
 
 HEADS = Heads()

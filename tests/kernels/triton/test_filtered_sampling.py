@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanocore.kernels.backend import Filters, Noise
 from nanocore.kernels.gumbel_noise import gumbel_noise
+from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import filtered_sampling
 from tests.sampling_reference import Settings, filter_logits, make_metadata

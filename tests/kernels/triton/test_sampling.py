@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.backend import Noise
+from nanocore.kernels.interface import Noise
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.sampling import best_token

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from nanocore.kernels.backend import Kernels, Noise
-from nanocore.kernels.selection import select_kernels
+from nanocore.kernels.interface import Kernels, Noise
+from nanocore.kernels.select import select_kernels
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import triton_backend
 from nanocore.kernels.triton.triton_backend import TritonKernels
-from nanocore.worker import step_graphs
+from nanocore.worker.device import step_graphs
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.placement import Placement
 from tests.fake_device import FakeGraphRecorder

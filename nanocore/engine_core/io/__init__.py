@@ -1,0 +1,1 @@
+"""The io thread and what it decides: sessions, admission, control operations, events."""

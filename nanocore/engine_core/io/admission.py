@@ -1,0 +1,144 @@
+"""Admission: from a SUBMIT to a Request, or to a typed error that says what would have worked.
+
+Runs on the io thread, so that bad requests never reach the step loop and hashing a long prompt does
+not delay a step. Clients in other languages skip the SDK's checks; every check is made here.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
+from nanocore.kv_cache import KeyChain
+from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
+from nanocore.protocol.fields import MAX_CACHE_SALT_CHARS, MAX_EXACT_INT, MAX_REQUEST_ID_CHARS
+from nanocore.protocol.messages import MAX_PRIORITY, MIN_PRIORITY, ModelCard, Submit
+
+
+class Admission:
+    """Builds requests for one engine.
+
+    Args:
+        model: limits that requests must fit.
+        config: seed (of the generator that draws seeds for requests that bring none), scheduling
+            policy, and what concerns the prefix cache.
+        queue_limit: how many may wait.
+    """
+
+    def __init__(self, model: ModelCard, config: EngineConfig, queue_limit: QueueLimit) -> None:
+        self._model = model
+        self._seeds = random.Random(config.seed)
+        self._policy = config.scheduling_policy
+        self._cached = config.enable_prefix_caching
+        self._salted = config.salt_prefix_cache_by_session
+        self._queue_limit = queue_limit
+
+    def build(self, submit: Submit, handle: int, client: int) -> Request:
+        """Validate a SUBMIT and build its request, block keys included.
+
+        Raises:
+            ContextLengthError: prompt, or prompt and max_tokens, exceed the model or the KV cache.
+            InvalidRequestError: any other value out of range.
+            EngineOverloadedError: the queue is full.
+        """
+        _require_length("request_id", submit.request_id, 1, MAX_REQUEST_ID_CHARS)
+        if submit.cache_salt is not None:
+            _require_length("cache_salt", submit.cache_salt, 1, MAX_CACHE_SALT_CHARS)
+        if submit.priority != 0 and self._policy != "priority":
+            raise InvalidRequestError(
+                f"priority={submit.priority}: this engine schedules first come, first served; "
+                "leave priority at 0, or start the engine with --scheduling-policy priority"
+            )
+        if not MIN_PRIORITY <= submit.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(
+                f"priority={submit.priority} is out of range: it must be in "
+                f"[{MIN_PRIORITY}, {MAX_PRIORITY}]; lower values go first"
+            )
+        token_ids = self._prompt(submit.prompt_token_ids)
+        sampling = submit.sampling or self._model.default_sampling
+        for i, token_id in enumerate(sampling.stop_token_ids):
+            if not 0 <= token_id < self._model.vocab_size:
+                raise self._no_token_id("stop_token_ids", i, token_id)
+        max_num_tokens = self._max_num_tokens(len(token_ids), sampling.max_tokens)
+        self._queue_limit.enter(len(token_ids))
+        key_chain = KeyChain(self._model.block_size, self._extra_keys(submit, client))
+        if self._cached:
+            key_chain.extend(submit.prompt_token_ids)
+        return Request(
+            handle=handle,
+            request_id=submit.request_id,
+            client=client,
+            token_ids=token_ids,
+            max_num_tokens=max_num_tokens,
+            sampling=sampling,
+            seed=self._seeds.getrandbits(MAX_EXACT_INT.bit_length())
+            if sampling.seed is None
+            else sampling.seed,
+            eos_token_ids=() if sampling.ignore_eos else tuple(self._model.eos_token_ids),
+            key_chain=key_chain,
+            priority=submit.priority,
+        )
+
+    def _extra_keys(self, submit: Submit, client: int) -> dict[str, str]:
+        """What cached blocks depend on beside their tokens."""
+        extra_keys = {} if submit.cache_salt is None else {"cache_salt": submit.cache_salt}
+        if self._salted:
+            extra_keys["session"] = str(client)
+        return extra_keys
+
+    def _prompt(self, column: bytes) -> np.ndarray:
+        if not column or len(column) % TOKEN_DTYPE.itemsize:
+            raise InvalidRequestError(
+                f"prompt_token_ids has {len(column)} bytes: it must hold one or more int32 values, "
+                f"little-endian, of {TOKEN_DTYPE.itemsize} bytes each"
+            )
+        token_ids = np.frombuffer(column, TOKEN_DTYPE)
+        if not self._are_ids(token_ids):
+            bad = int(((token_ids < 0) | (token_ids >= self._model.vocab_size)).argmax())
+            swapped = self._are_ids(token_ids.byteswap())
+            hint = "; its bytes are in big-endian order" if swapped else ""
+            raise self._no_token_id("prompt_token_ids", bad, int(token_ids[bad]), hint)
+        return token_ids
+
+    def _are_ids(self, token_ids: np.ndarray) -> bool:
+        """Whether all are valid; a negative one is a very large one here."""
+        return bool(token_ids.view(np.uint32).max() < self._model.vocab_size)
+
+    def _no_token_id(
+        self, name: str, index: int, token_id: int, hint: str = ""
+    ) -> InvalidRequestError:
+        return InvalidRequestError(
+            f"{name}[{index}]={token_id} is no token id of this model: valid ids are "
+            f"0 to {self._model.vocab_size - 1}{hint}"
+        )
+
+    def _max_num_tokens(self, num_prompt: int, max_tokens: int | None) -> int:
+        """Prompt and output tokens together, at most."""
+        max_model_len = self._model.max_model_len
+        asked = "max_tokens is absent" if max_tokens is None else f"max_tokens is {max_tokens}"
+        if num_prompt + (max_tokens or 1) > max_model_len:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens and {asked}, together "
+                f"more than max_model_len={max_model_len}: shorten the prompt, lower max_tokens, "
+                "or start the engine with a larger --max-model-len"
+            )
+        total = max_model_len if max_tokens is None else num_prompt + max_tokens
+        capacity = self._model.num_blocks * self._model.block_size
+        if total - 1 > capacity:  # the last token is delivered, its KV is never needed
+            raise ContextLengthError(
+                f"the request may reach {total} tokens (the prompt has {num_prompt}, {asked}), but "
+                f"the whole KV cache holds {capacity}: lower max_tokens, or start the engine with "
+                "more KV memory (--kv-cache-memory-bytes)"
+            )
+        return total
+
+
+def _require_length(name: str, value: str, low: int, high: int) -> None:
+    if not low <= len(value) <= high:
+        raise InvalidRequestError(
+            f"{name} has {len(value)} characters: {low} to {high} are allowed"
+        )

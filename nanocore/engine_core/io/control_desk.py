@@ -1,0 +1,65 @@
+"""What a CONTROL asks for: handed to the step loop, answered at once, or refused.
+
+Runs on the io thread. Operations are an allow-list. The step loop answers between two steps, so the
+calls of one session that wait for it are limited: a flood of them would wait there, and then hold
+up the step. A pause belongs to its session, and ends with it at the latest.
+"""
+
+from __future__ import annotations
+
+from typing import Final, get_args
+
+from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.session import Session
+from nanocore.engine_core.mailbox import ControlCall, Inbox
+from nanocore.protocol.errors import shorten
+from nanocore.protocol.messages import Control, ControlOperation, Reply
+
+MAX_CALLS: Final = 64  # of one session, that wait for the step loop
+
+
+class ControlDesk:
+    """Serves one engine's CONTROLs. inbox: the step loop's. files: those that read_file reads."""
+
+    def __init__(self, inbox: Inbox, files: ModelFiles) -> None:
+        self._inbox = inbox
+        self._files = files
+
+    def handle(self, session: Session, control: Control) -> Reply | None:
+        """The answer; None if the step loop will give it."""
+        match control.operation:
+            case "stats" | "reset_prefix_cache" | "pause" | "resume" as operation:
+                if session.num_calls == MAX_CALLS:
+                    return self._refusal(
+                        control,
+                        f"{MAX_CALLS} calls of this session are under way: wait for a REPLY",
+                    )
+                session.num_calls += 1
+                session.has_paused |= operation == "pause"
+                self._inbox.put(ControlCall(session.client, control.call_id, operation))
+                return None
+            case "read_file":
+                return self._read_file(control)
+            case _:
+                names = ", ".join(get_args(ControlOperation))
+                text = f"operation {shorten(control.operation)!r} is not one of {names}"
+                return self._refusal(control, text)
+
+    def leave(self, session: Session) -> None:
+        """The session has ended: its pause goes with it. Nobody is there for the answer."""
+        if session.has_paused:
+            self._inbox.put(ControlCall(session.client, 0, "resume"))
+
+    def _read_file(self, control: Control) -> Reply:
+        data = self._files.chunk(control.file, control.offset)
+        if data is not None:
+            return Reply(call_id=control.call_id, data=data)
+        names = ", ".join(file.name for file in self._files.entries) or "none"
+        if control.file is None:
+            text = f"read_file needs the name of a file; this model has {names}"
+        else:
+            text = f"file {shorten(control.file)!r} is not served; this model has {names}"
+        return self._refusal(control, text)
+
+    def _refusal(self, control: Control, message: str) -> Reply:
+        return Reply(call_id=control.call_id, ok=False, message=message)

@@ -1,0 +1,61 @@
+"""The limit of the waiting queue: overload is answered at SUBMIT, in milliseconds.
+
+An unbounded queue turns overload into timeouts for everybody. The io thread asks before it accepts
+a request; the step loop says, by its counters, how many have left the queue. Each side writes only
+its own numbers, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
+from nanocore.protocol.errors import EngineOverloadedError
+
+RETRY_AFTER_S: Final = 1.0
+
+
+class QueueLimit:
+    """Counts requests into the queue.
+
+    Args:
+        max_num_queued_reqs, max_num_queued_tokens: requests, and their prompt tokens, that may wait
+            for their first step. One request may always wait, however long it is.
+        counters: the scheduler's.
+    """
+
+    def __init__(
+        self, max_num_queued_reqs: int, max_num_queued_tokens: int, counters: SchedulerCounters
+    ) -> None:
+        self.max_num_queued_reqs = max_num_queued_reqs
+        self.max_num_queued_tokens = max_num_queued_tokens
+        self._counters = counters
+        self._num_reqs = 0
+        self._num_tokens = 0
+
+    def enter(self, num_prompt_tokens: int) -> None:
+        """Count a request in.
+
+        Raises:
+            EngineOverloadedError: the queue is full; nothing was counted.
+        """
+        num_reqs = self._num_reqs - self._counters.dequeued_reqs
+        num_tokens = self._num_tokens - self._counters.dequeued_tokens
+        problem = None
+        if num_reqs >= self.max_num_queued_reqs:
+            problem = (
+                f"{num_reqs} requests wait, and at most {self.max_num_queued_reqs} may "
+                "(--max-num-queued-reqs)"
+            )
+        elif num_reqs and num_tokens + num_prompt_tokens > self.max_num_queued_tokens:
+            problem = (
+                f"requests of {num_tokens} prompt tokens wait; with {num_prompt_tokens} more they "
+                f"would be over {self.max_num_queued_tokens} (--max-num-queued-tokens)"
+            )
+        if problem:
+            raise EngineOverloadedError(
+                f"the engine is overloaded: {problem}; try again in {RETRY_AFTER_S:g} s",
+                RETRY_AFTER_S,
+            )
+        self._num_reqs += 1
+        self._num_tokens += num_prompt_tokens

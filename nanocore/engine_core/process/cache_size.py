@@ -1,0 +1,108 @@
+"""How many KV blocks an engine has, and how long its requests may be: from flags and memory."""
+
+from __future__ import annotations
+
+from nanocore.engine_core.config import EngineConfig
+from nanocore.protocol.errors import CacheMemoryError, ConfigError
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.messages import WorkerInfo
+
+
+def longest_request(config: EngineConfig, model: ModelConfig) -> int:
+    """--max-model-len, or what the model serves where that is left out or "auto".
+
+    A model with dynamic NTK serves more if asked, and then rotates all it serves otherwise.
+
+    Raises:
+        ConfigError: the model does not serve so many positions.
+    """
+    if not isinstance(config.max_model_len, int):
+        return model.max_model_len
+    if config.max_model_len > model.longest_model_len:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len}: the model was made for "
+            f"{model.longest_model_len} positions (max_position_embeddings in config.json, times "
+            "the factor of its rotary embedding if it has one); lower it"
+        )
+    return config.max_model_len
+
+
+def size_cache(
+    config: EngineConfig, ranks: list[WorkerInfo], max_model_len: int
+) -> tuple[int, int]:
+    """(blocks in the pool, tokens of one request at most).
+
+    The pool is what the rank with the least room has, and no more than max_num_seqs requests of
+    that length can use; so every rank's blocks are the same.
+
+    Raises:
+        CacheMemoryError: a request of max_model_len does not fit, and may not be cut to what fits;
+            or there is not so much memory as flags say. ConfigError: no request fits the blocks.
+    """
+    _check_flags(config, ranks)
+    block_size = config.sizes.block_size
+    fits_auto = config.max_model_len == "auto"
+    num_needed = -(-max_model_len // block_size)
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+        if fits_auto:
+            max_model_len = min(max_model_len, num_blocks * block_size)
+        if num_blocks * block_size < 2:
+            raise ConfigError(
+                f"--num-gpu-blocks-override {num_blocks}: a block of {block_size} holds no request "
+                "of two tokens; raise it, or --block-size"
+            )
+        return num_blocks, max_model_len
+    tightest = min(ranks, key=lambda rank: rank.available_kv_bytes // rank.kv_block_bytes)
+    num_blocks = tightest.available_kv_bytes // tightest.kv_block_bytes
+    if num_blocks >= num_needed:
+        return min(num_blocks, num_needed * config.sizes.max_num_seqs), max_model_len
+    if fits_auto and num_blocks * block_size >= 2:
+        return num_blocks, num_blocks * block_size
+    raise CacheMemoryError(_too_long(config, ranks, tightest, max_model_len))
+
+
+def _check_flags(config: EngineConfig, ranks: list[WorkerInfo]) -> None:
+    """That the memory which flags name is there, on each rank."""
+    for number, rank in enumerate(ranks):
+        where = f" on rank {number}" if len(ranks) > 1 else ""
+        have_bytes = rank.memory_bytes
+        there_is = f"there are {have_bytes / 1e6:.1f} MB for it{where} beside the weights"
+        if config.num_gpu_blocks_override is not None:
+            need_bytes = config.num_gpu_blocks_override * rank.kv_block_bytes
+            if need_bytes > have_bytes:
+                raise CacheMemoryError(
+                    f"--num-gpu-blocks-override {config.num_gpu_blocks_override}: a KV cache of so "
+                    f"many blocks needs {need_bytes / 1e6:.1f} MB, and {there_is}: use at most "
+                    f"{have_bytes // rank.kv_block_bytes}, or leave it out"
+                )
+        elif (config.kv_cache_memory_bytes or 0) > have_bytes:
+            raise CacheMemoryError(
+                f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}: {there_is} (of the "
+                "machine, its cgroups and resource limits the least): use at most "
+                f"{have_bytes}, or leave it out"
+            )
+
+
+def _too_long(
+    config: EngineConfig, ranks: list[WorkerInfo], tightest: WorkerInfo, max_model_len: int
+) -> str:
+    """What is needed, what there is, the longest request that fits, and the flags."""
+    need_bytes = -(-max_model_len // config.sizes.block_size) * tightest.kv_block_bytes
+    have_bytes = tightest.available_kv_bytes
+    longest = have_bytes // tightest.kv_block_bytes * config.sizes.block_size
+    where = f" on rank {ranks.index(tightest)}" if len(ranks) > 1 else ""
+    remedies = []
+    if need_bytes <= tightest.memory_bytes:
+        remedies.append(f"--kv-cache-memory-bytes {need_bytes}")
+    if longest >= 2:
+        remedies.insert(0, f"--max-model-len {longest} (or auto)")
+    if tightest.device.startswith("cuda") and config.kv_cache_memory_bytes is None:
+        remedies.append(f"--gpu-memory-utilization above {config.gpu_memory_utilization}")
+    if config.kv_cache_dtype == "auto":
+        remedies.append("--kv-cache-dtype int8")
+    return (
+        f"the KV cache of one request of {max_model_len} tokens needs {need_bytes / 1e6:.1f} MB"
+        f"{where}, and there are {have_bytes / 1e6:.1f} MB for it, enough for {longest} tokens: "
+        f"use {', or '.join(remedies) or 'a smaller model'}"
+    )

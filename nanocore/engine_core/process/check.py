@@ -1,0 +1,45 @@
+"""`nanocore-engine --check`: would an engine start with these flags?
+
+Reads no weights, but to see whether a head that should be the embedding is.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.process.cache_size import longest_request, size_cache
+from nanocore.engine_core.process.process import describe_workers, find_model
+from nanocore.protocol.sockets import EngineKeys
+from nanocore.worker.config.model_config import load_model_config
+from nanocore.worker.device.device import select_device
+from nanocore.worker.dry_run import dry_run
+
+logger = logging.getLogger(__name__)
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Log what an engine would have.
+
+    Raises:
+        StartError: why it would not start.
+    """
+    if config.curve_dir is not None:
+        EngineKeys.load(Path(config.curve_dir))
+    config = config.for_device(select_device(config.device).type)
+    folder = find_model(config)
+    model_config = load_model_config(folder)
+    max_model_len = longest_request(config, model_config)
+    ranks = dry_run(config.worker_config(str(folder), max_model_len))
+    num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
+    logger.info("model %s (%s), %s", folder, model_config.architecture, describe_workers(ranks))
+    for number, rank in enumerate(ranks):
+        logger.info(
+            "rank %d: %.1f MB of weights, %.1f MB for KV", number, rank.weight_bytes / 1e6,
+            num_blocks * rank.kv_block_bytes / 1e6,
+        )  # fmt: skip
+    logger.info(
+        "%d blocks of %d tokens, requests of %d tokens at most: an engine would start",
+        num_blocks, config.sizes.block_size, max_model_len,
+    )  # fmt: skip

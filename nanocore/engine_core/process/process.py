@@ -1,0 +1,328 @@
+"""The engine process from start to end: load, size the cache, serve, say goodbye.
+
+Threads: main runs the step loop; `io` owns the socket; `watchdog` notices a step that hangs;
+`kv-events` exists if events are published, `parent-watch` if a client launched us. Each start-up
+phase logs one line with its seconds.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from importlib import resources
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+
+from nanocore import __version__
+from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.core import EngineCore
+from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.client_limit import ClientLimit, raise_descriptor_limit
+from nanocore.engine_core.io.io_thread import IoThread
+from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
+from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
+from nanocore.engine_core.process.cache_size import longest_request, size_cache
+from nanocore.engine_core.process.parent import ParentLink
+from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
+from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
+from nanocore.engine_core.step_trace import StepTrace
+from nanocore.kv_cache import KVCacheManager
+from nanocore.protocol.endpoint import TcpAddress
+from nanocore.protocol.errors import (
+    CacheMemoryError,
+    ModelFileError,
+    StartError,
+    is_out_of_memory,
+    memory_errors,
+    shorten,
+)
+from nanocore.protocol.messages import ModelCard
+from nanocore.protocol.sockets import EngineKeys, EngineSocket
+from nanocore.system.endpoint_lock import EndpointLock
+from nanocore.worker.config.model_config import ModelConfig, load_model_config
+from nanocore.worker.device.device import select_device
+from nanocore.worker.executors.executor import Executor, StepExecutor
+from nanocore.worker.executors.local_executor import LocalExecutor
+from nanocore.worker.executors.process_executor import ProcessExecutor
+from nanocore.worker.loading.model_folder import resolve_model
+from nanocore.worker.messages import WorkerInfo
+
+logger = logging.getLogger(__name__)
+
+
+def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
+    """Serve until told to stop; returns the exit code.
+
+    Raises:
+        StartError: what kept the engine from serving.
+    """
+    imports_s = process_age_s()
+    started_s = time.monotonic() - imports_s
+    raise_descriptor_limit()
+    config = config.for_device(select_device(config.device).type)
+    with ExitStack() as stack:
+        # Addresses and files first: one in use is told before the model takes time and memory.
+        socket = stack.enter_context(_engine_socket(config))
+        publisher = _kv_event_publisher(config)
+        if publisher is not None:
+            stack.enter_context(closing(publisher))
+        trace = StepTrace(config.step_trace) if config.step_trace else None
+        if trace is not None:
+            stack.enter_context(closing(trace))
+        folder = find_model(config)
+        model_config = load_model_config(folder)
+        max_model_len = longest_request(config, model_config)
+        logger.info(
+            "nanocore %s | model %s (%s) | %s | endpoint %s", __version__, folder,
+            model_config.architecture, _describe_ranks(config), config.endpoint,
+        )  # fmt: skip
+        logger.info("imports %.2f s, since the process began", imports_s)
+        executor = _executor(config, folder, model_config, max_model_len)
+        stack.callback(executor.close)
+        with _phase("load") as notes:
+            ranks = executor.load_model()
+            num_bytes = sum(rank.weight_bytes for rank in ranks)
+            notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
+        with _phase("kv cache") as notes:
+            num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
+            executor.allocate_kv_cache(num_blocks, max_model_len)
+            num_bytes = num_blocks * sum(rank.kv_block_bytes for rank in ranks)
+            notes.append(
+                f"{num_blocks} blocks of {config.sizes.block_size} tokens, "
+                f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
+            )
+        _log_generation_defaults(model_config)
+        files = ModelFiles(folder)
+        card = ModelCard(
+            model=str(folder),
+            architecture=model_config.architecture,
+            dtype=ranks[0].dtype,
+            vocab_size=model_config.vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=list(model_config.eos_token_ids),
+            block_size=config.sizes.block_size,
+            num_blocks=num_blocks,
+            default_sampling=model_config.generation.sampling(),
+            files=files.entries,
+        )
+        return serve(config, socket, card, files, executor, started_s, publisher, parent, trace)
+
+
+def serve(
+    config: EngineConfig,
+    socket: EngineSocket,
+    card: ModelCard,
+    files: ModelFiles,
+    executor: StepExecutor,
+    started_s: float,
+    publisher: KVEventPublisher | None = None,
+    parent: ParentLink | None = None,
+    trace: StepTrace | None = None,
+) -> int:
+    """Run the step loop and the io thread until told to stop; returns the exit code.
+
+    Args:
+        socket: bound to config's endpoint; closed at the end. card: what clients are told.
+        files: those it names. executor: ready to run. started_s: monotonic time of the process's
+            start, for the log. publisher: of KV events. parent: the launching client. trace: of
+            the steps.
+    """
+    inbox: Inbox = SimpleQueue()
+    outbox = Outbox()
+    kv_cache = KVCacheManager(card.num_blocks, card.block_size, config.enable_prefix_caching)
+    if publisher is not None:
+        kv_cache.subscribe(publisher.publish)
+        publisher.start()
+    scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache)
+    switch = DeadMansSwitch(config.step_timeout_s + 2 * GRACE_S, StartError.exit_code)
+    core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch))
+    io_thread = _io_thread(config, socket, card, files, core, inbox, outbox)
+    watchdog = Watchdog(core, config.step_timeout_s, executor.blame, outbox, io_thread)
+    interrupted = _handle_signals(inbox)
+    if parent is not None:
+        parent.on_orphaned(lambda: inbox.put(Shutdown("the launching client is gone")))
+    gc.collect()
+    gc.freeze()  # what start-up made lives on: keep the collector from walking it
+    io_thread.start()
+    watchdog.start()
+    executor.on_failure(lambda reason: inbox.put(Shutdown(reason, failure=True)))
+    logger.info("ready in %.1f s", time.monotonic() - started_s)
+    if parent is not None:
+        parent.report_ready()
+    farewell, exit_code = _run(core)
+    watchdog.stop()
+    outbox.put(farewell)
+    io_thread.join()
+    logger.info("stopped: %s", farewell.reason)
+    return 130 if interrupted and not farewell.failure else exit_code
+
+
+def _io_thread(
+    config: EngineConfig,
+    socket: EngineSocket,
+    card: ModelCard,
+    files: ModelFiles,
+    core: EngineCore,
+    inbox: Inbox,
+    outbox: Outbox,
+) -> IoThread:
+    """Not started. Arguments as in `serve`."""
+    counters, clock = core.scheduler.counters, core.clock
+    queue_limit = QueueLimit(config.max_num_queued_reqs, config.max_num_queued_tokens, counters)
+    return IoThread(
+        socket,
+        inbox,
+        outbox,
+        model=card,
+        files=files,
+        capabilities=config.capabilities,
+        instance=secrets.token_hex(16),
+        max_num_seqs=config.sizes.max_num_seqs,
+        client_limit=ClientLimit.of_this_process(config.max_num_clients),
+        queue_limit=queue_limit,
+        admission=Admission(card, config, queue_limit),
+        num_steps=lambda: counters.num_steps,
+        step_age_ms=lambda: clock.age_ms,
+    )
+
+
+def process_age_s() -> float:
+    """Seconds since this process began, the interpreter's own start included."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after boot; field 22 of proc(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
+def _run(core: EngineCore) -> tuple[Farewell, int]:
+    """Run the step loop to its end; what clients are told of it, and the exit code."""
+    try:
+        shutdown = core.run()
+    except StartError as error:  # a worker's
+        return Farewell(str(error), failure=True), error.exit_code
+    except Exception as error:
+        logger.exception("the step loop failed")
+        reason = f"internal error: {type(error).__name__}: {error}"
+        if is_out_of_memory(error):
+            return Farewell(f"out of memory in a step: {error}", True), CacheMemoryError.exit_code
+        return Farewell(reason, failure=True), StartError.exit_code
+    exit_code = StartError.exit_code if shutdown.failure else 0
+    return Farewell(shutdown.reason, shutdown.failure), exit_code
+
+
+@contextmanager
+def _engine_socket(config: EngineConfig) -> Iterator[EngineSocket]:
+    """The engine's socket, and what guards its endpoint. Clients that connect now wait."""
+    with ExitStack() as stack:
+        keys = None
+        address = config.address
+        if isinstance(address, TcpAddress):
+            assert config.curve_dir is not None, "the configuration was checked"
+            keys = EngineKeys.load(Path(config.curve_dir))
+            if address.is_every_interface:
+                logger.warning(
+                    "%s is every network that this machine is in; only clients with a key in %s "
+                    "are served", config.endpoint, keys.clients,
+                )  # fmt: skip
+        else:
+            stack.callback(EndpointLock(config.endpoint).release)
+        socket = stack.enter_context(closing(EngineSocket(config.endpoint, keys)))
+        ClientLimit.of_this_process(config.max_num_clients)  # an error is told before the load
+        yield socket
+
+
+def _kv_event_publisher(config: EngineConfig) -> KVEventPublisher | None:
+    """Bound and not started; None if nobody asked for events."""
+    if config.kv_events_endpoint is None:
+        return None
+    return KVEventPublisher(
+        config.kv_events_endpoint,
+        config.kv_events_replay_endpoint,
+        config.kv_events_topic,
+        medium="GPU" if select_device(config.device).type == "cuda" else "CPU",
+    )
+
+
+def _handle_signals(inbox: Inbox) -> list[int]:
+    """Let signals end the step loop, and a second SIGTERM or SIGINT the process.
+
+    Returns the SIGINTs seen. SIGHUP says that the terminal or the launching client is gone.
+    """
+    seen: list[int] = []
+    interrupts: list[int] = []
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if seen:
+            os._exit(130)
+        seen.append(number)
+        if number == signal.SIGINT:
+            interrupts.append(number)
+        inbox.put(Shutdown(signal.Signals(number).name))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, lambda *_: inbox.put(Shutdown("SIGHUP")))
+    return interrupts
+
+
+def find_model(config: EngineConfig) -> Path:
+    """The folder of the model to serve, downloaded if it has to be."""
+    if config.model is not None:
+        try:
+            return resolve_model(config.model, config.revision)
+        except OSError as error:
+            name = shorten(config.model)
+            raise ModelFileError(f"--model {name}: {error.strerror or error}") from None
+    logger.info("no --model given: serving the bundled demo model")
+    return Path(str(resources.files("nanocore") / "demo_model"))
+
+
+def _executor(
+    config: EngineConfig, folder: Path, model: ModelConfig, max_model_len: int
+) -> Executor:
+    worker_config = config.worker_config(str(folder), max_model_len)
+    if worker_config.num_ranks == 1:
+        return LocalExecutor(worker_config)
+    return ProcessExecutor(worker_config, model.hidden_size)
+
+
+def _describe_ranks(config: EngineConfig) -> str:
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    if tp_size * pp_size == 1:
+        return "one rank, in this process"
+    return f"{tp_size * pp_size} ranks (tensor parallel {tp_size}, pipeline parallel {pp_size})"
+
+
+def describe_workers(ranks: list[WorkerInfo]) -> str:
+    """Where and how the ranks compute."""
+    devices = ", ".join(dict.fromkeys(rank.device for rank in ranks))
+    return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}"
+
+
+def _log_generation_defaults(model: ModelConfig) -> None:
+    defaults = model.generation
+    if defaults.given:
+        given = ", ".join(f"{name} {value}" for name, value in defaults.given.items())
+        logger.info("generation_config.json: %s for requests without sampling parameters", given)
+    if defaults.ignored:
+        logger.info("generation_config.json: not honoured: %s", ", ".join(defaults.ignored))
+
+
+@contextmanager
+def _phase(name: str) -> Iterator[list[str]]:
+    """Log a start-up phase with its seconds and what it notes."""
+    notes: list[str] = []
+    start_s = time.monotonic()
+    with memory_errors(f"{name}: "):
+        yield notes
+    logger.info("%s %.2f s: %s", name, time.monotonic() - start_s, ", ".join(notes))

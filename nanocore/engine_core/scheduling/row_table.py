@@ -1,0 +1,163 @@
+"""The running requests as numpy columns, one row each, so that a step costs vector operations.
+
+A running request owns a fixed row, the same here and on every worker, until it finishes or is
+preempted. Walking requests in Python would cost microseconds per request per step; here only rows
+to which something happens are ever looked at one by one.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
+
+IntArray = NDArray[np.integer]
+
+
+class RowTable:
+    """Columns indexed by row, and which rows are at what.
+
+    token_ids: int32 [max_num_seqs, max_model_len]; pages are touched only as rows fill.
+    num_tokens: tokens known. num_computed: tokens whose KV is computed or planned to be; with steps
+    in flight it may have passed num_tokens. num_cached: those found in the prefix cache.
+    held_tokens: tokens that fit the row's blocks. client, handle: where its output goes, and under
+    which name. quiet_until: while num_computed is at most this, a decoding row needs nothing but
+    its next token: no block, and it is not about to reach its length.
+
+    decoding: rows that take one token in every step, in the order in which they began to; the array
+    is replaced, never changed, because steps in flight refer to it. prefilling: rows with tokens to
+    compute before they can, in admission order. finishing: rows that wait for their last token.
+    clients: rows per client.
+
+    Rows are dealt out to num_groups groups (row modulo their number), of which a step serves one.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int = 1) -> None:
+        def column(dtype: type) -> IntArray:
+            return np.zeros(max_num_seqs, dtype)
+
+        self.token_ids: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), TOKEN_DTYPE)
+        self.num_tokens = column(np.int64)
+        self.num_computed = column(np.int64)
+        self.num_cached = column(np.int64)
+        self.held_tokens = column(np.int64)
+        self.quiet_until = column(np.int64)
+        self.client = column(np.int32)
+        self.handle: NDArray[np.uint32] = np.zeros(max_num_seqs, np.uint32)
+        self.requests: list[Request | None] = [None] * max_num_seqs
+        self.decoding: IntArray = np.zeros(0, np.int64)
+        self.prefilling: list[int] = []
+        self.finishing: list[int] = []
+        self.clients: dict[int, int] = {}
+        self.num_groups = num_groups
+        self._free_rows = [list(range(i, max_num_seqs, num_groups)) for i in range(num_groups)]
+        self._group_sizes = [len(rows) for rows in self._free_rows]
+        self._num_rows = 0
+        # How many rows end at a token id, by id; the last element stands for all larger ids.
+        self._stop_counts = np.zeros(1, np.int32)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def num_free(self, group: int = 0) -> int:
+        """Rows of the group that no request owns."""
+        return len(self._free_rows[group])
+
+    def num_taken(self, group: int = 0) -> int:
+        """Rows of the group that requests own."""
+        return self._group_sizes[group] - len(self._free_rows[group])
+
+    def running(self) -> list[Request]:
+        """The requests that own rows, by row."""
+        return [request for request in self.requests if request is not None]
+
+    def request(self, row: int) -> Request:
+        """The request that owns this row."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is free"
+        return request
+
+    def add(self, request: Request, num_computed: int, held_tokens: int, group: int = 0) -> int:
+        """Give a request the lowest free row of the group, as prefilling."""
+        row = heapq.heappop(self._free_rows[group])
+        self._num_rows += 1
+        request.row = row
+        self.requests[row] = request
+        num_tokens = request.num_tokens
+        self.token_ids[row, :num_tokens] = request.token_ids
+        self.num_tokens[row] = num_tokens
+        self.num_computed[row] = self.num_cached[row] = num_computed
+        self.hold(request, held_tokens)
+        self.client[row] = request.client
+        self.handle[row] = request.handle
+        self.clients[request.client] = self.clients.get(request.client, 0) + 1
+        self._count_stop_ids(request, 1)
+        self.prefilling.append(row)
+        return row
+
+    def remove(self, row: int) -> Request:
+        """Take a row back from its request."""
+        request = self.request(row)
+        request.row = -1
+        self.requests[row] = None
+        if row in self.finishing:
+            self.finishing.remove(row)
+        elif row in self.prefilling:
+            self.prefilling.remove(row)
+        else:
+            self.decoding = self.decoding[self.decoding != row]
+        self.clients[request.client] -= 1
+        if not self.clients[request.client]:
+            del self.clients[request.client]
+        self._count_stop_ids(request, -1)
+        heapq.heappush(self._free_rows[row % self.num_groups], row)
+        self._num_rows -= 1
+        return request
+
+    def hold(self, request: Request, held_tokens: int) -> None:
+        """The request's blocks fit so many tokens now."""
+        row = request.row
+        self.held_tokens[row] = held_tokens
+        # Computing token number max_num_tokens - 2 (from 0) samples the last one.
+        self.quiet_until[row] = min(held_tokens, request.max_num_tokens - 2)
+
+    def start_decoding(self, rows: list[int]) -> None:
+        """These rows take one token per step from the next step on."""
+        started = np.array(rows, np.int64)
+        decoding = self.decoding
+        self.decoding = np.concatenate((decoding, started)) if len(decoding) else started
+
+    def finish_decoding(self, rows: list[int]) -> None:
+        """These decoding rows only wait for their last token."""
+        self.decoding = self.decoding[~np.isin(self.decoding, rows)]
+        self.finishing += rows
+
+    def known_tokens(self, row: int) -> NDArray[np.int32]:
+        """A view of the row's prompt and output tokens so far."""
+        return self.token_ids[row, : self.num_tokens[row]]
+
+    def append(self, rows: IntArray, token_ids: NDArray[np.int32]) -> None:
+        """Append one sampled token to each of these rows."""
+        num_tokens = self.num_tokens[rows]
+        self.token_ids[rows, num_tokens] = token_ids
+        self.num_tokens[rows] = num_tokens + 1
+
+    def may_stop(self, token_ids: NDArray[np.int32]) -> list[int]:
+        """Indices of those tokens that are EOS or a stop id of some row, perhaps another one."""
+        counts = self._stop_counts
+        if len(counts) == 1:
+            return []
+        hits: list[int] = counts[np.minimum(token_ids, len(counts) - 1)].nonzero()[0].tolist()
+        return hits
+
+    def _count_stop_ids(self, request: Request, change: int) -> None:
+        for token_id in {*request.eos_token_ids, *request.sampling.stop_token_ids}:
+            if token_id + 2 > len(self._stop_counts):
+                self._stop_counts = np.append(
+                    self._stop_counts[:-1],
+                    np.zeros(token_id + 3 - len(self._stop_counts), np.int32),
+                )
+            self._stop_counts[token_id] += change

@@ -1,0 +1,93 @@
+"""The choice among kernel backends, by name, or the best that a device can run."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.cpu.library import find_library
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.torch_backend import TorchKernels
+
+logger = logging.getLogger(__name__)
+
+
+def select_kernels(name: str, device: torch.device, batch_invariant: bool = False) -> Kernels:
+    """The backend of this name; "auto" takes the best one that this device can run.
+
+    Args:
+        batch_invariant: its results for a token must not depend on the rest of the batch.
+
+    Raises:
+        ValueError: there is no such backend, or it cannot run here.
+    """
+    if name not in _BACKENDS:
+        raise ValueError(f"no kernel backend {name!r}; there is: {', '.join(_BACKENDS)}")
+    if name == "auto":
+        name = _best(device)
+    if batch_invariant and name not in ("cpu", "triton"):
+        raise ValueError("its results depend on the batch; --batch-invariant needs cpu or triton")
+    return _BACKENDS[name](device, batch_invariant)
+
+
+def _best(device: torch.device) -> str:
+    """The backend that "auto" stands for; a warning says what there would be a better one with."""
+    if device.type == "cuda":
+        lacks, best = _triton_lacks(device), "triton"
+    else:
+        lacks, best = "" if find_library() is not None else _REMEDY, "cpu"
+    if lacks:
+        logger.warning("computing with torch, which is slower than our kernels: %s", lacks)
+        return "torch"
+    return best
+
+
+def _torch(device: torch.device, batch_invariant: bool) -> Kernels:
+    return TorchKernels()
+
+
+def _cpu(device: torch.device, batch_invariant: bool) -> Kernels:
+    if device.type != "cpu":
+        raise ValueError(f"the device is {device}; use auto")
+    library = find_library()
+    if library is None:
+        raise ValueError(_REMEDY)
+    return CpuKernels(library)  # always batch-invariant
+
+
+def _triton_lacks(device: torch.device) -> str:
+    """Why Triton's kernels cannot run on a CUDA device, or ""."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed; it comes with torch for CUDA"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+        return f"{device} is older than Ampere (compute capability 8.0), and has no bfloat16"
+    return ""
+
+
+def _triton(device: torch.device, batch_invariant: bool) -> Kernels:
+    if lacks := _triton_lacks(device):
+        raise ValueError(lacks)
+    # Imported here: it takes a moment, which a CPU's start can do without.
+    from nanocore.kernels.triton.triton_backend import TritonKernels
+
+    return TritonKernels(device, batch_invariant)
+
+
+def _flash(device: torch.device, batch_invariant: bool) -> Kernels:
+    if lacks := _triton_lacks(device):  # all but attention is Triton's
+        raise ValueError(lacks)
+    from nanocore.kernels.triton.flash_backend import FlashKernels
+
+    return FlashKernels(device)
+
+
+_MIN_CAPABILITY: Final = (8, 0)
+_REMEDY: Final = "nanocore was installed without a C++ compiler: install g++, then nanocore again"
+_BACKENDS: Final[dict[str, Callable[[torch.device, bool], Kernels]]] = {
+    "auto": _torch, "cpu": _cpu, "triton": _triton, "flash": _flash, "torch": _torch,
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""What processes need of the operating system: locks, private directories, parents' deaths."""

@@ -1,0 +1,129 @@
+"""EndpointLock: who serves at an ipc endpoint.
+
+A second process could bind an ipc path anew and steal its clients, and a socket file follows the
+umask. So an engine's socket lies in a directory of mode 0700 that belongs to the user, and an flock
+beside it, held for the engine's life, says who serves there. Nothing but a socket that nobody
+serves any more is ever removed, and nothing but a lock written to: endpoints are typed by people.
+TCP endpoints have no lock: the kernel lets only one process listen at an address.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import stat
+from pathlib import Path
+from typing import Final
+
+from nanocore.protocol.endpoint import IPC, default_endpoint, ipc_address
+from nanocore.protocol.errors import AddressInUseError, ConfigError
+from nanocore.system.private_directory import make_private
+
+_WHAT: Final = "the endpoint's directory"
+_LOCK_CONTENT: Final = re.compile(rb"\d{0,30}\n?")
+
+
+def own_default_endpoint() -> str:
+    """The user's default endpoint, for a client: its directory is made, or found to be the user's.
+
+    In /tmp, another user could otherwise have put an engine of his own there.
+
+    Raises:
+        ConfigError: the directory is a symlink, another user's, or open to others.
+    """
+    endpoint = default_endpoint()
+    make_private(ipc_address(endpoint).path.parent, _WHAT)
+    return endpoint
+
+
+class EndpointLock:
+    """Ownership of an endpoint, from construction to `release`.
+
+    flag: names the endpoint in error messages.
+
+    Raises:
+        ConfigError: the directory is a symlink, another user's, or open to others; or a file lies
+            in the socket's or the lock's place that is none.
+        AddressInUseError: another process serves there; the message names its pid if it is known.
+    """
+
+    def __init__(self, endpoint: str, flag: str = "--listen") -> None:
+        address = ipc_address(endpoint)
+        self.path = address.path
+        self._remedy = f"choose another endpoint with {flag} {IPC}/path/{self.path.name}"
+        make_private(self.path.parent, _WHAT)
+        self._fd = -1
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._fd = os.open(address.lock_path, flags, 0o600)
+            self._take(endpoint, address.lock_path)
+            self._remove_stale_socket(endpoint)
+        except OSError as error:
+            self._close()
+            raise ConfigError(
+                f"endpoint {endpoint!r}: {error.filename or address.lock_path}: {error.strerror}; "
+                f"{self._remedy}"
+            ) from None
+        except BaseException:
+            self._close()
+            raise
+
+    def release(self) -> None:
+        """Remove the socket file and let others serve here. Idempotent."""
+        if self._fd < 0:
+            return
+        # The lock file stays: removing it would let two engines lock different inodes.
+        if self.path.is_socket():
+            self.path.unlink()
+        self._close()
+
+    def _take(self, endpoint: str, lock_path: Path) -> None:
+        """Lock the file and write our pid to it."""
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            raise ConfigError(f"endpoint {endpoint!r}: {lock_path} is no file; {self._remedy}")
+        content = os.pread(self._fd, 32, 0)
+        if not _LOCK_CONTENT.fullmatch(content):
+            raise ConfigError(
+                f"endpoint {endpoint!r}: {lock_path} is not a lock of ours and would be "
+                f"overwritten; {self._remedy}"
+            )
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = content.decode().strip() or "unknown"
+            raise AddressInUseError(
+                f"endpoint {endpoint} is served by process {holder}: stop it, or {self._remedy}"
+            ) from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _remove_stale_socket(self, endpoint: str) -> None:
+        """Remove what an engine that was killed has left in the socket's place, and only that."""
+        try:
+            mode = self.path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            raise ConfigError(
+                f"endpoint {endpoint!r}: {self.path} exists and is no socket; it is left alone: "
+                f"{self._remedy}"
+            )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as visitor:
+            try:
+                visitor.connect(os.fspath(self.path))
+            except ConnectionRefusedError:
+                self.path.unlink()
+                return
+            except OSError:  # a socket of another kind, or somebody's who is busy
+                pass
+        raise AddressInUseError(
+            f"endpoint {endpoint} is served by a process that holds no lock: stop it, or "
+            f"{self._remedy}"
+        )
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

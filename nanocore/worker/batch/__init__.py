@@ -1,0 +1,1 @@
+"""The persistent batch on the host: counts, tokens and blocks of all rows."""

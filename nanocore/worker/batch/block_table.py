@@ -1,0 +1,98 @@
+"""The KV blocks of every row, on the host: to find slots and, on a CPU, for attention.
+
+Attention wants the rows of a step in the step's order. Where they are consecutive that is a view;
+where ended rows have left gaps it is a copy, made once for a set of rows and then kept up to date
+by the same differences as the table. So a step writes the blocks that were appended, and nothing
+that grows with the contexts. Shape suffixes: see `nanocore.kernels.interface`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_SPARE_COLUMNS = 64
+"""Of a copy: for the blocks that its rows take before it must be made again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Selection:
+    """Some rows' table. place: of every row its index in B, -1 for others; None for a view."""
+
+    rows_B: NDArray[np.int64]
+    table_BM: Tensor
+    place: NDArray[np.int64] | None
+
+
+@dataclass(frozen=True, slots=True)
+class AppendedBlocks:
+    """Blocks and their places in the table; all int32 of the same length."""
+
+    rows: NDArray[np.int32]
+    columns: NDArray[np.int32]
+    block_ids: NDArray[np.int32]
+
+
+class BlockTable:
+    """Block ids by row.
+
+    ids: int32 [max_num_seqs, num_columns]; entries past num_blocks of a row are ids that it or
+    another request once had there, or 0.
+    """
+
+    def __init__(self, max_num_seqs: int, num_columns: int) -> None:
+        self.ids = np.zeros((max_num_seqs, num_columns), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self._table = torch.from_numpy(self.ids)
+        self._selections: dict[int, _Selection] = {}
+
+    def set_row(self, row: int, block_ids: NDArray[np.int32]) -> None:
+        """Start a row anew."""
+        self.num_blocks[row] = len(block_ids)
+        self.ids[row, : len(block_ids)] = block_ids
+
+    def append(self, rows: NDArray[np.int32], block_ids: NDArray[np.int32]) -> AppendedBlocks:
+        """Append a block to each of these rows; those of one row are adjacent."""
+        # Number the blocks of a row from the start of their run.
+        index = np.arange(len(rows))
+        is_start = np.ones(len(rows), bool)
+        np.not_equal(rows[1:], rows[:-1], out=is_start[1:])
+        start = np.maximum.accumulate(index * is_start)
+        columns = self.num_blocks[rows] + index - start
+        self.num_blocks[rows] = columns + 1  # of equal rows the last one is kept
+        self.ids[rows, columns] = block_ids
+        for key, selection in list(self._selections.items()):
+            if selection.place is None:
+                continue
+            if columns.max() >= selection.table_BM.shape[1]:
+                del self._selections[key]
+                continue
+            place = selection.place[rows]
+            among = place >= 0
+            if among.any():
+                selection.table_BM.numpy()[place[among], columns[among]] = block_ids[among]
+        return AppendedBlocks(rows, columns.astype(np.int32), block_ids)
+
+    def select(self, rows_B: NDArray[np.int64], key: int) -> Tensor:
+        """Block ids of these rows, int32 [B, M], until the next change.
+
+        The array that the last call with this key was given costs nothing; if one of its rows was
+        started anew since, it must be another array.
+        """
+        selection = self._selections.get(key)
+        if selection is None or selection.rows_B is not rows_B:
+            selection = self._selections[key] = self._select(rows_B)
+        return selection.table_BM
+
+    def _select(self, rows_B: NDArray[np.int64]) -> _Selection:
+        if (np.diff(rows_B) == 1).all():
+            first = int(rows_B[0])
+            return _Selection(rows_B, self._table[first : first + len(rows_B)], None)
+        used = self._table[:, : int(self.num_blocks[rows_B].max()) + _SPARE_COLUMNS]
+        place = np.full(len(self.ids), -1)
+        place[rows_B] = np.arange(len(rows_B))
+        return _Selection(rows_B, used.index_select(0, torch.from_numpy(rows_B)), place)

@@ -1,0 +1,251 @@
+"""The persistent batch: every running row's state, kept between steps and changed by differences.
+
+A row is fixed for as long as its request runs, and is the same in the engine and on every rank.
+Counts and block tables are numpy columns on the host. Tokens are where the model runs, where
+sampled ones are written: on a CPU in a table here, else in `DeviceRows`, so a step's inputs never
+wait for the host to see them. Preparing a step is vectorised and incremental: no Python loop over
+tokens or rows, nothing that grows with contexts, and what follows from which rows decode is made
+once for as long as they do. Shape suffixes: see `nanocore.kernels.interface`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanocore.kernels.interface import AttentionMetadata
+from nanocore.worker.batch.block_table import AppendedBlocks, BlockTable
+from nanocore.worker.plan import NewRow, SchedulerOutput
+from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # as good as any temperature above it
+_TOKEN_DTYPE = np.dtype("<i4")
+_NO_BLOCKS = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step computes. token_ids_T: int64 where the model runs.
+
+    sample_index_R: which of the T tokens' hidden states sample.
+    """
+
+    token_ids_T: Tensor
+    attention: AttentionMetadata
+    sample_index_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A step's rows in the order of its tokens, and what follows from their counts alone.
+
+    source_T: which of the B each token belongs to; offset_T: the how many-th of its row it is.
+    last_token_B: the last token of each row. query_start_A, num_decodes_1: as in
+    `AttentionMetadata`, on the host.
+    """
+
+    num_decodes: int
+    rows_B: NDArray[np.int64]
+    counts_B: NDArray[np.int64]
+    rows_T: NDArray[np.int64]
+    source_T: NDArray[np.int64]
+    offset_T: NDArray[np.int64]
+    last_token_B: NDArray[np.int64]
+    query_start: list[int]
+    query_start_A: Tensor
+    num_decodes_1: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BatchStep:
+    """What a step computes, on the host.
+
+    group: of the plan. seq_lens_B: contexts with this step's tokens. slots_T: where their K and V
+    go. sample_index_R: which of the T tokens sample; sample_rows: their rows; sample_positions: the
+    positions that the sampled tokens will take. All int64.
+    """
+
+    group: int
+    order: Order
+    seq_lens_B: NDArray[np.int64]
+    positions_T: NDArray[np.int64]
+    slots_T: NDArray[np.int64]
+    sample_index_R: NDArray[np.int64]
+    sample_rows: NDArray[np.int64]
+    sample_positions: NDArray[np.int64]
+
+
+class InputBatch:
+    """State of all rows.
+
+    Args:
+        max_num_seqs: rows. max_model_len: tokens per row at most. block_size: tokens per KV block.
+        vocab_size: the value of top_k where it is off. num_groups: groups that rows are dealt out
+        to, see `nanocore.worker.plan`. has_tokens: False if the rows' tokens are elsewhere.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        num_groups: int = 1,
+        has_tokens: bool = True,
+    ) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.group = np.arange(max_num_seqs) % num_groups
+        self.token_ids = np.zeros((max_num_seqs, max_model_len if has_tokens else 0), np.int32)
+        self.blocks = BlockTable(max_num_seqs, -(-max_model_len // block_size))
+        self.is_active = np.zeros(max_num_seqs, bool)
+        self.num_tokens = np.zeros(max_num_seqs, np.int64)
+        self.num_computed = np.zeros(max_num_seqs, np.int64)
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int32)
+        self.top_p = np.zeros(max_num_seqs, np.float32)
+        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.is_filtered = np.zeros(max_num_seqs, bool)
+        self.seed = np.zeros(max_num_seqs, np.int64)
+        # Valid until a row is added or removed:
+        self._decode_orders: dict[int, Order] = {}
+        """By group, of steps in which all of the group's rows decode."""
+        self._sampling: tuple[NDArray[np.int64], SamplingMetadata] | None = None
+
+    def apply(self, plan: SchedulerOutput) -> AppendedBlocks:
+        """Take in a plan's differences: rows removed, rows added, blocks appended.
+
+        Returns the blocks that were appended to rows, but for those that came with new rows.
+        """
+        if plan.removed_rows or plan.added:
+            self._decode_orders.clear()
+            self._sampling = None
+        self.is_active[ints(plan.removed_rows)] = False
+        for new in plan.added:
+            self._add(new)
+        if not plan.block_rows:
+            return _NO_BLOCKS
+        return self.blocks.append(ints(plan.block_rows), ints(plan.block_ids))
+
+    def advance(self, plan: SchedulerOutput) -> BatchStep:
+        """What the plan's step computes, decodes first; advances the computed counts."""
+        order = self._order(plan)
+        rows_B = order.rows_B
+        before_B = self.num_computed[rows_B]
+        seq_lens_B = before_B + order.counts_B
+        self.num_computed[rows_B] = seq_lens_B
+        positions_T = before_B[order.source_T] + order.offset_T
+        blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
+        samples_B = seq_lens_B == self.num_tokens[rows_B]
+        # The order's own array if all sample, by which `sampling_metadata` knows it again.
+        chosen = slice(None) if (all_sample := bool(samples_B.all())) else samples_B
+        return BatchStep(
+            group=plan.group,
+            order=order,
+            seq_lens_B=seq_lens_B,
+            positions_T=positions_T,
+            slots_T=blocks_T.astype(np.int64) * self.block_size + positions_T % self.block_size,
+            sample_index_R=order.last_token_B if all_sample else order.last_token_B[chosen],
+            sample_rows=rows_B if all_sample else rows_B[chosen],
+            sample_positions=seq_lens_B if all_sample else seq_lens_B[chosen],
+        )
+
+    def inputs(self, step: BatchStep) -> StepInputs:
+        """The step as kernels on a CPU take it, in the memory of these columns where it can be."""
+        order = step.order
+        token_ids_T = self.token_ids[order.rows_T, step.positions_T].astype(np.int64)
+        return StepInputs(
+            token_ids_T=torch.from_numpy(token_ids_T),
+            attention=AttentionMetadata(
+                num_decodes=order.num_decodes,
+                query_start=order.query_start,
+                seq_lens=step.seq_lens_B.tolist(),
+                num_decodes_1=order.num_decodes_1,
+                query_start_A=order.query_start_A,
+                seq_lens_B=torch.from_numpy(step.seq_lens_B.astype(np.int32)),
+                block_table_BM=self.blocks.select(order.rows_B, step.group),
+                positions_T=torch.from_numpy(step.positions_T),
+                slot_mapping_T=torch.from_numpy(step.slots_T),
+            ),
+            sample_index_R=torch.from_numpy(step.sample_index_R),
+        )
+
+    def sampling_metadata(self, rows: NDArray[np.int64]) -> SamplingMetadata:
+        """How these rows sample."""
+        if self._sampling is None or self._sampling[0] is not rows:
+            metadata = SamplingMetadata.of_rows(
+                self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows],
+                self.is_filtered[rows], self.seed[rows],
+            )  # fmt: skip
+            self._sampling = rows, metadata
+        return self._sampling[1]
+
+    def append(self, rows: NDArray[np.integer], token_ids_R: NDArray[np.integer] | None) -> None:
+        """Give each of these rows the token it samples; None: it is not known here."""
+        if token_ids_R is not None:
+            self.token_ids[rows, self.num_tokens[rows]] = token_ids_R
+        self.num_tokens[rows] += 1
+
+    def _order(self, plan: SchedulerOutput) -> Order:
+        """Rows and tokens of this step."""
+        if plan.chunk_rows:
+            return self._make_order(plan)
+        order = self._decode_orders.get(plan.group)
+        if order is None:
+            order = self._decode_orders[plan.group] = self._make_order(plan)
+        return order
+
+    def _make_order(self, plan: SchedulerOutput) -> Order:
+        counts = (self.is_active & (self.group == plan.group)).astype(np.int64)
+        counts[ints(plan.chunk_rows)] = ints(plan.chunk_counts)
+        decodes = np.flatnonzero(counts == 1)
+        rows_B = np.concatenate((decodes, np.flatnonzero(counts > 1)))
+        counts_B = counts[rows_B]
+        ends_B = np.cumsum(counts_B)
+        num_tokens = int(ends_B[-1]) if len(ends_B) else 0
+        assert num_tokens == plan.num_tokens, (
+            f"step {plan.step}: {num_tokens} tokens, not as planned"
+        )
+        source_T = np.repeat(np.arange(len(rows_B)), counts_B)
+        starts = np.concatenate(([0], ends_B))
+        return Order(
+            num_decodes=len(decodes),
+            rows_B=rows_B,
+            counts_B=counts_B,
+            rows_T=rows_B[source_T],
+            source_T=source_T,
+            offset_T=np.arange(num_tokens) - starts[source_T],
+            last_token_B=ends_B - 1,
+            query_start=starts.tolist(),
+            query_start_A=torch.from_numpy(starts.astype(np.int32)),
+            num_decodes_1=torch.tensor([len(decodes)], dtype=torch.int32),
+        )
+
+    def _add(self, new: NewRow) -> None:
+        row, sampling = new.row, new.sampling
+        num_tokens = len(new.token_ids) // _TOKEN_DTYPE.itemsize
+        assert not self.is_active[row], f"row {row} is taken"
+        self.is_active[row] = True
+        if self.token_ids.shape[1]:
+            self.token_ids[row, :num_tokens] = ints(new.token_ids)
+        self.num_tokens[row] = num_tokens
+        self.num_computed[row] = new.num_computed_tokens
+        self.blocks.set_row(row, ints(new.block_ids))
+        self.temperature[row] = 0 if sampling.greedy else min(sampling.temperature, _MAX_FLOAT32)
+        top_k = min(sampling.top_k if sampling.top_k > 0 else self.vocab_size, self.vocab_size)
+        has_filters = top_k < self.vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
+        self.is_filtered[row] = has_filters and not sampling.greedy
+        self.top_k[row] = top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = new.seed
+
+
+def ints(column: bytes) -> NDArray[np.int32]:
+    """A plan's column."""
+    # A copy, because torch warns of numpy arrays that it could not write to.
+    return np.frombuffer(column, _TOKEN_DTYPE).copy()

@@ -1,0 +1,145 @@
+"""A CUDA stream for steps, and graphs of what runs on it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from nanocore.worker.device.stream import Pending, Stream, Work
+
+R = TypeVar("R")
+
+_NUM_WARM_UPS: Final = 2
+"""Before a capture: the first compiles kernels, and lets libraries take their workspaces."""
+
+
+class CudaStream(Stream):
+    """Implements `Stream`.
+
+    A result is copied to the host behind the work that made it, and an event tells when it is
+    there, so that nobody waits for work that was begun later.
+    """
+
+    def __init__(self, depth: int, device: torch.device) -> None:
+        super().__init__(depth)
+        self._stream = torch.cuda.Stream(device)
+
+    def join(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def enqueue(self, work: Work) -> Pending:
+        with torch.cuda.stream(self._stream):
+            result = work()
+            if result is not None:
+                # torch keeps this memory, once it is free, until the copy's event has passed.
+                on_host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+                result = on_host.copy_(result, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _CudaPending(event, result)
+
+
+class _CudaPending:
+    """Implements `Pending`."""
+
+    def __init__(self, event: torch.cuda.Event, result: Tensor | None) -> None:
+        self._event, self._result = event, result
+
+    def is_done(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> Tensor | None:
+        self._event.synchronize()  # without the interpreter's lock: the io thread goes on
+        return self._result
+
+
+class CudaGraphRecorder:
+    """Implements `step_graphs.GraphRecorder`; all graphs of a set share one pool of memory.
+
+    So they must be recorded from the largest on, and no two of them may run at once.
+
+    last_bytes: memory that the last one took beside the pool as it was.
+    """
+
+    def __init__(self) -> None:
+        self.last_bytes = 0
+        self._stream = torch.cuda.Stream()
+
+    def begin_set(self) -> None:
+        """Torch refuses a pool whose graphs are all gone: every set has one of its own."""
+        torch.cuda.empty_cache()  # what is left of the set before goes back to the device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for _ in range(_NUM_WARM_UPS):
+                work()
+        self._stream.synchronize()
+        free_bytes = torch.cuda.mem_get_info()[0]
+        graph = torch.cuda.CUDAGraph()
+        # Not `torch.cuda.graph`, which looks through the whole heap for garbage each time. None may
+        # be found during a capture either: what it frees could call what a capture forbids.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                # Other threads may allocate pinned memory meanwhile, which is no part of this.
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                except BaseException:
+                    # The stream would go on recording. What ended the work may have spoilt the
+                    # capture too, and is what is to be told.
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        self.last_bytes = max(0, free_bytes - torch.cuda.mem_get_info()[0])
+        return _borrowed(result), graph.replay
+
+
+def _borrowed(result: R) -> R:
+    """The same tensors, of a dataclass, without a claim to their memory.
+
+    It stays the graph's, but the next ones may use it too: what a replay leaves is read before the
+    next one. Logits of every graph side by side would take gigabytes.
+    """
+    if not is_dataclass(result) or isinstance(result, type):
+        return result
+    return replace(
+        result,
+        **{
+            field.name: torch.as_tensor(_Span(tensor), device=tensor.device)
+            for field in fields(result)
+            if isinstance(tensor := getattr(result, field.name), Tensor)
+        },
+    )
+
+
+class _Span:
+    """A contiguous tensor's memory, as Numba's CUDA array interface (version 2) tells of it."""
+
+    _TYPES: Final = {torch.float32: "<f4", torch.int64: "<i8"}
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous()
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": None,
+            "typestr": self._TYPES[tensor.dtype],
+            "version": 2,
+        }

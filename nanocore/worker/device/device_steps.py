@@ -1,0 +1,209 @@
+"""Steps on a device beside the host: begun in order, replayed as graphs where one fits, read late.
+
+The host packs a step's differences and columns into pinned memory, enqueues one copy and the work,
+and goes on; what a step needs of the one before it, its tokens, it takes from the tables on the
+device. Nothing here waits for the device. Shape suffixes: see `nanocore.kernels.interface`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanocore.kernels.interface import AttentionMetadata, Filters, Noise
+from nanocore.kernels.step_rows import StepRows
+from nanocore.worker.batch.block_table import AppendedBlocks
+from nanocore.worker.batch.input_batch import BatchStep, InputBatch
+from nanocore.worker.device.device_rows import DeviceRows, NewTokens
+from nanocore.worker.device.step_graphs import GraphRecorder, HostBounds, StepGraphs, padded_steps
+from nanocore.worker.device.step_memory import StepColumns, StepFields, StepShape, num_bytes
+from nanocore.worker.device.stream import Pending, Stream
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.sampling.sampler import TokenSampler
+
+logger = logging.getLogger(__name__)
+
+
+class StepComputer(Protocol):
+    """A rank's part of the model."""
+
+    def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
+        """See `Kernels.begin_step`; hidden states are the first stage's to find."""
+        ...
+
+    def logits(
+        self, x_TE: Tensor | None, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor | None:
+        """Of the rows that sample, [R, V]; None if this stage does not, or no row does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step leaves on the device. token_ids_R: int64, without the filters of any row."""
+
+    logits_RV: Tensor
+    token_ids_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that was begun. Implements `pending_output.PendingOutput`."""
+
+    rows: NDArray[np.int64]
+    tokens: Pending
+
+    def is_done(self) -> bool:
+        return self.tokens.is_done()
+
+    def wait(self) -> ModelRunnerOutput:
+        token_ids_R = self.tokens.wait()
+        if token_ids_R is None:
+            return ModelRunnerOutput(rows=b"", token_ids=b"")
+        return ModelRunnerOutput(
+            rows=self.rows.astype("<i4").tobytes(),
+            token_ids=token_ids_R.numpy().astype("<i4").tobytes(),
+        )
+
+
+class DeviceSteps:
+    """Begins steps.
+
+    Args:
+        batch: the rows on the host; rows: on the device. computer: the model.
+        sampler: None on a stage that does not sample. stream: of the device.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        rows: DeviceRows,
+        computer: StepComputer,
+        sampler: TokenSampler | None,
+        stream: Stream,
+    ) -> None:
+        self._batch, self._rows = batch, rows
+        self._computer = computer
+        self._sampler = sampler
+        self._stream = stream
+        self._device = rows.token_table.device
+        self._graphs: StepGraphs[Sampled | None] | None = None
+        self._kept_columns: dict[tuple[int, StepShape], StepColumns] = {}
+
+    def record(self, shapes: list[StepShape], recorder: GraphRecorder) -> None:
+        """Record graphs of these shapes, to be replayed from now on."""
+        rows = self._rows
+        self._graphs = StepGraphs(
+            shapes, self._compute, recorder, rows.spare_row, rows.token_table.shape[1], self._device
+        )
+
+    def warm_up(self, shapes: list[StepShape]) -> None:
+        """Compute a step of padding of each of these shapes, so that kernels for them are compiled.
+
+        On all stages together: hidden states pass between them.
+        """
+        start_s = time.monotonic()
+        max_model_len = self._rows.token_table.shape[1]
+        for shape, memory in padded_steps(shapes, self._rows.spare_row, self._device):
+            fields = StepFields.of(memory, shape)
+            self._compute(fields, HostBounds.of_shape(shape, max_model_len))
+        logger.info("kernels for %d steps, %.2f s", len(shapes), time.monotonic() - start_s)
+
+    def begin(
+        self,
+        plan: SchedulerOutput,
+        step: BatchStep,
+        appended: AppendedBlocks,
+        sampled: list[NDArray[np.int32]],
+    ) -> PendingStep:
+        """Enqueue a step. appended: blocks that rows got. sampled: see `NewTokens`."""
+        new = NewTokens.of(plan, sampled)
+        shape = StepShape.of(step, appended)
+        graph = self._graphs.find(shape) if self._graphs is not None else None
+        layout = shape if graph is None else graph.shape
+        size = num_bytes(layout)
+        staged = self._stream.stage(size + (0 if new is None else new.column.nbytes))
+        columns = self._columns(staged, layout, is_graph=graph is not None)
+        num_filtered = columns.fill(step, appended, self._batch)
+        if new is not None:
+            staged[size:].view(torch.int32).numpy()[:] = new.column
+
+        def work() -> Tensor | None:
+            if graph is None:
+                memory = staged.to(self._device, non_blocking=True)
+                inputs, tail = StepFields.of(memory, shape), memory[size:]
+            else:
+                graph.memory.copy_(staged[:size], non_blocking=True)
+                inputs, tail = graph.fields, staged[size:]
+            if new is not None:
+                column = tail.to(self._device, non_blocking=True)
+                self._rows.take(column.view(torch.int32), new)
+            if graph is None:
+                result = self._compute(inputs, HostBounds.of_step(step))
+            else:
+                graph.replay()
+                result = graph.result
+            if result is None:
+                return None
+            if num_filtered:
+                self._sample_filtered(inputs, result, num_filtered)
+            return result.token_ids_R[: shape.num_samples]
+
+        if self._sampler is not None:  # else the tokens come with a later plan
+            self._batch.append(step.sample_rows, None)
+        return PendingStep(step.sample_rows, self._stream.run(work))
+
+    def _columns(self, staged: Tensor, shape: StepShape, is_graph: bool) -> StepColumns:
+        """Of staged memory; kept for shapes that come again, in any of the few slots there are."""
+        key = staged.data_ptr(), shape
+        columns = self._kept_columns.get(key)
+        if columns is None:
+            columns = StepColumns(staged, shape, self._rows.spare_row)
+            if is_graph:
+                self._kept_columns[key] = columns
+        return columns
+
+    def _compute(self, step: StepFields, bounds: HostBounds) -> Sampled | None:
+        """All of a step, but for filters."""
+        block_table_BM, x_TE = self._computer.begin_step(self._rows.of_step(step))
+        metadata = AttentionMetadata(
+            num_decodes=bounds.num_decodes,
+            query_start=bounds.query_start,
+            seq_lens=bounds.seq_lens,
+            num_decodes_1=step.num_decodes_1,
+            query_start_A=step.query_start_A,
+            seq_lens_B=step.seq_lens_B,
+            block_table_BM=block_table_BM,
+            positions_T=step.positions_T,
+            slot_mapping_T=step.slots_T,
+        )
+        logits_RV = self._computer.logits(x_TE, metadata, step.sample_index_R)
+        if logits_RV is None:
+            return None
+        assert self._sampler is not None, "a stage with logits samples"
+        places = self._rows.places(step)
+        token_ids_R = self._sampler.sample_plain(logits_RV, _noise(step), places)
+        return Sampled(logits_RV, token_ids_R)
+
+    def _sample_filtered(self, step: StepFields, result: Sampled, num_filtered: int) -> None:
+        """Sample these rows anew, among the tokens that their filters leave."""
+        assert self._sampler is not None
+        index_F = step.filtered_R[:num_filtered]
+        chosen_F = self._sampler.sample_filtered(
+            result.logits_RV[index_F],
+            _noise(step).of_rows(index_F),
+            Filters(step.top_k_R, step.top_p_R, step.min_p_R).of_rows(index_F),
+        )
+        result.token_ids_R[index_F] = chosen_F
+        self._rows.places(step).write(result.token_ids_R)
+
+
+def _noise(step: StepFields) -> Noise:
+    return Noise(step.temperature_R, step.seed_R, step.sample_positions_R)

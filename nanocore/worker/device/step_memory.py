@@ -1,0 +1,200 @@
+"""A step's inputs packed into one piece of memory, so that one copy brings them to the device.
+
+The layout depends on the step's shape alone. A graph reads its inputs at the addresses it was
+recorded with, so a step that it replays is padded to the graph's shape: padding tokens belong to a
+spare row, have no slot, and make up sequences of length 0. Shape suffixes: see
+`nanocore.kernels.interface`; further, W blocks that were appended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanocore.worker.batch.block_table import AppendedBlocks
+from nanocore.worker.batch.input_batch import BatchStep, InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """How many tokens, sequences, sampling rows and appended blocks a step has.
+
+    is_uniform: every sequence is a decode.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_samples: int
+    num_blocks: int
+    is_uniform: bool
+
+    @classmethod
+    def of(cls, step: BatchStep, appended: AppendedBlocks) -> StepShape:
+        """A step's own."""
+        num_seqs = len(step.order.rows_B)
+        return cls(
+            num_tokens=len(step.positions_T),
+            num_seqs=num_seqs,
+            num_samples=len(step.sample_rows),
+            num_blocks=len(appended.rows),
+            is_uniform=step.order.num_decodes == num_seqs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepFields:
+    """The inputs, as views of the memory.
+
+    rows_T, rows_B: rows of the persistent batch. sample_index_R: which of the T tokens sample;
+    sample_rows_R, sample_positions_R: whose, and the places of the sampled tokens. filtered_R:
+    those of the R rows, first, that have top_k, top_p or min_p.
+    """
+
+    rows_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    rows_B: Tensor
+    sample_index_R: Tensor
+    sample_rows_R: Tensor
+    sample_positions_R: Tensor
+    seed_R: Tensor
+    filtered_R: Tensor
+    block_rows_W: Tensor
+    block_columns_W: Tensor
+    seq_lens_B: Tensor
+    query_start_A: Tensor
+    num_decodes_1: Tensor
+    block_ids_W: Tensor
+    temperature_R: Tensor
+    top_k_R: Tensor
+    top_p_R: Tensor
+    min_p_R: Tensor
+
+    @classmethod
+    def of(cls, memory: Tensor, shape: StepShape) -> StepFields:
+        """Views of uint8 memory of at least `num_bytes(shape)`."""
+        return cls(
+            **{name: memory[start:end].view(dtype) for name, dtype, start, end in _layout(shape)}
+        )
+
+
+class StepColumns:
+    """The same memory on the host, to be written.
+
+    Args:
+        memory: uint8, of at least `num_bytes(shape)`. spare_row: for padding.
+    """
+
+    def __init__(self, memory: Tensor, shape: StepShape, spare_row: int) -> None:
+        fields = StepFields.of(memory, shape)
+        self._columns = {name: getattr(fields, name).numpy() for name, _, _ in _FIELDS}
+        self._num_tokens, self._num_seqs = shape.num_tokens, shape.num_seqs
+        self._is_uniform = shape.is_uniform
+        self._spare_row = spare_row
+
+    def fill(self, step: BatchStep, appended: AppendedBlocks, batch: InputBatch) -> int:
+        """Write a step, and padding; returns how many of its rows are filtered."""
+        order, rows = step.order, step.sample_rows
+        filtered = batch.is_filtered[rows].nonzero()[0]
+        self._write(
+            rows_T=order.rows_T,
+            positions_T=step.positions_T,
+            slots_T=step.slots_T,
+            rows_B=order.rows_B,
+            sample_index_R=step.sample_index_R,
+            sample_rows_R=rows,
+            sample_positions_R=step.sample_positions,
+            seed_R=batch.seed[rows],
+            filtered_R=filtered,
+            block_rows_W=appended.rows,
+            block_columns_W=appended.columns,
+            block_ids_W=appended.block_ids,
+            seq_lens_B=step.seq_lens_B,
+            temperature_R=batch.temperature[rows],
+            top_k_R=batch.top_k[rows],
+            top_p_R=batch.top_p[rows],
+            min_p_R=batch.min_p[rows],
+        )
+        self._write_query_starts(order.query_start_A.numpy())
+        self._write_num_decodes(order.num_decodes)
+        return len(filtered)
+
+    def fill_with_padding(self) -> None:
+        """Write a step of nothing else: of decodes, or else of chunks."""
+        self._write(**{name: np.zeros(0) for name in _COLUMNS})
+        self._write_query_starts(np.zeros(1, np.int32))
+        self._write_num_decodes(0)
+
+    def _write(self, **columns: NDArray) -> None:
+        for name, values in columns.items():
+            column, count = self._columns[name], len(values)
+            column[:count] = values
+            if count < len(column):
+                column[count:] = self._spare_row if name in _ROWS else _PADDING.get(name, 0)
+
+    def _write_num_decodes(self, num_decodes: int) -> None:
+        """Padding among decodes is decodes."""
+        self._columns["num_decodes_1"][0] = self._num_seqs if self._is_uniform else num_decodes
+
+    def _write_query_starts(self, starts_A: NDArray[np.int32]) -> None:
+        """Each padding sequence gets one of the padding tokens, and the last one the rest."""
+        column = self._columns["query_start_A"]
+        column[: len(starts_A)] = starts_A
+        if len(column) > len(starts_A):
+            ends = starts_A[-1] + np.arange(1, len(column) - len(starts_A) + 1)
+            column[len(starts_A) :] = np.minimum(ends, self._num_tokens)
+            column[-1] = self._num_tokens
+
+
+def num_bytes(shape: StepShape) -> int:
+    """Of a step's inputs."""
+    return _aligned(_layout(shape)[-1][3])
+
+
+_ALIGNMENT: Final = 16
+_FLOAT32: Final = frozenset(("temperature_R", "top_p_R", "min_p_R"))
+_INT32: Final = frozenset(
+    ("seq_lens_B", "query_start_A", "num_decodes_1", "block_ids_W", "top_k_R")
+)
+
+
+def _layout(shape: StepShape) -> list[tuple[str, torch.dtype, int, int]]:
+    """(field, dtype, where it begins, where it ends), in bytes."""
+    counts = {
+        "T": shape.num_tokens,
+        "B": shape.num_seqs,
+        "A": shape.num_seqs + 1,
+        "R": shape.num_samples,
+        "W": shape.num_blocks,
+        "1": 1,
+    }
+    layout, start = [], 0
+    for name, dtype, dim in _FIELDS:
+        end = start + counts[dim] * dtype.itemsize
+        layout.append((name, dtype, start, end))
+        start = _aligned(end)
+    return layout
+
+
+def _aligned(offset: int) -> int:
+    """Fields begin at multiples of 16 bytes: Triton compiles a kernel anew for pointers that do
+    and for those that do not, which must not happen in the middle of serving."""
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name in _FLOAT32:
+        return torch.float32
+    return torch.int32 if name in _INT32 else torch.int64
+
+
+_FIELDS: Final = [(f.name, _dtype(f.name), f.name[-1]) for f in fields(StepFields)]
+_COLUMNS: Final = [name for name, _, _ in _FIELDS if name not in ("query_start_A", "num_decodes_1")]
+_ROWS: Final = frozenset(("rows_T", "rows_B", "sample_rows_R", "block_rows_W"))
+_PADDING: Final = {"slots_T": -1, "top_p_R": 1.0}
+"""And 0 elsewhere: a temperature of 0 is greedy, which needs no filters."""

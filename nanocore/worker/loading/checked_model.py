@@ -1,0 +1,85 @@
+"""What a rank is to hold, known and checked before any memory is taken for it.
+
+config.json may say anything, so a model is first built without memory (on torch's meta device):
+files that do not fit it, and memory that does not hold it, are then errors that cost nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from nanocore.worker.config.model_config import ModelConfig, load_model_config
+from nanocore.worker.device.device import dtype_name, select_device, select_dtype
+from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.loading.loader import check_weights
+from nanocore.worker.loading.stored_config import as_stored
+from nanocore.worker.memory.kv_cache_bytes import CPU_MEMORY, cpu_memory_bytes, require_weights
+from nanocore.worker.messages import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+
+def read_model(
+    config: WorkerConfig, device: torch.device, log: bool = True
+) -> tuple[ModelConfig, torch.dtype]:
+    """(the model as its files have it, the dtype of weights and activations).
+
+    log: say what is not as config.json or the checkpoint has it.
+
+    Raises:
+        ModelFileError: a file is missing, malformed, or asks for what is not implemented.
+        ConfigError: --dtype cannot be had here.
+    """
+    folder = Path(config.folder)
+    named = load_model_config(folder)
+    model = named if config.load_format == "dummy" else as_stored(named, folder)
+    dtype = select_dtype(config.dtype, model, device)
+    if log and model.tie_word_embeddings != named.tie_word_embeddings:
+        logger.warning(
+            "%s: tie_word_embeddings is true, and the files have an lm_head.weight that is not the "
+            "embedding: it is used", folder / "config.json",
+        )  # fmt: skip
+    if log and config.dtype == "auto" and model.dtype == "float16" != dtype_name(dtype):
+        logger.info(
+            "the checkpoint's float16 is computed in %s here; --dtype float32 keeps every digit",
+            dtype_name(dtype),
+        )
+    return model, dtype
+
+
+def loaded_bytes(model: DecoderModel) -> int:
+    """Of the weights of this rank's part, as they are when they have been loaded."""
+    return sum(part.target.nbytes for slot in model.slots().values() for part in slot.parts)
+
+
+def check_files(config: WorkerConfig, model: DecoderModel) -> None:
+    """Check that the weight files are those of this model, by their headers.
+
+    Raises:
+        ModelFileError: they are not; see `loader.load_weights`.
+    """
+    if config.load_format != "dummy":
+        check_weights(Path(config.folder), model.slots(), model.ignored_tensors)
+
+
+def check_memory(config: WorkerConfig, loaded_bytes: dict[int, int]) -> None:
+    """Check that there is room for the weights of these ranks, by their numbers.
+
+    Raises:
+        CacheMemoryError: there is not.
+    """
+    if select_device(config.device).type == "cpu":
+        # Pages that are promised are found missing when they are written to, by a kill.
+        require_weights(sum(loaded_bytes.values()), cpu_memory_bytes(1), CPU_MEMORY)
+        return
+    for rank, num_bytes in loaded_bytes.items():
+        device = select_device(config.device, rank)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        if config.kv_cache_memory_bytes is not None:
+            require_weights(num_bytes, free_bytes, f"the free memory of {device}")
+            continue
+        have_bytes = int(total_bytes * config.gpu_memory_utilization) - (total_bytes - free_bytes)
+        require_weights(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")

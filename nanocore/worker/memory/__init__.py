@@ -1,0 +1,1 @@
+"""How much memory there is, and what a rank's KV cache may take of it."""

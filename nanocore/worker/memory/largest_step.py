@@ -1,0 +1,90 @@
+"""The steps that take most memory, to be run once before the KV cache is sized.
+
+All their KV blocks are the same one: what is computed makes no sense, and takes the room it would.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanocore.kernels.interface import Filters, Noise
+from nanocore.kernels.kv_quantization import KVCacheFormat
+from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.messages import WorkerConfig
+from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.plan import NewRow, SchedulerOutput
+from nanocore.worker.sampling.sampler import TokenSampler
+
+NUM_PROFILED_GRAPHS: Final = 2
+"""The largest ones, in whose memory the others live; of what each takes beside it, a sample."""
+
+
+def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: WorkerConfig) -> None:
+    """Run a step in which every row samples, with filters, and one at the end of a long context.
+
+    The model's KV cache is gone afterwards, and the persistent batch is to be allocated anew. The
+    graphs that were recorded stay until then.
+    """
+    max_len = config.max_model_len
+    num_tokens = min(config.max_num_batched_tokens, max_len - 1)
+    runner.allocate(
+        kv_format, 1, config.block_size, config.max_num_seqs, max_len,
+        config.max_num_batched_tokens, NUM_PROFILED_GRAPHS,
+    )  # fmt: skip
+    num_rows = config.max_num_seqs
+    per_row = max(1, min(config.max_num_batched_tokens // num_rows, max_len - 1))
+    rows = [_row(row, per_row, per_row, config.block_size) for row in range(num_rows)]
+    runner.execute(_plan(rows, [], per_row))
+    if runner.sampler is not None and runner.model.head is not None:
+        _sample(runner.sampler, runner.model.head.num_tokens, num_rows, runner.device)
+    rows = [_row(0, max_len - 1, num_tokens, config.block_size)]
+    runner.execute(_plan(rows, list(range(num_rows)), num_tokens))
+    runner.kv_caches = []
+
+
+def _sample(sampler: TokenSampler, width: int, num_rows: int, device: torch.device) -> None:
+    """Sample as expensively as it gets: of equal logits no filter can leave any out."""
+
+    def column(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_rows,), value, dtype=dtype, device=device)
+
+    sampler.sample_filtered(
+        torch.zeros(num_rows, width, device=device),
+        Noise(column(1.0, torch.float32), *(column(0, torch.int64) for _ in range(2))),
+        Filters(
+            column(sampler.vocab_size, torch.int32),
+            column(0.999, torch.float32),
+            column(0.0, torch.float32),
+        ),
+    )
+
+
+def _row(row: int, length: int, num_tokens: int, block_size: int) -> NewRow:
+    """A row of `length` tokens of which the last num_tokens are to be computed."""
+    return NewRow(
+        row=row,
+        token_ids=np.zeros(length, "<i4").tobytes(),
+        num_prompt_tokens=length,
+        num_computed_tokens=length - num_tokens,
+        block_ids=np.zeros(-(-length // block_size), "<i4").tobytes(),
+        sampling=EngineSamplingParams(temperature=1.0, top_p=0.999),
+        seed=0,
+    )
+
+
+def _plan(rows: list[NewRow], removed: list[int], num_tokens: int) -> SchedulerOutput:
+    column = np.array([new.row for new in rows], "<i4")
+    return SchedulerOutput(
+        step=0,
+        removed_rows=np.array(removed, "<i4").tobytes(),
+        added=rows,
+        block_rows=b"",
+        block_ids=b"",
+        chunk_rows=column.tobytes(),
+        chunk_counts=np.full(len(rows), num_tokens, "<i4").tobytes(),
+        num_tokens=num_tokens * len(rows),
+    )

@@ -1,0 +1,135 @@
+"""What passes through the pipe between an engine and one of its worker processes.
+
+A rank is started with a `RankStart`, answers with its `WorkerInfo`, allocates its KV cache when
+told to, and then runs plans. One rank answers with results; every rank can send a `RankFailure`, at
+any time. The same structs configure the worker inside an engine of one rank, without a pipe.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
+Quantization = Literal["int8", "fp8"]
+FailureKind = Literal["config", "model_file", "memory", "internal"]
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What every rank of an engine is told.
+
+    folder: the model's. dtype: of weights and activations; "auto" is the checkpoint's.
+    quantization: of the weights as they are loaded, and fp8 of activations too; None keeps dtype.
+    kv_cache_dtype: "auto" is dtype. max_num_batched_tokens: tokens of one step, at most.
+    max_model_len: tokens of one request, at most; memory may allow fewer in the end.
+    gpu_memory_utilization: share of a GPU's memory that weights, activations and KV may take.
+    kv_cache_memory_bytes: for each rank's KV cache, whatever is free. seed: of dummy weights.
+    enforce_eager: call kernels one by one, capture nothing. batch_invariant: a request's logits are
+    the same bits whatever else runs. async_scheduling: begin a step before the last one is done;
+    None: where the device works beside the host.
+    """
+
+    folder: str
+    load_format: LoadFormat
+    device: str
+    dtype: str
+    attention_backend: str
+    quantization: Quantization | None
+    kv_cache_dtype: KVCacheDtype
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    seed: int
+    enforce_eager: bool
+    batch_invariant: bool
+    async_scheduling: bool | None
+
+    @property
+    def num_ranks(self) -> int:
+        """Worker processes; pipeline stages times the ranks of each."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
+    """A rank that has loaded its part of the model.
+
+    weight_bytes: memory they take. kv_block_bytes: of one KV block over the rank's layers.
+    available_kv_bytes: memory that its KV cache may take. memory_bytes: that it could take at the
+    very most.
+    """
+
+    device: str
+    dtype: str
+    kernels: str
+    weight_bytes: int
+    kv_block_bytes: int
+    available_kv_bytes: int
+    memory_bytes: int
+
+
+class AllocateCache(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):
+    """Make the KV cache and the persistent batch; the rank answers with `CacheAllocated`."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+class CacheAllocated(msgspec.Struct, frozen=True, tag="allocated"):
+    """The rank is ready for plans."""
+
+
+class RunStep(msgspec.Struct, frozen=True, tag="run"):
+    """Run this plan."""
+
+    plan: SchedulerOutput
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="result"):
+    """What a step sampled; from the first rank of the last stage."""
+
+    output: ModelRunnerOutput
+
+
+class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
+    """A rank cannot go on, and exits.
+
+    kind: whose fault it is, as exit codes tell. message: one line. traceback: as Python prints it.
+    """
+
+    kind: FailureKind
+    message: str
+    traceback: str = ""
+
+
+class RankStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """The first message to a rank.
+
+    rank: its number; stage times tensor_parallel_size plus its number in the stage.
+    cores: the CPU cores that are its own, each for one thread.
+    board_fd: shared memory of the `StatusBoard`. reduce_fd: shared memory of the stage's ranks.
+    receive_fd, send_fd: shared memory for hidden states from the stage before and to the next one;
+    -1 where there is none. These three serve on a CPU.
+    rendezvous: file where ranks on CUDA devices meet.
+    """
+
+    config: WorkerConfig
+    rank: int
+    cores: list[int]
+    board_fd: int
+    reduce_fd: int
+    receive_fd: int
+    send_fd: int
+    rendezvous: str
+
+
+ToRank = RankStart | AllocateCache | RunStep
+FromRank = WorkerInfo | CacheAllocated | StepResult | RankFailure

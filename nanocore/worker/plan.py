@@ -1,0 +1,78 @@
+"""What the engine tells its workers each step, and what they answer.
+
+A step is described by its differences: every row that is held takes one token unless the plan says
+otherwise. With pipeline stages, rows are dealt out to as many groups (row modulo their number), and
+"every row" is every row of the plan's group, so that several steps can be in flight. A preempted
+request's row is removed; when it resumes it is added as new. Columns are `bin` of little-endian
+integers, so the same structs serve in-process and over a pipe, and neither holds text.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from nanocore.protocol.sampling import EngineSamplingParams
+
+NO_TOKEN = -1
+"""In place of a sampled token id."""
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that takes a row, with everything a worker keeps of it.
+
+    token_ids: int32 column of all tokens known so far; the first num_prompt_tokens are the prompt,
+    the others outputs of a request that resumes.
+    block_ids: int32 column. num_computed_tokens: tokens whose KV is in those blocks already.
+    seed: the request's noise is a function of it and the position.
+    """
+
+    row: int
+    token_ids: bytes
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_ids: bytes
+    sampling: EngineSamplingParams
+    seed: int
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's plan, to be applied in this order.
+
+    step: counts from 1. group: whose rows take one token each.
+    sampled_rows, sampled_token_ids: int32 columns; what was sampled since the last plan, for
+    pipeline stages that do not sample; empty where there is one stage.
+    removed_rows: int32 column. added: rows taken (again) by requests.
+    block_rows, block_ids: int32 columns; the block is appended to the row's table.
+    chunk_rows, chunk_counts: int32 columns; the rows whose token count is not one, with that count
+    (0: the row is held but takes no part in this step).
+    num_tokens: tokens of the step, over all rows.
+    """
+
+    step: int
+    group: int = 0
+    sampled_rows: bytes = b""
+    sampled_token_ids: bytes = b""
+    removed_rows: bytes
+    added: list[NewRow]
+    block_rows: bytes
+    block_ids: bytes
+    chunk_rows: bytes
+    chunk_counts: bytes
+    num_tokens: int
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step's result. rows: int32 column of the rows that sampled.
+
+    token_ids: int32 column, row by row. counts: int32 column, how many tokens each of the rows has;
+    empty: one each. columns: float32 columns by name with a number for each token, such as its
+    log probability; only what some row asked for.
+
+    A row whose logits are not finite has NO_TOKEN. Until it is removed it may be computed on, with
+    a token that has no embedding.
+    """
+
+    rows: bytes
+    token_ids: bytes
+    counts: bytes = b""
+    columns: dict[str, bytes] = {}
