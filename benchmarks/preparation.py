@@ -85,8 +85,8 @@ def measure_us(case: Case) -> float:
         batch.apply(plan)
         step = batch.advance(plan)
         batch.inputs(step)
-        batch.sampling_metadata(step.sample_rows)
-        torch.from_numpy(step.sample_positions)
+        batch.sampled_rows(step)
+        batch.places(step)
         spent_ns += _now_ns() - t0
         if is_chunk:
             batch.num_computed[:] = case.context  # the same chunk again

@@ -23,9 +23,12 @@ from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.select import select_kernels
+from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import SingleRank
+from nanocore.worker.plan import NewRow
+from nanocore.worker.sampling.columns import RowColumns
 from nanocore.worker.sampling.sampler import TokenSampler
-from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 
 RESULTS: Final = Path(__file__).parent / "results" / "sampling.json"
 VOCAB_SIZES: Final = (2_048, 40_000, 152_064)
@@ -49,19 +52,24 @@ def make_sampling(
 ) -> Callable[[int], Tensor]:
     """Samples a token of each row; the argument is where it will be."""
     num_rows, vocab_size = logits_RV.shape
-    columns = (
-        np.full(num_rows, 0.8, np.float32),
-        np.full(num_rows, top_k or vocab_size, np.int32),
-        np.full(num_rows, top_p, np.float32),
-        np.full(num_rows, min_p, np.float32),
-        np.full(num_rows, bool(top_k) or top_p < 1.0 or min_p > 0.0),
-        np.arange(num_rows, dtype=np.int64),
-    )
-    metadata = SamplingMetadata.of_rows(*columns)
+    columns = RowColumns(num_rows, vocab_size)
+    sampling = EngineSamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
+    for row in range(num_rows):
+        columns.set_row(
+            NewRow(
+                row=row, token_ids=b"", num_prompt_tokens=0, num_computed_tokens=0, block_ids=b"",
+                sampling=sampling, seed=row,
+            )
+        )  # fmt: skip
+    rows, rows_R = columns.of_rows(np.arange(num_rows)), torch.arange(num_rows)
     sampler = TokenSampler(0, vocab_size, SingleRank(), kernels)
-    return lambda position: sampler.sample(
-        logits_RV, metadata, torch.full((num_rows,), position, dtype=torch.int64)
-    )
+    no_table = torch.zeros(0, 0, dtype=torch.int32)
+
+    def sample(position: int) -> Tensor:
+        places = TokenPlaces(no_table, rows_R, torch.full_like(rows_R, position))
+        return sampler.sample(logits_RV, rows, places)
+
+    return sample
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nanocore.worker.device.stream import Pending, Stream, Work
+from nanocore.worker.device.stream import Pending, Stream, Tensors, Work
 
 R = TypeVar("R")
 
@@ -29,13 +29,13 @@ class FakePending:
     work: Work | None
     staged: Tensor
     snapshot: Tensor
-    result: Tensor | None = None
+    result: Tensors = field(default_factory=dict)
     done: bool = False
 
     def is_done(self) -> bool:
         return self.done
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> Tensors:
         while not self.done:
             self.stream.finish_one()
         return self.result
@@ -69,7 +69,7 @@ class FakeStream(Stream):
         assert unchanged, "memory was written that a step in flight reads"
         assert pending.work is not None
         result, pending.work = pending.work(), None
-        pending.result = None if result is None else result.clone()
+        pending.result = {name: tensor.clone() for name, tensor in result.items()}
         pending.done = True
 
 

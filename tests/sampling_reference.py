@@ -7,40 +7,55 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.gumbel_noise import gumbel_noise
-from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
+from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.plan import NewRow
+from nanocore.worker.sampling.columns import RowColumns, SampledRows, SamplingMetadata
 
 Settings = tuple[float, int, float, float]
 """temperature (0 is greedy), top_k (0 is off), top_p, min_p"""
 
 
-def make_metadata(
-    rows: list[Settings], vocab_size: int, seeds: list[int] | None = None
-) -> SamplingMetadata:
-    """Metadata of these rows; their seeds are 0, 1, 2, ... if not given."""
-    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*rows, strict=True))
-    top_k = np.where(top_k > 0, np.minimum(top_k, vocab_size), vocab_size)
-    has_filters = (top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)
-    return SamplingMetadata.of_rows(
-        temperature.astype(np.float32),
-        top_k.astype(np.int32),
-        top_p.astype(np.float32),
-        min_p.astype(np.float32),
-        has_filters & (temperature != 0.0),
-        np.arange(len(rows)) if seeds is None else np.array(seeds, np.int64),
-    )
+def make_rows(rows: list[Settings], vocab_size: int, seeds: list[int] | None = None) -> SampledRows:
+    """Rows that sample so; their seeds are 0, 1, 2, ... if not given."""
+    columns = RowColumns(len(rows), vocab_size)
+    for row, (temperature, top_k, top_p, min_p) in enumerate(rows):
+        sampling = EngineSamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+        )
+        seed = row if seeds is None else seeds[row]
+        columns.set_row(
+            NewRow(
+                row=row, token_ids=b"", num_prompt_tokens=0, num_computed_tokens=0, block_ids=b"",
+                sampling=sampling, seed=seed,
+            )
+        )  # fmt: skip
+    return columns.of_rows(np.arange(len(rows)))
 
 
-def sample_whole(logits_RV: Tensor, metadata: SamplingMetadata, position_R: Tensor) -> Tensor:
+def places_at(position_R: Tensor) -> TokenPlaces:
+    """Of tokens that will be at these positions, in rows without a table."""
+    return TokenPlaces(torch.zeros(0, 0, dtype=torch.int32), position_R, position_R)
+
+
+def make_metadata(rows: SampledRows, position_R: Tensor) -> SamplingMetadata:
+    """How these rows sample tokens for these positions."""
+    return SamplingMetadata(rows.tensors, places_at(position_R), rows.asked)
+
+
+def sample_whole(logits_RV: Tensor, rows: SampledRows, position_R: Tensor) -> Tensor:
     """One token id per row, int64 [R]. Greedy rows take the first of the largest logits."""
+    temperature_R, top_k_R, top_p_R, min_p_R, seed_R = (
+        rows.tensors[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+    )
     greedy_R = logits_RV.argmax(dim=-1)
     token_ids_V = torch.arange(logits_RV.shape[1])
-    noise_RV = gumbel_noise(metadata.seed_R, position_R, token_ids_V)
-    scaled_RV = logits_RV / metadata.temperature_R[:, None]
-    filtered_RV = filter_logits(scaled_RV, metadata.top_k_R, metadata.top_p_R, metadata.min_p_R)
+    noise_RV = gumbel_noise(seed_R, position_R, token_ids_V)
+    scaled_RV = logits_RV / temperature_R[:, None]
+    filtered_RV = filter_logits(scaled_RV, top_k_R, top_p_R, min_p_R)
     token_ids_R = (scaled_RV + noise_RV).argmax(dim=-1)
-    rows = metadata.filtered_rows
-    token_ids_R[rows] = (filtered_RV + noise_RV).argmax(dim=-1)[rows]
-    return greedy_R.where(metadata.temperature_R == 0, token_ids_R)
+    token_ids_R[rows.processed] = (filtered_RV + noise_RV).argmax(dim=-1)[rows.processed]
+    return greedy_R.where(temperature_R == 0, token_ids_R)
 
 
 def filter_logits(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor) -> Tensor:

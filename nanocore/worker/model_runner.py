@@ -29,7 +29,7 @@ from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.messages import Quantization
-from nanocore.worker.pending_output import NOTHING_SAMPLED, DoneOutput, PendingOutput
+from nanocore.worker.pending_output import NOTHING_SAMPLED, DoneOutput, PendingOutput, make_output
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.sampling.sampler import TokenSampler
@@ -123,8 +123,10 @@ class ModelRunner:
             max_num_seqs, max_model_len, block_size, self.config.vocab_size,
             self.placement.pp_size, has_tokens=self._queue is None,
         )  # fmt: skip
+        self.token_table = self.batch.token_table
         if self._queue is not None:
             rows = DeviceRows(max_num_seqs, max_model_len, block_size, self.device)
+            self.token_table = rows.token_table
             self._device_steps = DeviceSteps(
                 self.batch, rows, self, self.sampler, self._queue.stream
             )
@@ -196,13 +198,11 @@ class ModelRunner:
         if logits_RV is None or len(logits_RV) == 0:
             return NOTHING_SAMPLED
         assert self.sampler is not None, "the last stage samples"
-        rows = step.sample_rows
         token_ids_R = self.sampler.sample(
-            logits_RV, self.batch.sampling_metadata(rows), torch.from_numpy(step.sample_positions)
-        ).numpy()
-        self.batch.append(rows, token_ids_R)
-        columns = rows.astype("<i4").tobytes(), token_ids_R.astype("<i4").tobytes()
-        return DoneOutput(ModelRunnerOutput(rows=columns[0], token_ids=columns[1]))
+            logits_RV, self.batch.sampled_rows(step), self.batch.places(step)
+        )
+        self.batch.append(step.sample_rows, token_ids_R.numpy())
+        return DoneOutput(make_output(step.sample_rows, {"token_ids": token_ids_R}))
 
     def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
         """Of a step on a device; see `DecoderModel.begin_step`."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from nanocore.worker.plan import ModelRunnerOutput
 
@@ -33,4 +38,23 @@ class DoneOutput:
         return self.output
 
 
-NOTHING_SAMPLED = DoneOutput(ModelRunnerOutput(rows=b"", token_ids=b""))
+def make_output(rows: NDArray[np.int64], sampled: Mapping[str, Tensor]) -> ModelRunnerOutput:
+    """What rows sampled. sampled: on the host, by name; nothing if the stage does not sample.
+
+    "token_ids": int64, row by row. "counts": of each row, if some has other than one. All others
+    are columns of `ModelRunnerOutput`.
+    """
+    columns = dict(sampled)
+    token_ids, counts = columns.pop("token_ids", None), columns.pop("counts", None)
+    if token_ids is None:
+        return _NOTHING
+    return ModelRunnerOutput(
+        rows=rows.astype("<i4").tobytes(),
+        token_ids=token_ids.numpy().astype("<i4").tobytes(),
+        counts=b"" if counts is None else counts.numpy().astype("<i4").tobytes(),
+        columns={name: column.numpy().astype("<f4").tobytes() for name, column in columns.items()},
+    )
+
+
+_NOTHING: Final = ModelRunnerOutput(rows=b"", token_ids=b"")
+NOTHING_SAMPLED: Final = DoneOutput(_NOTHING)

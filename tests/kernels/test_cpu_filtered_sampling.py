@@ -15,16 +15,13 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.torch_backend import TorchKernels
-from tests.sampling_reference import Settings, filter_logits, make_metadata
+from tests.sampling_reference import Settings, filter_logits, make_metadata, make_rows
 
 
 def make(rows: list[Settings], width: int, seed: int = 0) -> tuple[Noise, Filters]:
-    metadata = make_metadata(rows, width, seeds=[seed + 7 * i for i in range(len(rows))])
-    position_R = torch.arange(1000, 1000 + len(rows))
-    return (
-        Noise(metadata.temperature_R, metadata.seed_R, position_R),
-        Filters(metadata.top_k_R, metadata.top_p_R, metadata.min_p_R),
-    )
+    sampled = make_rows(rows, width, seeds=[seed + 7 * i for i in range(len(rows))])
+    metadata = make_metadata(sampled, torch.arange(1000, 1000 + len(rows)))
+    return metadata.noise, metadata.filters
 
 
 def choose(kernels: CpuKernels, logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:

@@ -23,6 +23,7 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
 from nanocore.worker.communication.communicator import Communicator, SingleRank
@@ -36,8 +37,8 @@ from nanocore.worker.model_runner import DeviceQueue, ModelRunner, StageLinks
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.sampling.columns import SampledRows
 from nanocore.worker.sampling.sampler import TokenSampler
-from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker.ranks import run_ranks
@@ -232,9 +233,9 @@ def record_logits(sampler: TokenSampler, logits: list[Tensor]) -> None:
     """Have the sampler append what it samples from to this list."""
     sample = sampler.sample
 
-    def recording(logits_RV: Tensor, metadata: SamplingMetadata, position_R: Tensor) -> Tensor:
+    def recording(logits_RV: Tensor, rows: SampledRows, places: TokenPlaces) -> Tensor:
         logits.append(logits_RV.clone())
-        return sample(logits_RV, metadata, position_R)
+        return sample(logits_RV, rows, places)
 
     sampler.sample = recording  # type: ignore[method-assign]
 

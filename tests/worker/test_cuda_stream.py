@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
+from nanocore.worker.device.stream import Tensors
 from tests.fake_device import FakeGraphPools
 
 DEVICE = torch.device("cuda", 0)
@@ -142,23 +143,22 @@ def test_a_result_is_copied_behind_its_work_and_an_event_tells_when_it_is_there(
     stream = CudaStream(2, DEVICE)
     cuda.log.clear()
 
-    def work() -> Tensor:
+    def work() -> Tensors:
         cuda.log.append(f"work on {cuda.current}")
-        return torch.tensor([3, 1, 2])
+        return {"token_ids": torch.tensor([3, 1, 2]), "logprob": torch.tensor([0.5])}
 
-    first, second = stream.run(work), stream.run(lambda: None)
+    first, second = stream.run(work), stream.run(dict)
     assert cuda.log == [
-        "work on stream 1", "pinned (torch.Size([3]),)", "event 1 on stream 1",
-        "event 2 on stream 1",
+        "work on stream 1", "pinned (torch.Size([3]),)", "pinned (torch.Size([1]),)",
+        "event 1 on stream 1", "event 2 on stream 1",
     ]  # fmt: skip
     assert not first.is_done()
-    result = first.wait()
-    assert result is not None
-    assert result.tolist() == [3, 1, 2]
+    result = {name: tensor.tolist() for name, tensor in first.wait().items()}
+    assert result == {"token_ids": [3, 1, 2], "logprob": [0.5]}
     assert cuda.log[-1] == "host waits for event 1"
     assert first.is_done()
     assert not second.is_done()
-    assert second.wait() is None
+    assert second.wait() == {}
 
 
 def test_memory_is_pinned_grows_and_is_not_given_out_while_a_step_may_read_it(
@@ -166,15 +166,15 @@ def test_memory_is_pinned_grows_and_is_not_given_out_while_a_step_may_read_it(
 ) -> None:
     stream = CudaStream(1, DEVICE)
     first = stream.stage(100)
-    stream.run(lambda: None)
+    stream.run(dict)
     second = stream.stage(10)
     assert first.data_ptr() != second.data_ptr()
-    stream.run(lambda: None)
+    stream.run(dict)
     cuda.log.clear()
     again = stream.stage(100)
     assert cuda.log == ["host waits for event 1"]
     assert again.data_ptr() == first.data_ptr()
-    stream.run(lambda: None)
+    stream.run(dict)
     cuda.log.clear()
     assert len(stream.stage(1000)) == 1000
     assert cuda.log == ["host waits for event 2", "pinned (1250,)"]

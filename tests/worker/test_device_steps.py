@@ -240,12 +240,14 @@ def test_inputs_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
     shape = StepShape(size + 7, size, size + 1, 2 * size, is_uniform=False)
     memory = torch.zeros(num_bytes(shape), dtype=torch.uint8)
     step = StepFields.of(memory, shape)
-    views = [getattr(step, field.name) for field in fields(step)]
+    views = [getattr(step, field.name) for field in fields(step) if field.name != "sampling"]
+    views += step.sampling.values()
     for i, view in enumerate(views):
         assert (view.data_ptr() - memory.data_ptr()) % 16 == 0
         view.fill_(i + 1)
     for i, view in enumerate(views):
         assert (view == i + 1).all()
-    lengths = [len(x) for x in (step.rows_T, step.rows_B, step.query_start_A, step.seed_R)]
-    assert lengths == [size + 7, size, size + 1, size + 1]
+    lengths = [len(x) for x in (step.rows_T, step.rows_B, step.query_start_A)]
+    assert lengths == [size + 7, size, size + 1]
+    assert {len(column) for column in step.sampling.values()} == {size + 1}
     assert (len(step.block_ids_W), len(step.num_decodes_1)) == (2 * size, 1)

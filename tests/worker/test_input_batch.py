@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.batch.input_batch import InputBatch, StepInputs
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
-from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
+from nanocore.worker.sampling.columns import SampledRows
 from tests.fakes import Deliveries, FakeExecutor, make_request, make_scheduler
 
 BLOCK_SIZE = 4
@@ -103,8 +104,8 @@ def plan_adding(*rows: tuple[int, EngineSamplingParams]) -> SchedulerOutput:
     )  # fmt: skip
 
 
-def sampling_of(batch: InputBatch, plan: SchedulerOutput) -> SamplingMetadata:
-    return batch.sampling_metadata(batch.advance(plan).sample_rows)
+def sampling_of(batch: InputBatch, plan: SchedulerOutput) -> SampledRows:
+    return batch.sampled_rows(batch.advance(plan))
 
 
 def test_sampling_columns_follow_their_rows() -> None:
@@ -115,31 +116,42 @@ def test_sampling_columns_follow_their_rows() -> None:
         (1, EngineSamplingParams(top_k=-1)),
     )
     batch.apply(plan)
-    sampling = sampling_of(batch, plan)
-    assert not sampling.all_greedy
-    assert sampling.unfiltered_rows.tolist() == [0, 1]
-    assert sampling.filtered_rows.tolist() == [2]
-    assert sampling.temperature_R.tolist() == [0.0, 1.0, 0.5]
-    assert sampling.top_k_R.tolist() == [50, 50, 7]
-    assert sampling.top_p_R.tolist() == [1.0, 1.0, 0.25]
-    assert sampling.min_p_R.tolist() == [0.0, 0.0, 0.125]
-    assert sampling.seed_R.tolist() == [100, 101, 102]
+    sampled = sampling_of(batch, plan)
+    assert not sampled.all_greedy
+    assert sampled.plain.tolist() == [0, 1]
+    assert sampled.processed.tolist() == [2]
+    assert {name: column.tolist() for name, column in sampled.columns.items()} == {
+        "seed": [100, 101, 102],
+        "num_prompt_tokens": [1, 1, 1],
+        "temperature": [0.0, 1.0, 0.5],
+        "top_k": [2**31 - 1, 2**31 - 1, 7],
+        "top_p": [1.0, 1.0, 0.25],
+        "min_p": [0.0, 0.0, 0.125],
+    }
 
 
 def test_a_temperature_above_every_float32_stays_finite() -> None:
     batch = make_batch()
     plan = plan_adding((0, EngineSamplingParams(temperature=1e308)))
     batch.apply(plan)
-    assert sampling_of(batch, plan).temperature_R[0].item() == float(np.finfo(np.float32).max)
+    assert sampling_of(batch, plan).columns["temperature"][0] == np.finfo(np.float32).max
 
 
 def test_filters_of_greedy_rows_do_not_count() -> None:
     batch = make_batch()
     plan = plan_adding((0, EngineSamplingParams(temperature=0.0, top_k=5)))
     batch.apply(plan)
-    sampling = sampling_of(batch, plan)
-    assert sampling.all_greedy
-    assert sampling.filtered_rows.tolist() == []
+    sampled = sampling_of(batch, plan)
+    assert sampled.all_greedy
+    assert sampled.processed.tolist() == []
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 50, 51, 2**31 - 1])
+def test_a_top_k_that_leaves_every_token_is_no_filter(top_k: int) -> None:
+    batch = make_batch()
+    plan = plan_adding((0, EngineSamplingParams(top_k=top_k)))
+    batch.apply(plan)
+    assert sampling_of(batch, plan).processed.tolist() == []
 
 
 def test_a_step_of_no_samples_returns_none() -> None:

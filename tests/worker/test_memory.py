@@ -113,7 +113,7 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     sampled: list[int] = []
     longest: list[int] = []
     assert runner.sampler is not None
-    execute, sample, forward = runner.execute, runner.sampler.sample_filtered, model.forward
+    execute, sample, forward = runner.execute, runner.sampler.sample_processed, model.forward
 
     def record_forward(x_TE, caches, context, index_R):  # type: ignore[no-untyped-def]
         longest.append(max(context.metadata.seq_lens))
@@ -123,7 +123,7 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     monkeypatch.setattr(runner, "execute", lambda plan: (plans.append(plan), execute(plan))[1])
     monkeypatch.setattr(
         runner.sampler,
-        "sample_filtered",
+        "sample_processed",
         lambda *args, **more: (sampled.append(len(args[0])), sample(*args, **more))[1],
     )
     run_largest_steps(runner, kv_cache_format("auto", placement.dtype), config)

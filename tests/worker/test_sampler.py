@@ -14,14 +14,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanocore.kernels import gumbel_noise
-from nanocore.kernels.interface import Filters, Kernels, Noise
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling.candidates import logits_of, make_candidates, token_ids_of
+from nanocore.worker.sampling.columns import SampledRows
 from nanocore.worker.sampling.sampler import TokenSampler
-from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
-from tests.sampling_reference import Settings, make_metadata, sample_whole
+from tests.sampling_reference import (
+    Settings,
+    make_metadata,
+    make_rows,
+    places_at,
+    sample_whole,
+)
 from tests.worker.ranks import run_ranks, same_on_every_rank
 
 KERNELS = TorchKernels()
@@ -34,7 +40,7 @@ def positions(logits_RV: Tensor) -> Tensor:
 
 
 def sample_split(
-    logits_RV: Tensor, metadata: SamplingMetadata, size: int, kernels: Kernels = KERNELS
+    logits_RV: Tensor, rows: SampledRows, size: int, kernels: Kernels = KERNELS
 ) -> Tensor:
     """The tokens that so many ranks sample."""
     vocab_size = logits_RV.shape[1]
@@ -44,15 +50,15 @@ def sample_split(
         first = min(tp.rank * range_size, vocab_size)
         columns = logits_RV[:, first : first + range_size].contiguous()
         sampler = TokenSampler(first, vocab_size, tp, kernels)
-        return sampler.sample(columns, metadata, positions(logits_RV))
+        return sampler.sample(columns, rows, places_at(positions(logits_RV)))
 
     return same_on_every_rank(run_ranks(size, of_rank))
 
 
 def check(logits_RV: Tensor, rows: list[Settings], size: int, seed: int = 0) -> None:
-    metadata = make_metadata(rows, logits_RV.shape[1], [seed + i for i in range(len(rows))])
-    expected = sample_whole(logits_RV, metadata, positions(logits_RV))
-    assert sample_split(logits_RV, metadata, size).tolist() == expected.tolist()
+    sampled = make_rows(rows, logits_RV.shape[1], [seed + i for i in range(len(rows))])
+    expected = sample_whole(logits_RV, sampled, positions(logits_RV))
+    assert sample_split(logits_RV, sampled, size).tolist() == expected.tolist()
 
 
 def draw_logits(data: st.DataObject, num_rows: int, vocab_size: int) -> Tensor:
@@ -116,29 +122,29 @@ def test_a_vocabulary_of_real_size(row: Settings) -> None:
 
 def test_equal_logits_on_different_ranks_go_to_the_smallest_ids() -> None:
     logits = torch.zeros(3, 8)
-    metadata = make_metadata([GREEDY, (1.0, 1, 1.0, 0.0), (1.0, 0, 1e-9, 0.0)], 8)
-    assert sample_split(logits, metadata, 2).tolist() == [0, 0, 0]
+    sampled = make_rows([GREEDY, (1.0, 1, 1.0, 0.0), (1.0, 0, 1e-9, 0.0)], 8)
+    assert sample_split(logits, sampled, 2).tolist() == [0, 0, 0]
     logits[:, :5] = -1.0
-    assert sample_split(logits, metadata, 3).tolist() == [5, 5, 5]
+    assert sample_split(logits, sampled, 3).tolist() == [5, 5, 5]
     logits[:, 5] = -0.0
-    assert sample_split(logits, metadata, 3).tolist() == [5, 5, 5]
+    assert sample_split(logits, sampled, 3).tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_column_for_each_rank_is_a_row_for_the_native_kernels(size: int) -> None:
     rows: list[Settings] = [(1.0, 2, 1.0, 0.0), (0.7, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)]
     logits_RV = torch.randn(3, 2, generator=torch.Generator().manual_seed(1))
-    metadata = make_metadata(rows, 2)
-    expected = sample_whole(logits_RV, metadata, positions(logits_RV))
+    sampled = make_rows(rows, 2)
+    expected = sample_whole(logits_RV, sampled, positions(logits_RV))
     kernels = select_kernels("auto", torch.device("cpu"))
-    assert sample_split(logits_RV, metadata, size, kernels).tolist() == expected.tolist()
+    assert sample_split(logits_RV, sampled, size, kernels).tolist() == expected.tolist()
 
 
 def test_greedy_and_plain_rows_send_one_number_each_and_filtered_ones_their_logits() -> None:
     counting = CountingRank()
     rows = [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0)]
     sampler = TokenSampler(0, 5000, counting, TorchKernels())
-    sampler.sample(torch.zeros(3, 2500), make_metadata(rows, 5000), torch.arange(3))
+    sampler.sample(torch.zeros(3, 2500), make_rows(rows, 5000), places_at(torch.arange(3)))
     assert counting.gathered == [(2,), (1, 2500)]
 
 
@@ -166,12 +172,11 @@ class Waits(TorchDispatchMode):
 
 def test_nothing_waits_for_a_device_to_sample_filtered_rows_of_several_ranks() -> None:
     """Neither where the logits are flat, and top_p needs to look at most of them."""
-    metadata = make_metadata([(1.0, 0, 0.9, 0.0), (1.0, 50, 0.9, 0.1)], 5000)
-    noise = Noise(metadata.temperature_R, metadata.seed_R, torch.arange(2))
-    filters = Filters(metadata.top_k_R, metadata.top_p_R, metadata.min_p_R)
+    rows = make_rows([(1.0, 0, 0.9, 0.0), (1.0, 50, 0.9, 0.1)], 5000)
+    metadata = make_metadata(rows, torch.arange(2))
     sampler = TokenSampler(0, 5000, CountingRank(), TorchKernels())
     with Waits():
-        sampler.sample_filtered(torch.zeros(2, 2500), noise, filters)
+        sampler.sample_processed(torch.zeros(2, 2500), metadata)
 
 
 @pytest.mark.parametrize("row", [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.1)])
@@ -181,10 +186,10 @@ def test_a_row_with_a_logit_that_is_not_finite_has_no_token_on_any_rank(
     row: Settings, size: int, spoilt_by: float
 ) -> None:
     logits_RV = torch.randn(4, 300, generator=torch.Generator().manual_seed(3))
-    metadata = make_metadata([row] * 4, 300)
-    expected = sample_split(logits_RV, metadata, size).tolist()
+    sampled = make_rows([row] * 4, 300)
+    expected = sample_split(logits_RV, sampled, size).tolist()
     logits_RV[1, 0] = logits_RV[2, 250] = spoilt_by
-    assert sample_split(logits_RV, metadata, size).tolist() == [expected[0], -1, -1, expected[3]]
+    assert sample_split(logits_RV, sampled, size).tolist() == [expected[0], -1, -1, expected[3]]
 
 
 @pytest.mark.parametrize("row", [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.1)])
@@ -194,8 +199,8 @@ def test_a_row_of_minus_infinity_has_no_token_and_a_rank_of_it_takes_no_part(
 ) -> None:
     logits_RV = torch.full((2, 300), -torch.inf)
     logits_RV[1, 200] = -5.0
-    metadata = make_metadata([row] * 2, 300)
-    assert sample_split(logits_RV, metadata, size).tolist() == [-1, 200]
+    sampled = make_rows([row] * 2, 300)
+    assert sample_split(logits_RV, sampled, size).tolist() == [-1, 200]
 
 
 def test_the_order_of_candidates_is_that_of_logits_then_of_smaller_ids() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
-from tests.sampling_reference import Settings, filter_logits, make_metadata
+from tests.sampling_reference import Settings, filter_logits, make_rows, places_at
 
 VOCAB_SIZE = 5
 GREEDY: Settings = (0.0, 0, 1.0, 0.0)
@@ -28,10 +28,10 @@ def kept(top_k: int = VOCAB_SIZE, top_p: float = 1.0, min_p: float = 0.0) -> lis
 
 def draw(rows: list[Settings], logits_RV: Tensor) -> Tensor:
     """What the sampler draws for these rows, all of one seed, at different positions."""
-    metadata = make_metadata(rows, logits_RV.shape[1], [0] * len(rows))
-    positions, size = torch.arange(len(rows)), logits_RV.shape[1]
-    sampler = TokenSampler(0, size, SingleRank(), TorchKernels())
-    return sampler.sample(logits_RV, metadata, positions)
+    vocab_size = logits_RV.shape[1]
+    sampler = TokenSampler(0, vocab_size, SingleRank(), TorchKernels())
+    sampled = make_rows(rows, vocab_size, [0] * len(rows))
+    return sampler.sample(logits_RV, sampled, places_at(torch.arange(len(rows))))
 
 
 @pytest.mark.parametrize(

@@ -64,16 +64,16 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
         InterpretedFunction, "run", lambda kernel, *args, **kw: compiler.run(kernel, *args, **kw)
     )
     # Nothing is computed: every token is 0, and no memory that is read as one is left as it was.
-    plain, filtered = TokenSampler.sample_plain, TokenSampler.sample_filtered
+    plain, filtered = TokenSampler.sample_plain, TokenSampler.sample_processed
 
     def sample_plain(sampler: TokenSampler, *args: Any, **more: Any) -> Tensor:
         return plain(sampler, *args, **more).zero_()
 
-    def sample_filtered(sampler: TokenSampler, *args: Any, **more: Any) -> Tensor:
+    def sample_processed(sampler: TokenSampler, *args: Any, **more: Any) -> Tensor:
         return filtered(sampler, *args, **more).zero_()
 
     monkeypatch.setattr(TokenSampler, "sample_plain", sample_plain)
-    monkeypatch.setattr(TokenSampler, "sample_filtered", sample_filtered)
+    monkeypatch.setattr(TokenSampler, "sample_processed", sample_processed)
     monkeypatch.setattr(device_engine, "MAX_NUM_SEQS", MAX_NUM_SEQS)
     return compiler
 

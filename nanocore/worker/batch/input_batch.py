@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.batch.block_table import AppendedBlocks, BlockTable
 from nanocore.worker.plan import NewRow, SchedulerOutput
-from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
+from nanocore.worker.sampling.columns import RowColumns, SampledRows
 
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # as good as any temperature above it
 _TOKEN_DTYPE = np.dtype("<i4")
 _NO_BLOCKS = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
 
@@ -84,7 +84,7 @@ class InputBatch:
 
     Args:
         max_num_seqs: rows. max_model_len: tokens per row at most. block_size: tokens per KV block.
-        vocab_size: the value of top_k where it is off. num_groups: groups that rows are dealt out
+        vocab_size: token ids that there are. num_groups: groups that rows are dealt out
         to, see `nanocore.worker.plan`. has_tokens: False if the rows' tokens are elsewhere.
     """
 
@@ -98,23 +98,18 @@ class InputBatch:
         has_tokens: bool = True,
     ) -> None:
         self.block_size = block_size
-        self.vocab_size = vocab_size
         self.group = np.arange(max_num_seqs) % num_groups
         self.token_ids = np.zeros((max_num_seqs, max_model_len if has_tokens else 0), np.int32)
         self.blocks = BlockTable(max_num_seqs, -(-max_model_len // block_size))
         self.is_active = np.zeros(max_num_seqs, bool)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
-        self.temperature = np.zeros(max_num_seqs, np.float32)
-        self.top_k = np.zeros(max_num_seqs, np.int32)
-        self.top_p = np.zeros(max_num_seqs, np.float32)
-        self.min_p = np.zeros(max_num_seqs, np.float32)
-        self.is_filtered = np.zeros(max_num_seqs, bool)
-        self.seed = np.zeros(max_num_seqs, np.int64)
+        self.sampling = RowColumns(max_num_seqs, vocab_size)
+        self.token_table = torch.from_numpy(self.token_ids)
         # Valid until a row is added or removed:
         self._decode_orders: dict[int, Order] = {}
         """By group, of steps in which all of the group's rows decode."""
-        self._sampling: tuple[NDArray[np.int64], SamplingMetadata] | None = None
+        self._sampled: tuple[NDArray[np.int64], SampledRows] | None = None
 
     def apply(self, plan: SchedulerOutput) -> AppendedBlocks:
         """Take in a plan's differences: rows removed, rows added, blocks appended.
@@ -123,7 +118,7 @@ class InputBatch:
         """
         if plan.removed_rows or plan.added:
             self._decode_orders.clear()
-            self._sampling = None
+            self._sampled = None
         self.is_active[ints(plan.removed_rows)] = False
         for new in plan.added:
             self._add(new)
@@ -141,7 +136,7 @@ class InputBatch:
         positions_T = before_B[order.source_T] + order.offset_T
         blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
         samples_B = seq_lens_B == self.num_tokens[rows_B]
-        # The order's own array if all sample, by which `sampling_metadata` knows it again.
+        # The order's own array if all sample, by which `sampled_rows` knows it again.
         chosen = slice(None) if (all_sample := bool(samples_B.all())) else samples_B
         return BatchStep(
             group=plan.group,
@@ -174,15 +169,17 @@ class InputBatch:
             sample_index_R=torch.from_numpy(step.sample_index_R),
         )
 
-    def sampling_metadata(self, rows: NDArray[np.int64]) -> SamplingMetadata:
-        """How these rows sample."""
-        if self._sampling is None or self._sampling[0] is not rows:
-            metadata = SamplingMetadata.of_rows(
-                self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows],
-                self.is_filtered[rows], self.seed[rows],
-            )  # fmt: skip
-            self._sampling = rows, metadata
-        return self._sampling[1]
+    def sampled_rows(self, step: BatchStep) -> SampledRows:
+        """How the rows sample that the step does."""
+        rows = step.sample_rows
+        if self._sampled is None or self._sampled[0] is not rows:
+            self._sampled = rows, self.sampling.of_rows(rows)
+        return self._sampled[1]
+
+    def places(self, step: BatchStep) -> TokenPlaces:
+        """Of the tokens that the step samples, in these rows' own memory."""
+        rows_R, positions_R = map(torch.from_numpy, (step.sample_rows, step.sample_positions))
+        return TokenPlaces(self.token_table, rows_R, positions_R)
 
     def append(self, rows: NDArray[np.integer], token_ids_R: NDArray[np.integer] | None) -> None:
         """Give each of these rows the token it samples; None: it is not known here."""
@@ -226,7 +223,7 @@ class InputBatch:
         )
 
     def _add(self, new: NewRow) -> None:
-        row, sampling = new.row, new.sampling
+        row = new.row
         num_tokens = len(new.token_ids) // _TOKEN_DTYPE.itemsize
         assert not self.is_active[row], f"row {row} is taken"
         self.is_active[row] = True
@@ -235,14 +232,7 @@ class InputBatch:
         self.num_tokens[row] = num_tokens
         self.num_computed[row] = new.num_computed_tokens
         self.blocks.set_row(row, ints(new.block_ids))
-        self.temperature[row] = 0 if sampling.greedy else min(sampling.temperature, _MAX_FLOAT32)
-        top_k = min(sampling.top_k if sampling.top_k > 0 else self.vocab_size, self.vocab_size)
-        has_filters = top_k < self.vocab_size or sampling.top_p < 1.0 or sampling.min_p > 0.0
-        self.is_filtered[row] = has_filters and not sampling.greedy
-        self.top_k[row] = top_k
-        self.top_p[row] = sampling.top_p
-        self.min_p[row] = sampling.min_p
-        self.seed[row] = new.seed
+        self.sampling.set_row(new)
 
 
 def ints(column: bytes) -> NDArray[np.int32]:

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from nanocore.worker.device.stream import Pending, Stream, Work
+from nanocore.worker.device.stream import Pending, Stream, Tensors, Work
 
 R = TypeVar("R")
 
@@ -38,26 +38,28 @@ class CudaStream(Stream):
 
     def enqueue(self, work: Work) -> Pending:
         with torch.cuda.stream(self._stream):
-            result = work()
-            if result is not None:
-                # torch keeps this memory, once it is free, until the copy's event has passed.
-                on_host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-                result = on_host.copy_(result, non_blocking=True)
+            result = {name: _to_host(tensor) for name, tensor in work().items()}
             event = torch.cuda.Event()
             event.record(self._stream)
         return _CudaPending(event, result)
 
 
+def _to_host(tensor: Tensor) -> Tensor:
+    """Begin a copy. torch keeps its memory, once it is free, until the copy is done."""
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return on_host.copy_(tensor, non_blocking=True)
+
+
 class _CudaPending:
     """Implements `Pending`."""
 
-    def __init__(self, event: torch.cuda.Event, result: Tensor | None) -> None:
+    def __init__(self, event: torch.cuda.Event, result: Tensors) -> None:
         self._event, self._result = event, result
 
     def is_done(self) -> bool:
         return self._event.query()
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> Tensors:
         self._event.synchronize()  # without the interpreter's lock: the io thread goes on
         return self._result
 

@@ -17,15 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, Filters, Noise
+from nanocore.kernels.interface import AttentionMetadata
 from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.batch.block_table import AppendedBlocks
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
 from nanocore.worker.device.device_rows import DeviceRows, NewTokens
 from nanocore.worker.device.step_graphs import GraphRecorder, HostBounds, StepGraphs, padded_steps
 from nanocore.worker.device.step_memory import StepColumns, StepFields, StepShape, num_bytes
-from nanocore.worker.device.stream import Pending, Stream
+from nanocore.worker.device.stream import Pending, Stream, Tensors
+from nanocore.worker.pending_output import make_output
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class StepComputer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step leaves on the device. token_ids_R: int64, without the filters of any row."""
+    """What a step leaves on the device: logits, and each row's plain token, int64."""
 
     logits_RV: Tensor
     token_ids_R: Tensor
@@ -58,19 +60,13 @@ class PendingStep:
     """A step that was begun. Implements `pending_output.PendingOutput`."""
 
     rows: NDArray[np.int64]
-    tokens: Pending
+    sampled: Pending
 
     def is_done(self) -> bool:
-        return self.tokens.is_done()
+        return self.sampled.is_done()
 
     def wait(self) -> ModelRunnerOutput:
-        token_ids_R = self.tokens.wait()
-        if token_ids_R is None:
-            return ModelRunnerOutput(rows=b"", token_ids=b"")
-        return ModelRunnerOutput(
-            rows=self.rows.astype("<i4").tobytes(),
-            token_ids=token_ids_R.numpy().astype("<i4").tobytes(),
-        )
+        return make_output(self.rows, self.sampled.wait())
 
 
 class DeviceSteps:
@@ -131,11 +127,12 @@ class DeviceSteps:
         size = num_bytes(layout)
         staged = self._stream.stage(size + (0 if new is None else new.column.nbytes))
         columns = self._columns(staged, layout, is_graph=graph is not None)
-        num_filtered = columns.fill(step, appended, self._batch)
+        rows = self._batch.sampled_rows(step)
+        columns.fill(step, appended, rows)
         if new is not None:
             staged[size:].view(torch.int32).numpy()[:] = new.column
 
-        def work() -> Tensor | None:
+        def work() -> Tensors:
             if graph is None:
                 memory = staged.to(self._device, non_blocking=True)
                 inputs, tail = StepFields.of(memory, shape), memory[size:]
@@ -151,10 +148,10 @@ class DeviceSteps:
                 graph.replay()
                 result = graph.result
             if result is None:
-                return None
-            if num_filtered:
-                self._sample_filtered(inputs, result, num_filtered)
-            return result.token_ids_R[: shape.num_samples]
+                return {}
+            if len(rows.processed):
+                self._sample_processed(inputs, result, rows)
+            return {"token_ids": result.token_ids_R[: shape.num_samples]}
 
         if self._sampler is not None:  # else the tokens come with a later plan
             self._batch.append(step.sample_rows, None)
@@ -171,7 +168,7 @@ class DeviceSteps:
         return columns
 
     def _compute(self, step: StepFields, bounds: HostBounds) -> Sampled | None:
-        """All of a step, but for filters."""
+        """All of a step but for what rows ask beside a plain token: that is never recorded."""
         block_table_BM, x_TE = self._computer.begin_step(self._rows.of_step(step))
         metadata = AttentionMetadata(
             num_decodes=bounds.num_decodes,
@@ -188,22 +185,19 @@ class DeviceSteps:
         if logits_RV is None:
             return None
         assert self._sampler is not None, "a stage with logits samples"
-        places = self._rows.places(step)
-        token_ids_R = self._sampler.sample_plain(logits_RV, _noise(step), places)
+        sampling = self._sampling(step)
+        token_ids_R = self._sampler.sample_plain(logits_RV, sampling.noise, sampling.places)
         return Sampled(logits_RV, token_ids_R)
 
-    def _sample_filtered(self, step: StepFields, result: Sampled, num_filtered: int) -> None:
-        """Sample these rows anew, among the tokens that their filters leave."""
+    def _sample_processed(self, step: StepFields, result: Sampled, rows: SampledRows) -> None:
+        """Sample anew for these rows, in place of their plain tokens."""
         assert self._sampler is not None
-        index_F = step.filtered_R[:num_filtered]
-        chosen_F = self._sampler.sample_filtered(
-            result.logits_RV[index_F],
-            _noise(step).of_rows(index_F),
-            Filters(step.top_k_R, step.top_p_R, step.min_p_R).of_rows(index_F),
+        index_P = step.processed_R[: len(rows.processed)]
+        sampling = self._sampling(step, rows.asked)
+        result.token_ids_R[index_P] = self._sampler.sample_processed(
+            result.logits_RV[index_P], sampling.of_rows(index_P)
         )
-        result.token_ids_R[index_F] = chosen_F
-        self._rows.places(step).write(result.token_ids_R)
+        sampling.places.write(result.token_ids_R)
 
-
-def _noise(step: StepFields) -> Noise:
-    return Noise(step.temperature_R, step.seed_R, step.sample_positions_R)
+    def _sampling(self, step: StepFields, asked: frozenset[str] = frozenset()) -> SamplingMetadata:
+        return SamplingMetadata(step.sampling, self._rows.places(step), asked)

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.worker.batch.block_table import AppendedBlocks
-from nanocore.worker.batch.input_batch import BatchStep, InputBatch
+from nanocore.worker.batch.input_batch import BatchStep
+from nanocore.worker.sampling.columns import COLUMNS, SampledRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ class StepFields:
     """The inputs, as views of the memory.
 
     rows_T, rows_B: rows of the persistent batch. sample_index_R: which of the T tokens sample;
-    sample_rows_R, sample_positions_R: whose, and the places of the sampled tokens. filtered_R:
-    those of the R rows, first, that have top_k, top_p or min_p.
+    sample_rows_R, sample_positions_R: whose, and the places of the sampled tokens. processed_R:
+    those of the R rows, first, that ask for more than a plain token. sampling: how rows sample, [R]
+    by name; see `sampling.columns`.
     """
 
     rows_T: Tensor
@@ -62,25 +64,20 @@ class StepFields:
     sample_index_R: Tensor
     sample_rows_R: Tensor
     sample_positions_R: Tensor
-    seed_R: Tensor
-    filtered_R: Tensor
+    processed_R: Tensor
     block_rows_W: Tensor
     block_columns_W: Tensor
     seq_lens_B: Tensor
     query_start_A: Tensor
     num_decodes_1: Tensor
     block_ids_W: Tensor
-    temperature_R: Tensor
-    top_k_R: Tensor
-    top_p_R: Tensor
-    min_p_R: Tensor
+    sampling: dict[str, Tensor]
 
     @classmethod
     def of(cls, memory: Tensor, shape: StepShape) -> StepFields:
         """Views of uint8 memory of at least `num_bytes(shape)`."""
-        return cls(
-            **{name: memory[start:end].view(dtype) for name, dtype, start, end in _layout(shape)}
-        )
+        views = {f.name: memory[start:end].view(f.dtype) for f, start, end in _layout(shape)}
+        return cls(sampling={column.name: views.pop(column.name) for column in COLUMNS}, **views)
 
 
 class StepColumns:
@@ -91,42 +88,38 @@ class StepColumns:
     """
 
     def __init__(self, memory: Tensor, shape: StepShape, spare_row: int) -> None:
-        fields = StepFields.of(memory, shape)
-        self._columns = {name: getattr(fields, name).numpy() for name, _, _ in _FIELDS}
+        self._columns = {
+            field.name: memory[start:end].view(field.dtype).numpy()
+            for field, start, end in _layout(shape)
+        }
         self._num_tokens, self._num_seqs = shape.num_tokens, shape.num_seqs
         self._is_uniform = shape.is_uniform
         self._spare_row = spare_row
 
-    def fill(self, step: BatchStep, appended: AppendedBlocks, batch: InputBatch) -> int:
-        """Write a step, and padding; returns how many of its rows are filtered."""
-        order, rows = step.order, step.sample_rows
-        filtered = batch.is_filtered[rows].nonzero()[0]
+    def fill(self, step: BatchStep, appended: AppendedBlocks, sampled: SampledRows) -> None:
+        """Write a step, and padding."""
+        order = step.order
         self._write(
             rows_T=order.rows_T,
             positions_T=step.positions_T,
             slots_T=step.slots_T,
             rows_B=order.rows_B,
             sample_index_R=step.sample_index_R,
-            sample_rows_R=rows,
+            sample_rows_R=step.sample_rows,
             sample_positions_R=step.sample_positions,
-            seed_R=batch.seed[rows],
-            filtered_R=filtered,
+            processed_R=sampled.processed,
             block_rows_W=appended.rows,
             block_columns_W=appended.columns,
             block_ids_W=appended.block_ids,
             seq_lens_B=step.seq_lens_B,
-            temperature_R=batch.temperature[rows],
-            top_k_R=batch.top_k[rows],
-            top_p_R=batch.top_p[rows],
-            min_p_R=batch.min_p[rows],
+            **sampled.columns,
         )
         self._write_query_starts(order.query_start_A.numpy())
         self._write_num_decodes(order.num_decodes)
-        return len(filtered)
 
     def fill_with_padding(self) -> None:
         """Write a step of nothing else: of decodes, or else of chunks."""
-        self._write(**{name: np.zeros(0) for name in _COLUMNS})
+        self._write(**{name: np.zeros(0) for name in _WRITTEN})
         self._write_query_starts(np.zeros(1, np.int32))
         self._write_num_decodes(0)
 
@@ -153,18 +146,20 @@ class StepColumns:
 
 def num_bytes(shape: StepShape) -> int:
     """Of a step's inputs."""
-    return _aligned(_layout(shape)[-1][3])
+    return _aligned(_layout(shape)[-1][2])
 
 
-_ALIGNMENT: Final = 16
-_FLOAT32: Final = frozenset(("temperature_R", "top_p_R", "min_p_R"))
-_INT32: Final = frozenset(
-    ("seq_lens_B", "query_start_A", "num_decodes_1", "block_ids_W", "top_k_R")
-)
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """dim: the suffix that says how many there are."""
+
+    name: str
+    dtype: torch.dtype
+    dim: str
 
 
-def _layout(shape: StepShape) -> list[tuple[str, torch.dtype, int, int]]:
-    """(field, dtype, where it begins, where it ends), in bytes."""
+def _layout(shape: StepShape) -> list[tuple[_Field, int, int]]:
+    """Where fields begin and end, in bytes."""
     counts = {
         "T": shape.num_tokens,
         "B": shape.num_seqs,
@@ -174,9 +169,9 @@ def _layout(shape: StepShape) -> list[tuple[str, torch.dtype, int, int]]:
         "1": 1,
     }
     layout, start = [], 0
-    for name, dtype, dim in _FIELDS:
-        end = start + counts[dim] * dtype.itemsize
-        layout.append((name, dtype, start, end))
+    for field in _FIELDS:
+        end = start + counts[field.dim] * field.dtype.itemsize
+        layout.append((field, start, end))
         start = _aligned(end)
     return layout
 
@@ -187,14 +182,17 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name in _FLOAT32:
-        return torch.float32
-    return torch.int32 if name in _INT32 else torch.int64
-
-
-_FIELDS: Final = [(f.name, _dtype(f.name), f.name[-1]) for f in fields(StepFields)]
-_COLUMNS: Final = [name for name, _, _ in _FIELDS if name not in ("query_start_A", "num_decodes_1")]
+_ALIGNMENT: Final = 16
+_INT32: Final = frozenset(("seq_lens_B", "query_start_A", "num_decodes_1", "block_ids_W"))
+_FIELDS: Final = [
+    *(
+        _Field(f.name, torch.int32 if f.name in _INT32 else torch.int64, f.name[-1])
+        for f in fields(StepFields)
+        if f.name != "sampling"
+    ),
+    *(_Field(column.name, column.dtype, "R") for column in COLUMNS),
+]
+_WRITTEN: Final = [f.name for f in _FIELDS if f.name not in ("query_start_A", "num_decodes_1")]
 _ROWS: Final = frozenset(("rows_T", "rows_B", "sample_rows_R", "block_rows_W"))
-_PADDING: Final = {"slots_T": -1, "top_p_R": 1.0}
-"""And 0 elsewhere: a temperature of 0 is greedy, which needs no filters."""
+_PADDING: Final = {"slots_T": -1} | {column.name: column.default for column in COLUMNS}
+"""And 0 elsewhere."""

@@ -8,13 +8,16 @@ in flight, and one to fill.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Work = Callable[[], Tensor | None]
+Tensors = Mapping[str, Tensor]
+"""By name; there may be none."""
+
+Work = Callable[[], Tensors]
 """Enqueues what a device is to do, without waiting for it; returns what the host is to have."""
 
 
@@ -25,7 +28,7 @@ class Pending(Protocol):
         """Whether `wait` would not wait."""
         ...
 
-    def wait(self) -> Tensor | None:
+    def wait(self) -> Tensors:
         """Wait until the device is done; the result, on the host."""
         ...
 

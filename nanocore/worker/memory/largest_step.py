@@ -9,14 +9,13 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.kv_quantization import KVCacheFormat
-from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.plan import NewRow, SchedulerOutput
+from nanocore.worker.sampling.columns import RowColumns, SamplingMetadata, costliest_sampling
 from nanocore.worker.sampling.sampler import TokenSampler
 
 NUM_PROFILED_GRAPHS: Final = 2
@@ -40,27 +39,26 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     rows = [_row(row, per_row, per_row, config.block_size) for row in range(num_rows)]
     runner.execute(_plan(rows, [], per_row))
     if runner.sampler is not None and runner.model.head is not None:
-        _sample(runner.sampler, runner.model.head.num_tokens, num_rows, runner.device)
+        _sample(runner, runner.sampler, runner.model.head.num_tokens, rows)
     rows = [_row(0, max_len - 1, num_tokens, config.block_size)]
     runner.execute(_plan(rows, list(range(num_rows)), num_tokens))
     runner.kv_caches = []
 
 
-def _sample(sampler: TokenSampler, width: int, num_rows: int, device: torch.device) -> None:
+def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[NewRow]) -> None:
     """Sample as expensively as it gets: of equal logits no filter can leave any out."""
-
-    def column(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((num_rows,), value, dtype=dtype, device=device)
-
-    sampler.sample_filtered(
-        torch.zeros(num_rows, width, device=device),
-        Noise(column(1.0, torch.float32), *(column(0, torch.int64) for _ in range(2))),
-        Filters(
-            column(sampler.vocab_size, torch.int32),
-            column(0.999, torch.float32),
-            column(0.0, torch.float32),
-        ),
+    columns = RowColumns(len(rows), sampler.vocab_size)
+    for new in rows:
+        columns.set_row(new)
+    sampled, device = columns.of_rows(np.arange(len(rows))), runner.device
+    rows_R = torch.arange(len(rows), device=device)
+    positions_R = torch.tensor([new.num_prompt_tokens for new in rows], device=device)
+    metadata = SamplingMetadata(
+        {name: tensor.to(device) for name, tensor in sampled.tensors.items()},
+        TokenPlaces(runner.token_table, rows_R, positions_R),
+        sampled.asked,
     )
+    sampler.sample_processed(torch.zeros(len(rows), width, device=device), metadata)
 
 
 def _row(row: int, length: int, num_tokens: int, block_size: int) -> NewRow:
@@ -71,7 +69,7 @@ def _row(row: int, length: int, num_tokens: int, block_size: int) -> NewRow:
         num_prompt_tokens=length,
         num_computed_tokens=length - num_tokens,
         block_ids=np.zeros(-(-length // block_size), "<i4").tobytes(),
-        sampling=EngineSamplingParams(temperature=1.0, top_p=0.999),
+        sampling=costliest_sampling(),
         seed=0,
     )
 

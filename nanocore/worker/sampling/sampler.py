@@ -1,10 +1,11 @@
 """Sampling from logits whose vocabulary is split over ranks.
 
-Greedy rows, and rows with nothing but a temperature, need each rank's best token: adding Gumbel
+Plain rows, greedy or with nothing but a temperature, need each rank's best token: adding Gumbel
 noise, a pure function of (seed, position, token id), turns sampling into a maximum. So ranks
-exchange candidates, a number each. Rows with top_k, top_p or min_p exchange their logits, for a cut
-depends on all of them, and every rank then samples the whole row: all see the same and decide alike
-without another word, and nothing here waits for a device. One rank has nothing to exchange.
+exchange candidates, a number each. Rows that ask for more exchange their logits, for processors and
+filters depend on all of them, and every rank then samples the whole row: all see the same and
+decide alike without another word, and nothing here waits for a device. One rank has nothing to
+exchange.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.interface import Filters, Kernels, Noise
+from nanocore.kernels.interface import Kernels, Noise
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.candidates import best_candidate, sampled_token_ids
-from nanocore.worker.sampling.sampling_metadata import SamplingMetadata
+from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
+from nanocore.worker.sampling.processors import process
 
 
 class TokenSampler:
@@ -34,33 +36,32 @@ class TokenSampler:
         self._first_token, self.vocab_size = first_token, vocab_size
         self._tp, self._kernels = tp, kernels
 
-    def sample(self, logits_RV: Tensor, metadata: SamplingMetadata, position_R: Tensor) -> Tensor:
+    def sample(self, logits_RV: Tensor, rows: SampledRows, places: TokenPlaces) -> Tensor:
         """One token id per row, int64 [R]; NO_TOKEN of a row without a finite best logit.
 
-        Args:
-            logits_RV: float32. metadata: how each row samples. position_R: int64, where the sampled
-            tokens will be.
+        On the host. Args:
+            logits_RV: float32. rows: how they sample. places: of the sampled tokens, which are not
+            written.
         """
-        if metadata.all_greedy:
+        if rows.all_greedy:
             return self.sample_plain(logits_RV, None)
-        noise = Noise(metadata.temperature_R, metadata.seed_R, position_R)
-        filtered, others = metadata.filtered_rows, metadata.unfiltered_rows
-        if len(filtered) == 0:
-            return self.sample_plain(logits_RV, noise)
-        filters = Filters(metadata.top_k_R, metadata.top_p_R, metadata.min_p_R)
-        if len(others) == 0:
-            return self.sample_filtered(logits_RV, noise, filters)
-        token_ids_R = torch.empty_like(position_R)
-        token_ids_R[others] = self.sample_plain(logits_RV[others], noise.of_rows(others))
-        token_ids_R[filtered] = self.sample_filtered(
-            logits_RV[filtered], noise.of_rows(filtered), filters.of_rows(filtered)
+        metadata = SamplingMetadata(rows.tensors, places, rows.asked)
+        if len(rows.processed) == 0:
+            return self.sample_plain(logits_RV, metadata.noise)
+        if len(rows.plain) == 0:
+            return self.sample_processed(logits_RV, metadata)
+        plain, processed = torch.from_numpy(rows.plain), torch.from_numpy(rows.processed)
+        token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
+        token_ids_R[plain] = self.sample_plain(logits_RV[plain], metadata.of_rows(plain).noise)
+        token_ids_R[processed] = self.sample_processed(
+            logits_RV[processed], metadata.of_rows(processed)
         )
         return token_ids_R
 
     def sample_plain(
         self, logits_RV: Tensor, noise: Noise | None, places: TokenPlaces | None = None
     ) -> Tensor:
-        """Of rows without filters, int64 [R]; without noise the most likely tokens.
+        """Of rows that ask for nothing else, int64 [R]; without noise the most likely tokens.
 
         places: where the tokens are to be written, too.
         """
@@ -72,10 +73,10 @@ class TokenSampler:
             places.write(token_ids_R)
         return token_ids_R
 
-    def sample_filtered(self, logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:
-        """Of rows with temperatures and filters, int64 [R]."""
-        logits_RV = self._whole_rows(logits_RV)
-        return self._kernels.best_filtered_token(logits_RV, noise, filters)[1]
+    def sample_processed(self, logits_RV: Tensor, metadata: SamplingMetadata) -> Tensor:
+        """Of rows that ask for more than a plain token, int64 [R]; logits may be written over."""
+        logits_RV = process(self._whole_rows(logits_RV), metadata)
+        return self._kernels.best_filtered_token(logits_RV, metadata.noise, metadata.filters)[1]
 
     def _whole_rows(self, logits_RV: Tensor) -> Tensor:
         """Logits of the whole vocabulary, of which every rank has a range; the last has less."""

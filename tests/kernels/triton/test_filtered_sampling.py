@@ -12,7 +12,7 @@ from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import filtered_sampling
-from tests.sampling_reference import Settings, filter_logits, make_metadata
+from tests.sampling_reference import Settings, filter_logits, make_metadata, make_rows
 
 # numpy, which interprets the kernels, warns of what a GPU does in silence.
 pytestmark = [
@@ -39,12 +39,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def make(rows: list[Settings], width: int, position: int = 0) -> tuple[Noise, Filters]:
-    metadata = make_metadata(rows, width, seeds=[7 * i - 3 for i in range(len(rows))])
-    position_R = torch.arange(position, position + len(rows))
-    return (
-        Noise(metadata.temperature_R, metadata.seed_R, position_R),
-        Filters(metadata.top_k_R, metadata.top_p_R, metadata.min_p_R),
-    )
+    sampled = make_rows(rows, width, seeds=[7 * i - 3 for i in range(len(rows))])
+    metadata = make_metadata(sampled, torch.arange(position, position + len(rows)))
+    return metadata.noise, metadata.filters
 
 
 def choose(logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:
