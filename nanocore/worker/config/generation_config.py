@@ -6,8 +6,10 @@ the file asks for and nanocore cannot do is listed, so that it can be logged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
 from nanocore.protocol.sampling import DefaultSampling
@@ -20,7 +22,12 @@ _HARMLESS = {
 }  # fmt: skip
 """Ids, bookkeeping and speed: none of these changes which tokens are likely."""
 
-_USED = ("temperature", "top_p", "top_k", "min_p")
+_USED: dict[str, type] = {
+    field.name: type(field.default)
+    for field in msgspec.structs.fields(DefaultSampling)
+    if type(field.default) in (int, float)
+}
+"""Sampling parameters that are numbers: they have the names that transformers has, if it does."""
 
 _NEUTRAL: dict[str, Any] = {
     "do_sample": True, "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0,
@@ -32,22 +39,13 @@ _NEUTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling parameters for requests that do not set them; None where the file has none.
+    """Sampling parameters for requests that do not set them.
 
-    ignored: "name = value" of what cannot be honoured.
+    given: what the file sets, by name. ignored: "name = value" of what cannot be honoured.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    given: dict[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """What the file sets."""
-        values = {name: getattr(self, name) for name in _USED}
-        return {name: value for name, value in values.items() if value is not None}
 
     def sampling(self) -> DefaultSampling:
         """The sampling parameters of requests that bring none.
@@ -64,11 +62,11 @@ def read_generation_defaults(settings: Settings) -> GenerationDefaults:
     Raises:
         ModelFileError: a value of the wrong type or out of its range.
     """
+    values: dict[str, Any] = {
+        name: settings.nullable(name, kind, None) for name, kind in _USED.items()
+    }
     defaults = GenerationDefaults(
-        temperature=settings.nullable("temperature", float, None),
-        top_p=settings.nullable("top_p", float, None),
-        top_k=settings.nullable("top_k", int, None),
-        min_p=settings.nullable("min_p", float, None),
+        given={name: value for name, value in values.items() if value is not None},
         ignored=_ignored(settings),
     )
     try:
@@ -79,7 +77,7 @@ def read_generation_defaults(settings: Settings) -> GenerationDefaults:
 
 
 def _ignored(settings: Settings) -> tuple[str, ...]:
-    used = _HARMLESS | set(_USED)
+    used = _HARMLESS | _USED.keys()
     return tuple(
         shorten(f"{name} = {value}")
         for name, value in sorted(settings.values.items())
