@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of the front desk and of the client's decoder, with atheris.
 
-    python tools/fuzz/fuzz_front_desk.py [CORPUS_FOLDER] [libFuzzer's flags, e.g. -max_total_time=60]
+    python tools/fuzz/fuzz_front_desk.py [CORPUS_FOLDER] [libFuzzer's flags, -max_total_time=60]
 
 An input is a script as in tests/engine_core/io_script.py, which also says what must hold: messages
 of three peers, outputs of steps, peers that stop reading or vanish, and messages of an engine to a
