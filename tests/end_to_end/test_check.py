@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.client import LLM, SamplingParams
+from tests.end_to_end import forked
 from tests.end_to_end.engine_process import command, run_to_exit
 from tests.end_to_end.rank_processes import write_wide_model
 
@@ -43,7 +44,7 @@ def test_check_says_what_an_engine_would_have_and_starts_none(
 def test_check_finds_what_would_keep_an_engine_from_starting(
     tiny_model: Path, flags: list[str], code: int, word: str
 ) -> None:
-    result = run_to_exit("--model", str(tiny_model), "--device", "cpu", "--check", *flags)
+    result = forked.run_to_exit("--model", str(tiny_model), "--device", "cpu", "--check", *flags)
     assert result.returncode == code
     assert word in result.stderr
     assert "Traceback" not in result.stderr
@@ -60,7 +61,7 @@ def test_check_reads_the_headers_of_weight_files(tiny_model: Path, tmp_path: Pat
 
 def test_weights_that_the_memory_does_not_hold_are_found_before_loading(tmp_path: Path) -> None:
     model = write_wide_model(tmp_path / "wide", intermediate_size=2**30)
-    result = run_to_exit("--model", str(model), "--check", "--load-format", "dummy")
+    result = forked.run_to_exit("--model", str(model), "--check", "--load-format", "dummy")
     assert result.returncode == 4
     assert "the weights need" in result.stderr
 

@@ -25,6 +25,7 @@ from nanocore.client import (
     RequestOutput,
     SamplingParams,
 )
+from tests.end_to_end import forked
 from tests.end_to_end.engine_process import command, engine, run_to_exit
 
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
@@ -162,7 +163,8 @@ def test_a_bad_model_exits_with_3_and_names_the_file(
     model_copy: Path, tmp_path: Path, damage: str
 ) -> None:
     words = break_model(model_copy, damage)
-    result = run_to_exit("--model", str(model_copy), "--listen", f"ipc://{tmp_path}/e/engine.sock")
+    listen = f"ipc://{tmp_path}/e/engine.sock"
+    result = forked.run_to_exit("--model", str(model_copy), "--listen", listen)
     assert result.returncode == 3
     for word in words:
         assert word in result.stderr

@@ -48,10 +48,10 @@ FILES = ModelFiles(Path(__file__).parents[2] / "nanocore" / "demo_model")
 IDS = ["x", "y", "z"]
 BAD_SUBMITS = [{"prompt_token_ids": b""}, {"cache_salt": ""}, {"priority": 2**40}]
 NO_MESSAGES = [[b"?", b""], [b""], [b"\x10"], [b"\x14", b"\xc1"], [b"\x01", b"\x80"]]
-MAX_BACKLOGS_BYTES = 2**21
+MAX_BACKLOGS_BYTES = 2**20
 PEERS = st.sampled_from([0, 0, 0, 1, 1, 2, 3])
 LOOK_BYTES = 2**20  # an unread answer is noticed a MiB late at most
-NUM_CHUNKS = 20
+NUM_CHUNKS = 40  # more than the limits together
 
 
 class StrictPeers(FakePeers):
@@ -151,18 +151,18 @@ class FrontDeskMachine(RuleBasedStateMachine):
         if client.is_open:
             self.send(peer, encode(Hello(protocol=(1, 4))), "error")
             return
-        has_room = sum(one.is_open for one in self.clients) + self.num_zombies < MAX_NUM_CLIENTS
+        has_room = len(self.io.desk.sessions) < MAX_NUM_CLIENTS
         client.is_open = has_room
         client.last_seen_s = self.io.now_s
         if has_room or not self.is_full(client):
             client.owed[Welcome if has_room else Refused] += 1
         self.io.receive(Hello(protocol=(1, 4)), client.routing_id)
 
-    @property
-    def num_zombies(self) -> int:
-        """Sessions of connections that have ended, which nobody has noticed."""
-        alive = {client.routing_id for client in self.clients}
-        return len(self.io.in_session() - alive)
+    def clients_gone(self) -> list[int]:
+        """The numbers of those whose connection has ended, while their session is still open."""
+        sessions = self.io.desk.sessions.by_client
+        states = self.io.peers.state
+        return [i for i, one in sessions.items() if states.get(one.routing_id) is SendResult.GONE]
 
     @rule(peer=PEERS, request_ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=3))
     def submit(self, peer: int, request_ids: list[str]) -> None:
@@ -183,7 +183,13 @@ class FrontDeskMachine(RuleBasedStateMachine):
 
     @rule(peer=PEERS, request_ids=st.lists(st.sampled_from(IDS), max_size=4))
     def abort(self, peer: int, request_ids: list[str]) -> None:
+        session = self.io.desk.sessions.by_peer.get(self.clients[peer].routing_id)
+        requests = {} if session is None else session.requests
+        own = {requests[request_id] for request_id in request_ids if request_id in requests}
+        before = set(self.aborting)
         self.send(peer, encode(Abort(request_ids=request_ids)), "nothing")
+        self.work()
+        assert self.aborting == before | own, "one's own, and no other's"
 
     @rule(peer=PEERS, operation=st.sampled_from(["stats", "pause", "resume"]))
     def call(self, peer: int, operation: str) -> None:
@@ -246,6 +252,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
         io.now_s += seconds
         io.flush()
         io.check_sessions()
+        assert not self.clients_gone()
         for client in filter(lambda one: one.is_open, self.clients):
             is_silent = io.now_s - client.last_seen_s > SESSION_TIMEOUT_S
             is_closed = client.routing_id not in io.in_session()
@@ -275,6 +282,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
             handles, ids = zip(*tokens, strict=True) if tokens else ((), ())
             columns = np.array(handles, np.uint32), np.array(ids, np.int32)
             self.io.desk.deliver(ClientOutput(client, *columns, events), self.io.now_s)
+            assert client not in self.clients_gone(), "it is gone, as sending has told"
             for event in events:
                 del self.running[event.handle]
         self.aborting.clear()
