@@ -59,7 +59,8 @@ class Io:
         self.inbox: Inbox = SimpleQueue()
         self.outbox = Outbox()
         self.now_s = 1000.0
-        queue_limit = QueueLimit(MAX_NUM_QUEUED_REQS, 10_000, SchedulerCounters())
+        self.counters = SchedulerCounters()
+        queue_limit = QueueLimit(MAX_NUM_QUEUED_REQS, 10_000, self.counters)
         client_limit = ClientLimit(MAX_NUM_CLIENTS, max_connections=10)
         self.desk = FrontDesk(
             self.peers,

@@ -102,7 +102,7 @@ class Client:
     def _read_output(self, output: Output) -> None:
         handles, counts, tokens = unpack_output(output)
         stream = iter(tokens)
-        for handle, count in zip(handles, counts or itertools.repeat(1), strict=counts is not None):
+        for handle, count in zip(handles, counts or [1] * len(handles), strict=True):
             assert handle not in self.ended
             for token in itertools.islice(stream, count):
                 assert token == self.num_tokens[handle], "tokens come whole and in order"
@@ -166,6 +166,8 @@ class FrontDeskMachine(RuleBasedStateMachine):
 
     @rule(peer=PEERS, request_ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=3))
     def submit(self, peer: int, request_ids: list[str]) -> None:
+        if not self.clients[peer].is_open:
+            self.hello(peer)
         for request_id in request_ids:
             submit = Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0")
             self.send(peer, encode(submit), request_id)
@@ -186,6 +188,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
         session = self.io.desk.sessions.by_peer.get(self.clients[peer].routing_id)
         requests = {} if session is None else session.requests
         own = {requests[request_id] for request_id in request_ids if request_id in requests}
+        self.work()
         before = set(self.aborting)
         self.send(peer, encode(Abort(request_ids=request_ids)), "nothing")
         self.work()
@@ -210,16 +213,27 @@ class FrontDeskMachine(RuleBasedStateMachine):
         else:
             self.send(peer, garbage, "error", is_valid=False)
 
-    @rule(peer=PEERS)
-    def bye(self, peer: int) -> None:
+    @rule(peer=PEERS, end=st.sampled_from(["bye", "gone", "gone unnoticed"]))
+    def leave(self, peer: int, end: str) -> None:
+        """By BYE, or the connection ends and the client makes another."""
         client = self.clients[peer]
-        self.io.receive(Bye(), client.routing_id)
-        self.close(client)
+        if end == "bye":
+            self.io.receive(Bye(), client.routing_id)
+            self.close(client)
+            return
+        self.io.peers.state[client.routing_id] = SendResult.GONE
+        if end == "gone":
+            self.io.desk.peer_gone(client.routing_id)
+            assert client.routing_id not in self.io.in_session()
+        self.num_gone += 1
+        self.clients[peer] = Client(b"%d" % self.num_gone)
 
     def close(self, client: Client) -> None:
-        """Its session has ended: what it waits for will not come."""
+        """Its session has ended: what it waits for will not come, and the next one is new."""
         client.is_open = False
         client.owed.clear()
+        client.num_tokens.clear()
+        client.ended.clear()
 
     # What becomes of their connections.
 
@@ -233,17 +247,6 @@ class FrontDeskMachine(RuleBasedStateMachine):
     def read_again(self, peer: int) -> None:
         self.io.peers.state.pop(self.clients[peer].routing_id, None)
         self.io.flush()
-
-    @rule(peer=PEERS, is_noticed=st.booleans())
-    def vanish(self, peer: int, is_noticed: bool) -> None:
-        """The connection ends, and the client makes another."""
-        old = self.clients[peer].routing_id
-        self.io.peers.state[old] = SendResult.GONE
-        if is_noticed:
-            self.io.desk.peer_gone(old)
-            assert old not in self.io.in_session()
-        self.num_gone += 1
-        self.clients[peer] = Client(b"%d" % self.num_gone)
 
     @rule(seconds=st.sampled_from([1, 1, 10, 31]))
     def wait(self, seconds: int) -> None:
@@ -268,6 +271,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
     def step(self, picks: int, ends: int) -> None:
         """A token for some requests, the end of some of these, and of all that are aborted."""
         self.work()
+        self.io.counters.dequeued_reqs = len(self.owners)  # none of them waits any more
         outputs: dict[int, tuple[list[tuple[int, int]], list[Event]]] = {}
         for i, handle in enumerate(list(self.running)):
             tokens, events = outputs.setdefault(self.owners[handle], ([], []))
