@@ -9,6 +9,7 @@ import pytest
 
 from nanocore.engine_core.io.control_desk import MAX_CALLS
 from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply
 from nanocore.protocol.codec import encode
@@ -21,6 +22,7 @@ from nanocore.protocol.messages import (
     Hello,
     Message,
     Ping,
+    Pong,
     Refused,
     Reply,
     Submit,
@@ -65,6 +67,42 @@ def test_what_waits_for_all_clients_is_bounded_together_and_the_greediest_goes(
     for _ in range(60):
         io.receive(chunk, b"c")
     assert io.in_session() == {b"a", b"b"}
+
+
+def test_a_session_that_anothers_ping_ends_is_ended_once(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is silent, too, and its turn to be looked at comes after the other's."""
+    caplog.set_level(logging.INFO)
+
+    def fill() -> Io:
+        """Client "a" waits for a little less than a MiB, "b" for more: together for too much."""
+        io = Io(files, max_backlogs_bytes=2**21)
+        io.receive(Hello(protocol=(1, 4)), b"b")
+        io.receive(Control(call_id=1, operation="pause"), b"b")
+        io.peers.state |= dict.fromkeys((b"a", b"b"), SendResult.FULL)
+        chunk = Control(call_id=1, operation="read_file", file="tokenizer.json")
+        for peer, count in ((b"b", 24), (b"a", 15)):
+            for _ in range(count):
+                io.receive(chunk, peer)
+        return io
+
+    num_pings = 0
+    io = fill()
+    while b"b" in io.in_session():
+        io.check_sessions()
+        num_pings += 1
+    io = fill()
+    for _ in range(num_pings - 1):
+        io.check_sessions()
+    io.now_s += SESSION_TIMEOUT_S + 1
+    io.receive(Pong(), b"a")
+    caplog.clear()
+    io.check_sessions()
+    assert io.in_session() == {b"a"}
+    io.check_sessions()
+    assert caplog.messages == ["1 sessions closed: the client does not read its answers (1)"]
+    assert [io.inbox.get().operation for _ in range(io.inbox.qsize())] == ["pause", "resume"]
 
 
 def test_tokens_for_a_client_that_does_not_read_are_merged_beyond_the_limit_of_answers(
