@@ -131,6 +131,15 @@ def test_a_failing_engine_says_so_to_everyone(io: Io) -> None:
     assert bye == Bye(reason="it broke")
 
 
+def test_the_last_words_to_a_vanished_client_are_lost_without_harm(io: Io) -> None:
+    handle = io.submit("x")
+    io.peers.state[b"a"] = SendResult.GONE
+    io.desk.say_bye(Farewell("it broke", failure=True))
+    assert io.in_session() == set()
+    assert io.inbox.get_nowait() == AbortRequests([handle])
+    assert io.inbox.empty()
+
+
 def test_the_seed_in_use_is_told_and_drawn_from_the_engines(io: Io, tmp_path: Path) -> None:
     io.submit("x")
     io.receive(

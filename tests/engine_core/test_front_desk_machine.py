@@ -51,7 +51,7 @@ NO_MESSAGES = [[b"?", b""], [b""], [b"\x10"], [b"\x14", b"\xc1"], [b"\x01", b"\x
 MAX_BACKLOGS_BYTES = 2**20
 PEERS = st.sampled_from([0, 0, 0, 1, 1, 2, 3])
 LOOK_BYTES = 2**20  # an unread answer is noticed a MiB late at most
-NUM_CHUNKS = 40  # more than the limits together
+NUM_CHUNKS = 120  # of 22 KB: more than both limits together
 
 
 class StrictPeers(FakePeers):

@@ -147,8 +147,6 @@ class FrontDesk:
         """PING every client and close the silent ones' sessions; log what was closed lately."""
         self._log_closed()
         for session in list(self.sessions.by_peer.values()):
-            if not self.sessions.has(session):
-                continue  # another's PING was one too many in all that waits
             if now_s - session.last_seen_s > SESSION_TIMEOUT_S:
                 self._close(session, f"no word from the client for {SESSION_TIMEOUT_S} s")
             else:
@@ -298,7 +296,7 @@ class FrontDesk:
 
     def _close(self, session: Session, reason: str) -> None:
         if not self.sessions.has(session):
-            return
+            return  # it has ended by what was sent just before, to it or to another
         self._closed[reason] += 1
         self._peers.dismiss(session.routing_id)
         self._abort(self.sessions.close(session))
