@@ -8,18 +8,23 @@ What a test shows of the process itself, its signals and its parent is shown wit
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanocore.client import AsyncEngineClient, SamplingParams
+from nanocore.client.engine_flags import EngineArgument, engine_flags
 from nanocore.engine_core.cli import main
+from nanocore.protocol.messages import ModelCard
 from tests.end_to_end.engine_process import EXIT_TIMEOUT_S
 
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
     ["nanocore.engine_core.process.process", "nanocore.engine_core.process.check"]
@@ -59,6 +64,20 @@ def engine(model: Path, *flags: str) -> Iterator[Engine]:
         finally:
             process.terminate()
             process.join(EXIT_TIMEOUT_S)
+
+
+def ask(
+    model: Path, prompt: Callable[[ModelCard], list[int]], **engine_args: EngineArgument
+) -> tuple[ModelCard, list[int]]:
+    """An engine's model card, and the tokens that it answers one prompt with."""
+
+    async def complete(endpoint: str) -> tuple[ModelCard, list[int]]:
+        async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
+            output = await client.complete(prompt(client.model_card), GREEDY)
+            return client.model_card, list(output.outputs[0].token_ids)
+
+    with engine(model, *engine_flags(engine_args)) as running:
+        return asyncio.run(asyncio.wait_for(complete(running.endpoint), 60))
 
 
 def _start(stderr: Path, flags: tuple[str, ...]) -> multiprocessing.process.BaseProcess:

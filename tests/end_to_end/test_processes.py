@@ -187,8 +187,9 @@ def test_too_little_kv_memory_exits_with_4_and_the_suggestion_works(
         },
     )
     for suggestion in suggestions:
-        with LLM(tiny_model, **({"kv_cache_memory_bytes": 500_000} | suggestion)) as llm:
-            assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)) == 1
+        engine_args = {"kv_cache_memory_bytes": 500_000} | suggestion
+        _, tokens = forked.ask(tiny_model, lambda _: [1, 2], **engine_args)
+        assert len(tokens) == 4
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--kv-events-endpoint"])
@@ -198,7 +199,7 @@ def test_an_endpoint_at_a_files_place_exits_with_2_and_leaves_the_file(
     notes = short_path / "notes.txt"
     notes.write_text("mine")
     endpoints = {"--listen": f"ipc://{short_path}/engine.sock", flag: f"ipc://{notes}"}
-    result = run_to_exit(
+    result = forked.run_to_exit(
         "--model", str(tiny_model), *(w for pair in endpoints.items() for w in pair)
     )
     assert result.returncode == 2
