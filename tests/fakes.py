@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,10 @@ from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.kv_cache.prefix_index import DigestFunction
+from nanocore.protocol.codec import client_decoder
+from nanocore.protocol.messages import Message
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.sockets import SendResult
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 VOCAB_SIZE = 50
@@ -237,6 +240,28 @@ def make_request(
         key_chain=key_chain,
         priority=priority,
     )
+
+
+class FakePeers:
+    """The peers of a front desk. Sends come to what `state` says; what was sent is in `sent`."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[bytes, Message]] = []
+        self.state: dict[bytes, SendResult] = {}
+        self.admitted: set[bytes] = set()
+
+    def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult:
+        result = self.state.get(routing_id, SendResult.SENT)
+        if result is SendResult.SENT:
+            self.sent.append((routing_id, client_decoder().decode(frames)))
+        return result
+
+    def admit(self, routing_id: bytes) -> None:
+        assert routing_id not in self.admitted
+        self.admitted.add(routing_id)
+
+    def dismiss(self, routing_id: bytes) -> None:
+        self.admitted.remove(routing_id)
 
 
 class Deliveries:

@@ -12,17 +12,14 @@ import pytest
 from nanocore.client.connection import ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
 from nanocore.engine_core.io.control_desk import MAX_CALLS
-from nanocore.engine_core.io.io_thread import (
-    BACKLOG_TIMEOUT_S,
-    PING_INTERVAL_S,
-    SESSION_TIMEOUT_S,
-)
+from nanocore.engine_core.io.front_desk import BACKLOG_TIMEOUT_S
 from nanocore.engine_core.io.kv_event_publisher import MAX_QUEUED_BATCHES
 from nanocore.engine_core.io.kv_event_replay import (
     MAX_RING_BATCHES,
     MAX_RING_BYTES,
     REPLAY_TIMEOUT_S,
 )
+from nanocore.engine_core.io.reception import PING_INTERVAL_S, SESSION_TIMEOUT_S
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.protocol.codec import MAX_BODY_BYTES, MAX_RETURNED_ID_CHARS, MAX_SUBMIT_BYTES
 from nanocore.protocol.errors import ErrorCode

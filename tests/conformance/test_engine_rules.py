@@ -11,7 +11,7 @@ from nanocore.conformance.engine_bench import EngineBench
 from nanocore.conformance.engine_rules import ENGINE_RULES
 from nanocore.protocol.sockets import PeerSocket
 from tests.conformance.fake_engine import fake_engine
-from tests.end_to_end.engine_process import engine
+from tests.end_to_end.forked import engine
 
 PATIENCE_S = 60.0
 SHORT_PATIENCE_S = 3.0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.client import LLM, SamplingParams
+from tests.end_to_end import forked
 from tests.end_to_end.engine_process import command, run_to_exit
 from tests.end_to_end.rank_processes import write_wide_model
 
@@ -43,7 +44,7 @@ def test_check_says_what_an_engine_would_have_and_starts_none(
 def test_check_finds_what_would_keep_an_engine_from_starting(
     tiny_model: Path, flags: list[str], code: int, word: str
 ) -> None:
-    result = run_to_exit("--model", str(tiny_model), "--device", "cpu", "--check", *flags)
+    result = forked.run_to_exit("--model", str(tiny_model), "--device", "cpu", "--check", *flags)
     assert result.returncode == code
     assert word in result.stderr
     assert "Traceback" not in result.stderr
@@ -60,7 +61,7 @@ def test_check_reads_the_headers_of_weight_files(tiny_model: Path, tmp_path: Pat
 
 def test_weights_that_the_memory_does_not_hold_are_found_before_loading(tmp_path: Path) -> None:
     model = write_wide_model(tmp_path / "wide", intermediate_size=2**30)
-    result = run_to_exit("--model", str(model), "--check", "--load-format", "dummy")
+    result = forked.run_to_exit("--model", str(model), "--check", "--load-format", "dummy")
     assert result.returncode == 4
     assert "the weights need" in result.stderr
 
@@ -94,19 +95,24 @@ def test_an_error_that_nobody_can_read_has_its_exit_code_all_the_same(stderr: st
 
 
 def test_auto_length_is_what_fits_the_memory(tiny_model: Path) -> None:
-    with LLM(tiny_model, max_model_len="auto", kv_cache_memory_bytes=500_000) as llm:
-        assert llm.model_card.max_model_len == llm.model_card.num_blocks * 16 < 1024
-        prompt = [1] * (llm.model_card.max_model_len - 4)
-        (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 4
+    card, tokens = forked.ask(
+        tiny_model,
+        lambda card: [1] * (card.max_model_len - 4),
+        max_model_len="auto",
+        kv_cache_memory_bytes=500_000,
+    )
+    assert card.max_model_len == card.num_blocks * 16 < 1024
+    assert len(tokens) == 4
 
 
 def test_int8_holds_almost_twice_the_tokens_of_bf16(bf16_model: Path) -> None:
     num_blocks = {}
     for dtype in ("auto", "int8"):
-        with LLM(bf16_model, kv_cache_dtype=dtype, kv_cache_memory_bytes=2_000_000) as llm:
-            num_blocks[dtype] = llm.model_card.num_blocks
-            llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        card, tokens = forked.ask(
+            bf16_model, lambda _: [1, 2, 3], kv_cache_dtype=dtype, kv_cache_memory_bytes=2_000_000
+        )
+        num_blocks[dtype] = card.num_blocks
+        assert len(tokens) == 4
     # head_dim 24: 48 bytes against 24 and a scale of 2.
     assert num_blocks["int8"] / num_blocks["auto"] == pytest.approx(48 / 26, rel=0.02)
 

@@ -17,7 +17,7 @@ import pytest
 
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.protocol.codec import pack_int32
-from tests.end_to_end.engine_process import engine
+from tests.end_to_end.forked import engine
 from tests.kv_event_peers import numbered
 
 ROOT = Path(__file__).parents[2]

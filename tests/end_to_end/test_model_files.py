@@ -16,7 +16,7 @@ import pytest
 
 from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.client.tokenizer import Tokenizer
-from tests.end_to_end.engine_process import Engine, engine
+from tests.end_to_end.forked import Engine, engine
 
 DEMO_FOLDER = Path(str(resources.files("nanocore") / "demo_model"))
 QUESTION = "What is 123 + 456?"
@@ -35,15 +35,15 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """An engine of the demo model whose folder has been moved away since it started."""
-    folder = tmp_path / "model"
+    folder = tmp_path_factory.mktemp("elsewhere") / "model"
     shutil.copytree(DEMO_FOLDER, folder)
 
     async def until_it_serves(endpoint: str) -> None:
         async with AsyncEngineClient.connect(endpoint, timeout_s=60):
-            folder.rename(tmp_path / "moved")
+            folder.rename(folder.with_name("moved"))
 
     with engine(folder) as running:
         asyncio.run(until_it_serves(running.endpoint))

@@ -25,6 +25,7 @@ from nanocore.client import (
     RequestOutput,
     SamplingParams,
 )
+from tests.end_to_end import forked
 from tests.end_to_end.engine_process import command, engine, run_to_exit
 
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
@@ -162,7 +163,8 @@ def test_a_bad_model_exits_with_3_and_names_the_file(
     model_copy: Path, tmp_path: Path, damage: str
 ) -> None:
     words = break_model(model_copy, damage)
-    result = run_to_exit("--model", str(model_copy), "--listen", f"ipc://{tmp_path}/e/engine.sock")
+    listen = f"ipc://{tmp_path}/e/engine.sock"
+    result = forked.run_to_exit("--model", str(model_copy), "--listen", listen)
     assert result.returncode == 3
     for word in words:
         assert word in result.stderr
@@ -185,8 +187,9 @@ def test_too_little_kv_memory_exits_with_4_and_the_suggestion_works(
         },
     )
     for suggestion in suggestions:
-        with LLM(tiny_model, **({"kv_cache_memory_bytes": 500_000} | suggestion)) as llm:
-            assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)) == 1
+        engine_args = {"kv_cache_memory_bytes": 500_000} | suggestion
+        _, tokens = forked.ask(tiny_model, lambda _: [1, 2], **engine_args)
+        assert len(tokens) == 4
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--kv-events-endpoint"])
@@ -196,7 +199,7 @@ def test_an_endpoint_at_a_files_place_exits_with_2_and_leaves_the_file(
     notes = short_path / "notes.txt"
     notes.write_text("mine")
     endpoints = {"--listen": f"ipc://{short_path}/engine.sock", flag: f"ipc://{notes}"}
-    result = run_to_exit(
+    result = forked.run_to_exit(
         "--model", str(tiny_model), *(w for pair in endpoints.items() for w in pair)
     )
     assert result.returncode == 2

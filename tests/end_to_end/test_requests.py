@@ -18,7 +18,7 @@ from nanocore.client import (
     RequestOutput,
     SamplingParams,
 )
-from tests.end_to_end.engine_process import Engine, engine
+from tests.end_to_end.forked import Engine, engine
 from tests.tiny_models import EOS, MAX_MODEL_LEN, VOCAB_SIZE
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -139,9 +139,11 @@ def test_stop_token_ids_and_stop_strings_end_a_request(running: Engine) -> None:
     run(main())
 
 
-def test_eos_ends_a_request_unless_it_is_ignored(tiny_model: Path, tmp_path: Path) -> None:
-    async def main(folder: Path, eos: int) -> None:
-        async with AsyncEngineClient.launch(folder) as client:
+def test_eos_ends_a_request_unless_it_is_ignored(
+    running: Engine, tiny_model: Path, tmp_path: Path
+) -> None:
+    async def main(other: Engine) -> None:
+        async with connect(other) as client:
             assert client.model_card.eos_token_ids == [EOS, eos]
             stopped = (await client.complete("abc", SamplingParams(temperature=0))).outputs[0]
             assert (stopped.finish_reason, stopped.stop_reason) == ("stop", None)
@@ -151,13 +153,14 @@ def test_eos_ends_a_request_unless_it_is_ignored(tiny_model: Path, tmp_path: Pat
             assert ignored.token_ids[: len(stopped.token_ids)] == stopped.token_ids[:8]
 
     async def third_token() -> int:
-        async with AsyncEngineClient.launch(tiny_model) as client:
+        async with connect(running) as client:
             return (await client.complete("abc", GREEDY)).outputs[0].token_ids[2]
 
     eos = asyncio.run(third_token())
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, eos]}))
-    run(main(folder, eos))
+    with engine(folder) as other:
+        run(main(other))
 
 
 def test_abort_in_every_state_frees_everything(running: Engine) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanocore.client import AsyncEngineClient, EngineOverloadedError, SamplingParams
-from tests.end_to_end.engine_process import Engine, engine
+from tests.end_to_end.forked import Engine, engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 PROMPT = list(range(1, 41))

@@ -5,15 +5,20 @@ Every case is a real engine process behind the SDK; the reference runs each prom
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from nanocore.client import LLM, SamplingParams
+from nanocore.client import LLM, AsyncEngineClient, RequestOutput, SamplingParams
+from nanocore.client.engine_flags import engine_flags
+from nanocore.protocol.messages import ModelCard, Stats
+from tests.end_to_end.forked import engine
 from tests.model_families import BUILDERS
 from tests.tiny_models import VOCAB_SIZE
 
@@ -63,10 +68,24 @@ def reference(folder: Path, num_prompts: int | None = None) -> list[list[int]]:
     return outputs
 
 
-def generate(llm: LLM) -> list[list[int]]:
-    outputs = llm.generate(prompts(), PARAMS, use_tqdm=False)
-    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * len(prompts())
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def generate(
+    model: Path, num_prompts: int | None = None, **engine_args: Any
+) -> tuple[list[list[int]], Stats, ModelCard]:
+    """What an engine generates for each prompt, or the first ones, together; its last numbers."""
+
+    async def ask(endpoint: str) -> tuple[list[list[int]], Stats, ModelCard]:
+        async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
+            requests = [client.complete(prompt, PARAMS) for prompt in prompts()[:num_prompts]]
+            tokens = tokens_of(await asyncio.gather(*requests))
+            return tokens, await client.stats(), client.model_card
+
+    with engine(model, *engine_flags(engine_args)) as running:
+        return asyncio.run(ask(running.endpoint))
 
 
 def read_trace(path: Path) -> Trace:
@@ -125,9 +144,8 @@ def test_greedy_tokens_equal_transformers(
     tiny_model: Path, tmp_path: Path, engine_args: dict
 ) -> None:
     trace_path = tmp_path / "trace.jsonl"
-    with LLM(tiny_model, step_trace=str(trace_path), **engine_args) as llm:
-        assert generate(llm) == reference(tiny_model)
-        stats = llm.stats()
+    tokens, stats, _ = generate(tiny_model, step_trace=str(trace_path), **engine_args)
+    assert tokens == reference(tiny_model)
     assert stats.num_free_blocks == stats.num_blocks
     trace = read_trace(trace_path)
     caching = engine_args.get("enable_prefix_caching", True)
@@ -151,9 +169,10 @@ def test_a_second_round_hits_everything_but_the_last_block(
 ) -> None:
     trace_path = tmp_path / "trace.jsonl"
     with LLM(tiny_model, step_trace=str(trace_path)) as llm:
-        first = generate(llm)
+        first = tokens_of(llm.generate(prompts(), PARAMS, use_tqdm=False))
         num_steps = len(read_trace(trace_path))
-        assert generate(llm) == first == reference(tiny_model)
+        second = tokens_of(llm.generate(prompts(), PARAMS, use_tqdm=False))
+    assert second == first == reference(tiny_model)
     cached: dict[str, int] = {}
     for step in read_trace(trace_path)[num_steps:]:
         cached |= step["cached"]
@@ -165,29 +184,26 @@ def test_a_second_round_hits_everything_but_the_last_block(
 def test_default_flags_stretch_nothing_that_transformers_does_not(tmp_path: Path) -> None:
     """Dynamic NTK stretches contexts beyond the model's own length, and those alone."""
     folder = BUILDERS["llama_dynamic"](tmp_path)
-    short = prompts()[:20]
-    with LLM(folder) as llm:
-        assert llm.model_card.max_model_len == 128
-        outputs = llm.generate(short, PARAMS, use_tqdm=False)
-    assert max(map(len, short)) == 100
-    assert [output.outputs[0].token_ids for output in outputs] == reference(folder, len(short))
+    assert max(map(len, prompts()[:20])) == 100
+    tokens, _, card = generate(folder, 20)
+    assert card.max_model_len == 128
+    assert tokens == reference(folder, 20)
 
 
 def test_untied_embeddings_from_sharded_files(untied_sharded_model: Path) -> None:
     assert len(list(untied_sharded_model.glob("*.safetensors"))) > 1
-    with LLM(untied_sharded_model, max_num_batched_tokens=300) as llm:
-        assert generate(llm) == reference(untied_sharded_model)
+    tokens, _, _ = generate(untied_sharded_model, 20, max_num_batched_tokens=300)
+    assert tokens == reference(untied_sharded_model, 20)
 
 
 def test_a_bf16_checkpoint_in_float32(bf16_model: Path) -> None:
-    with LLM(bf16_model, dtype="float32") as llm:
-        assert generate(llm) == reference(bf16_model)
+    tokens, _, _ = generate(bf16_model, dtype="float32")
+    assert tokens == reference(bf16_model)
 
 
 def test_a_bf16_checkpoint_runs_in_bf16_by_default(bf16_model: Path) -> None:
-    with LLM(bf16_model) as llm:
-        assert llm.model_card.dtype == "bfloat16"
-        tokens = generate(llm)
+    tokens, _, card = generate(bf16_model)
+    assert card.dtype == "bfloat16"
     # bf16 rounds differently from run to run only where two tokens are nearly equal: the first
     # token of most prompts is the float32 one.
     same = [a[0] == b[0] for a, b in zip(tokens, reference(bf16_model), strict=True)]

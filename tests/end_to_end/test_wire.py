@@ -13,7 +13,7 @@ import pytest
 
 from nanocore.protocol.messages import PROTOCOL_VERSION, Op
 from nanocore.protocol.sockets import ClientSocket
-from tests.end_to_end.engine_process import Engine, engine
+from tests.end_to_end.forked import Engine, engine
 from tests.tiny_models import VOCAB_SIZE
 
 Body = dict[str, Any]

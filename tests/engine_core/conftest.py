@@ -11,7 +11,12 @@ from tests.engine_core.scripted_io import TOKENIZER, Io
 
 
 @pytest.fixture
-def io(tmp_path: Path) -> Io:
+def files(tmp_path: Path) -> ModelFiles:
     (tmp_path / "tokenizer.json").write_bytes(TOKENIZER)
     (tmp_path / "config.json").write_text("{}")
-    return Io(ModelFiles(tmp_path))
+    return ModelFiles(tmp_path)
+
+
+@pytest.fixture
+def io(files: ModelFiles) -> Io:
+    return Io(files)

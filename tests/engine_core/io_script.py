@@ -1,4 +1,4 @@
-"""Scripts for an io thread: what peers do to it, step by step, and what must hold after each.
+"""Scripts for a front desk: what peers do to it, step by step, and what must hold after each.
 
 A script is a list of records: (kind, peer, op, body). Tests draw them at random, tools/fuzz reads
 them from bytes. Whatever the script, no exception may come out of it, and
@@ -20,9 +20,9 @@ from nanocore.engine_core.io.session import Session
 from nanocore.engine_core.mailbox import ControlCall, ControlReply
 from nanocore.protocol.codec import client_decoder, encode, unpack_output
 from nanocore.protocol.errors import ProtocolError
-from nanocore.protocol.messages import Accepted, Error, Op, Output, Reply
+from nanocore.protocol.messages import Accepted, Error, Message, Op, Output, Reply
 from nanocore.protocol.sockets import SendResult
-from tests.engine_core.scripted_io import Io
+from tests.engine_core.scripted_io import Io, held_back
 
 PEERS: Final = [b"a", b"b", b"c"]
 MAX_ANSWER_BYTES: Final = 8192  # of anything but an OUTPUT or a file's chunk
@@ -52,11 +52,10 @@ _CLIENT_DECODER = client_decoder()
 
 
 class ScriptRunner:
-    """Runs one script on a fresh io thread; peer "a" is in session already."""
+    """Runs one script on a fresh desk; peer "a" is in session already."""
 
     def __init__(self, files: ModelFiles) -> None:
         self.io = Io(files)
-        self._now_s = self.io.session.last_seen_s
 
     def run(self, script: list[Record]) -> None:
         """Run all records."""
@@ -71,7 +70,7 @@ class ScriptRunner:
                 case Kind.STEP:
                     self._step(PEERS[peer], op)
                 case Kind.SOCKET_STATE:
-                    self.io.socket.state[PEERS[peer]] = _STATES[op % 3]
+                    self.io.peers.state[PEERS[peer]] = _STATES[op % 3]
                 case Kind.TIME:
                     self._pass_time(op)
                 case Kind.TO_CLIENT:
@@ -82,57 +81,59 @@ class ScriptRunner:
         """Every peer says BYE; nothing of them may stay."""
         for routing_id in PEERS:
             self._send_to_engine(routing_id, encode_bye())
-        thread = self.io.thread
-        tables = [thread._sessions, thread._clients, thread._slow, thread._request_ids]
-        assert not any(tables)
+        table = self.io.desk.sessions
+        assert not any([table.by_peer, table.by_client, table.slow, table.request_ids])
         self.io.outbox.close()
 
     def _send_to_engine(self, routing_id: bytes, frames: list[bytes]) -> None:
-        io = self.io
-        io.socket.sent.clear()
-        session = io.thread._sessions.get(routing_id)
-        others = set(io.thread._request_ids)
+        io, sessions = self.io, self.io.desk.sessions
+        io.peers.sent.clear()
+        session = sessions.by_peer.get(routing_id)
+        others = set(sessions.request_ids)
         others -= set() if session is None else set(session.requests.values())
-        num_held_back = _num_held_back(session)
-        io.thread._take(routing_id, frames)  # what `_receive` calls, without its last resort
-        for to, message in io.socket.sent:
+        num_held_back = len(_answers_held_back(session))
+        io.receive_frames(frames, routing_id)
+        for to, message in io.peers.sent:
             assert to == routing_id, "an answer to somebody else"
-            if not isinstance(message, Output) and not isinstance(message, Reply):
-                assert sum(map(len, encode(message))) < MAX_ANSWER_BYTES
-        assert others <= io.thread._request_ids.keys(), "somebody else's request is gone"
-        if session is not None and io.thread._sessions.get(routing_id) is session:
-            self._check_answers(frames, _num_held_back(session) - num_held_back)
+            _check_size(message)
+        assert others <= sessions.request_ids.keys(), "somebody else's request is gone"
+        if session is not None and sessions.has(session):
+            held = _answers_held_back(session)[num_held_back:]
+            for message in held:
+                _check_size(message)
+            self._check_answers(frames, [message for _, message in io.peers.sent] + held)
 
-    def _check_answers(self, frames: list[bytes], num_held_back: int) -> None:
-        """What was answered to a message in a session that goes on."""
+    def _check_answers(self, frames: list[bytes], messages: list[Message]) -> None:
+        """What was answered, at once or later, to a message in a session that goes on."""
         if len(frames) != 2 or frames[0] != bytes([Op.SUBMIT]):
             return
-        answers = [m for _, m in self.io.socket.sent if isinstance(m, (Accepted, Error))]
-        assert len(answers) + num_held_back == 1, "a SUBMIT is answered once"
+        answers = [message for message in messages if isinstance(message, (Accepted, Error))]
+        assert len(answers) == 1, "a SUBMIT is answered once"
         try:
             request_id = _ID_DECODER.decode(frames[1]).request_id
         except Exception:
             return
-        if answers and len(request_id) <= 1024:
+        if len(request_id) <= 1024:
             # An error of the bytes, before their fields are looked at, names no request.
             assert answers[0].request_id in (request_id, None)
 
     def _step(self, routing_id: bytes, finish: int) -> None:
-        session = self.io.thread._sessions.get(routing_id)
-        while not self.io.inbox.empty():
-            event = self.io.inbox.get_nowait()
+        io = self.io
+        while not io.inbox.empty():
+            event = io.inbox.get_nowait()
             if isinstance(event, ControlCall):
-                self.io.thread._deliver(ControlReply(event.client, Reply(call_id=event.call_id)))
+                reply = ControlReply(event.client, Reply(call_id=event.call_id))
+                io.desk.deliver(reply, io.now_s)
+        session = io.desk.sessions.by_peer.get(routing_id)
         if session is not None and session.requests:
             handles = list(session.requests.values())
             tokens = [(handle, 1) for handle in handles]
-            self.io.step(*tokens, finish=tuple(handles[: finish % 3]), client=session.client)
+            io.step(*tokens, finish=tuple(handles[: finish % 3]), client=session.client)
 
     def _pass_time(self, seconds: int) -> None:
-        self._now_s += seconds
-        for session in list(self.io.thread._slow.values()):
-            self.io.thread._flush(session, self._now_s)
-        self.io.thread._check_sessions(self._now_s)
+        self.io.now_s += seconds
+        self.io.flush()
+        self.io.check_sessions()
 
 
 def encode_bye() -> list[bytes]:
@@ -150,5 +151,12 @@ def send_to_client(frames: list[bytes]) -> None:
         pass
 
 
-def _num_held_back(session: Session | None) -> int:
-    return 0 if session is None or session.backlog is None else len(session.backlog._answers)
+def _check_size(message: Message) -> None:
+    if not isinstance(message, (Output, Reply)):
+        assert sum(map(len, encode(message))) < MAX_ANSWER_BYTES
+
+
+def _answers_held_back(session: Session | None) -> list[Message]:
+    """What waits for this client, but for the tokens, which come last."""
+    messages = [_CLIENT_DECODER.decode(frames) for frames in held_back(session)]
+    return [message for message in messages if not isinstance(message, Output)]

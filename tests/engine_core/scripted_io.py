@@ -1,11 +1,11 @@
-"""An io thread driven by hand over a scripted socket, for tests and for fuzzing.
+"""A front desk driven by hand, over fake peers, for tests and for fuzzing.
 
-No thread runs and nothing sleeps: whoever drives it calls what the thread's loop would call.
+No thread runs and nothing sleeps: whoever drives it calls what the io thread would call.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import copy
 from queue import SimpleQueue
 
 import numpy as np
@@ -13,20 +13,22 @@ import numpy as np
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.client_limit import ClientLimit
-from nanocore.engine_core.io.control_desk import MAX_CALLS
-from nanocore.engine_core.io.io_thread import IoThread
+from nanocore.engine_core.io.control_desk import MAX_CALLS, ControlDesk
+from nanocore.engine_core.io.front_desk import FrontDesk
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.queue_limit import QueueLimit
-from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
+from nanocore.engine_core.io.reception import Reception
+from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTES, Session
 from nanocore.engine_core.mailbox import AddRequest, Inbox, Outbox
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
-from nanocore.protocol.codec import client_decoder, encode
+from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Hello, Message, ModelCard, Output, Submit, Welcome
-from nanocore.protocol.sockets import SendResult
+from tests.fakes import FakePeers
 
 TOKENIZER = bytes(range(256)) * 300  # more than a chunk
 MAX_NUM_CLIENTS = 3
+MAX_NUM_QUEUED_REQS = 8
 CARD = ModelCard(
     model="fake",
     architecture="Fake",
@@ -39,75 +41,46 @@ CARD = ModelCard(
 )
 
 
-class FakeSocket:
-    """An EngineSocket whose sends are answered as `state` says; what was sent is in `sent`."""
-
-    def __init__(self) -> None:
-        self.incoming: deque[tuple[bytes, list[bytes]]] = deque()
-        self.sent: list[tuple[bytes, Message]] = []
-        self.state: dict[bytes, SendResult] = {}
-        self.admitted: set[bytes] = set()
-        self.gone: list[bytes] = []
-        self.is_busy = False
-
-    def limit(self, max_connections: int, guest_timeout_s: float) -> None: ...
-
-    def watch(self, fd: int) -> None: ...
-
-    def wait(self, timeout_ms: int) -> set[int]:
-        return set()
-
-    def receive(self) -> tuple[bytes, list[bytes]] | None:
-        return self.incoming.popleft() if self.incoming else None
-
-    def send(self, routing_id: bytes, frames: list[bytes]) -> SendResult:
-        result = self.state.get(routing_id, SendResult.SENT)
-        if result is SendResult.SENT:
-            self.sent.append((routing_id, client_decoder().decode(frames)))
-        return result
-
-    def admit(self, routing_id: bytes) -> None:
-        self.admitted.add(routing_id)
-
-    def dismiss(self, routing_id: bytes) -> None:
-        self.admitted.remove(routing_id)
-
-    def take_gone(self) -> list[bytes]:
-        gone, self.gone = self.gone, []
-        return gone
-
-    def close(self) -> None: ...
-
-
 class Io:
-    """An io thread driven by hand, one client "a" already in session."""
+    """A front desk and its surroundings, one client "a" already in session.
 
-    def __init__(self, files: ModelFiles) -> None:
-        self.socket = FakeSocket()
+    now_s: the time, which stands still unless a test moves it. admission: in place of the real one.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        peers: FakePeers | None = None,
+        *,
+        admission: Admission | None = None,
+        max_backlogs_bytes: int = MAX_BACKLOGS_BYTES,
+    ) -> None:
+        self.peers = peers or FakePeers()
         self.inbox: Inbox = SimpleQueue()
         self.outbox = Outbox()
-        queue_limit = QueueLimit(8, 10_000, SchedulerCounters())
-        self.thread = IoThread(
-            self.socket,  # type: ignore[arg-type]
+        self.now_s = 1000.0
+        self.counters = SchedulerCounters()
+        queue_limit = QueueLimit(MAX_NUM_QUEUED_REQS, 10_000, self.counters)
+        client_limit = ClientLimit(MAX_NUM_CLIENTS, max_connections=10)
+        self.desk = FrontDesk(
+            self.peers,
             self.inbox,
-            self.outbox,
-            model=CARD,
-            files=files,
-            capabilities=["prefix_caching"],
-            max_num_seqs=4,
-            client_limit=ClientLimit(MAX_NUM_CLIENTS, max_connections=10),
-            instance="0" * 32,
-            queue_limit=queue_limit,
-            admission=Admission(CARD, EngineConfig(), queue_limit),
+            Reception(CARD, ["prefix_caching"], 4, client_limit, queue_limit, instance="0" * 32),
+            admission or Admission(CARD, EngineConfig(), queue_limit),
+            ControlDesk(self.inbox, files),
             num_steps=lambda: 0,
             step_age_ms=lambda: 0,
+            max_backlogs_bytes=max_backlogs_bytes,
         )
         self.receive(Hello(protocol=(1, 0)))
         assert isinstance(self.take_sent()[0], Welcome)
-        self.session = self.thread._sessions[b"a"]
+        self.session = self.desk.sessions.by_peer[b"a"]
 
-    def receive(self, message: Message) -> None:
-        self.thread._receive(b"a", encode(message))
+    def receive(self, message: Message, routing_id: bytes = b"a") -> None:
+        self.receive_frames(encode(message), routing_id)
+
+    def receive_frames(self, frames: list[bytes], routing_id: bytes = b"a") -> None:
+        self.desk.receive(routing_id, frames, self.now_s)
 
     def submit(self, request_id: str) -> int:
         """Submit a request; returns its handle."""
@@ -118,36 +91,61 @@ class Io:
 
     def step(self, *tokens: tuple[int, int], finish: tuple[int, ...] = (), client: int = 1) -> None:
         """Deliver a step's output of (handle, token) pairs."""
-        handles, ids = zip(*tokens, strict=True) if tokens else ((), ())
-        events = [Event(handle=handle, finish_reason="length") for handle in finish]
-        self.thread._deliver(
-            ClientOutput(client, np.array(handles, np.uint32), np.array(ids, np.int32), events)
-        )
+        self.desk.deliver(step_output(client, *tokens, finish=finish), self.now_s)
+
+    def flush(self) -> None:
+        self.desk.flush(self.now_s)
+
+    def check_sessions(self) -> None:
+        self.desk.check_sessions(self.now_s)
 
     def take_sent(self) -> list[Message]:
-        messages = [message for _, message in self.socket.sent]
-        self.socket.sent.clear()
+        messages = [message for _, message in self.peers.sent]
+        self.peers.sent.clear()
         return messages
+
+    def in_session(self) -> set[bytes]:
+        """The peers that have a session."""
+        return set(self.desk.sessions.by_peer)
 
     def check_tables(self) -> None:
         """What must hold between any two messages."""
-        thread = self.thread
+        table = self.desk.sessions
+        sessions = table.by_peer.values()
         owned = [
             (handle, request_id)
-            for session in thread._sessions.values()
+            for session in sessions
             for request_id, handle in session.requests.items()
         ]
         assert len(dict(owned)) == len(owned), "a handle of two requests"
-        assert dict(owned) == thread._request_ids
-        assert {s.client for s in thread._sessions.values()} == thread._clients.keys()
-        assert all(key == s.routing_id for key, s in thread._sessions.items())
-        assert thread._sessions.keys() == self.socket.admitted
-        assert len(thread._sessions) <= MAX_NUM_CLIENTS
-        slow = {s.client for s in thread._sessions.values() if s.backlog is not None}
-        assert slow == thread._slow.keys()
-        for session in thread._sessions.values():
+        assert dict(owned) == table.request_ids
+        assert {s.client: s for s in sessions} == table.by_client
+        assert all(key == s.routing_id for key, s in table.by_peer.items())
+        assert table.by_peer.keys() == self.peers.admitted
+        assert len(table) <= MAX_NUM_CLIENTS
+        assert {s.client: s for s in sessions if s.backlog is not None} == table.slow
+        for session in sessions:
             assert 0 <= session.num_calls <= MAX_CALLS
             assert session.backlog is None or session.backlog.num_bytes <= MAX_BACKLOG_BYTES
+
+
+def step_output(
+    client: int, *tokens: tuple[int, int], finish: tuple[int, ...] = ()
+) -> ClientOutput:
+    """A client's share of a step, from (handle, token) pairs. finish: handles that end."""
+    handles, ids = zip(*tokens, strict=True) if tokens else ((), ())
+    events = [Event(handle=handle, finish_reason="length") for handle in finish]
+    return ClientOutput(client, np.array(handles, np.uint32), np.array(ids, np.int32), events)
+
+
+def held_back(session: Session | None) -> list[list[bytes]]:
+    """The frames of each message that waits for this client, in order; they go on waiting."""
+    backlog = None if session is None else copy.deepcopy(session.backlog)
+    messages = []
+    while backlog is not None and (frames := backlog.next()) is not None:
+        messages.append(frames)
+        backlog.drop_next()
+    return messages
 
 
 def columns(output: Message) -> tuple[list[int], list[int], list[int] | None]:

@@ -1,4 +1,4 @@
-"""The io thread against random mixtures of what several peers may send, do, and fail to do."""
+"""The front desk against random mixtures of what several peers may send, do, and fail to do."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ def test_whatever_an_engine_sends_a_client_meets_no_other_error_than_the_protoco
 def test_a_clients_ids_and_handles_do_nothing_to_anothers_requests(io: Io) -> None:
     handle = io.submit("mine")
     for frames in (encode(Abort(request_ids=["mine", str(handle)])), encode(Bye())):
-        io.thread._receive(b"b", [bytes([Op.HELLO]), HELLOS[0][3]])
-        io.thread._receive(b"b", frames)
+        io.receive_frames([bytes([Op.HELLO]), HELLOS[0][3]], b"b")
+        io.receive_frames(frames, b"b")
     assert io.inbox.empty()
     assert io.session.requests == {"mine": handle}
-    io.thread._receive(b"b", [bytes([Op.HELLO]), HELLOS[0][3]])
-    io.thread._receive(b"b", encode(Submit(request_id="mine", prompt_token_ids=b"\1\0\0\0")))
+    io.receive_frames([bytes([Op.HELLO]), HELLOS[0][3]], b"b")
+    io.receive(Submit(request_id="mine", prompt_token_ids=b"\1\0\0\0"), b"b")
     added = io.inbox.get_nowait()
     assert isinstance(added, AddRequest)
     assert added.request.handle != handle
@@ -130,13 +130,13 @@ def test_a_clients_ids_and_handles_do_nothing_to_anothers_requests(io: Io) -> No
 @pytest.mark.parametrize("end", ["bye", "gone"])
 def test_a_closed_session_is_released_with_its_backlog(io: Io, end: str) -> None:
     handle = io.submit("x")
-    io.socket.state[b"a"] = SendResult.FULL
+    io.peers.state[b"a"] = SendResult.FULL
     io.step((handle, 1))
     session = io.session
     del io.session
     if end == "bye":
         io.receive(Bye())
     else:
-        io.socket.state[b"a"] = SendResult.GONE
-        io.thread._flush(session, now_s=0.0)
+        io.peers.state[b"a"] = SendResult.GONE
+        io.flush()
     assert sys.getrefcount(session) == 2, "the name here, and the argument of getrefcount"

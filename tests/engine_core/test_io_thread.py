@@ -1,222 +1,249 @@
-"""The io thread with a scripted socket: slow clients, vanished ones, and those that fall silent."""
+"""The io thread's body over a scripted socket: what it brings to its front desk, and in turns.
+
+The thread is not started: `run` is called, with a clock that moves as it is read, and ends with the
+farewell that the script puts into the outbox.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import get_args
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
 
-import msgspec
 import pytest
 
-from nanocore.engine_core.io import io_thread as module
+from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.io_thread import IoThread
 from nanocore.engine_core.io.model_files import ModelFiles
-from nanocore.engine_core.mailbox import AbortRequests, ControlCall, ControlReply, Farewell
-from nanocore.protocol.messages import (
-    MAX_FILE_CHUNK_BYTES,
-    Accepted,
-    Bye,
-    Control,
-    ControlOperation,
-    Error,
-    Event,
-    Ping,
-    Reply,
-    Submit,
-)
-from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.io.turn import MAX_TURN_S, Turn
+from nanocore.engine_core.mailbox import AbortRequests, Farewell, Shutdown
+from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
+from nanocore.protocol.codec import encode
+from nanocore.protocol.messages import Bye, Error, Output, Ping, Pong, Submit
 from nanocore.protocol.sockets import SendResult
-from tests.engine_core.scripted_io import TOKENIZER, Io, columns
+from tests.engine_core.scripted_io import CARD, Io, columns, step_output
+from tests.fakes import FakePeers
+
+NO_MESSAGE = [b"?", b""]
 
 
-def test_a_step_is_one_message_of_columns(io: Io) -> None:
-    first, second = io.submit("x"), io.submit("y")
-    assert [type(message) for message in io.take_sent()] == [Accepted, Accepted]
-    io.step((first, 10), (second, 20), finish=(second,))
-    (output,) = io.take_sent()
-    assert columns(output) == ([first, second], [10, 20], None)
+class FakeClock:
+    """Every look at it costs as much as the cheapest message does."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.0002
+        return self.now_s
 
 
-def test_a_slow_client_gets_its_tokens_merged_and_in_order(io: Io) -> None:
-    first = io.submit("x")
-    io.take_sent()
-    io.socket.state[b"a"] = SendResult.FULL
-    io.step((first, 1))
-    second = io.submit("y")  # its ACCEPTED waits, too
-    io.step((first, 2), (second, 7))
-    io.step((first, 3), finish=(first,))
-    io.thread._flush(io.session, now_s=0.0)
-    assert io.take_sent() == []
-    io.socket.state.clear()
-    io.thread._flush(io.session, now_s=0.0)
-    accepted, output = io.take_sent()
-    assert isinstance(accepted, Accepted)
-    assert columns(output) == ([first, second], [1, 2, 3, 7], [3, 1])
-    assert output.events == [Event(handle=first, finish_reason="length")]  # type: ignore[attr-defined]
-    io.step((second, 8))
-    assert columns(io.take_sent()[0]) == ([second], [8], None)
-    assert io.thread._slow == {}
+class FakeSocket(FakePeers):
+    """An EngineSocket: what is `incoming` has arrived; on_wait is called instead of waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.incoming: deque[tuple[bytes, list[bytes]]] = deque()
+        self.gone: list[bytes] = []
+        self.is_busy = False
+        self.on_wait: Callable[[int], None] = lambda timeout_ms: None
+        self.on_receive: Callable[[], None] = lambda: None
+        self.is_closed = False
+
+    def limit(self, max_connections: int, guest_timeout_s: float) -> None: ...
+
+    def watch(self, fd: int) -> None: ...
+
+    def wait(self, timeout_ms: int) -> set[int]:
+        self.on_wait(timeout_ms)
+        return set()
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        self.on_receive()
+        return self.incoming.popleft() if self.incoming else None
+
+    def take_gone(self) -> list[bytes]:
+        gone, self.gone = self.gone, []
+        return gone
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
-def test_a_client_that_takes_nothing_for_long_is_cut_off(io: Io) -> None:
-    handle = io.submit("x")
-    io.socket.state[b"a"] = SendResult.FULL
-    io.step((handle, 1))
-    assert io.session.backlog is not None
-    start_s = io.session.backlog.since_s
-    io.thread._flush(io.session, start_s + module.BACKLOG_TIMEOUT_S)
-    assert b"a" in io.thread._sessions
-    io.thread._flush(io.session, start_s + module.BACKLOG_TIMEOUT_S + 0.1)
-    assert io.thread._sessions == io.thread._slow == {}
-    assert io.inbox.get_nowait() == AbortRequests([handle])
+class Threaded(Io):
+    """A front desk in its thread, client "a" in session."""
+
+    def __init__(self, files: ModelFiles, admission: Admission | None = None) -> None:
+        self.socket = FakeSocket()
+        super().__init__(files, self.socket, admission=admission)
+        self.clock = FakeClock()
+        self.thread = IoThread(
+            self.socket,  # type: ignore[arg-type]
+            max_connections=10,
+            desk=self.desk,
+            inbox=self.inbox,
+            outbox=self.outbox,
+            clock=self.clock,
+        )
+
+    def say_farewell(self, _timeout_ms: int = 0) -> None:
+        self.outbox.put(Farewell("enough", failure=False))
 
 
-def test_a_vanished_client_is_noticed_by_the_next_send(io: Io) -> None:
-    handles = [io.submit("x"), io.submit("y")]
-    io.socket.state[b"a"] = SendResult.GONE
-    io.step((handles[0], 1))
-    assert io.inbox.get_nowait() == AbortRequests(handles)
-    io.step((handles[0], 2))  # the step in flight still delivers: to nobody
+@pytest.fixture
+def io(files: ModelFiles) -> Threaded:
+    return Threaded(files)
 
 
-def test_a_silent_client_is_pinged_and_then_closed(io: Io) -> None:
-    handle = io.submit("x")
-    io.take_sent()
-    io.thread._check_sessions(io.session.last_seen_s + module.SESSION_TIMEOUT_S)
-    assert io.take_sent() == [Ping()]
-    io.thread._check_sessions(io.session.last_seen_s + module.SESSION_TIMEOUT_S + 0.1)
-    assert io.inbox.get_nowait() == AbortRequests([handle])
-
-
-def test_bye_aborts_what_is_open(io: Io) -> None:
-    open_handle, ended = io.submit("x"), io.submit("y")
-    io.step(finish=(ended,))
-    io.receive(Bye())
-    assert io.inbox.get_nowait() == AbortRequests([open_handle])
-    assert io.thread._request_ids == {}
-
-
-def test_a_bad_submit_of_an_id_in_use_is_a_duplicate_whatever_else_is_wrong(io: Io) -> None:
-    """Its ERROR names the id, and any other code would end the request that runs."""
-    io.submit("x")
-    io.take_sent()
-    body = {"request_id": "x", "prompt_token_ids": b"\1\0\0\0", "sampling": {"top_k": "x"}}
-    io.thread._receive(b"a", [b"\x10", msgspec.msgpack.encode(body)])
-    (refused,) = io.take_sent()
-    assert isinstance(refused, Error)
-    assert (refused.code, refused.request_id) == ("duplicate_request_id", "x")
-
-
-def test_an_ended_requests_id_can_be_used_again(io: Io) -> None:
-    first = io.submit("x")
-    io.receive(Submit(request_id="x", prompt_token_ids=b"\1\0\0\0"))
-    io.step(finish=(first,))
-    second = io.submit("x")
-    assert second > first
-    accepted, refused, _, again = io.take_sent()
-    assert isinstance(refused, Error)
-    assert refused.code == "duplicate_request_id"
-    assert isinstance(accepted, Accepted)
-    assert isinstance(again, Accepted)
-
-
-def test_a_failing_engine_says_so_to_everyone(io: Io) -> None:
-    io.thread._say_bye(Farewell("it broke", failure=True))
-    error, bye = io.take_sent()
-    assert isinstance(error, Error)
-    assert (error.code, error.message) == ("engine_dead", "it broke")
-    assert bye == Bye(reason="it broke")
-
-
-def test_a_deaf_io_thread_ends_the_engine(io: Io, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(timeout_ms: int) -> set[int]:
+def test_a_deaf_io_thread_ends_the_engine(io: Threaded) -> None:
+    def broken(timeout_ms: int) -> None:
         raise RuntimeError("poll failed")
 
-    monkeypatch.setattr(io.socket, "wait", broken)
+    io.socket.on_wait = broken
     io.thread.run()
     shutdown = io.inbox.get_nowait()
-    assert shutdown.failure  # type: ignore[union-attr]
-    assert "poll failed" in shutdown.reason  # type: ignore[union-attr]
+    assert isinstance(shutdown, Shutdown)
+    assert shutdown.failure
+    assert "poll failed" in shutdown.reason
 
 
-def test_the_seed_in_use_is_told_and_drawn_from_the_engines(io: Io, tmp_path: Path) -> None:
-    io.submit("x")
-    io.receive(
-        msgspec.structs.replace(
-            Submit(request_id="y", prompt_token_ids=b"\1\0\0\0"),
-            sampling=EngineSamplingParams(seed=5),
-        )
-    )
-    drawn, given = io.take_sent()
-    assert isinstance(drawn, Accepted)
-    assert isinstance(given, Accepted)
-    assert given.seed == 5
-    other = Io(ModelFiles(tmp_path))
-    other.submit("x")
-    assert other.take_sent()[0] == drawn
-
-
-def test_a_full_queue_is_answered_with_when_to_try_again(io: Io) -> None:
-    for i in range(8):
-        io.submit(f"r{i}")
+def test_messages_and_outputs_are_served_until_the_farewell(io: Threaded) -> None:
+    handle = io.submit("x")
     io.take_sent()
-    io.receive(Submit(request_id="one too many", prompt_token_ids=b"\1\0\0\0"))
-    (error,) = io.take_sent()
-    assert isinstance(error, Error)
-    assert (error.code, error.request_id) == ("overloaded", "one too many")
-    assert error.retry_after_s is not None
-    assert io.inbox.empty()
-    assert "one too many" not in io.session.requests
-
-
-@pytest.mark.parametrize("operation", sorted({*get_args(ControlOperation)} - {"read_file"}))
-def test_an_operation_of_the_allow_list_reaches_the_step_loop(io: Io, operation: str) -> None:
-    io.receive(Control(call_id=7, operation=operation))
-    assert io.inbox.get_nowait() == ControlCall(1, 7, operation)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("operation", ["shutdown", "__class__", "", "STATS"])
-def test_any_other_operation_is_answered_and_goes_nowhere(io: Io, operation: str) -> None:
-    io.receive(Control(call_id=7, operation=operation))
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
-    assert (reply.call_id, reply.ok) == (7, False)
-    assert repr(operation) in (reply.message or "")
+    io.outbox.put(step_output(1, (handle, 7)))
+    io.socket.incoming.append((b"a", encode(Ping(nonce=3))))
+    io.socket.on_wait = io.say_farewell
+    io.thread.run()
+    output, pong, bye = io.take_sent()
+    assert columns(output) == ([handle], [7], None)
+    assert isinstance(pong, Pong)
+    assert pong.nonce == 3
+    assert bye == Bye(reason="enough")
+    assert io.socket.is_closed
     assert io.inbox.empty()
 
 
-def read_file(io: Io, name: str | None, offset: int = 0) -> Reply:
-    io.receive(Control(call_id=9, operation="read_file", file=name, offset=offset))
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
-    assert reply.call_id == 9
-    return reply
+def test_a_client_that_disconnects_is_gone_at_once(io: Threaded) -> None:
+    handle = io.submit("x")
+    io.socket.gone = [b"a", b"never in session"]
+    io.socket.on_wait = io.say_farewell
+    io.thread.run()
+    assert io.inbox.get_nowait() == AbortRequests([handle])
+    assert io.inbox.empty()
+    assert not io.in_session()
 
 
-def test_a_models_file_is_read_in_chunks_up_to_an_empty_one(io: Io) -> None:
-    content = b""
-    while data := read_file(io, "tokenizer.json", len(content)).data:
-        assert len(data) <= MAX_FILE_CHUNK_BYTES < len(TOKENIZER)
-        content += data
-    assert content == TOKENIZER
-    assert read_file(io, "tokenizer.json", 2**53 - 1).data == b""
+class _BrokenAdmission(Admission):
+    def build(self, submit: Submit, handle: int, client: int) -> Request:
+        if submit.request_id == "secret words":
+            raise MemoryError(submit.request_id)
+        return super().build(submit, handle, client)
 
 
-@pytest.mark.parametrize("name", ["config.json", "../tokenizer.json", "/etc/passwd", "", None])
-def test_no_file_outside_the_model_card_is_served(io: Io, name: str | None) -> None:
-    reply = read_file(io, name)
-    assert not reply.ok
-    assert reply.data is None
-    assert "this model has tokenizer.json" in (reply.message or "")
-
-
-def test_a_pause_ends_with_its_session(io: Io) -> None:
-    io.receive(Control(call_id=7, operation="pause"))
-    io.receive(Bye())
-    pause, resume = io.inbox.get_nowait(), io.inbox.get_nowait()
-    assert isinstance(pause, ControlCall)
-    assert isinstance(resume, ControlCall)
-    assert [pause.operation, resume.operation] == ["pause", "resume"]
-    assert pause.client == resume.client == io.session.client
+def test_a_bug_that_a_message_meets_costs_its_session_and_not_the_engine(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = QueueLimit(8, 10_000, SchedulerCounters())
+    io = Threaded(files, _BrokenAdmission(CARD, EngineConfig(), limit))
+    handle = io.submit("x")
     io.take_sent()
-    io.thread._deliver(ControlReply(resume.client, Reply(call_id=resume.call_id)))
-    assert io.take_sent() == []
+    submit = Submit(request_id="secret words", prompt_token_ids=b"\1\0\0\0")
+    io.socket.incoming += [(b"a", encode(submit)), (b"b", encode(Ping()))]
+    io.socket.on_wait = io.say_farewell
+    io.thread.run()
+    bye, other = io.take_sent()
+    assert bye == Bye(reason="internal error")
+    assert isinstance(other, Error)
+    assert other.code == "no_session"
+    assert io.inbox.get_nowait() == AbortRequests([handle])
+    assert io.inbox.empty()
+    assert not io.in_session()
+    assert "MemoryError" in caplog.text
+    assert "in _submit" in caplog.text
+    assert "secret words" not in caplog.text
+
+
+def test_a_flood_leaves_outputs_and_steps_their_turn(io: Threaded) -> None:
+    handle = io.submit("x")
+    io.take_sent()
+    io.socket.incoming.extend([(b"a", NO_MESSAGE)] * 100)
+    taken_at_s: list[float] = []
+
+    def note() -> None:
+        if io.socket.incoming:
+            taken_at_s.append(io.clock.now_s)
+        if len(taken_at_s) == 3:
+            io.outbox.put(step_output(1, (handle, 7)))
+        if not io.socket.incoming:
+            io.say_farewell()
+
+    io.socket.on_receive = note
+    io.thread.run()
+    gaps_s = [later - earlier for earlier, later in pairwise(taken_at_s)]
+    ends = [i + 1 for i, gap_s in enumerate(gaps_s) if gap_s > MAX_TURN_S]
+    turns = [taken_at_s[i:j] for i, j in zip([0, *ends], [*ends, len(taken_at_s)], strict=True)]
+    assert all(1 <= len(turn) <= 5 for turn in turns)
+    assert all(after[0] - turn[-1] >= MAX_TURN_S for turn, after in pairwise(turns))
+    kinds = [type(message) for message in io.take_sent()]
+    assert kinds.index(Output) <= 5, "the output goes before the flood's second turn"
+    assert kinds.count(Error) == len(taken_at_s) == 100
+
+
+def test_few_messages_are_taken_without_a_rest() -> None:
+    clock = FakeClock()
+    turn = Turn(clock)
+    assert turn.begin()
+    assert not turn.is_over()
+    assert turn.rest_s <= 0
+    assert turn.begin()
+    clock.now_s += MAX_TURN_S
+    assert turn.is_over()
+    assert turn.rest_s > 0
+    assert not turn.begin()
+
+
+def test_bytes_that_are_no_message_yet_use_up_the_turn_as_messages_do(io: Threaded) -> None:
+    num_looks = 0
+
+    def look() -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 1:
+            io.say_farewell()
+
+    io.socket.on_receive = look
+    io.socket.is_busy = True
+    io.thread.run()  # it would look for ever
+    assert num_looks > 1
+    assert io.inbox.empty()
+
+
+def test_slow_clients_are_tried_again_soon_and_everyone_is_pinged_every_second(
+    io: Threaded,
+) -> None:
+    handle = io.submit("x")
+    io.take_sent()
+    io.socket.state[b"a"] = SendResult.FULL
+    io.outbox.put(step_output(1, (handle, 7)))
+    waits_ms: list[int] = []
+
+    def wait(timeout_ms: int) -> None:
+        io.clock.now_s += timeout_ms / 1e3
+        waits_ms.append(timeout_ms)
+        if len(waits_ms) == 3:
+            io.socket.state.clear()
+        if len(waits_ms) == 5:
+            io.say_farewell()
+
+    io.socket.on_wait = wait
+    io.thread.run()
+    first, *retries, second, third = waits_ms
+    assert retries == [11, 11]
+    assert min(first, second, third) > 900
+    ping, output, *pings, bye = io.take_sent()
+    assert columns(output) == ([handle], [7], [1])
+    assert [ping, *pings] == [Ping()] * 3
+    assert isinstance(bye, Bye)

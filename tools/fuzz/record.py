@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER / "results.json")
     arguments = parser.parse_args()
     flags = [f"-max_total_time={arguments.seconds}", f"-max_len={MAX_INPUT_BYTES}"]
-    command = [sys.executable, str(FOLDER / "fuzz_io_thread.py"), str(arguments.corpus), *flags,
+    command = [sys.executable, str(FOLDER / "fuzz_front_desk.py"), str(arguments.corpus), *flags,
                "-print_final_stats=1", f"-artifact_prefix={arguments.corpus}.finding-"]  # fmt: skip
     commit, dirty = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", "nanocore") != ""
     result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
@@ -50,7 +50,7 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit,
         "dirty": dirty,
-        "command": f"python tools/fuzz/fuzz_io_thread.py CORPUS {' '.join(flags)}",
+        "command": f"python tools/fuzz/fuzz_front_desk.py CORPUS {' '.join(flags)}",
         "executions": int(done[1]) if done else None,
         "seconds": int(done[2]) if done else None,
         "coverage_edges": edges,

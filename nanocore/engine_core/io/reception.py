@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from nanocore.engine_core.io.client_limit import ClientLimit
+from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.protocol.messages import (
     PROTOCOL_VERSION,
     Capability,
@@ -13,7 +15,10 @@ from nanocore.protocol.messages import (
     Refused,
     Welcome,
 )
+from nanocore.protocol.sockets import MAX_FRAME_BYTES
 
+PING_INTERVAL_S: Final = 1.0
+SESSION_TIMEOUT_S: Final = 30.0
 RETRY_AFTER_S: Final = 1.0
 
 
@@ -21,10 +26,24 @@ class Reception:
     """Belongs to the io thread. The arguments are what WELCOME says; instance names the engine."""
 
     def __init__(
-        self, model: ModelCard, limits: Limits, capabilities: list[Capability], instance: str
+        self,
+        model: ModelCard,
+        capabilities: list[Capability],
+        max_num_seqs: int,
+        client_limit: ClientLimit,
+        queue_limit: QueueLimit,
+        instance: str,
     ) -> None:
         self._model = model
-        self._limits = limits
+        self._limits = Limits(
+            max_frame_bytes=MAX_FRAME_BYTES,
+            max_num_seqs=max_num_seqs,
+            max_num_queued_reqs=queue_limit.max_num_queued_reqs,
+            max_num_queued_tokens=queue_limit.max_num_queued_tokens,
+            ping_interval_ms=int(PING_INTERVAL_S * 1e3),
+            session_timeout_ms=int(SESSION_TIMEOUT_S * 1e3),
+            max_num_clients=client_limit.max_num_clients,
+        )
         self._capabilities: list[str] = [*capabilities]
         self._instance = instance
 

@@ -107,12 +107,15 @@ class Session:
     backlog: Backlog | None = None
 
 
-def over_limit(slow: Iterable[Session]) -> Session | None:
-    """The session that lets most answers wait, if these are too many, or those of all are."""
+def over_limit(slow: Iterable[Session], max_bytes: int = MAX_BACKLOGS_BYTES) -> Session | None:
+    """The session that lets most answers wait, if these are too many, or those of all are.
+
+    max_bytes: of those of all.
+    """
     sizes = [(one.backlog.num_bytes, one.client, one) for one in slow if one.backlog]
     most_bytes, _, most = max(sizes)
     all_bytes = sum(num_bytes for num_bytes, _, _ in sizes)
-    return most if most_bytes >= MAX_BACKLOG_BYTES or all_bytes > MAX_BACKLOGS_BYTES else None
+    return most if most_bytes >= MAX_BACKLOG_BYTES or all_bytes > max_bytes else None
 
 
 def _num_bytes(frames: list[bytes]) -> int:

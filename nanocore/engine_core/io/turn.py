@@ -8,6 +8,7 @@ what is not taken yet waits in its sender's socket.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 MAX_TURN_S: Final = 0.001
@@ -15,25 +16,26 @@ MAX_REST_S: Final = 0.05  # after a message that took long
 
 
 class Turn:
-    """One after the other. Belongs to the io thread."""
+    """One after the other. Belongs to the io thread. clock: monotonic, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._start_s = 0.0
         self._rest_until_s = 0.0
 
     @property
     def rest_s(self) -> float:
         """Seconds until the next turn may begin; 0 or less: it may."""
-        return self._rest_until_s - time.monotonic()
+        return self._rest_until_s - self._clock()
 
     def begin(self) -> bool:
         """Begin a turn; False if it is too soon."""
-        self._start_s = time.monotonic()
+        self._start_s = self._clock()
         return self._start_s >= self._rest_until_s
 
     def is_over(self) -> bool:
         """Whether the turn's time is up; the rest is as long as the turn was."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         length_s = now_s - self._start_s
         if length_s < MAX_TURN_S:
             return False

@@ -25,10 +25,13 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.client_limit import ClientLimit, raise_descriptor_limit
+from nanocore.engine_core.io.control_desk import ControlDesk
+from nanocore.engine_core.io.front_desk import FrontDesk
 from nanocore.engine_core.io.io_thread import IoThread
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.io.reception import Reception
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.parent import ParentLink
@@ -179,21 +182,25 @@ def _io_thread(
     """Not started. Arguments as in `serve`."""
     counters, clock = core.scheduler.counters, core.clock
     queue_limit = QueueLimit(config.max_num_queued_reqs, config.max_num_queued_tokens, counters)
-    return IoThread(
+    client_limit = ClientLimit.of_this_process(config.max_num_clients)
+    reception = Reception(
+        card,
+        config.capabilities,
+        config.sizes.max_num_seqs,
+        client_limit,
+        queue_limit,
+        instance=secrets.token_hex(16),
+    )
+    desk = FrontDesk(
         socket,
         inbox,
-        outbox,
-        model=card,
-        files=files,
-        capabilities=config.capabilities,
-        instance=secrets.token_hex(16),
-        max_num_seqs=config.sizes.max_num_seqs,
-        client_limit=ClientLimit.of_this_process(config.max_num_clients),
-        queue_limit=queue_limit,
-        admission=Admission(card, config, queue_limit),
+        reception,
+        Admission(card, config, queue_limit),
+        ControlDesk(inbox, files),
         num_steps=lambda: counters.num_steps,
         step_age_ms=lambda: clock.age_ms,
     )
+    return IoThread(socket, client_limit.max_connections, desk, inbox, outbox)
 
 
 def process_age_s() -> float:

@@ -1,6 +1,6 @@
-"""Coverage-guided fuzzing of the io thread and of the client's decoder, with atheris.
+"""Coverage-guided fuzzing of the front desk and of the client's decoder, with atheris.
 
-    python tools/fuzz/fuzz_io_thread.py [CORPUS_FOLDER] [libFuzzer's flags, e.g. -max_total_time=60]
+    python tools/fuzz/fuzz_front_desk.py [CORPUS_FOLDER] [libFuzzer's flags, -max_total_time=60]
 
 An input is a script as in tests/engine_core/io_script.py, which also says what must hold: messages
 of three peers, outputs of steps, peers that stop reading or vanish, and messages of an engine to a
@@ -21,7 +21,7 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 with atheris.instrument_imports(include=["nanocore"]):
-    from nanocore.engine_core.io import io_thread as module
+    from nanocore.engine_core.io import front_desk
     from nanocore.engine_core.io.model_files import ModelFiles
     from nanocore.protocol.codec import encode
     from nanocore.protocol.messages import Op
@@ -105,7 +105,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="nc-fuzz-"))
     (folder / "tokenizer.json").write_bytes(b"{}" * 40_000)
     files = ModelFiles(folder)
-    module.logger.disabled = True
+    front_desk.logger.disabled = True
 
     def test_one_input(data: bytes) -> None:
         runner = ScriptRunner(files)

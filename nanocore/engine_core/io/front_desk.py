@@ -1,0 +1,310 @@
+"""The front desk: what becomes of each client's message, and of what the step loop produced.
+
+Belongs to the io thread, which brings it messages, events and the time, and whose socket is its
+`Peers`: no socket, thread or clock is in here, so that any order of events can be played to it.
+Requests belong to the session that submitted them, so no client can touch another's. Sessions end
+by BYE, by the peer's disappearance, by silence, or by not reading; their requests are then aborted.
+Answers and log lines quote little of what a client sent, and there are not more lines for more
+messages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.control_desk import ControlDesk
+from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S, Reception
+from nanocore.engine_core.io.session import MAX_BACKLOGS_BYTES, Session, output_frames, over_limit
+from nanocore.engine_core.io.session_table import SessionTable
+from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply, Farewell, Inbox
+from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder, returned_id
+from nanocore.protocol.errors import (
+    ContextLengthError,
+    EngineOverloadedError,
+    ErrorCode,
+    InvalidRequestError,
+    ProtocolError,
+)
+from nanocore.protocol.messages import (
+    Abort,
+    Accepted,
+    Bye,
+    Control,
+    Error,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Submit,
+)
+from nanocore.protocol.sockets import SendResult
+
+logger = logging.getLogger(__name__)
+
+BACKLOG_TIMEOUT_S: Final = 30.0
+
+
+class Peers(Protocol):
+    """Whoever is connected, by routing id. An `EngineSocket` is one, and says more of each."""
+
+    def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult: ...
+
+    def admit(self, routing_id: bytes) -> None: ...
+
+    def dismiss(self, routing_id: bytes) -> None: ...
+
+
+class FrontDesk:
+    """Serves one engine's clients. Times are seconds of any one monotonic clock.
+
+    Args:
+        peers: to whom it sends. inbox: the step loop's.
+        reception: answers HELLO. admission: builds requests. controls: answer CONTROL.
+        num_steps, step_age_ms: read the step counter, and for how long the step loop has been in a
+            step, for PONG.
+        max_backlogs_bytes: of the answers that wait for all clients together.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        inbox: Inbox,
+        reception: Reception,
+        admission: Admission,
+        controls: ControlDesk,
+        num_steps: Callable[[], int],
+        step_age_ms: Callable[[], int],
+        max_backlogs_bytes: int = MAX_BACKLOGS_BYTES,
+    ) -> None:
+        self.sessions = SessionTable()
+        self._peers = peers
+        self._inbox = inbox
+        self._reception = reception
+        self._admission = admission
+        self._controls = controls
+        self._num_steps, self._step_age_ms = num_steps, step_age_ms
+        self._max_backlogs_bytes = max_backlogs_bytes
+        self._decoder = engine_decoder()
+        self._num_handles = 0
+        self._num_protocol_errors = 0
+        self._closed: Counter[str] = Counter()  # sessions by reason, since they were last logged
+
+    def receive(self, routing_id: bytes, frames: list[bytes], now_s: float) -> None:
+        """Handle one message. Bytes that are none, or none for now, get an ERROR and are counted.
+
+        Raises:
+            Exception: a bug of ours that the message meets; the text may quote the message.
+        """
+        session = self.sessions.by_peer.get(routing_id)
+        try:
+            message = self._decoder.decode(frames)
+            if session is None:
+                self._open_session(routing_id, message, now_s)
+            else:
+                session.last_seen_s = now_s
+                self._handle(session, message, now_s)
+        except InvalidSubmitError as error:
+            # Never another code for an id that is in use: it would end the request that has it.
+            is_known = session is not None and error.request_id in session.requests
+            code: ErrorCode = "duplicate_request_id" if is_known else "invalid_request"
+            self._refuse(routing_id, code, str(error), error.request_id, now_s)
+        except ProtocolError as error:
+            self._num_protocol_errors += 1
+            self._refuse(routing_id, error.code, str(error), None, now_s)
+
+    def deliver(self, event: ClientOutput | ControlReply, now_s: float) -> None:
+        """Send what the step loop produced, if the client is still there."""
+        session = self.sessions.by_client.get(event.client)
+        if session is None:
+            return
+        if isinstance(event, ClientOutput):
+            self._send_output(session, event, now_s)
+            return
+        session.num_calls -= 1
+        reply = event.reply
+        if reply.stats is not None:
+            stats = msgspec.structs.replace(
+                reply.stats,
+                num_clients=len(self.sessions),
+                num_protocol_errors=self._num_protocol_errors,
+            )
+            reply = msgspec.structs.replace(reply, stats=stats)
+        self._send(session, reply, now_s)
+
+    def flush(self, now_s: float) -> None:
+        """Send slow clients what their sockets take now; cut off who took nothing for long."""
+        for session in list(self.sessions.slow.values()):
+            self._flush(session, now_s)
+
+    def check_sessions(self, now_s: float) -> None:
+        """PING every client and close the silent ones' sessions; log what was closed lately."""
+        self._log_closed()
+        for session in list(self.sessions.by_peer.values()):
+            if now_s - session.last_seen_s > SESSION_TIMEOUT_S:
+                self._close(session, f"no word from the client for {SESSION_TIMEOUT_S} s")
+            else:
+                self._send(session, Ping(), now_s)
+
+    def peer_gone(self, routing_id: bytes) -> None:
+        """The peer has disconnected."""
+        if (session := self.sessions.by_peer.get(routing_id)) is not None:
+            self._close(session, "the client is gone")
+
+    def expel(self, routing_id: bytes, reason: str) -> None:
+        """Say BYE to a peer and close its session, if it has one."""
+        self._peers.send(routing_id, encode(Bye(reason=reason)))
+        if (session := self.sessions.by_peer.get(routing_id)) is not None:
+            self._close(session, reason)
+
+    def say_bye(self, farewell: Farewell) -> None:
+        """The last words to every client."""
+        self._log_closed()
+        for session in list(self.sessions.by_peer.values()):
+            if farewell.failure:
+                self._try_send(session, encode(Error(code="engine_dead", message=farewell.reason)))
+            self._try_send(session, encode(Bye(reason=farewell.reason)))
+
+    def _open_session(self, routing_id: bytes, message: Message, now_s: float) -> None:
+        if isinstance(message, Bye):
+            return
+        if not isinstance(message, Hello):
+            raise ProtocolError(f"{message.op.name} before HELLO, or after BYE", "no_session")
+        refused = self._reception.refusal(message, len(self.sessions))
+        if refused is not None:
+            self._peers.send(routing_id, encode(refused))
+            return
+        self._peers.admit(routing_id)
+        session = self.sessions.open(routing_id, now_s)
+        self._send(session, self._reception.welcome(message, session.session_id), now_s)
+
+    def _handle(self, session: Session, message: Message, now_s: float) -> None:
+        match message:
+            case Submit():
+                self._submit(session, message, now_s)
+            case Abort(request_ids=request_ids):
+                open_ids = dict.fromkeys(i for i in request_ids if i in session.requests)
+                self._abort([session.requests[request_id] for request_id in open_ids])
+            case Ping(nonce=nonce):
+                num_steps, age_ms = self._num_steps(), self._step_age_ms()
+                pong = Pong(nonce=nonce, num_steps=num_steps, step_age_ms=age_ms)
+                self._send(session, pong, now_s)
+            case Pong():
+                pass  # last_seen_s is all it is for
+            case Control():
+                if (reply := self._controls.handle(session, message)) is not None:
+                    self._send(session, reply, now_s)
+            case Bye():
+                self._close(session, "the client said BYE")
+            case Hello():
+                raise ProtocolError("HELLO in an open session; the session goes on")
+
+    def _submit(self, session: Session, submit: Submit, now_s: float) -> None:
+        code: ErrorCode = "invalid_request"
+        if submit.request_id in session.requests:
+            text = f"request_id {submit.request_id!r} is in use in this session: choose another"
+            self._refuse(session.routing_id, "duplicate_request_id", text, submit.request_id, now_s)
+            return
+        try:
+            request = self._admission.build(submit, self._num_handles + 1, session.client)
+        except EngineOverloadedError as error:
+            refusal = Error(
+                code="overloaded",
+                message=str(error),
+                request_id=submit.request_id,
+                retry_after_s=error.retry_after_s,
+            )
+            self._send(session, refusal, now_s)
+            return
+        except InvalidRequestError as error:
+            if isinstance(error, ContextLengthError):
+                code = "context_length_exceeded"
+            request_id = returned_id(submit.request_id)
+            self._refuse(session.routing_id, code, str(error), request_id, now_s)
+            return
+        self._num_handles = request.handle
+        self.sessions.add_request(session, submit.request_id, request.handle)
+        # In this order: that the client is gone may come out when it is told.
+        self._inbox.put(AddRequest(request))
+        accepted = Accepted(request_id=submit.request_id, handle=request.handle, seed=request.seed)
+        self._send(session, accepted, now_s)
+
+    def _send_output(self, session: Session, output: ClientOutput, now_s: float) -> None:
+        for event in output.events:
+            if event.finish_reason is not None:
+                self.sessions.end_request(session, event.handle)
+        if session.backlog is not None:
+            session.backlog.add(output)
+        elif self._try_send(session, output_frames(output)) is SendResult.FULL:
+            self.sessions.hold_back(session, now_s).add(output)
+
+    def _send(self, session: Session, message: Message, now_s: float) -> None:
+        frames = encode(message)
+        backlog = session.backlog
+        if backlog is None:
+            if self._try_send(session, frames) is not SendResult.FULL:
+                return
+            backlog = self.sessions.hold_back(session, now_s)
+        if backlog.add_answer(frames):
+            most = over_limit(self.sessions.slow.values(), self._max_backlogs_bytes)
+            if most is not None:
+                self._close(most, "the client does not read its answers")
+
+    def _try_send(self, session: Session, frames: list[bytes]) -> SendResult:
+        result = self._peers.send(session.routing_id, frames)
+        if result is SendResult.GONE:
+            self._close(session, "the client is gone")
+        return result
+
+    def _flush(self, session: Session, now_s: float) -> None:
+        backlog = session.backlog
+        if backlog is None:
+            return
+        while (frames := backlog.next()) is not None:
+            match self._try_send(session, frames):
+                case SendResult.GONE:
+                    return
+                case SendResult.FULL:
+                    if now_s - backlog.since_s > BACKLOG_TIMEOUT_S:
+                        self._close(session, "the client does not read its outputs")
+                    return
+                case SendResult.SENT:
+                    backlog.drop_next()
+                    backlog.since_s = now_s
+        self.sessions.catch_up(session)
+
+    def _refuse(
+        self, routing_id: bytes, code: str, message: str, request_id: str | None, now_s: float
+    ) -> None:
+        """Answer with an ERROR. For a peer without a session nothing is kept: it may miss it."""
+        error = Error(code=code, message=message, request_id=request_id)
+        session = self.sessions.by_peer.get(routing_id)
+        if session is not None:
+            self._send(session, error, now_s)
+        else:
+            self._peers.send(routing_id, encode(error))
+
+    def _abort(self, handles: list[int]) -> None:
+        if handles:
+            self._inbox.put(AbortRequests(handles))
+
+    def _close(self, session: Session, reason: str) -> None:
+        if not self.sessions.has(session):
+            return  # it has ended by what was sent just before, to it or to another
+        self._closed[reason] += 1
+        self._peers.dismiss(session.routing_id)
+        self._abort(self.sessions.close(session))
+        self._controls.leave(session)
+
+    def _log_closed(self) -> None:
+        """One line for all the sessions that were closed lately, however many."""
+        if self._closed:
+            reasons = ", ".join(f"{reason} ({n})" for reason, n in self._closed.items())
+            logger.info("%d sessions closed: %s", self._closed.total(), reasons)
+            self._closed.clear()
