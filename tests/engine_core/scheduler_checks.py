@@ -132,7 +132,7 @@ def check_idle(scheduler: Scheduler) -> None:
     assert scheduler.num_requests == scheduler.num_waiting == scheduler.num_running == 0
     assert kv_cache.num_free_blocks == kv_cache.num_blocks
     num_groups = scheduler.config.num_groups
-    num_free = sum(running.num_free_rows(group) for group in range(num_groups))
+    num_free = sum(running.row_counts(group)[1] for group in range(num_groups))
     assert num_free == scheduler.config.max_num_seqs
     assert not running._table.clients
     assert not running._table._stop_counts.any()

@@ -14,7 +14,7 @@ def test_a_decoding_row_is_quiet_until_its_blocks_are_full_or_its_last_token_is_
     # Blocks of 4. 3 prompt tokens and 8 outputs: token number 10, the 10th computed, is the last.
     table = RowTable(max_num_seqs=2, max_model_len=16)
     request = make_request(1, [1] * 3, 8)
-    row = table.add(request, 0, 4)
+    row = table.add(request, request.give_tokens(), 0, 4)
     quiet_until = [int(table.quiet_until[row])]
     for held_tokens in (8, 12):
         table.hold(request, held_tokens)
@@ -48,9 +48,10 @@ def test_only_tokens_that_end_some_row_are_looked_at() -> None:
     table = RowTable(max_num_seqs=2, max_model_len=8)
     tokens = np.array([4, 5, 6, 7, 100_000], np.int32)
     assert table.may_stop(tokens) == []
-    first = table.add(make_request(1, [1], 3, eos=(5,)), 0, 4)
+    prompt = np.ones(1, np.int32)
+    first = table.add(make_request(1, [1], 3, eos=(5,)), prompt, 0, 4)
     assert table.may_stop(tokens) == [1]
-    table.add(make_request(2, [1], 3, stop_token_ids=(6,)), 0, 4)
+    table.add(make_request(2, [1], 3, stop_token_ids=(6,)), prompt, 0, 4)
     assert table.may_stop(tokens) == [1, 2]
     table.remove(first)
     assert table.may_stop(tokens) == [2]

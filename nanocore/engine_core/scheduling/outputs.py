@@ -12,12 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.engine_core.scheduling.token_columns import (
-    EMPTY_COLUMNS,
-    IntArray,
-    NumberColumns,
-    TokenColumns,
-)
+from nanocore.engine_core.scheduling.token_columns import IntArray, NumberColumns, TokenColumns
 from nanocore.protocol.messages import Event
 
 
@@ -47,33 +42,43 @@ class ClientOutput:
 
 
 def split_by_client(
-    clients: IntArray | int, tokens: TokenColumns, events: list[tuple[int, Event]]
+    clients: IntArray | int,
+    handles: NDArray[np.uint32],
+    tokens: TokenColumns,
+    events: list[tuple[int, Event]],
 ) -> list[ClientOutput]:
-    """Group a step's columns, and its (client, event) pairs, by client.
+    """Group a step's tokens, and its (client, event) pairs, by client.
 
-    clients: of each owner of tokens, or the one client that all belong to. tokens: by handle.
+    clients, handles: of each owner of tokens; or the one client that all belong to.
     """
     outputs: dict[int, ClientOutput] = {}
     if isinstance(clients, int):
-        if len(tokens.owners):
-            outputs[clients] = _output(clients, tokens)
+        if len(handles):
+            outputs[clients] = _output(clients, handles, tokens)
     else:
         order = np.argsort(clients, kind="stable")
         clients = clients[order]
         starts = np.flatnonzero(np.diff(clients, prepend=-1))
         for start, end in pairwise([*starts.tolist(), len(order)]):
-            client = int(clients[start])
-            outputs[client] = _output(client, tokens.take(order[start:end]))
-    for client, event in events:
-        outputs.setdefault(client, _output(client, EMPTY_COLUMNS)).events.append(event)
+            client, mine = int(clients[start]), order[start:end]
+            outputs[client] = _output(client, handles[mine], tokens.take(mine))
+    _add_events(outputs, events)
     return list(outputs.values())
 
 
 def split_events(events: list[tuple[int, Event]]) -> list[ClientOutput]:
     """Group (client, event) pairs by client: outputs without tokens."""
-    return split_by_client(0, EMPTY_COLUMNS, events)
+    outputs: dict[int, ClientOutput] = {}
+    _add_events(outputs, events)
+    return list(outputs.values())
 
 
-def _output(client: int, tokens: TokenColumns) -> ClientOutput:
-    handles, token_ids, counts, columns = tokens
-    return ClientOutput(client, handles.view(np.uint32), token_ids, counts=counts, columns=columns)
+def _add_events(outputs: dict[int, ClientOutput], events: list[tuple[int, Event]]) -> None:
+    for client, event in events:
+        if client not in outputs:
+            outputs[client] = ClientOutput(client, np.zeros(0, np.uint32), np.zeros(0, np.int32))
+        outputs[client].events.append(event)
+
+
+def _output(client: int, handles: NDArray[np.uint32], tokens: TokenColumns) -> ClientOutput:
+    return ClientOutput(client, handles, tokens.token_ids, [], tokens.counts, tokens.columns)

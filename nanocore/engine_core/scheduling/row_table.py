@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns, places_in_rows
-from nanocore.kv_cache import BlockKey
 
 
 class RowTable:
@@ -65,13 +64,10 @@ class RowTable:
     def __len__(self) -> int:
         return self._num_rows
 
-    def num_free(self, group: int = 0) -> int:
-        """Rows of the group that no request owns."""
-        return len(self._free_rows[group])
-
-    def num_taken(self, group: int = 0) -> int:
-        """Rows of the group that requests own."""
-        return self._group_sizes[group] - len(self._free_rows[group])
+    def row_counts(self, group: int) -> tuple[int, int]:
+        """(rows of the group that requests own, rows that none does)."""
+        num_free = len(self._free_rows[group])
+        return self._group_sizes[group] - num_free, num_free
 
     def running(self) -> list[Request]:
         """The requests that own rows, by row."""
@@ -83,13 +79,19 @@ class RowTable:
         assert request is not None, f"row {row} is free"
         return request
 
-    def add(self, request: Request, num_computed: int, held_tokens: int, group: int = 0) -> int:
-        """Give a request the lowest free row of the group, as prefilling; its tokens move here."""
+    def add(
+        self,
+        request: Request,
+        token_ids: NDArray[np.int32],
+        num_computed: int,
+        held_tokens: int,
+        group: int = 0,
+    ) -> int:
+        """Give a request, whose tokens these are, the lowest free row of the group to prefill."""
         row = heapq.heappop(self._free_rows[group])
         self._num_rows += 1
         request.row = row
         self.requests[row] = request
-        token_ids = request.give_tokens()
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
         self.num_computed[row] = self.num_cached[row] = num_computed
@@ -143,18 +145,6 @@ class RowTable:
         """A view of the row's prompt and output tokens so far."""
         return self.token_ids[row, : self.num_tokens[row]]
 
-    def block_keys(self, request: Request, num_tokens: int) -> list[BlockKey]:
-        """Keys of a running request's full blocks, up to that many tokens as far as they are known.
-
-        There may be more of them, of its prompt.
-        """
-        chain = request.key_chain
-        start = chain.num_tokens
-        if start < num_tokens:  # output tokens have filled a block
-            end = min(num_tokens, int(self.num_tokens[request.row]))
-            chain.extend(self.token_ids[request.row, start:end].tobytes())
-        return chain.keys
-
     def append(self, sampled: TokenColumns) -> None:
         """Append sampled tokens to their rows."""
         rows, counts = sampled.owners, sampled.counts
@@ -167,21 +157,12 @@ class RowTable:
             self.token_ids[np.repeat(rows, counts), positions] = sampled.token_ids
             self.num_tokens[rows] = num_tokens + counts
 
-    def addressed(self, sampled: TokenColumns) -> tuple[IntArray | int, TokenColumns]:
-        """(client of each row, or the one client of all that run; their tokens by handle)."""
-        rows, clients = sampled.owners, self.clients
-        one_client = len(clients) == 1
-        return (
-            next(iter(clients)) if one_client else self.client[rows],
-            sampled._replace(owners=self.handle[rows]),
-        )
-
     def may_stop(self, token_ids: NDArray[np.int32]) -> list[int]:
         """Indices of those tokens that are EOS or a stop id of some row, perhaps another one."""
         counts = self._stop_counts
         if len(counts) == 1:
             return []
-        hits: list[int] = counts[np.minimum(token_ids, len(counts) - 1)].nonzero()[0].tolist()
+        hits: list[int] = counts.take(token_ids, mode="clip").nonzero()[0].tolist()
         return hits
 
     def _count_stop_ids(self, request: Request, change: int) -> None:

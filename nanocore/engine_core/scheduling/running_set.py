@@ -20,7 +20,8 @@ from nanocore.engine_core.scheduling.ends import ends_by_length, ends_by_token
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
 from nanocore.engine_core.scheduling.step import Chunk, StepOutcome, StepPlan, attended_tokens
-from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns, sampled_tokens
+from nanocore.engine_core.scheduling.step_result import read_result
+from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns
 from nanocore.engine_core.scheduling.waiting_queue import Precedence
 from nanocore.kv_cache import Block, KVCacheManager
 from nanocore.protocol.codec import pack_int32
@@ -44,8 +45,7 @@ class RunningSet:
         self.max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         """Tokens that a prompt may compute in one step."""
         self.may_overlap = config.num_groups == 1 and not config.num_speculative_tokens
-        """Whether a row may be in several steps in flight: if their plans need counts only, and
-        these are known. Else a group's step is planned when its last one is in."""
+        """Whether a step may be planned while others are in flight that its rows are in."""
         self._num_groups = config.num_groups
         self._num_drafts = config.num_speculative_tokens
         self._table = RowTable(config.max_num_seqs, config.max_model_len, config.num_groups)
@@ -97,23 +97,16 @@ class RunningSet:
     @property
     def can_go_on(self) -> bool:
         """Whether a row has tokens to compute, and does not wait for blocks."""
-        table = self._table
-        num_ready = len(table.decoding) + len(table.prefilling) - len(self._stalled)
-        return num_ready > 0
+        return len(self.decoding) + len(self.prefilling) > len(self._stalled)
 
     def has_work(self, group: int) -> bool:
         """Whether a step of this group, of which none is in flight, has anything to compute."""
-        table = self._table
-        has_rows = table.num_taken(group) > 0
-        return has_rows or any(self.next_chunk(row, group) for row in table.prefilling)
+        num_taken, _ = self._table.row_counts(group)
+        return num_taken > 0 or any(self.next_chunk(row, group) for row in self._table.prefilling)
 
-    def num_free_rows(self, group: int) -> int:
-        """Rows of the group that no request owns."""
-        return self._table.num_free(group)
-
-    def num_taken_rows(self, group: int) -> int:
-        """Rows of the group that requests own."""
-        return self._table.num_taken(group)
+    def row_counts(self, group: int) -> tuple[int, int]:
+        """(rows of the group that requests own, rows that none does)."""
+        return self._table.row_counts(group)
 
     def requests(self) -> list[Request]:
         """The requests that own rows, by row."""
@@ -134,8 +127,7 @@ class RunningSet:
     def decode_load(self, group: int) -> tuple[int, int]:
         """(tokens, context) of what decoding rows would compute in a step of the group."""
         _, ends, counts = self._decodes(group, set())
-        if counts is None:
-            return len(ends), int(ends.sum())
+        counts = np.ones_like(ends) if counts is None else counts
         return int(counts.sum()), int(attended_tokens(counts, ends).sum())
 
     def next_chunk(self, row: int, group: int) -> int:
@@ -148,8 +140,8 @@ class RunningSet:
         num_left = int(table.num_tokens[row] - table.num_computed[row])
         return min(num_left - (row % self._num_groups != group), self.max_chunk)
 
-    def compute(self, number: int, group: int, token_budget: int) -> StepPlan:
-        """Begin a plan: give every running row its tokens and blocks.
+    def compute(self, number: int, group: int, token_budget: int) -> tuple[StepPlan, int]:
+        """Begin a plan: give every running row its tokens and blocks. Also returns the budget left.
 
         Each round either provides for all rows or lets one of them go, whose tokens return to the
         budget; nothing is settled before the last round.
@@ -160,13 +152,13 @@ class RunningSet:
             f"step {number} of group {group} needs what its last one, in flight, samples"
         )
         if not len(table):
-            return plan
+            return plan, token_budget
         while True:
             decoding, ends, counts = self._decodes(group, plan.stalled)
             num_decoded = len(decoding) if counts is None else int(counts.sum())
             notable = (ends > table.quiet_until[decoding]).nonzero()[0]
             decodes = list(zip(decoding[notable].tolist(), ends[notable].tolist(), strict=True))
-            chunks = self._share_budget(plan, token_budget - num_decoded)
+            chunks, budget = self._share_budget(plan, token_budget - num_decoded)
             if all(self._provide(plan, row, end) for row, end in decodes + chunks):
                 break
         self._stalled = {r for r in self._stalled if r % self._num_groups != group}
@@ -180,7 +172,7 @@ class RunningSet:
             table.finish_decoding(plan.last)
         for row, end in chunks:
             self._compute_chunk(plan, row, int(table.num_computed[row]), end)
-        return plan
+        return plan, budget
 
     def admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
         """Give a request a row, and `count` tokens after those whose blocks were found cached.
@@ -192,10 +184,12 @@ class RunningSet:
         end = num_cached + count
         block_ids = self._kv_cache.allocate(request.handle, end, hits)
         assert block_ids is not None, "the whole prompt fits, so its first chunk does"
-        row = self._table.add(request, num_cached, len(block_ids) * block_size, plan.group)
+        token_ids = request.give_tokens()
+        held_tokens = len(block_ids) * block_size
+        row = self._table.add(request, token_ids, num_cached, held_tokens, plan.group)
         new = NewRow(
             row=row,
-            token_ids=self.known_tokens(row).tobytes(),
+            token_ids=token_ids.tobytes(),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=num_cached,
             block_ids=pack_int32(block_ids),
@@ -224,7 +218,7 @@ class RunningSet:
     def accept(self, result: ModelRunnerOutput) -> StepOutcome:
         """Take the result of the oldest step in flight: 0 to as many tokens per row as it computed.
 
-        Rows whose requests end with it are theirs until they `leave`.
+        Requests that end with it keep their rows until they `leave`.
 
         Raises:
             ValueError: the result does not fit the step.
@@ -233,11 +227,7 @@ class RunningSet:
         outcome = self._in_flight.popleft()
         plan, dead_rows = outcome.plan, outcome.dead_rows
         self._kv_cache.complete(plan.number)
-        sampled = sampled_tokens(result)
-        if dead_rows:
-            sampled = sampled.take(~np.isin(sampled.owners, list(dead_rows)))
-        if sampled.counts is not None:
-            self._check_counts(plan, sampled.owners, sampled.counts)
+        sampled = read_result(table, outcome, result)
         sampled, ends = ends_by_token(table, sampled)
         table.append(sampled)
         if plan.decode_counts is not None:
@@ -245,7 +235,9 @@ class RunningSet:
             self.rewind(decoding[~np.isin(decoding, list(dead_rows))] if dead_rows else decoding)
         if self._num_groups > 1:
             self._sampled.append(sampled)
-        outcome.clients, outcome.tokens = table.addressed(sampled)
+        rows, clients = sampled.owners, table.clients
+        outcome.clients = next(iter(clients)) if len(clients) == 1 else table.client[rows]
+        outcome.handles, outcome.tokens = table.handle[rows], sampled
         for row in plan.first:
             if row not in dead_rows and not (row in ends and ends[row][1].message):
                 outcome.started.append(table.request(row))
@@ -281,25 +273,15 @@ class RunningSet:
         last_step = self._in_flight[-1].plan.number if self._in_flight else 0
         self._kv_cache.free(request.handle, after_step=last_step)
 
-    def _check_counts(self, plan: StepPlan, rows: IntArray, counts: IntArray) -> None:
-        """A row has at most a token for each that the step computed from its last known one on."""
-        most = np.ones(len(rows), np.int64)
-        if plan.decode_counts is not None:  # no other step of the row is in flight
-            most = self._table.num_computed[rows] + 1 - self._table.num_tokens[rows]
-        for i in (counts > most).nonzero()[0].tolist():
-            raise ValueError(
-                f"step {plan.number} has {counts[i]} tokens for row {rows[i]}: at most {most[i]}"
-            )
-
     def _decodes(self, group: int, stalled: set[int]) -> tuple[IntArray, IntArray, IntArray | None]:
         """(rows, their computed tokens after the step, how many it computes) of a group's decodes.
 
         None stands for one each. Drafts are computed only as far as all would be wanted.
         """
         table = self._table
-        decoding = table.decoding
-        if self._num_groups > 1:
-            decoding = decoding[decoding % self._num_groups == group]
+        decoding, num_groups = table.decoding, self._num_groups
+        if num_groups > 1:
+            decoding = decoding[decoding % num_groups == group]
         if stalled:
             decoding = decoding[~np.isin(decoding, list(stalled))]
         num_computed = table.num_computed[decoding]
@@ -317,8 +299,8 @@ class RunningSet:
         held = dict.fromkeys((*table.prefilling, *table.finishing, *plan.stalled))
         return [r for r in held if r not in served and r % self._num_groups == plan.group]
 
-    def _share_budget(self, plan: StepPlan, budget: int) -> list[tuple[int, int]]:
-        """(row, its computed tokens after the step) of the running prompts that take part."""
+    def _share_budget(self, plan: StepPlan, budget: int) -> tuple[list[tuple[int, int]], int]:
+        """(row, its computed tokens after the step) of running prompts, and the rest of budget."""
         table = self._table
         chunks = []
         for row in table.prefilling:
@@ -326,7 +308,7 @@ class RunningSet:
             if count and row not in plan.stalled:
                 chunks.append((row, int(table.num_computed[row]) + count))
                 budget -= count
-        return chunks
+        return chunks, budget
 
     def _provide(self, plan: StepPlan, row: int, num_tokens: int) -> bool:
         """Let a running row hold blocks for num_tokens; False if another round must be tried."""
@@ -388,7 +370,7 @@ class RunningSet:
         table.prefilling.remove(row)
         if end == request.num_prompt_tokens:
             plan.first.append(row)
-        if end == table.max_computed[row]:
+        if end == request.max_num_tokens - 1:
             plan.last.append(row)
             table.finishing.append(row)
         else:
@@ -396,7 +378,12 @@ class RunningSet:
 
     def _register(self, request: Request, num_computed: int) -> None:
         """Make a running request's full blocks findable, as far as their tokens are known."""
-        if self._kv_cache.enable_prefix_caching:
-            num_full = num_computed // self._kv_cache.block_size
-            keys = self._table.block_keys(request, num_full * self._kv_cache.block_size)
-            self._kv_cache.register(request.handle, keys, min(num_full, len(keys)))
+        if not self._kv_cache.enable_prefix_caching:
+            return
+        num_full = num_computed // self._kv_cache.block_size
+        keys = request.key_chain.keys
+        if len(keys) < num_full:  # output tokens have filled a block
+            start = request.key_chain.num_tokens
+            request.key_chain.extend(self.known_tokens(request.row)[start:num_computed].tobytes())
+            num_full = min(num_full, len(keys))
+        self._kv_cache.register(request.handle, keys, num_full)

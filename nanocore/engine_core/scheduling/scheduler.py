@@ -167,12 +167,13 @@ class Scheduler:
         running, counters = self.running, self.counters
         counters.num_steps += 1
         self._last_group = group
-        plan = running.compute(counters.num_steps, group, self._token_budget(group))
+        token_budget = self._token_budget(group)
+        plan, budget = running.compute(counters.num_steps, group, token_budget)
         for request in plan.preempted:
             self.waiting.push(request)
         counters.num_preemptions += len(plan.preempted)
         if self.num_waiting and not plan.preempted and not running.is_short_of_blocks:
-            self._schedule_waiting(plan)
+            self._schedule_waiting(plan, budget)
         if self.budget.has_target:
             self._begun_s.append(self._clock())
         return running.begin(plan)
@@ -199,7 +200,7 @@ class Scheduler:
                 logger.error("request %r ends: %s", request.request_id, ended.message)
         outcome.finished += self._aborted
         self._aborted = []
-        return split_by_client(outcome.clients, outcome.tokens, events)
+        return split_by_client(outcome.clients, outcome.handles, outcome.tokens, events)
 
     def _can_admit(self, group: int) -> bool:
         head = self.head()
@@ -208,9 +209,9 @@ class Scheduler:
 
     def _num_admissible(self, group: int) -> int:
         """Rows that a step of this group may give away: groups are kept equally large."""
-        running = self.running
+        num_taken, num_free = self.running.row_counts(group)
         fair_share = -(-(self.num_running + self.num_waiting) // self.config.num_groups)
-        return min(running.num_free_rows(group), fair_share - running.num_taken_rows(group))
+        return min(num_free, fair_share - num_taken)
 
     def _token_budget(self, group: int) -> int:
         running = self.running
@@ -220,13 +221,12 @@ class Scheduler:
         prompts = [running.num_computed_tokens(row) for row in running.prefilling]
         return self.budget.num_tokens(num_decodes, context, max(prompts, default=0))
 
-    def _schedule_waiting(self, plan: StepPlan) -> None:
+    def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         """Admit waiting requests while budget, rows and blocks last; none passes the head by.
 
         Except that prompts of several chunks, when no more of them may be running, step aside.
         """
         limit = self.config.max_num_partial_prefills
-        budget = plan.token_budget - plan.num_tokens
         num_rows = self._num_admissible(plan.group)
         while budget > 0 and num_rows > 0:
             may_be_partial = not limit or len(self.running.prefilling) < limit

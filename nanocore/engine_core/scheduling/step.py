@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanocore.engine_core.scheduling.ends import End
-from nanocore.engine_core.scheduling.request import Request
-from nanocore.engine_core.scheduling.token_columns import EMPTY_COLUMNS, IntArray, TokenColumns
+from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
+from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns
 from nanocore.protocol.codec import pack_int32
 from nanocore.worker.plan import NewRow, SchedulerOutput
 
@@ -111,7 +112,9 @@ class StepPlan:
         return SchedulerOutput(
             step=self.number,
             group=self.group,
-            sampled_rows=b"".join([one.owner_of_each().tobytes() for one in sampled]),
+            sampled_rows=b"".join(
+                [one.owner_of_each().astype(TOKEN_DTYPE).tobytes() for one in sampled]
+            ),
             sampled_token_ids=b"".join([one.token_ids.tobytes() for one in sampled]),
             removed_rows=pack_int32(removed_rows),
             added=self.added,
@@ -127,21 +130,25 @@ class StepOutcome:
     """What happens to a step from its begin until its result is in.
 
     dead_rows: those whose request ended or was preempted while the step was in flight, so that its
-    result for them is void. tokens: what it sampled and counts, by handle; clients: of each handle,
-    or the one that has them all. started: requests that have their first token. ends: requests
-    that end with its tokens, and what is said of them. finished: all that ended since the step
-    before it was taken in.
+    result for them is void. tokens: what it sampled and counts, by row; clients, handles: of each
+    of these rows, or the one client that has all. started: requests that have their first token.
+    ends: requests that end with its tokens, and what is said of them. finished: all that ended
+    since the step before it was taken in.
     """
 
-    __slots__ = ("clients", "dead_rows", "ends", "finished", "plan", "started", "tokens")
+    __slots__ = (
+        "clients", "dead_rows", "ends", "finished", "handles", "plan", "started", "tokens",
+    )  # fmt: skip
+
+    clients: IntArray | int
+    handles: NDArray[np.uint32]
+    tokens: TokenColumns
+    ends: list[End]
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.dead_rows: set[int] = set()
-        self.clients: IntArray | int = 0
-        self.tokens = EMPTY_COLUMNS
         self.started: list[Request] = []
-        self.ends: list[End] = []
         self.finished: list[Request] = []
 
 

@@ -1,37 +1,35 @@
 """Sampled tokens in columns: whose they are, how many each has, and what is said of each token.
 
 Read side by side: the first owner has as many of the tokens as the first count says, the second the
-next ones, and so on. Owners are rows on the scheduler's side and handles on a client's. With one
-token each there are no counts, and nothing here costs more than the two columns themselves.
+next ones, and so on. With one token each there are no counts, and nothing here costs more than the
+two columns themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-
-from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
-from nanocore.worker.plan import ModelRunnerOutput
 
 IntArray = NDArray[np.integer]
 NumberColumns = dict[str, NDArray[np.float32]]
 """By name, a number for each token."""
 
 
-class TokenColumns(NamedTuple):
+@dataclass(slots=True)
+class TokenColumns:
     """Tokens by owner.
 
     owners: int [n], no one twice. token_ids: int32 [tokens], owner by owner. counts: int [n], each
-    at least 1, or None if all are. columns: float32 [tokens] each.
+    at least 1, or None if all are 1. columns: float32 [tokens] each.
     """
 
     owners: IntArray
     token_ids: NDArray[np.int32]
-    counts: IntArray | None
-    columns: NumberColumns
+    counts: IntArray | None = None
+    columns: NumberColumns = field(default_factory=dict)
 
     def take(self, chosen: IntArray | NDArray[np.bool_]) -> TokenColumns:
         """Some owners' tokens: by their indices, in that order, or by a mask."""
@@ -69,34 +67,6 @@ class TokenColumns(NamedTuple):
     ) -> TokenColumns:
         columns = {name: column[tokens] for name, column in self.columns.items()}
         return TokenColumns(owners, self.token_ids[tokens], counts, columns)
-
-
-EMPTY_COLUMNS: Final = TokenColumns(np.zeros(0, np.int32), np.zeros(0, np.int32), None, {})
-"""Nobody's tokens."""
-
-
-def sampled_tokens(result: ModelRunnerOutput) -> TokenColumns:
-    """What a step's result says, by row; rows without any token are left out.
-
-    Raises:
-        ValueError: its columns do not fit together.
-    """
-    rows = np.frombuffer(result.rows, TOKEN_DTYPE)
-    token_ids = np.frombuffer(result.token_ids, TOKEN_DTYPE)
-    counts = np.frombuffer(result.counts, TOKEN_DTYPE) if result.counts else None
-    columns = {name: np.frombuffer(data, "<f4") for name, data in result.columns.items()}
-    if counts is None:
-        num_tokens, num_counts = len(rows), len(rows)
-    else:
-        num_tokens, num_counts = int(counts.sum()), len(counts)
-    lengths = [len(token_ids), *map(len, columns.values())]
-    if num_counts != len(rows) or lengths.count(num_tokens) != len(lengths):
-        raise ValueError(
-            f"a step's result has {len(rows)} rows, {num_counts} counts of {num_tokens} tokens in "
-            f"all, and columns of {lengths} tokens: they do not fit together"
-        )
-    sampled = TokenColumns(rows, token_ids, counts, columns)
-    return sampled if counts is None or counts.all() else sampled.take(counts > 0)
 
 
 def places_in_rows(counts: IntArray) -> IntArray:
