@@ -32,11 +32,15 @@ class ClientOutput:
     counts: IntArray | None = None
     columns: NumberColumns = field(default_factory=dict)
 
+    def handle_of_each(self) -> NDArray[np.uint32]:
+        """Whose each token is; uint32 [tokens]."""
+        return self.handles if self.counts is None else np.repeat(self.handles, self.counts)
+
     def tokens_by_handle(self) -> dict[int, list[int]]:
         """The tokens of each request."""
         parts: dict[int, list[int]] = {}
-        handles = self.handles if self.counts is None else np.repeat(self.handles, self.counts)
-        for handle, token_id in zip(handles.tolist(), self.token_ids.tolist(), strict=True):
+        handles = self.handle_of_each().tolist()
+        for handle, token_id in zip(handles, self.token_ids.tolist(), strict=True):
             parts.setdefault(handle, []).append(token_id)
         return parts
 
@@ -81,4 +85,7 @@ def _add_events(outputs: dict[int, ClientOutput], events: list[tuple[int, Event]
 
 
 def _output(client: int, handles: NDArray[np.uint32], tokens: TokenColumns) -> ClientOutput:
-    return ClientOutput(client, handles, tokens.token_ids, [], tokens.counts, tokens.columns)
+    counts = tokens.counts
+    if counts is not None and (counts == 1).all():
+        counts = None
+    return ClientOutput(client, handles, tokens.token_ids, [], counts, tokens.columns)

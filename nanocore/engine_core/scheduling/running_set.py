@@ -151,7 +151,7 @@ class RunningSet:
         assert self.may_overlap or group not in self.groups_in_flight, (
             f"step {number} of group {group} needs what its last one, in flight, samples"
         )
-        if not len(table):
+        if not (len(table) or self._num_drafts):
             return plan, token_budget
         while True:
             decoding, ends, counts = self._decodes(group, plan.stalled)
