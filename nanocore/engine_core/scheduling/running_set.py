@@ -231,8 +231,7 @@ class RunningSet:
         sampled, ends = ends_by_token(table, sampled)
         table.append(sampled)
         if plan.decode_counts is not None:
-            decoding = plan.decoding
-            self.rewind(decoding[~np.isin(decoding, list(dead_rows))] if dead_rows else decoding)
+            self.rewind(plan.decoding)  # dead ones, too: nobody has them yet
         if self._num_groups > 1:
             self._sampled.append(sampled)
         rows, clients = sampled.owners, table.clients
