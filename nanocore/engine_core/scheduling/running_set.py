@@ -379,10 +379,12 @@ class RunningSet:
         """Make a running request's full blocks findable, as far as their tokens are known."""
         if not self._kv_cache.enable_prefix_caching:
             return
-        num_full = num_computed // self._kv_cache.block_size
+        block_size = self._kv_cache.block_size
+        num_full = num_computed // block_size
         keys = request.key_chain.keys
         if len(keys) < num_full:  # output tokens have filled a block
-            start = request.key_chain.num_tokens
-            request.key_chain.extend(self.known_tokens(request.row)[start:num_computed].tobytes())
+            table, row = self._table, request.row
+            end = min(num_computed, int(table.num_tokens[row]))
+            request.key_chain.extend(table.token_ids[row, len(keys) * block_size : end].tobytes())
             num_full = min(num_full, len(keys))
         self._kv_cache.register(request.handle, keys, num_full)
