@@ -207,6 +207,17 @@ def test_earlier_stages_are_told_every_token_with_its_row() -> None:
     assert plan.sampled_token_ids == column(TOKENS[1:5])
 
 
+def test_a_steps_cost_is_known_with_its_drafts_before_and_after_it_is_planned() -> None:
+    engine = Engine(num_drafts=2, target_itl_ms=50.0)
+    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.step()
+    running = engine.scheduler.running
+    assert running.decode_load(0) == (3, 6 + 7 + 8)  # tokens, and what they attend to
+    engine.step()
+    plan = engine.scheduler.completed.plan
+    assert (plan.num_tokens, plan.context) == (3, 6 + 7 + 8)
+
+
 def test_the_budget_covers_every_rows_drafts() -> None:
     with pytest.raises(ConfigError, match=r"4 times --max-num-seqs \(8\)"):
         make_scheduler(max_num_seqs=8, max_num_batched_tokens=31, num_speculative_tokens=3)

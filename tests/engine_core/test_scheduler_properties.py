@@ -127,7 +127,7 @@ def test_pipeline_stages_get_every_token_in_time(workload: dict, num_stages: int
     run(workload, depth=num_stages, num_groups=num_stages)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(workloads(), st.sampled_from([1, 1, 2, 3]), st.integers(1, 4), st.booleans())
 def test_drafts_change_no_token_whatever_is_accepted_of_them(
     workload: dict, num_stages: int, num_drafts: int, withholds: bool

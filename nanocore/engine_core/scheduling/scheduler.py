@@ -73,7 +73,7 @@ class Scheduler:
         self.completed = StepOutcome(StepPlan(0, 0))
         """The step whose result came in last."""
         self._clock = clock
-        self._begun_s: deque[float] = deque()  # when each step in flight was, if that matters
+        self._begun_s: deque[float] = deque()  # steps in flight; if there is a target
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
         self._aborted: list[Request] = []  # since the last update
