@@ -151,15 +151,17 @@ def test_tokens_before_one_that_is_not_there_are_delivered_and_the_request_ends(
 def test_kv_of_wrong_drafts_is_never_found_and_that_of_right_ones_is() -> None:
     engine = Engine(num_drafts=3, block_size=4)
     engine.executor.draft = lambda context: next_token(context) + (len(context) % 3 == 0)
-    engine.scheduler.add(make_request(1, PROMPT, 20, stop_token_ids=(TOKENS[9],)))
+    prompt = [*PROMPT, 9]
+    tokens = expected_tokens(prompt, 20)
+    engine.scheduler.add(make_request(1, prompt, 20, stop_token_ids=(tokens[9],)))
     while engine.scheduler.num_requests:
         engine.step()
-    assert engine.deliveries.tokens[1] == TOKENS[:10]
-    # 15 tokens, the last one's KV was never computed: 3 blocks of 4 are whole.
-    engine.scheduler.add(make_request(2, [*PROMPT, *TOKENS[:15]], 3))
+    assert engine.deliveries.tokens[1] == tokens[:10]
+    # 16 tokens are known, and the last one's KV is not computed: 3 blocks of 4 are whole.
+    engine.scheduler.add(make_request(2, [*prompt, *tokens[:15]], 3))
     engine.run()  # whose worker refuses wrong KV
     assert engine.deliveries.num_cached[2] == 12
-    assert engine.deliveries.tokens[2] == TOKENS[15:18]
+    assert engine.deliveries.tokens[2] == tokens[15:18]
 
 
 def test_an_abort_voids_all_tokens_of_the_row_in_the_step_in_flight() -> None:

@@ -84,7 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.digest = {"digest": lambda _: b"x" * 16} if collide else {}
         self.deliveries = Deliveries()
         self.expected: dict[int, list[int]] = {}
-        self.num_prompt_tokens: dict[int, int] = {}
+        self.prompts: dict[int, list[int]] = {}
         self.plans: deque[list[object]] = deque()
         self.aborted: set[int] = set()
         self.findable: set[bytes] = set()
@@ -108,19 +108,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "a"]),
         skip_reading=st.integers(0, 5).map(lambda n: n == 0),
         stop_at=st.none() | st.integers(0, 13),
+        goes_on=st.integers(0, 3).map(lambda n: n == 0),
     )
     def add(
         self, stem: list[int], tail: list[int], max_tokens: int, priority: int, salt: str | None,
-        skip_reading: bool, stop_at: int | None,
+        skip_reading: bool, stop_at: int | None, goes_on: bool,
     ) -> None:  # fmt: skip
         handle = len(self.expected) + 1
         prompt = stem + tail
+        if goes_on and self.expected:  # from where another one ends, whose blocks may be found
+            other = (13 * len(tail) + max_tokens) % len(self.expected) + 1
+            prompt = (self.prompts[other] + self.expected[other] + [1])[: MAX_MODEL_LEN - 14]
         tokens = expected_tokens(prompt, max_tokens)
         stops: tuple[int, ...] = ()
         if stop_at is not None and stop_at < max_tokens:
             stops = (tokens[stop_at],)
         self.expected[handle] = expected_tokens(prompt, max_tokens, stops)
-        self.num_prompt_tokens[handle] = len(prompt)
+        self.prompts[handle] = prompt
         self.scheduler.add(
             make_request(
                 handle, prompt, max_tokens, block_size=BLOCK_SIZE, cache_salt=salt,
@@ -203,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert got == expected
                 assert handle in self.deliveries.finish_reasons
             for lengths in self.deliveries.columns.values():
-                first = self.num_prompt_tokens[handle]
+                first = len(self.prompts[handle])
                 assert lengths.get(handle, []) == list(range(first, first + len(got)))
             assert bool(got) <= (handle in self.deliveries.num_cached), "a token before the start"
         check_idle(self.scheduler)

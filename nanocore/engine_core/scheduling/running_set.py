@@ -51,8 +51,8 @@ class RunningSet:
         self._table = RowTable(config.max_num_seqs, config.max_model_len, config.num_groups)
         self._in_flight: deque[StepOutcome] = deque()
         self._stalled: set[int] = set()  # rows that wait for blocks
-        self._removed_rows: list[int] = []  # since the last plan, like the next
-        self._sampled: list[TokenColumns] = []
+        self._removed_rows: list[int] = []  # since the last plan; workers learn of them with it
+        self._sampled: list[TokenColumns] = []  # since then, too, if earlier stages are to learn it
         self._kv_cache = kv_cache
         self._precedence = precedence
 
