@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
@@ -27,9 +28,11 @@ from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Message
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 
 VOCAB_SIZE = 50
+CONTEXT_LENGTH = "context_length"
+"""A column that the fake worker's results may have."""
 
 
 def context_hash(token_ids: list[int]) -> int:
@@ -40,6 +43,17 @@ def context_hash(token_ids: list[int]) -> int:
 def next_token(token_ids: list[int]) -> int:
     """The fake model's greedy choice after this context."""
     return context_hash(token_ids) % VOCAB_SIZE
+
+
+def draft_token(token_ids: list[int]) -> int:
+    """A guess at the next token, right three times out of four."""
+    is_right = context_hash([*token_ids, VOCAB_SIZE]) % 4
+    return next_token(token_ids) if is_right else (next_token(token_ids) + 1) % VOCAB_SIZE
+
+
+def withhold_some(token_ids: list[int], step: int) -> int:
+    """Now and then a row keeps back one of its tokens, or all of them."""
+    return (0, 0, 0, 1, 99)[(context_hash(token_ids) + step) % 5]
 
 
 def expected_tokens(
@@ -63,6 +77,8 @@ class _Row:
     block_ids: list[int]
     num_known: int
     """Tokens that a pipeline stage which does not sample has been told of."""
+    drafts: list[int] = field(default_factory=list)
+    """What the step computes after the known tokens."""
 
 
 @dataclass
@@ -71,13 +87,19 @@ class FakeExecutor:
 
     block_size, num_blocks: the pool's, to check what the plan refers to. checks_kv: False leaves
     out the simulated memory, whose cost grows with the square of the context. sample: the model's
-    choice after a context.
+    choice after a context. draft: what is computed after a row's known tokens, if a plan asks for
+    more than these; some right, some wrong (`draft_token`). withhold: how many of the tokens that
+    a row with drafts samples are not said, and computed again, of (context, step).
+    has_columns: whether a result says of each token how long the context before it is.
     """
 
     block_size: int
     num_blocks: int
     checks_kv: bool = True
     sample: Callable[[list[int]], int] = next_token
+    draft: Callable[[list[int]], int] | None = None
+    withhold: Callable[[list[int], int], int] = lambda context, step: 0
+    has_columns: bool = False
     rows: dict[int, _Row] = field(default_factory=dict)
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
     num_groups: int = 1
@@ -96,13 +118,25 @@ class FakeExecutor:
         assert sum(counts.values()) == plan.num_tokens
         self.written = {}
         for row, count in counts.items():
-            self._write(self.rows[row], count)
-        sampled = {row: self._sample(self.rows[row]) for row, count in counts.items() if count}
-        sampled = {row: token for row, token in sampled.items() if token is not None}
+            if count:
+                self._write(self.rows[row], count)
+        sampled: dict[int, list[int]] = {}
+        lengths: list[int] = []
+        for index, count in counts.items():
+            row = self.rows[index]
+            num_known = len(row.token_ids)
+            has_drafts = bool(row.drafts)
+            tokens = self._sample(row, plan.step) if count else []
+            if tokens or has_drafts:
+                sampled[index] = tokens
+                lengths += range(num_known, num_known + len(tokens))
         self.num_tokens += plan.num_tokens
+        all_counts = [len(tokens) for tokens in sampled.values()]
         return ModelRunnerOutput(
-            rows=np.array(list(sampled), "<i4").tobytes(),
-            token_ids=np.array(list(sampled.values()), "<i4").tobytes(),
+            rows=_column(sampled),
+            token_ids=_column([token for tokens in sampled.values() for token in tokens]),
+            counts=b"" if set(all_counts) <= {1} else _column(all_counts),
+            columns={CONTEXT_LENGTH: _column(lengths, "<f4")} if self.has_columns else {},
         )
 
     def _apply(self, plan: SchedulerOutput) -> None:
@@ -128,26 +162,42 @@ class FakeExecutor:
         return block_id, position % self.block_size
 
     def _write(self, row: _Row, count: int) -> None:
-        assert row.num_computed + count <= len(row.token_ids), "computes a token nobody knows"
+        end = row.num_computed + count
+        num_drafts = max(end - len(row.token_ids), 0)
+        if num_drafts:
+            assert self.draft is not None, "computes a token nobody knows"
+            assert row.num_computed == len(row.token_ids) - 1, "drafts are for decoding rows"
+        for _ in range(num_drafts):
+            row.drafts.append(self.draft(row.token_ids + row.drafts))
         if self.num_groups > 1:
-            assert row.num_computed + count <= row.num_known, "the first stage does not know it"
+            assert end - num_drafts <= row.num_known, "the first stage does not know it"
+        context = row.token_ids + row.drafts
         for position in range(row.num_computed, row.num_computed + count * self.checks_kv):
             slot = self._slot(row, position)
-            self.slots[slot] = context_hash(row.token_ids[: position + 1])
+            self.slots[slot] = context_hash(context[: position + 1])
             assert self.written.setdefault(slot[0], row) is row, "two rows write to one block"
-        row.num_computed += count
+        row.num_computed = end
 
-    def _sample(self, row: _Row) -> int | None:
+    def _sample(self, row: _Row, step: int) -> list[int]:
+        """The row's next tokens: the drafts that are what would have come anyway, and one more."""
+        context = row.token_ids + row.drafts
         for position in range(row.num_computed * self.checks_kv):
             held = self.slots.get(self._slot(row, position))
-            assert held == context_hash(row.token_ids[: position + 1]), (
+            assert held == context_hash(context[: position + 1]), (
                 f"KV of position {position} is not this context's"
             )
         if row.num_computed < len(row.token_ids):
-            return None
-        token = self.sample(row.token_ids)
-        row.token_ids.append(token)
-        return token
+            return []
+        drafts, row.drafts = row.drafts, []
+        tokens = [self.sample(row.token_ids)]
+        while len(tokens) <= len(drafts) and drafts[len(tokens) - 1] == tokens[-1] != NO_TOKEN:
+            tokens.append(self.sample(row.token_ids + tokens))
+        if drafts:
+            tokens = tokens[: max(len(tokens) - self.withhold(row.token_ids, step), 0)]
+        row.token_ids += tokens
+        if drafts:
+            row.num_computed = len(row.token_ids) - 1
+        return tokens
 
 
 class PipelinedExecutor:
@@ -203,6 +253,8 @@ def make_scheduler(
     )
     kv_cache = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
     executor = FakeExecutor(block_size, num_blocks, num_groups=config.num_groups)
+    if config.num_speculative_tokens:
+        executor.draft = draft_token
     return Scheduler(config, kv_cache), executor
 
 
@@ -272,6 +324,7 @@ class Deliveries:
         self.finish_reasons: dict[int, str] = {}
         self.messages: dict[int, str] = {}
         self.num_cached: dict[int, int] = {}
+        self.columns: dict[str, dict[int, list[float]]] = {}
 
     def step(self, scheduler: Scheduler, executor: FakeExecutor) -> SchedulerOutput:
         """Run one whole step and take in its output; returns the plan."""
@@ -282,11 +335,11 @@ class Deliveries:
     def take(self, scheduler: Scheduler, result: ModelRunnerOutput) -> None:
         """Take in a step's result."""
         for output in scheduler.update(result):
-            for handle, token in zip(
-                output.handles.tolist(), output.token_ids.tolist(), strict=True
-            ):
+            assert len(set(output.handles.tolist())) == len(output.handles), "a handle twice"
+            for handle, tokens in output.tokens_by_handle().items():
                 assert handle not in self.finish_reasons, "a token after the end"
-                self.tokens.setdefault(handle, []).append(token)
+                self.tokens.setdefault(handle, []).extend(tokens)
+            self._take_columns(output)
             for event in output.events:
                 if event.num_cached_tokens is not None:
                     assert event.handle not in self.num_cached, "a request starts once"
@@ -296,6 +349,18 @@ class Deliveries:
                     self.finish_reasons[event.handle] = event.finish_reason
                 if event.message is not None:
                     self.messages[event.handle] = event.message
+
+    def _take_columns(self, output: ClientOutput) -> None:
+        counts = np.ones_like(output.handles) if output.counts is None else output.counts
+        assert (counts > 0).all()
+        owners = np.repeat(output.handles, counts).tolist()
+        for name, column in output.columns.items():
+            for handle, number in zip(owners, column.tolist(), strict=True):
+                self.columns.setdefault(name, {}).setdefault(handle, []).append(number)
+
+
+def _column(values: Iterable[float], dtype: str = "<i4") -> bytes:
+    return np.array(list(values), dtype).tobytes()
 
 
 def _ints(column: bytes) -> list[int]:

@@ -128,17 +128,15 @@ class LocalEngine:
         seconds = time.perf_counter() - start_s
         for output in self._outbox.drain():
             assert isinstance(output, ClientOutput)
-            for handle, token in zip(
-                output.handles.tolist(), output.token_ids.tolist(), strict=True
-            ):
-                generated.tokens.setdefault(handle, []).append(token)
+            for handle, tokens in output.tokens_by_handle().items():
+                generated.tokens.setdefault(handle, []).extend(tokens)
             generated.num_ended += sum(event.finish_reason is not None for event in output.events)
         return seconds
 
     def run(self) -> Generated:
         """Step until all requests have ended."""
         generated = Generated()
-        while self.scheduler.num_requests or self.scheduler.running.in_flight:
+        while self.scheduler.num_requests or self.scheduler.num_in_flight:
             self.step(generated)
         return generated
 

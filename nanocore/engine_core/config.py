@@ -75,7 +75,8 @@ class SchedulerConfig:
     watermark: share of the blocks that admission leaves free while requests are running.
     target_itl_ms: milliseconds that a step with decodes should stay under while prompts are
     computed beside them; infinity is no target. num_groups: groups of rows, one per pipeline
-    stage; see `nanocore.worker.plan`.
+    stage; see `nanocore.worker.plan`. num_speculative_tokens: drafts that a decoding row computes
+    after its token, of which the worker accepts some; no worker drafts yet, so no flag sets it.
     """
 
     max_num_seqs: int
@@ -87,14 +88,17 @@ class SchedulerConfig:
     watermark: float = 0.0
     target_itl_ms: float = math.inf
     num_groups: int = 1
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
+        most, drafts = f"--max-num-seqs ({self.max_num_seqs})", self.num_speculative_tokens
         require(
-            self.max_num_batched_tokens >= self.max_num_seqs,
+            self.max_num_batched_tokens >= self.max_num_seqs * (1 + drafts),
             "--max-num-batched-tokens",
             self.max_num_batched_tokens,
-            f"must be at least --max-num-seqs ({self.max_num_seqs}), so that every running request "
-            "can take a token in every step; raise it or lower --max-num-seqs",
+            f"must be at least {f'{1 + drafts} times ' if drafts else ''}{most}, so that every "
+            f"running request can take {f'{1 + drafts} tokens' if drafts else 'a token'} in every "
+            "step; raise it or lower --max-num-seqs",
         )
 
 

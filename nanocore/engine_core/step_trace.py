@@ -47,8 +47,8 @@ class StepTrace:
 
     def begin(self, scheduler: Scheduler) -> None:
         """After `schedule`: what is planned."""
-        step, table = scheduler.planned, scheduler.table
-        chunks = [(table.request(chunk.row).request_id, chunk) for chunk in step.scheduled()]
+        step, running = scheduler.planned, scheduler.running
+        chunks = [(running.request(chunk.row).request_id, chunk) for chunk in step.scheduled()]
         line = {
             "step": step.number,
             "t_s": round(time.monotonic() - self._zero_s, 6),

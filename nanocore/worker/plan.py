@@ -40,11 +40,13 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     step: counts from 1. group: whose rows take one token each.
     sampled_rows, sampled_token_ids: int32 columns; what was sampled since the last plan, for
-    pipeline stages that do not sample; empty where there is one stage.
+    pipeline stages that do not sample; empty where there is one stage. A row stands there once for
+    each of its tokens, which are in their order.
     removed_rows: int32 column. added: rows taken (again) by requests.
     block_rows, block_ids: int32 columns; the block is appended to the row's table.
     chunk_rows, chunk_counts: int32 columns; the rows whose token count is not one, with that count
-    (0: the row is held but takes no part in this step).
+    (0: the row is held but takes no part in this step). What goes beyond a row's known tokens are
+    drafts, which the worker has; no worker drafts yet.
     num_tokens: tokens of the step, over all rows.
     """
 
@@ -65,8 +67,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """One step's result. rows: int32 column of the rows that sampled.
 
     token_ids: int32 column, row by row. counts: int32 column, how many tokens each of the rows has;
-    empty: one each. columns: float32 columns by name with a number for each token, such as its
-    log probability; only what some row asked for.
+    empty: one each. A row that computed drafts may have none, and at most one more than these; what
+    it computed from its last token on is then computed again. columns: float32 columns by name with
+    a number for each token, such as its log probability; only what some row asked for.
 
     A row whose logits are not finite has NO_TOKEN. Until it is removed it may be computed on, with
     a token that has no embedding.

@@ -10,14 +10,14 @@ from nanocore.worker.plan import SchedulerOutput
 
 def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     """What must hold right after `schedule`."""
-    config, step, table = scheduler.config, scheduler.planned, scheduler.table
+    config, step, running_set = scheduler.config, scheduler.planned, scheduler.running
     scheduled = list(step.scheduled())
     assert plan.num_tokens == sum(chunk.num_tokens for chunk in scheduled)
     assert plan.num_tokens <= step.token_budget <= config.max_num_batched_tokens
     assert all(chunk.num_tokens > 0 for chunk in scheduled)
     rows = [chunk.row for chunk in scheduled]
     assert len(set(rows)) == len(rows), "a row is scheduled twice"
-    running = {request.row for request in table.running()}
+    running = {request.row for request in running_set.requests()}
     assert set(rows) <= running
     assert len(running) == scheduler.num_running <= config.max_num_seqs
     exceptions = dict(zip(_ints(plan.chunk_rows), _ints(plan.chunk_counts), strict=True))
@@ -30,58 +30,77 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     }
     if plan.num_tokens < step.token_budget:  # nobody is passed by while budget is left
         served = {chunk.row for chunk in scheduled}
-        left = table.num_tokens - table.num_computed
-        prompts = {r for r in table.prefilling if default[r] or left[r] > 1}
+        left = {row: num_left(scheduler, row) for row in running}
+        prompts = {r for r in running_set.prefilling if default[r] or left[r] > 1}
         assert prompts <= served | step.stalled
-        decodes = {row for row in table.decoding.tolist() if default[row]}
+        decodes = {row for row in running_set.decoding.tolist() if default[row]}
         assert decodes <= served | step.stalled
         for chunk in step.chunks:
             is_whole = left[chunk.row] == 1 - default[chunk.row]
-            assert is_whole or chunk.num_tokens == scheduler.running.max_chunk
-    if config.num_groups > 1:  # a group is in one step at most, and no group is crowded
-        groups = [in_flight.group for in_flight in scheduler.running.in_flight]
+            assert is_whole or chunk.num_tokens == running_set.max_chunk
+    if not running_set.may_overlap:  # a group is in one step at most
+        groups = running_set.groups_in_flight
         assert len(set(groups)) == len(groups)
     if config.long_prefill_token_threshold:
-        assert all(chunk.num_tokens <= config.long_prefill_token_threshold for chunk in scheduled)
+        assert all(c.num_tokens <= config.long_prefill_token_threshold for c in step.chunks)
+    assert all(
+        n <= 1 + config.num_speculative_tokens for _, n, _ in scheduled[: len(step.decoding)]
+    )
     if config.max_num_partial_prefills:
-        assert len(table.prefilling) <= config.max_num_partial_prefills
+        assert len(running_set.prefilling) <= config.max_num_partial_prefills
     assert not (step.preempted and plan.added), "admission in a step that preempted"
     check_rows(scheduler)
     check_blocks(scheduler)
 
 
+def num_left(scheduler: Scheduler, row: int) -> int:
+    """Tokens known of a row that are not computed."""
+    running = scheduler.running
+    return len(running.known_tokens(row)) - running.num_computed_tokens(row)
+
+
 def check_rows(scheduler: Scheduler) -> None:
     """Every running row is at one thing, and its counts are in order."""
-    table = scheduler.table
-    decoding = table.decoding.tolist()
-    at = [*decoding, *table.prefilling, *table.finishing]
-    assert sorted(at) == sorted(request.row for request in table.running())
-    depth = len(scheduler.running.in_flight)
+    running, config, kv_cache = scheduler.running, scheduler.config, scheduler.kv_cache
+    decoding = running.decoding.tolist()
+    at = [*decoding, *running.prefilling, *running.finishing]
+    assert sorted(at) == sorted(request.row for request in running.requests())
+    groups_in_flight = set(running.groups_in_flight)
     for row in at:
-        request = table.request(row)
+        request = running.request(row)
         assert request.row == row
-        num_tokens, num_computed = int(table.num_tokens[row]), int(table.num_computed[row])
-        assert num_computed <= table.held_tokens[row]
+        num_tokens, num_computed = len(running.known_tokens(row)), running.num_computed_tokens(row)
+        num_blocks = len(kv_cache.block_ids(request.handle))
+        assert num_computed <= num_blocks * kv_cache.block_size
+        assert num_tokens <= request.max_num_tokens
         assert num_computed < request.max_num_tokens, "the last token is never computed"
-        # A decoding row may be ahead of its known tokens by the steps in flight.
-        num_ahead = max(depth - 1, 0) if scheduler.config.num_groups == 1 else 0
-        assert num_computed <= num_tokens + num_ahead
-        if row in table.prefilling:
+        assert request.token_ids is None, "its tokens are the running set's"
+        is_in_flight = row % config.num_groups in groups_in_flight
+        if row in running.prefilling:
             assert num_computed < num_tokens
+        elif running.may_overlap:  # ahead of the known tokens by the steps in flight
+            assert num_computed <= num_tokens + max(running.num_in_flight - 1, 0)
+        elif is_in_flight:  # ahead by the drafts
+            assert num_computed <= num_tokens + config.num_speculative_tokens
+        else:  # what was not accepted is taken back
+            assert num_computed == num_tokens - 1
     waiting = [request.handle for queue in (scheduler.waiting, scheduler.long_waiting)
                for request in queue]  # fmt: skip
+    for queue in (scheduler.waiting, scheduler.long_waiting):
+        assert all(request.num_tokens >= request.num_prompt_tokens for request in queue)
     assert len(waiting) == scheduler.num_waiting == len(set(waiting))
     assert scheduler.num_waiting + scheduler.num_running == scheduler.num_requests
 
 
 def check_blocks(scheduler: Scheduler) -> None:
     """Reference counts equal the holders; free plus held is all; sharing has a reason."""
-    kv_cache, table = scheduler.kv_cache, scheduler.table
+    kv_cache, running = scheduler.kv_cache, scheduler.running
     holders = [0] * kv_cache.num_blocks
     owners: dict[int, set[int]] = {}
-    for request in table.running():
+    for request in running.requests():
         block_ids = kv_cache.block_ids(request.handle)
-        assert len(block_ids) * kv_cache.block_size == table.held_tokens[request.row]
+        held_tokens = running._table.held_tokens[request.row]
+        assert len(block_ids) * kv_cache.block_size == held_tokens
         assert len(set(block_ids)) == len(block_ids)
         for block_id in block_ids:
             holders[block_id] += 1
@@ -100,8 +119,8 @@ def check_blocks(scheduler: Scheduler) -> None:
             (position,) = positions
             num_tokens = (position + 1) * kv_cache.block_size
             prefixes = {
-                tuple(table.token_ids[request.row, :num_tokens].tolist())
-                for request in table.running()
+                tuple(running.known_tokens(request.row)[:num_tokens].tolist())
+                for request in running.requests()
                 if request.handle in handles
             }
             assert len(prefixes) == 1, "shared by different prefixes"
@@ -109,14 +128,14 @@ def check_blocks(scheduler: Scheduler) -> None:
 
 def check_idle(scheduler: Scheduler) -> None:
     """Nothing is left of requests that have ended."""
-    kv_cache, table = scheduler.kv_cache, scheduler.table
+    kv_cache, running = scheduler.kv_cache, scheduler.running
     assert scheduler.num_requests == scheduler.num_waiting == scheduler.num_running == 0
     assert kv_cache.num_free_blocks == kv_cache.num_blocks
     num_groups = scheduler.config.num_groups
-    num_free = sum(table.num_free(group) for group in range(num_groups))
+    num_free = sum(running.row_counts(group)[1] for group in range(num_groups))
     assert num_free == scheduler.config.max_num_seqs
-    assert not table.clients
-    assert not table._stop_counts.any()
+    assert not running._table.clients
+    assert not running._table._stop_counts.any()
     assert not kv_cache._holdings
     counters = scheduler.counters
     assert counters.dequeued_tokens == counters.prompt_tokens

@@ -61,7 +61,7 @@ def test_what_the_first_prompts_leave_of_the_budget_goes_to_the_next(
     for handle, num_prompt in ((1, 4), (2, second), (3, 5)):
         scheduler.add(make_request(handle, [handle] * num_prompt, 2))
     Deliveries().step(scheduler, executor)
-    counts = [chunk.num_tokens for chunk in scheduler.completed.chunks]
+    counts = [chunk.num_tokens for chunk in scheduler.completed.plan.chunks]
     assert counts == [4, min(second, 6), *([third] if third else [])]
 
 
@@ -100,7 +100,7 @@ def test_one_block_left_and_two_rows_that_need_it() -> None:
     deliveries.step(scheduler, executor)
     assert scheduler.kv_cache.num_free_blocks == 1
     deliveries.step(scheduler, executor)
-    assert [request.handle for request in scheduler.completed.preempted] == [2]
+    assert [request.handle for request in scheduler.completed.plan.preempted] == [2]
     assert scheduler.kv_cache.block_ids(1) == [0, 1, 4]
     while scheduler.num_requests:
         deliveries.step(scheduler, executor)

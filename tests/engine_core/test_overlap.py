@@ -50,7 +50,8 @@ class Pipeline:
 
 def known(scheduler: Scheduler, row: int) -> tuple[int, int]:
     """(tokens known, tokens computed or planned) of a row."""
-    return int(scheduler.table.num_tokens[row]), int(scheduler.table.num_computed[row])
+    running = scheduler.running
+    return len(running.known_tokens(row)), running.num_computed_tokens(row)
 
 
 def test_a_token_is_planned_before_it_is_known() -> None:

@@ -80,7 +80,9 @@ def test_the_least_urgent_row_gives_way_even_if_it_was_served_in_this_step() -> 
     deliveries.step(scheduler, executor)
     assert scheduler.kv_cache.num_free_blocks == 0
     plan = deliveries.step(scheduler, executor)
-    assert handles(scheduler.completed.preempted) == [2]  # neither the last nor the one in need
+    assert handles(scheduler.completed.plan.preempted) == [
+        2
+    ]  # neither the last nor the one in need
     assert plan.num_tokens == 2  # A and C: nobody was skipped
     while scheduler.num_requests:
         deliveries.step(scheduler, executor)
@@ -100,10 +102,10 @@ def test_the_tokens_of_a_preempted_row_return_to_the_budget_of_the_same_step() -
     assert [deliveries.step(scheduler, executor).num_tokens for _ in range(2)] == [10, 4]
     scheduler.add(make_request(4, [4] * 20, 2, priority=0))
     deliveries.step(scheduler, executor)
-    assert [chunk.num_tokens for chunk in scheduler.completed.scheduled()] == [1, 1, 8]
+    assert [chunk.num_tokens for chunk in scheduler.completed.plan.scheduled()] == [1, 1, 8]
     plan = deliveries.step(scheduler, executor)
-    assert handles(scheduler.completed.preempted) == [2]
-    assert [chunk.num_tokens for chunk in scheduler.completed.scheduled()] == [1, 9]
+    assert handles(scheduler.completed.plan.preempted) == [2]
+    assert [chunk.num_tokens for chunk in scheduler.completed.plan.scheduled()] == [1, 9]
     assert plan.num_tokens == 10
 
 
@@ -116,7 +118,7 @@ def test_of_equals_the_one_that_costs_least_to_recompute_is_preempted() -> None:
     preempted: list[int] = []
     while scheduler.num_requests:
         deliveries.step(scheduler, executor)
-        preempted += handles(scheduler.completed.preempted)
+        preempted += handles(scheduler.completed.plan.preempted)
     assert preempted[0] == 1
     assert deliveries.tokens[1] == expected_tokens([1] * 4, 12)
 
@@ -135,7 +137,7 @@ def test_what_was_found_in_the_cache_does_not_count_as_a_cost() -> None:
     preempted: list[int] = []
     while not preempted:
         deliveries.step(scheduler, executor)
-        preempted += handles(scheduler.completed.preempted)
+        preempted += handles(scheduler.completed.plan.preempted)
     assert preempted == [2]
 
 
@@ -148,7 +150,7 @@ def test_later_arrivals_go_before_cheaper_ones() -> None:
     preempted: list[int] = []
     while not preempted:
         deliveries.step(scheduler, executor)
-        preempted += handles(scheduler.completed.preempted)
+        preempted += handles(scheduler.completed.plan.preempted)
     assert preempted == [2]
 
 
@@ -215,7 +217,7 @@ def test_admission_leaves_the_watermark_free_while_requests_run() -> None:
     scheduler.add(make_request(1, [1] * 24, 2))
     scheduler.add(make_request(2, [2] * 12, 2))
     deliveries.step(scheduler, executor)
-    assert handles(scheduler.completed.new) == [1]
+    assert handles(scheduler.completed.plan.new) == [1]
     while scheduler.num_requests:
         deliveries.step(scheduler, executor)
     assert list(deliveries.finish_reasons) == [1, 2]
@@ -261,7 +263,7 @@ def test_a_blocked_head_is_tried_again_when_one_of_several_rows_frees_its_blocks
     assert handles(scheduler.waiting) == [3]
     assert list(deliveries.finish_reasons) == [2]
     deliveries.step(scheduler, executor)
-    assert handles(scheduler.completed.new) == [3]
+    assert handles(scheduler.completed.plan.new) == [3]
     assert deliveries.tokens.keys() == {1, 2, 3}
     assert list(deliveries.finish_reasons) == [2, 1]
 
@@ -289,7 +291,7 @@ def test_a_more_urgent_request_is_tried_although_the_head_before_it_is_blocked()
     deliveries.step(scheduler, executor)
     scheduler.add(make_request(3, [3] * 2, 2, priority=-1))
     deliveries.step(scheduler, executor)
-    assert handles(scheduler.completed.new) == [3]
+    assert handles(scheduler.completed.plan.new) == [3]
 
 
 def test_a_prompt_that_fits_one_chunk_waits_for_a_step_with_room_and_is_not_set_aside() -> None:
@@ -302,10 +304,10 @@ def test_a_prompt_that_fits_one_chunk_waits_for_a_step_with_room_and_is_not_set_
     for handle, length in ((1, 30), (2, 4), (3, 8), (4, 2)):
         scheduler.add(make_request(handle, [handle] * length, 2))
     assert deliveries.step(scheduler, executor).num_tokens == 8 + 4
-    assert handles(scheduler.completed.new) == [1, 2]
+    assert handles(scheduler.completed.plan.new) == [1, 2]
     assert handles(scheduler.waiting) == [3, 4]
     assert deliveries.step(scheduler, executor).num_tokens == 1 + 8 + 8
-    assert handles(scheduler.completed.new) == [3]
+    assert handles(scheduler.completed.plan.new) == [3]
     assert not len(scheduler.long_waiting)
 
 
@@ -327,7 +329,7 @@ def test_a_prompt_that_stepped_aside_keeps_its_precedence(urgency: int, order: l
     assert handles(scheduler.long_waiting) == [2]
     scheduler.add(make_request(3, [3] * 2, 2, priority=urgency))
     deliveries.step(scheduler, executor)
-    assert handles(scheduler.completed.new) == order
+    assert handles(scheduler.completed.plan.new) == order
 
 
 def test_the_order_stays_right_when_most_of_the_queue_was_removed() -> None:

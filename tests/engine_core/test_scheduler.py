@@ -80,7 +80,7 @@ def test_the_last_admitted_request_is_preempted_and_resumes_where_it_was() -> No
     preempted = []
     while scheduler.num_requests:
         deliveries.step(scheduler, executor)
-        preempted += [request.handle for request in scheduler.completed.preempted]
+        preempted += [request.handle for request in scheduler.completed.plan.preempted]
     assert preempted == [2]
     assert scheduler.counters.num_preemptions == 1
     assert deliveries.tokens[1] == expected_tokens(first, 12)
@@ -95,7 +95,7 @@ def test_a_preempted_request_keeps_its_place_before_later_ones() -> None:
     resumed = []
     while scheduler.num_requests:
         deliveries.step(scheduler, executor)
-        resumed += [request.handle for request in scheduler.completed.resumed]
+        resumed += [request.handle for request in scheduler.completed.plan.resumed]
         waiting = [request.handle for request in scheduler.waiting]
         assert waiting == sorted(waiting)
     assert resumed
@@ -259,10 +259,10 @@ def test_hits_of_a_resumed_request_are_kept_apart_and_not_told_as_its_cached_tok
     scheduler.add(make_request(3, prompt, 2))
     for _ in range(5):
         deliveries.step(scheduler, executor)
-    assert [request.handle for request in scheduler.completed.preempted] == [3]
+    assert [request.handle for request in scheduler.completed.plan.preempted] == [3]
     deliveries.step(scheduler, executor)
-    assert [request.handle for request in scheduler.completed.resumed] == [3]
-    assert scheduler.completed.cached == {"r3": 16}
+    assert [request.handle for request in scheduler.completed.plan.resumed] == [3]
+    assert scheduler.completed.plan.cached == {"r3": 16}
     while scheduler.num_requests:
         deliveries.step(scheduler, executor)
     assert deliveries.num_cached == {1: 0, 2: 0, 3: 0}

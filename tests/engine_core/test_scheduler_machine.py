@@ -1,5 +1,6 @@
 """The scheduler under anything a client and a worker may do, with up to three steps in flight,
-of any rows or, as with pipeline stages, each of another group of rows.
+of any rows or, as with pipeline stages, each of another group of rows; and with drafts, of which
+the worker accepts some, so that a row has none to several tokens of a step.
 
 A failure is shrunk to the shortest trace of add, plan, collect, abort and reset that shows it. The
 fake worker recomputes every context from its simulated KV memory.
@@ -7,12 +8,16 @@ fake worker recomputes every context from its simulated KV memory.
 
 from __future__ import annotations
 
+from collections import deque
+from copy import copy
 from typing import Any
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from nanocore.engine_core.scheduling.step import StepPlan
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
 from tests.fakes import (
@@ -21,6 +26,7 @@ from tests.fakes import (
     expected_tokens,
     make_request,
     make_scheduler,
+    withhold_some,
 )
 
 BLOCK_SIZE = 4
@@ -31,11 +37,13 @@ STEMS = ([0, 1, 2, 3, 0, 1, 2, 3, 1], [1] * 12, [2, 3])
 @st.composite
 def limits(draw: st.DrawFn) -> dict[str, Any]:
     max_num_seqs = draw(st.integers(1, 5))
+    num_drafts = draw(st.sampled_from([0, 0, 1, 3]))
     return {
+        "num_speculative_tokens": num_drafts,
         "num_blocks": draw(st.integers(8, 16)),
         "block_size": BLOCK_SIZE,
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": draw(st.integers(max_num_seqs, 40)),
+        "max_num_batched_tokens": draw(st.integers(max_num_seqs * (1 + num_drafts), 40)),
         "max_model_len": MAX_MODEL_LEN,
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5])),
@@ -43,6 +51,12 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "watermark": draw(st.sampled_from([0.0, 0.0, 0.2])),
         "enable_prefix_caching": draw(st.integers(0, 3).map(bool)),
     }
+
+
+def content(plan: StepPlan) -> list[object]:
+    """All that a plan says, as of now."""
+    values = [getattr(plan, name) for name in StepPlan.__slots__]
+    return [value.tolist() if isinstance(value, np.ndarray) else copy(value) for value in values]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -53,15 +67,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.sampled_from([1, 1, 2, 2, 3]),
         has_stages=st.booleans(),
         collide=st.booleans(),
+        has_columns=st.booleans(),
+        withholds=st.booleans(),
     )
-    def start(self, limits: dict[str, Any], depth: int, has_stages: bool, collide: bool) -> None:
+    def start(
+        self, limits: dict[str, Any], depth: int, has_stages: bool, collide: bool,
+        has_columns: bool, withholds: bool,
+    ) -> None:  # fmt: skip
         self.num_groups = depth if has_stages else 1
         self.scheduler, executor = make_scheduler(**limits, num_groups=self.num_groups)
+        executor.has_columns = has_columns
+        if withholds:
+            executor.withhold = withhold_some
         self.worker = PipelinedExecutor(executor)
         self.depth = depth
         self.digest = {"digest": lambda _: b"x" * 16} if collide else {}
         self.deliveries = Deliveries()
         self.expected: dict[int, list[int]] = {}
+        self.prompts: dict[int, list[int]] = {}
+        self.plans: deque[list[object]] = deque()
         self.aborted: set[int] = set()
         self.findable: set[bytes] = set()
         self.scheduler.kv_cache.subscribe(self.replay)
@@ -84,18 +108,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "a"]),
         skip_reading=st.integers(0, 5).map(lambda n: n == 0),
         stop_at=st.none() | st.integers(0, 13),
+        goes_on=st.integers(0, 3).map(lambda n: n == 0),
     )
     def add(
         self, stem: list[int], tail: list[int], max_tokens: int, priority: int, salt: str | None,
-        skip_reading: bool, stop_at: int | None,
+        skip_reading: bool, stop_at: int | None, goes_on: bool,
     ) -> None:  # fmt: skip
         handle = len(self.expected) + 1
         prompt = stem + tail
+        if goes_on and self.expected:  # from where another one ends, whose blocks may be found
+            other = (13 * len(tail) + max_tokens) % len(self.expected) + 1
+            prompt = (self.prompts[other] + self.expected[other] + [1])[: MAX_MODEL_LEN - 14]
         tokens = expected_tokens(prompt, max_tokens)
         stops: tuple[int, ...] = ()
         if stop_at is not None and stop_at < max_tokens:
             stops = (tokens[stop_at],)
         self.expected[handle] = expected_tokens(prompt, max_tokens, stops)
+        self.prompts[handle] = prompt
         self.scheduler.add(
             make_request(
                 handle, prompt, max_tokens, block_size=BLOCK_SIZE, cache_salt=salt,
@@ -107,7 +136,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @property
     def can_plan(self) -> bool:
-        has_group = self.num_groups == 1 or self.scheduler.next_group() is not None
+        needs_group = not self.scheduler.running.may_overlap
+        has_group = not needs_group or self.scheduler.next_group() is not None
         return len(self.worker) < self.depth and has_group
 
     @precondition(lambda self: self.can_plan)
@@ -121,12 +151,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             len(self.worker) == 0 and self.num_groups == 1
         ):  # with nothing to wait for, every step gets on
             assert plan.num_tokens or scheduler.planned.preempted or not scheduler.num_requests
+        self.plans.append(content(scheduler.planned))
         self.worker.submit(plan)
 
     @precondition(lambda self: len(self.worker) > 0)
     @rule()
     def collect(self) -> None:
         self.deliveries.take(self.scheduler, self.worker.collect())
+        assert content(self.scheduler.completed.plan) == self.plans.popleft(), "a plan is fixed"
         check_rows(self.scheduler)
         check_blocks(self.scheduler)
         kv_cache = self.scheduler.kv_cache
@@ -174,6 +206,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert got == expected
                 assert handle in self.deliveries.finish_reasons
+            for lengths in self.deliveries.columns.values():
+                first = len(self.prompts[handle])
+                assert lengths.get(handle, []) == list(range(first, first + len(got)))
+            assert bool(got) <= (handle in self.deliveries.num_cached), "a token before the start"
         check_idle(self.scheduler)
 
 

@@ -19,6 +19,7 @@ from tests.fakes import (
     expected_tokens,
     make_request,
     make_scheduler,
+    withhold_some,
 )
 
 BLOCK_SIZE = 4
@@ -61,9 +62,13 @@ def workloads(draw: st.DrawFn) -> dict:
     }
 
 
-def run(workload: dict, depth: int, **limits: Any) -> tuple[Scheduler, PipelinedExecutor]:
+def run(
+    workload: dict, depth: int, withholds: bool = False, **limits: Any
+) -> tuple[Scheduler, PipelinedExecutor]:
     """Run a workload to its end, with up to `depth` steps in flight, and check all it delivers."""
     scheduler, executor = make_scheduler(**workload["limits"] | limits)
+    if withholds:
+        executor.withhold = withhold_some
     worker = PipelinedExecutor(executor)
     deliveries = Deliveries()
     pending = dict(enumerate(workload["requests"], 1))
@@ -80,7 +85,7 @@ def run(workload: dict, depth: int, **limits: Any) -> tuple[Scheduler, Pipelined
                 )  # fmt: skip
         if not pending and scheduler.num_requests == 0:
             break
-        if limits.get("num_groups", 1) == 1 or scheduler.next_group() is not None:
+        if scheduler.running.may_overlap or scheduler.next_group() is not None:
             plan = scheduler.schedule(scheduler.next_group() or 0)
             check_plan(scheduler, plan)
             worker.submit(plan)
@@ -120,6 +125,19 @@ def test_every_request_gets_its_tokens_once_and_in_order(workload: dict, depth: 
 @given(workloads(), st.sampled_from([2, 3]))
 def test_pipeline_stages_get_every_token_in_time(workload: dict, num_stages: int) -> None:
     run(workload, depth=num_stages, num_groups=num_stages)
+
+
+@settings(max_examples=100, deadline=None)
+@given(workloads(), st.sampled_from([1, 1, 2, 3]), st.integers(1, 4), st.booleans())
+def test_drafts_change_no_token_whatever_is_accepted_of_them(
+    workload: dict, num_stages: int, num_drafts: int, withholds: bool
+) -> None:
+    limits = workload["limits"]
+    run(
+        workload, depth=num_stages, num_groups=num_stages, withholds=withholds,
+        num_speculative_tokens=num_drafts,
+        max_num_batched_tokens=limits["max_num_batched_tokens"] * (1 + num_drafts),
+    )  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,7 +7,6 @@ merged, so their bytes are counted: a client that asks and does not read is cut 
 
 from __future__ import annotations
 
-import itertools
 import secrets
 from collections import deque
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from nanocore.engine_core.io.token_log import TokenLog
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
 from nanocore.protocol.codec import encode
@@ -40,7 +40,7 @@ class Backlog:
     since_s: float
     num_bytes: int = 0
     _answers: deque[list[bytes]] = field(default_factory=deque)
-    _tokens: dict[int, list[int]] = field(default_factory=dict)
+    _tokens: TokenLog = field(default_factory=TokenLog)
     _events: list[Event] = field(default_factory=list)
     _merged: list[bytes] | None = None
 
@@ -53,10 +53,7 @@ class Backlog:
 
     def add(self, output: ClientOutput) -> None:
         """Merge a step's output."""
-        for handle, token_id in zip(
-            output.handles.tolist(), output.token_ids.tolist(), strict=True
-        ):
-            self._tokens.setdefault(handle, []).append(token_id)
+        self._tokens.add(output)
         self._events += output.events
 
     def next(self) -> list[bytes] | None:
@@ -67,7 +64,8 @@ class Backlog:
         if self._answers:
             return self._answers[0]
         if self._merged is None and (self._tokens or self._events):
-            self._merged = self._merge()
+            self._merged = output_frames(self.merged())
+            self._tokens, self._events = TokenLog(), []
         return self._merged
 
     def drop_next(self) -> None:
@@ -77,16 +75,11 @@ class Backlog:
         else:
             self._merged = None
 
-    def _merge(self) -> list[bytes]:
-        columns = self._tokens.values()
-        output = Output(
-            handles=np.fromiter(self._tokens, HANDLE_DTYPE).tobytes(),
-            tokens=np.fromiter(itertools.chain.from_iterable(columns), TOKEN_DTYPE).tobytes(),
-            counts=np.fromiter(map(len, columns), HANDLE_DTYPE).tobytes(),
-            events=self._events,
-        )
-        self._tokens, self._events = {}, []
-        return encode(output)
+    def merged(self) -> ClientOutput:
+        """The tokens and events that wait, by request."""
+        output = self._tokens.merged()
+        output.events = self._events
+        return output
 
 
 @dataclass(slots=True)
@@ -124,10 +117,12 @@ def _num_bytes(frames: list[bytes]) -> int:
 
 def output_frames(output: ClientOutput) -> list[bytes]:
     """The OUTPUT message of one client's share of a step: two buffer copies."""
+    counts = output.counts
     return encode(
         Output(
             handles=output.handles.astype(HANDLE_DTYPE, copy=False).tobytes(),
             tokens=output.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
+            counts=None if counts is None else counts.astype(HANDLE_DTYPE).tobytes(),
             events=output.events,
         )
     )

@@ -1,8 +1,9 @@
 """Which requests a step's result ends, and the last thing that is said of each.
 
 A request ends at an EOS token or a stop id, at its length, or because a row of its logits is not
-finite: then there is no token, and what was computed of it is not to be found by others. Called by
-the scheduler, before rows are freed. Python runs only for rows that may end.
+finite: then there is no token, and what was computed of it is not to be found by others. A row's
+tokens are looked at in their order, so an end may come in their middle. Called by the running set.
+Python runs only for rows that may end.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nanocore.engine_core.scheduling.request import Request
-from nanocore.engine_core.scheduling.row_table import IntArray, RowTable
-from nanocore.engine_core.scheduling.step import Step
+from nanocore.engine_core.scheduling.row_table import RowTable
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.messages import Event
 from nanocore.worker.plan import NO_TOKEN
 
@@ -23,38 +23,55 @@ End = tuple[Request, Event]
 _NO_TOKEN_BYTES: Final = np.array(NO_TOKEN, "<i4").tobytes()
 
 
-def ends_without_token(table: RowTable, rows: IntArray, token_ids: NDArray[np.int32]) -> list[End]:
-    """Those of rows that sampled and have no token."""
+def ends_by_token(table: RowTable, sampled: TokenColumns) -> tuple[TokenColumns, dict[int, End]]:
+    """The tokens that count, and the ends that they bring, by row; nothing follows a row's end.
+
+    sampled: not yet in the table.
+    """
+    notable = table.may_stop(sampled.token_ids)
     # Costs next to nothing where there is none. (It may be found across two other ids.)
-    if _NO_TOKEN_BYTES not in token_ids.tobytes():
-        return []
-    ends = []
-    for row in rows[token_ids == NO_TOKEN].tolist():
+    if _NO_TOKEN_BYTES in sampled.token_ids.tobytes():
+        notable = sorted(notable + (sampled.token_ids == NO_TOKEN).nonzero()[0].tolist())
+    if not notable:
+        return sampled, {}
+    ends: dict[int, End] = {}
+    num_kept: dict[int, int] = {}
+    for i, (index, place) in zip(notable, sampled.locate(notable), strict=True):
+        row, token_id = int(sampled.owners[index]), int(sampled.token_ids[i])
+        if row in ends:
+            continue
+        event = _end(table, row, token_id, place)
+        if event is None:
+            continue
+        ends[row] = table.request(row), event
+        has_token = token_id != NO_TOKEN
+        if sampled.counts is not None or not has_token:
+            num_kept[index] = place + has_token
+    return sampled.shortened(num_kept) if num_kept else sampled, ends
+
+
+def ends_by_length(table: RowTable, rows: list[int]) -> dict[int, End]:
+    """Those of the rows that have all their tokens."""
+    ends = {}
+    for row in rows:
         request = table.request(row)
-        number = int(table.num_tokens[row]) - request.num_prompt_tokens + 1
+        if table.num_tokens[row] == request.max_num_tokens:
+            ends[row] = request, Event(handle=request.handle, finish_reason="length")
+    return ends
+
+
+def _end(table: RowTable, row: int, token_id: int, place: int) -> Event | None:
+    """What this token, `place` tokens after the row's known ones, ends the row with, if it does."""
+    request = table.request(row)
+    if token_id == NO_TOKEN:
+        number = int(table.num_tokens[row]) + place - request.num_prompt_tokens + 1
         message = (
             f"the logits of output token {number} are not finite (NaN or infinity): the model's "
             "weights or the KV cache are damaged, or its dtype overflows; try --dtype float32"
         )
-        ends.append((request, Event(handle=request.handle, finish_reason="error", message=message)))
-    return ends
-
-
-def ends_with_token(
-    table: RowTable, step: Step, rows: IntArray, token_ids: NDArray[np.int32]
-) -> list[End]:
-    """Those of rows whose token, just appended, is their last: EOS, then stop ids, then length."""
-    ends: dict[int, End] = {}
-    for i in table.may_stop(token_ids):
-        row, token_id = int(rows[i]), int(token_ids[i])
-        request = table.request(row)
-        is_eos = token_id in request.eos_token_ids
-        if is_eos or token_id in request.sampling.stop_token_ids:
-            stop_reason = None if is_eos else token_id
-            event = Event(handle=request.handle, finish_reason="stop", stop_reason=stop_reason)
-            ends[row] = request, event
-    for row in step.last:
-        if row not in step.dead_rows and row not in ends:
-            request = table.request(row)
-            ends[row] = request, Event(handle=request.handle, finish_reason="length")
-    return list(ends.values())
+        return Event(handle=request.handle, finish_reason="error", message=message)
+    is_eos = token_id in request.eos_token_ids
+    if is_eos or token_id in request.sampling.stop_token_ids:
+        stop_reason = None if is_eos else token_id
+        return Event(handle=request.handle, finish_reason="stop", stop_reason=stop_reason)
+    return None

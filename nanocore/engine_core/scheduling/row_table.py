@@ -2,7 +2,8 @@
 
 A running request owns a fixed row, the same here and on every worker, until it finishes or is
 preempted. Walking requests in Python would cost microseconds per request per step; here only rows
-to which something happens are ever looked at one by one.
+to which something happens are ever looked at one by one. A part of the running set, which alone
+reads and writes it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
-
-IntArray = NDArray[np.integer]
+from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns, places_in_rows
 
 
 class RowTable:
@@ -22,15 +22,16 @@ class RowTable:
 
     token_ids: int32 [max_num_seqs, max_model_len]; pages are touched only as rows fill.
     num_tokens: tokens known. num_computed: tokens whose KV is computed or planned to be; with steps
-    in flight it may have passed num_tokens. num_cached: those found in the prefix cache.
+    in flight it may have passed num_tokens. max_computed: the most that it is ever, all but the
+    last token. num_cached: those found in the prefix cache.
     held_tokens: tokens that fit the row's blocks. client, handle: where its output goes, and under
     which name. quiet_until: while num_computed is at most this, a decoding row needs nothing but
     its next token: no block, and it is not about to reach its length.
 
-    decoding: rows that take one token in every step, in the order in which they began to; the array
-    is replaced, never changed, because steps in flight refer to it. prefilling: rows with tokens to
-    compute before they can, in admission order. finishing: rows that wait for their last token.
-    clients: rows per client.
+    decoding: rows that take their next token in every step, in the order in which they began to;
+    the array is replaced, never changed, because steps in flight refer to it. prefilling: rows with
+    tokens to compute before they can, in admission order. finishing: rows that wait for their last
+    token. clients: rows per client.
 
     Rows are dealt out to num_groups groups (row modulo their number), of which a step serves one.
     """
@@ -42,6 +43,7 @@ class RowTable:
         self.token_ids: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), TOKEN_DTYPE)
         self.num_tokens = column(np.int64)
         self.num_computed = column(np.int64)
+        self.max_computed = column(np.int64)
         self.num_cached = column(np.int64)
         self.held_tokens = column(np.int64)
         self.quiet_until = column(np.int64)
@@ -62,13 +64,10 @@ class RowTable:
     def __len__(self) -> int:
         return self._num_rows
 
-    def num_free(self, group: int = 0) -> int:
-        """Rows of the group that no request owns."""
-        return len(self._free_rows[group])
-
-    def num_taken(self, group: int = 0) -> int:
-        """Rows of the group that requests own."""
-        return self._group_sizes[group] - len(self._free_rows[group])
+    def row_counts(self, group: int) -> tuple[int, int]:
+        """(rows of the group that requests own, rows that none does)."""
+        num_free = len(self._free_rows[group])
+        return self._group_sizes[group] - num_free, num_free
 
     def running(self) -> list[Request]:
         """The requests that own rows, by row."""
@@ -80,16 +79,23 @@ class RowTable:
         assert request is not None, f"row {row} is free"
         return request
 
-    def add(self, request: Request, num_computed: int, held_tokens: int, group: int = 0) -> int:
-        """Give a request the lowest free row of the group, as prefilling."""
+    def add(
+        self,
+        request: Request,
+        token_ids: NDArray[np.int32],
+        num_computed: int,
+        held_tokens: int,
+        group: int = 0,
+    ) -> int:
+        """Give a request, whose tokens these are, the lowest free row of the group to prefill."""
         row = heapq.heappop(self._free_rows[group])
         self._num_rows += 1
         request.row = row
         self.requests[row] = request
-        num_tokens = request.num_tokens
-        self.token_ids[row, :num_tokens] = request.token_ids
-        self.num_tokens[row] = num_tokens
+        self.token_ids[row, : len(token_ids)] = token_ids
+        self.num_tokens[row] = len(token_ids)
         self.num_computed[row] = self.num_cached[row] = num_computed
+        self.max_computed[row] = request.max_num_tokens - 1
         self.hold(request, held_tokens)
         self.client[row] = request.client
         self.handle[row] = request.handle
@@ -125,7 +131,7 @@ class RowTable:
         self.quiet_until[row] = min(held_tokens, request.max_num_tokens - 2)
 
     def start_decoding(self, rows: list[int]) -> None:
-        """These rows take one token per step from the next step on."""
+        """These rows take their next token from the next step on."""
         started = np.array(rows, np.int64)
         decoding = self.decoding
         self.decoding = np.concatenate((decoding, started)) if len(decoding) else started
@@ -139,18 +145,24 @@ class RowTable:
         """A view of the row's prompt and output tokens so far."""
         return self.token_ids[row, : self.num_tokens[row]]
 
-    def append(self, rows: IntArray, token_ids: NDArray[np.int32]) -> None:
-        """Append one sampled token to each of these rows."""
+    def append(self, sampled: TokenColumns) -> None:
+        """Append sampled tokens to their rows."""
+        rows, counts = sampled.owners, sampled.counts
         num_tokens = self.num_tokens[rows]
-        self.token_ids[rows, num_tokens] = token_ids
-        self.num_tokens[rows] = num_tokens + 1
+        if counts is None:
+            self.token_ids[rows, num_tokens] = sampled.token_ids
+            self.num_tokens[rows] = num_tokens + 1
+        else:
+            positions = np.repeat(num_tokens, counts) + places_in_rows(counts)
+            self.token_ids[np.repeat(rows, counts), positions] = sampled.token_ids
+            self.num_tokens[rows] = num_tokens + counts
 
     def may_stop(self, token_ids: NDArray[np.int32]) -> list[int]:
         """Indices of those tokens that are EOS or a stop id of some row, perhaps another one."""
         counts = self._stop_counts
         if len(counts) == 1:
             return []
-        hits: list[int] = counts[np.minimum(token_ids, len(counts) - 1)].nonzero()[0].tolist()
+        hits: list[int] = counts.take(token_ids, mode="clip").nonzero()[0].tolist()
         return hits
 
     def _count_stop_ids(self, request: Request, change: int) -> None:

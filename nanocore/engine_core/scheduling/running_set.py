@@ -1,23 +1,31 @@
-"""The running set: rows, their blocks, and what a step computes of them.
+"""The running set: rows, their tokens, states and blocks, and the steps in flight.
 
-Gives rows their tokens within the budget and their blocks, and preempts when blocks run out. Python
-per request runs only for rows that are admitted, chunked, cross a block, end or are preempted; the
-others cost a few vector operations together.
+Their one owner: the scheduler decides who runs and reads what it needs here. A step's life is
+`compute` (what running rows compute of it), `admit` (new rows), `begin` (it is in flight) and
+`accept` (its tokens are in). A step may compute drafts beyond a row's known tokens; those that were
+not accepted are taken back (`rewind`). Python per request runs only for rows that are admitted,
+chunked, cross a block, end or are preempted; the others cost a few vector operations together.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.scheduling.ends import ends_by_length, ends_by_token
 from nanocore.engine_core.scheduling.request import Request
-from nanocore.engine_core.scheduling.row_table import IntArray, RowTable
-from nanocore.engine_core.scheduling.step import Chunk, Step
+from nanocore.engine_core.scheduling.row_table import RowTable
+from nanocore.engine_core.scheduling.step import Chunk, StepOutcome, StepPlan, attended_tokens
+from nanocore.engine_core.scheduling.step_result import read_result
+from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns
 from nanocore.engine_core.scheduling.waiting_queue import Precedence
 from nanocore.kv_cache import Block, KVCacheManager
+from nanocore.protocol.codec import pack_int32
+from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 
 
 class RunningSet:
@@ -34,61 +42,217 @@ class RunningSet:
         kv_cache: KVCacheManager,
         precedence: Callable[[Request], Precedence],
     ) -> None:
-        self.table = RowTable(config.max_num_seqs, config.max_model_len, config.num_groups)
-        self.in_flight: deque[Step] = deque()
-        self.removed_rows: list[int] = []
-        """Since the last plan; workers learn of them with it."""
-        self.stalled: set[int] = set()
-        """Rows that wait for blocks; nobody is admitted meanwhile, who could take them."""
         self.max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         """Tokens that a prompt may compute in one step."""
+        self.may_overlap = config.num_groups == 1 and not config.num_speculative_tokens
+        """Whether a step may be planned while others are in flight that its rows are in."""
+        self._num_groups = config.num_groups
+        self._num_drafts = config.num_speculative_tokens
+        self._table = RowTable(config.max_num_seqs, config.max_model_len, config.num_groups)
+        self._in_flight: deque[StepOutcome] = deque()
+        self._stalled: set[int] = set()  # rows that wait for blocks
+        self._removed_rows: list[int] = []  # since the last plan; workers learn of them with it
+        self._sampled: list[TokenColumns] = []  # since then, too, if earlier stages are to learn it
         self._kv_cache = kv_cache
         self._precedence = precedence
 
-    def schedule(self, step: Step) -> int:
-        """Give every running row its tokens and blocks; returns what is left of the budget.
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps whose results are not in."""
+        return len(self._in_flight)
+
+    @property
+    def groups_in_flight(self) -> list[int]:
+        """The group of each step in flight, the oldest first."""
+        return [outcome.plan.group for outcome in self._in_flight]
+
+    @property
+    def planned(self) -> StepPlan:
+        """The step that began last, and is in flight."""
+        return self._in_flight[-1].plan
+
+    @property
+    def decoding(self) -> IntArray:
+        """Rows that take their next token in every step; replaced, never changed."""
+        return self._table.decoding
+
+    @property
+    def prefilling(self) -> Sequence[int]:
+        """Rows with tokens to compute before they can, in admission order."""
+        return self._table.prefilling
+
+    @property
+    def finishing(self) -> Sequence[int]:
+        """Rows that wait for their last token."""
+        return self._table.finishing
+
+    @property
+    def is_short_of_blocks(self) -> bool:
+        """Whether a row waits for blocks: nobody is admitted meanwhile, who could take them."""
+        return bool(self._stalled)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a row has tokens to compute, and does not wait for blocks."""
+        return len(self.decoding) + len(self.prefilling) > len(self._stalled)
+
+    def has_work(self, group: int) -> bool:
+        """Whether a step of this group, of which none is in flight, has anything to compute."""
+        num_taken, _ = self._table.row_counts(group)
+        return num_taken > 0 or any(self.next_chunk(row, group) for row in self._table.prefilling)
+
+    def row_counts(self, group: int) -> tuple[int, int]:
+        """(rows of the group that requests own, rows that none does)."""
+        return self._table.row_counts(group)
+
+    def requests(self) -> list[Request]:
+        """The requests that own rows, by row."""
+        return self._table.running()
+
+    def request(self, row: int) -> Request:
+        """The request that owns this row."""
+        return self._table.request(row)
+
+    def known_tokens(self, row: int) -> NDArray[np.int32]:
+        """A view of the row's prompt and output tokens so far."""
+        return self._table.known_tokens(row)
+
+    def num_computed_tokens(self, row: int) -> int:
+        """Tokens whose KV is computed or planned to be; may have passed those known."""
+        return int(self._table.num_computed[row])
+
+    def decode_load(self, group: int) -> tuple[int, int]:
+        """(tokens, context) of what decoding rows would compute in a step of the group."""
+        _, ends, counts = self._decodes(group, set())
+        counts = np.ones_like(ends) if counts is None else counts
+        return int(counts.sum()), int(attended_tokens(counts, ends).sum())
+
+    def next_chunk(self, row: int, group: int) -> int:
+        """Tokens of a prefilling row that a step of the group may compute, if it has the budget.
+
+        The last token, which samples, is for the row's own group: other steps may be in flight
+        beside this one, and the next one of the group is planned when this one's tokens are known.
+        """
+        table = self._table
+        num_left = int(table.num_tokens[row] - table.num_computed[row])
+        return min(num_left - (row % self._num_groups != group), self.max_chunk)
+
+    def compute(self, number: int, group: int, token_budget: int) -> tuple[StepPlan, int]:
+        """Begin a plan: give every running row its tokens and blocks. Also returns the budget left.
 
         Each round either provides for all rows or lets one of them go, whose tokens return to the
         budget; nothing is settled before the last round.
         """
-        table = self.table
-        if not len(table):
-            return step.token_budget
+        table = self._table
+        plan = StepPlan(number, token_budget, group, self._num_groups)
+        assert self.may_overlap or group not in self.groups_in_flight, (
+            f"step {number} of group {group} needs what its last one, in flight, samples"
+        )
+        if not (len(table) or self._num_drafts):
+            return plan, token_budget
         while True:
-            decoding = self.decoding_rows(step.group)
-            if step.stalled:
-                decoding = decoding[~np.isin(decoding, list(step.stalled))]
-            ends = table.num_computed[decoding] + 1
+            decoding, ends, counts = self._decodes(group, plan.stalled)
+            num_decoded = len(decoding) if counts is None else int(counts.sum())
             notable = (ends > table.quiet_until[decoding]).nonzero()[0]
             decodes = list(zip(decoding[notable].tolist(), ends[notable].tolist(), strict=True))
-            chunks, budget = self._share_budget(step, step.token_budget - len(decoding))
-            if all(self._provide(step, row, end) for row, end in decodes + chunks):
+            chunks, budget = self._share_budget(plan, token_budget - num_decoded)
+            if all(self._provide(plan, row, end) for row, end in decodes + chunks):
                 break
-        self.stalled = {r for r in self.stalled if r % table.num_groups != step.group}
-        self.stalled |= step.stalled
-        step.decoding, step.decode_ends = decoding, ends
+        self._stalled = {r for r in self._stalled if r % self._num_groups != group}
+        self._stalled |= plan.stalled
+        plan.decoding, plan.decode_ends, plan.decode_counts = decoding, ends, counts
         table.num_computed[decoding] = ends
         for row, end in decodes:
-            if end + 1 == table.request(row).max_num_tokens:
-                step.last.append(row)
-        if step.last:
-            table.finish_decoding(step.last)
+            if end == table.max_computed[row]:
+                plan.last.append(row)
+        if plan.last and not self._num_drafts:
+            table.finish_decoding(plan.last)
         for row, end in chunks:
-            self._compute_chunk(step, row, int(table.num_computed[row]), end)
-        return budget
+            self._compute_chunk(plan, row, int(table.num_computed[row]), end)
+        return plan, budget
 
-    def admit(self, step: Step, request: Request, hits: list[Block], num_tokens: int) -> list[int]:
-        """Give a request a row and blocks for its first num_tokens, of which `hits` are cached.
+    def admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
+        """Give a request a row, and `count` tokens after those whose blocks were found cached.
 
-        Returns the ids of the blocks; too few being free is the caller's error.
+        Too few blocks being free is the caller's error.
         """
         block_size = self._kv_cache.block_size
-        block_ids = self._kv_cache.allocate(request.handle, num_tokens, hits)
-        assert block_ids is not None, "the whole prompt fits, so its first chunk does"
         num_cached = len(hits) * block_size
-        row = self.table.add(request, num_cached, len(block_ids) * block_size, step.group)
-        self._compute_chunk(step, row, num_cached, num_tokens)
-        return block_ids
+        end = num_cached + count
+        block_ids = self._kv_cache.allocate(request.handle, end, hits)
+        assert block_ids is not None, "the whole prompt fits, so its first chunk does"
+        token_ids = request.give_tokens()
+        held_tokens = len(block_ids) * block_size
+        row = self._table.add(request, token_ids, num_cached, held_tokens, plan.group)
+        new = NewRow(
+            row=row,
+            token_ids=token_ids.tobytes(),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=num_cached,
+            block_ids=pack_int32(block_ids),
+            sampling=request.sampling,
+            seed=request.seed,
+        )
+        plan.added.append(new)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_cached
+            plan.new.append(request)
+        else:
+            plan.resumed.append(request)
+        if num_cached:
+            plan.cached[request.request_id] = num_cached
+        self._compute_chunk(plan, row, num_cached, end)
+
+    def begin(self, plan: StepPlan) -> SchedulerOutput:
+        """The plan is complete and in flight from here on; returns it as workers are told it."""
+        if plan.started:
+            self._table.start_decoding(plan.started)
+        self._in_flight.append(StepOutcome(plan))
+        removed_rows, self._removed_rows = self._removed_rows, []
+        sampled, self._sampled = self._sampled, []
+        return plan.message(self._idle_rows(plan), removed_rows, sampled)
+
+    def accept(self, result: ModelRunnerOutput) -> StepOutcome:
+        """Take the result of the oldest step in flight: 0 to as many tokens per row as it computed.
+
+        Requests that end with it keep their rows until they `leave`.
+
+        Raises:
+            ValueError: the result does not fit the step.
+        """
+        table = self._table
+        outcome = self._in_flight.popleft()
+        plan, dead_rows = outcome.plan, outcome.dead_rows
+        self._kv_cache.complete(plan.number)
+        sampled = read_result(table, outcome, result)
+        sampled, ends = ends_by_token(table, sampled)
+        table.append(sampled)
+        if plan.decode_counts is not None:
+            self.rewind(plan.decoding)  # dead ones, too: nobody has them yet
+        if self._num_groups > 1:
+            self._sampled.append(sampled)
+        rows, clients = sampled.owners, table.clients
+        outcome.clients = next(iter(clients)) if len(clients) == 1 else table.client[rows]
+        outcome.handles, outcome.tokens = table.handle[rows], sampled
+        for row in plan.first:
+            if row not in dead_rows and not (row in ends and ends[row][1].message):
+                outcome.started.append(table.request(row))
+        if plan.last:
+            alive = [row for row in plan.last if row not in dead_rows and row not in ends]
+            ends |= ends_by_length(table, alive)
+        outcome.ends = list(ends.values())
+        return outcome
+
+    def rewind(self, rows: IntArray) -> None:
+        """Take back what was computed of these decoding rows beyond their known tokens.
+
+        The last of those is to be computed next, so that it samples. Blocks stay held; what was
+        computed into them is overwritten, and nobody finds it: it is not of known tokens.
+        """
+        self._table.num_computed[rows] = self._table.num_tokens[rows] - 1
 
     def leave(self, request: Request, keeps_blocks: bool = True) -> None:
         """Take a request's row and blocks; steps in flight may write those until they are over.
@@ -97,70 +261,57 @@ class RunningSet:
         """
         row = request.row
         if keeps_blocks:
-            self._register(request, int(self.table.num_computed[row]))
+            self._register(request, int(self._table.num_computed[row]))
         else:
             self._kv_cache.forget(request.handle)
-        self.table.remove(row)
-        self.stalled.discard(row)
-        self.removed_rows.append(row)
-        for step in self.in_flight:
-            step.dead_rows.add(row)
-        last_step = self.in_flight[-1].number if self.in_flight else 0
+        self._table.remove(row)
+        self._stalled.discard(row)
+        self._removed_rows.append(row)
+        for outcome in self._in_flight:
+            outcome.dead_rows.add(row)
+        last_step = self._in_flight[-1].plan.number if self._in_flight else 0
         self._kv_cache.free(request.handle, after_step=last_step)
 
-    @property
-    def can_go_on(self) -> bool:
-        """Whether a row has tokens to compute, and does not wait for blocks."""
-        table = self.table
-        num_ready = len(table.decoding) + len(table.prefilling) - len(self.stalled)
-        return num_ready > 0
+    def _decodes(self, group: int, stalled: set[int]) -> tuple[IntArray, IntArray, IntArray | None]:
+        """(rows, their computed tokens after the step, how many it computes) of a group's decodes.
 
-    def decoding_rows(self, group: int) -> IntArray:
-        """The group's rows that take one token in every step of the group."""
-        decoding, num_groups = self.table.decoding, self.table.num_groups
-        return decoding if num_groups == 1 else decoding[decoding % num_groups == group]
-
-    def next_chunk(self, row: int, group: int) -> int:
-        """Tokens of a prefilling row that a step of the group may compute, if it has the budget.
-
-        The last token, which samples, is for the row's own group: other steps may be in flight
-        beside this one, and the next one of the group is planned when this one's tokens are known.
+        None stands for one each. Drafts are computed only as far as all would be wanted.
         """
-        table = self.table
-        num_left = int(table.num_tokens[row] - table.num_computed[row])
-        return min(num_left - (row % table.num_groups != group), self.max_chunk)
+        table = self._table
+        decoding, num_groups = table.decoding, self._num_groups
+        if num_groups > 1:
+            decoding = decoding[decoding % num_groups == group]
+        if stalled:
+            decoding = decoding[~np.isin(decoding, list(stalled))]
+        num_computed = table.num_computed[decoding]
+        if not self._num_drafts:
+            return decoding, num_computed + 1, None
+        ends = np.minimum(num_computed + 1 + self._num_drafts, table.max_computed[decoding])
+        return decoding, ends, ends - num_computed
 
-    def exceptions(self, step: Step) -> tuple[list[int], list[int]]:
-        """Rows whose token count is not what the plan's group says, and that count."""
-        table = self.table
-        num_groups, group = table.num_groups, step.group
-        rows, counts = [], []
-        for row, num_tokens, _ in step.chunks:
-            if num_tokens != 1 or row % num_groups != group:
-                rows.append(row)
-                counts.append(num_tokens)
-        if len(step.decoding) + len(step.chunks) < len(table):
-            served = {chunk.row for chunk in step.chunks}.union(step.last)
-            idle = dict.fromkeys((*table.prefilling, *table.finishing, *step.stalled))
-            idle_rows = [r for r in idle if r not in served and r % num_groups == group]
-            rows += idle_rows
-            counts += [0] * len(idle_rows)
-        return rows, counts
+    def _idle_rows(self, plan: StepPlan) -> list[int]:
+        """The group's rows of which the plan computes nothing."""
+        table = self._table
+        if len(plan.decoding) + len(plan.chunks) == len(table):
+            return []
+        served = {chunk.row for chunk in plan.chunks}.union(plan.last)
+        held = dict.fromkeys((*table.prefilling, *table.finishing, *plan.stalled))
+        return [r for r in held if r not in served and r % self._num_groups == plan.group]
 
-    def _share_budget(self, step: Step, budget: int) -> tuple[list[tuple[int, int]], int]:
+    def _share_budget(self, plan: StepPlan, budget: int) -> tuple[list[tuple[int, int]], int]:
         """(row, its computed tokens after the step) of running prompts, and the rest of budget."""
-        table = self.table
+        table = self._table
         chunks = []
         for row in table.prefilling:
-            count = min(self.next_chunk(row, step.group), budget)
-            if count and row not in step.stalled:
+            count = min(self.next_chunk(row, plan.group), budget)
+            if count and row not in plan.stalled:
                 chunks.append((row, int(table.num_computed[row]) + count))
                 budget -= count
         return chunks, budget
 
-    def _provide(self, step: Step, row: int, num_tokens: int) -> bool:
+    def _provide(self, plan: StepPlan, row: int, num_tokens: int) -> bool:
         """Let a running row hold blocks for num_tokens; False if another round must be tried."""
-        table = self.table
+        table = self._table
         held_tokens = int(table.held_tokens[row])
         if num_tokens <= held_tokens:
             return True
@@ -168,23 +319,23 @@ class RunningSet:
         self._register(request, int(table.num_computed[row]))
         block_ids = self._kv_cache.allocate(request.handle, num_tokens)
         if block_ids is None:
-            self._make_room(step, row, num_tokens)
+            self._make_room(plan, row, num_tokens)
             return False
         table.hold(request, held_tokens + len(block_ids) * self._kv_cache.block_size)
-        step.blocks.setdefault(row, []).extend(block_ids)
+        plan.blocks.setdefault(row, []).extend(block_ids)
         return True
 
-    def _make_room(self, step: Step, row: int, num_tokens: int) -> None:
+    def _make_room(self, plan: StepPlan, row: int, num_tokens: int) -> None:
         """Let the row wait, if steps in flight are about to release blocks; else preempt."""
-        table, kv_cache = self.table, self._kv_cache
+        table, kv_cache = self._table, self._kv_cache
         num_needed = kv_cache.num_free_needed(table.request(row).handle, num_tokens)
         ending = [table.request(finishing).handle for finishing in table.finishing]
         num_held = sum(len(kv_cache.block_ids(handle)) for handle in ending)
         if num_needed <= kv_cache.num_free_blocks + kv_cache.num_fenced_blocks + num_held:
-            step.stalled.add(row)
+            plan.stalled.add(row)
             return
         candidates = [request for request in table.running() if request.row not in table.finishing]
-        self._preempt(step, max(candidates, key=self._preemption_order))
+        self._preempt(plan, max(candidates, key=self._preemption_order))
 
     def _preemption_order(self, request: Request) -> tuple[int, int, int, int]:
         """The largest is preempted: last by (priority, arrival); of equals the cheapest one.
@@ -193,21 +344,22 @@ class RunningSet:
         find again. The one that would cost most stays, so there is always progress.
         """
         priority, arrival, handle = self._precedence(request)
-        num_computed, num_cached = self.table.num_computed, self.table.num_cached
+        num_computed, num_cached = self._table.num_computed, self._table.num_cached
         return priority, arrival, int(num_cached[request.row] - num_computed[request.row]), handle
 
-    def _preempt(self, step: Step, request: Request) -> None:
+    def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Take a running request's row and blocks; it is to be recomputed later."""
         row = request.row
-        request.token_ids = self.table.known_tokens(row).copy()
+        token_ids = self.known_tokens(row).copy()
         self.leave(request)
-        step.blocks.pop(row, None)
-        step.preempted.append(request)
+        request.token_ids = token_ids
+        plan.blocks.pop(row, None)
+        plan.preempted.append(request)
 
-    def _compute_chunk(self, step: Step, row: int, computed: int, end: int) -> None:
+    def _compute_chunk(self, plan: StepPlan, row: int, computed: int, end: int) -> None:
         """Plan a prefilling row's tokens from number `computed` up to `end`."""
-        table = self.table
-        step.chunks.append(Chunk(row, end - computed, computed))
+        table = self._table
+        plan.chunks.append(Chunk(row, end - computed, computed))
         table.num_computed[row] = end
         # At once, so that the next request admitted in this very step can share the blocks.
         request = table.request(row)
@@ -216,23 +368,23 @@ class RunningSet:
             return
         table.prefilling.remove(row)
         if end == request.num_prompt_tokens:
-            step.first.append(row)
-        if end + 1 == request.max_num_tokens:
-            step.last.append(row)
+            plan.first.append(row)
+        if end == request.max_num_tokens - 1:
+            plan.last.append(row)
             table.finishing.append(row)
         else:
-            step.started.append(row)
+            plan.started.append(row)
 
     def _register(self, request: Request, num_computed: int) -> None:
-        """Make a running request's full blocks findable."""
+        """Make a running request's full blocks findable, as far as their tokens are known."""
         if not self._kv_cache.enable_prefix_caching:
             return
         block_size = self._kv_cache.block_size
         num_full = num_computed // block_size
         keys = request.key_chain.keys
         if len(keys) < num_full:  # output tokens have filled a block
-            table, row = self.table, request.row
-            num_full = min(num_computed, int(table.num_tokens[row])) // block_size  # the known ones
-            unkeyed = table.token_ids[row, len(keys) * block_size : num_full * block_size]
-            request.key_chain.extend(unkeyed.tobytes())
+            table, row = self._table, request.row
+            end = min(num_computed, int(table.num_tokens[row]))
+            request.key_chain.extend(table.token_ids[row, len(keys) * block_size : end].tobytes())
+            num_full = min(num_full, len(keys))
         self._kv_cache.register(request.handle, keys, num_full)

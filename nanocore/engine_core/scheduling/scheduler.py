@@ -6,31 +6,28 @@ Decoding rows take their token first, then running prompts their chunks, then wa
 admitted. When blocks run out a running request is preempted and recomputed later.
 
 Runs on the step loop's thread. A plan needs counts only, never the tokens of the step before, so
-several steps may be in flight. Python per request runs only for rows to which something happens.
+several steps may be in flight. Who runs is decided here; rows, tokens, states and steps in flight
+are the `RunningSet`'s, which this file only reads and tells.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.scheduling.ends import ends_with_token, ends_without_token
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
-from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
-from nanocore.engine_core.scheduling.row_table import IntArray
+from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.running_set import RunningSet
-from nanocore.engine_core.scheduling.step import Chunk, Step
+from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
 from nanocore.engine_core.scheduling.step_budget import StepBudget
 from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
 from nanocore.kv_cache import Block, KVCacheManager
-from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import Event
-from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +68,15 @@ class Scheduler:
         self.long_waiting = WaitingQueue(config.policy)
         """Prompts of several chunks that others pass by, see `max_num_partial_prefills`."""
         self.running = RunningSet(config, kv_cache, self.waiting.precedence)
-        self.table = self.running.table
         self.counters = SchedulerCounters()
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
-        self.completed = Step(0, 0)
+        self.completed = StepOutcome(StepPlan(0, 0))
         """The step whose result came in last."""
         self._clock = clock
+        self._begun_s: deque[float] = deque()  # steps in flight; if there is a target
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
         self._aborted: list[Request] = []  # since the last update
-        self._sampled: list[tuple[IntArray, IntArray]] = []  # since the last plan
         self._last_group = 0
         self._blocked = (-1, -1)  # handle of a head that did not fit, and the blocks then free
         self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
@@ -93,7 +89,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that own a row."""
-        return len(self.table)
+        return len(self.running)
 
     @property
     def num_waiting(self) -> int:
@@ -103,8 +99,7 @@ class Scheduler:
     @property
     def is_stuck(self) -> bool:
         """Whether requests wait although nothing runs, was preempted, or is in flight: a bug."""
-        step = self.planned
-        busy = self.num_running or step.preempted or len(self.running.in_flight) > 1
+        busy = self.num_running or self.planned.preempted or self.num_in_flight > 1
         return self.num_waiting > 0 and not busy
 
     def head(self) -> Request | None:
@@ -112,25 +107,29 @@ class Scheduler:
         return self._next_queue(may_be_partial=True).head()
 
     @property
-    def planned(self) -> Step:
+    def planned(self) -> StepPlan:
         """The step that was planned last, and is in flight."""
-        return self.running.in_flight[-1]
+        return self.running.planned
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were planned and whose results are not in."""
+        return self.running.num_in_flight
 
     def next_group(self) -> int | None:
         """The group of rows that the next step is for; None if none has anything to do.
 
-        With one group steps may be planned while others are in flight. With several, each is in one
-        step at most, so that no step needs a token that is not known yet.
+        With one group steps may be planned while others are in flight. With several, and with
+        drafts, a group is in one step at most, so that no step needs what is not known yet.
         """
-        num_groups = self.table.num_groups
-        if num_groups == 1:
-            if not self.running.in_flight:
+        running = self.running
+        if running.may_overlap:
+            if not running.num_in_flight:
                 return 0 if self._requests else None
-            return 0 if self.running.can_go_on or self._can_admit(0) else None
-        busy = {step.group for step in self.running.in_flight}
-        last = self._last_group
+            return 0 if running.can_go_on or self._can_admit(0) else None
+        num_groups, last, busy = self.config.num_groups, self._last_group, running.groups_in_flight
         for group in [(last + i) % num_groups for i in range(1, num_groups + 1)]:
-            if group not in busy and self._has_work(group):
+            if group not in busy and (running.has_work(group) or self._can_admit(group)):
                 return group
         return None
 
@@ -165,117 +164,72 @@ class Scheduler:
 
         Computed counts advance now, not when the result is in.
         """
-        table, counters = self.table, self.counters
+        running, counters = self.running, self.counters
         counters.num_steps += 1
         self._last_group = group
-        step = Step(counters.num_steps, self._token_budget(group), group)
-        added: list[NewRow] = []
-        budget = self.running.schedule(step)
-        for request in step.preempted:
+        token_budget = self._token_budget(group)
+        plan, budget = running.compute(counters.num_steps, group, token_budget)
+        for request in plan.preempted:
             self.waiting.push(request)
-        counters.num_preemptions += len(step.preempted)
-        if self.num_waiting and not step.preempted and not self.running.stalled:
-            self._schedule_waiting(step, budget, added)
+        counters.num_preemptions += len(plan.preempted)
+        if self.num_waiting and not plan.preempted and not running.is_short_of_blocks:
+            self._schedule_waiting(plan, budget)
         if self.budget.has_target:
-            step.start_s = self._clock()
-            step.context = int(step.decode_ends.sum()) + sum(map(_context, step.chunks))
-        if step.started:
-            table.start_decoding(step.started)
-        self.running.in_flight.append(step)
-        chunk_rows, chunk_counts = self.running.exceptions(step)
-        removed, self.running.removed_rows = self.running.removed_rows, []
-        sampled, self._sampled = self._sampled, []
-        return SchedulerOutput(
-            step=step.number,
-            group=step.group,
-            sampled_rows=b"".join([rows.tobytes() for rows, _ in sampled]),
-            sampled_token_ids=b"".join([token_ids.tobytes() for _, token_ids in sampled]),
-            removed_rows=pack_int32(removed),
-            added=added,
-            block_rows=pack_int32([row for row, ids in step.blocks.items() for _ in ids]),
-            block_ids=pack_int32([block_id for ids in step.blocks.values() for block_id in ids]),
-            chunk_rows=pack_int32(chunk_rows),
-            chunk_counts=pack_int32(chunk_counts),
-            num_tokens=step.num_tokens,
-        )
+            self._begun_s.append(self._clock())
+        return running.begin(plan)
 
     def update(self, result: ModelRunnerOutput) -> list[ClientOutput]:
-        """Take in the tokens of the oldest step in flight; returns what clients get."""
-        table = self.table
-        self.completed = step = self.running.in_flight.popleft()
-        self.kv_cache.complete(step.number)
-        if self.budget.has_target:
-            self._measure(step)
-        rows = np.frombuffer(result.rows, TOKEN_DTYPE)
-        token_ids = np.frombuffer(result.token_ids, TOKEN_DTYPE)
-        if step.dead_rows:
-            alive = ~np.isin(rows, list(step.dead_rows))
-            rows, token_ids = rows[alive], token_ids[alive]
-        failed = ends_without_token(table, rows, token_ids)
-        if failed:
-            step.dead_rows.update(request.row for request, _ in failed)
-            rows, token_ids = rows[token_ids >= 0], token_ids[token_ids >= 0]
-        table.append(rows, token_ids)
-        if table.num_groups > 1:
-            self._sampled.append((rows, token_ids))
-        self.counters.generation_tokens += len(rows)
+        """Take in the tokens of the oldest step in flight; returns what clients get.
 
-        # Everything the output needs is read before rows are freed.
-        one_client = len(table.clients) == 1
-        clients = next(iter(table.clients)) if one_client else table.client[rows]
-        handles = table.handle[rows]
+        Raises:
+            ValueError: the result does not fit the step.
+        """
+        self.completed = outcome = self.running.accept(result)
+        if self.budget.has_target:
+            self._measure(outcome.plan)
+        self.counters.generation_tokens += len(outcome.tokens.token_ids)
         events: list[tuple[int, Event]] = []
-        for row in step.first:
-            if row not in step.dead_rows:
-                request = table.request(row)
-                started = Event(handle=request.handle, num_cached_tokens=request.num_cached_tokens)
-                events.append((request.client, started))
-        for request, ended in failed + ends_with_token(table, step, rows, token_ids):
+        for request in outcome.started:
+            started = Event(handle=request.handle, num_cached_tokens=request.num_cached_tokens)
+            events.append((request.client, started))
+        for request, ended in outcome.ends:
             events.append((request.client, ended))
-            step.finished.append(request)
+            outcome.finished.append(request)
             self._end(request, keeps_blocks=ended.finish_reason != "error")
             if ended.message:
                 logger.error("request %r ends: %s", request.request_id, ended.message)
-        step.finished += self._aborted
+        outcome.finished += self._aborted
         self._aborted = []
-        return split_by_client(clients, handles, token_ids, events)
-
-    def _has_work(self, group: int) -> bool:
-        """Whether a step of this group that no step in flight is of would compute anything."""
-        if self.table.num_taken(group):
-            return True
-        if any(self.running.next_chunk(row, group) for row in self.table.prefilling):
-            return True
-        return self._can_admit(group)
+        return split_by_client(outcome.clients, outcome.handles, outcome.tokens, events)
 
     def _can_admit(self, group: int) -> bool:
         head = self.head()
         may_fit = head is not None and not self._is_still_blocked(head)
-        return may_fit and not self.running.stalled and self._num_admissible(group) > 0
+        return may_fit and not self.running.is_short_of_blocks and self._num_admissible(group) > 0
 
     def _num_admissible(self, group: int) -> int:
         """Rows that a step of this group may give away: groups are kept equally large."""
-        table = self.table
-        fair_share = -(-(self.num_running + self.num_waiting) // table.num_groups)
-        return min(table.num_free(group), fair_share - table.num_taken(group))
+        num_taken, num_free = self.running.row_counts(group)
+        fair_share = -(-(self.num_running + self.num_waiting) // self.config.num_groups)
+        return min(num_free, fair_share - num_taken)
 
     def _token_budget(self, group: int) -> int:
-        table = self.table
-        if not self.budget.has_target or not (self.num_waiting or table.prefilling):
+        running = self.running
+        if not self.budget.has_target or not (self.num_waiting or running.prefilling):
             return self.config.max_num_batched_tokens
-        ends = table.num_computed[self.running.decoding_rows(group)] + 1
-        prompts = [int(table.num_computed[row]) for row in table.prefilling]
-        return self.budget.num_tokens(len(ends), int(ends.sum()), max(prompts, default=0))
+        num_decodes, context = running.decode_load(group)
+        prompts = [running.num_computed_tokens(row) for row in running.prefilling]
+        return self.budget.num_tokens(num_decodes, context, max(prompts, default=0))
 
-    def _schedule_waiting(self, step: Step, budget: int, added: list[NewRow]) -> None:
+    def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         """Admit waiting requests while budget, rows and blocks last; none passes the head by.
 
         Except that prompts of several chunks, when no more of them may be running, step aside.
         """
         limit = self.config.max_num_partial_prefills
-        num_rows = self._num_admissible(step.group)
+        num_rows = self._num_admissible(plan.group)
         while budget > 0 and num_rows > 0:
-            may_be_partial = not limit or len(self.table.prefilling) < limit
+            may_be_partial = not limit or len(self.running.prefilling) < limit
             queue = self._next_queue(may_be_partial)
             request = queue.head()
             if request is None or self._is_still_blocked(request):
@@ -290,7 +244,7 @@ class Scheduler:
                 self.long_waiting.push(request)
             elif self._fits(request, hits):
                 queue.remove(request)
-                added.append(self._admit(step, request, hits, count))
+                self._admit(plan, request, hits, count)
                 budget -= count
                 num_rows -= 1
             else:
@@ -330,30 +284,13 @@ class Scheduler:
         num_reserved = self._watermark_blocks if self.num_running else 0
         return self.kv_cache.can_allocate(request.handle, request.num_tokens, hits, num_reserved)
 
-    def _admit(self, step: Step, request: Request, hits: list[Block], count: int) -> NewRow:
+    def _admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
         """Give a waiting request a row and its first tokens."""
-        kv_cache = self.kv_cache
-        num_cached = len(hits) * kv_cache.block_size
+        num_cached = len(hits) * self.kv_cache.block_size
         resumed = request.num_cached_tokens is not None
-        kv_cache.stats.record(request.num_tokens, num_cached, resumed)
-        if resumed:
-            step.resumed.append(request)
-        else:
-            self._count_dequeued(request)
-            request.num_cached_tokens = num_cached
-            step.new.append(request)
-        if num_cached:
-            step.cached[request.request_id] = num_cached
-        block_ids = self.running.admit(step, request, hits, num_cached + count)
-        return NewRow(
-            row=request.row,
-            token_ids=request.token_ids.tobytes(),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=num_cached,
-            block_ids=pack_int32(block_ids),
-            sampling=request.sampling,
-            seed=request.seed,
-        )
+        self.kv_cache.stats.record(request.num_tokens, num_cached, resumed)
+        self._count_dequeued(request)
+        self.running.admit(plan, request, hits, count)
 
     def _count_dequeued(self, request: Request) -> None:
         if request.num_cached_tokens is None:  # else it was when first admitted
@@ -366,14 +303,9 @@ class Scheduler:
             self.running.leave(request, keeps_blocks)
         del self._requests[request.handle]
 
-    def _measure(self, step: Step) -> None:
+    def _measure(self, plan: StepPlan) -> None:
         """Teach the cost model how long a step took, since the one before it ended."""
         now_s = self._clock()
-        seconds = now_s - max(step.start_s, self._last_update_s)
+        seconds = now_s - max(self._begun_s.popleft(), self._last_update_s)
         self._last_update_s = now_s
-        self.budget.observe(step.num_tokens, step.context, seconds)
-
-
-def _context(chunk: Chunk) -> int:
-    """Tokens that the tokens of a chunk attend to, in sum."""
-    return chunk.num_tokens * chunk.num_computed + chunk.num_tokens * (chunk.num_tokens + 1) // 2
+        self.budget.observe(plan.num_tokens, plan.context, seconds)

@@ -1,18 +1,23 @@
-"""One step as the scheduler remembers it, from its plan until its result is in.
+"""One step as the scheduler remembers it: its plan, and what came of it.
 
 Several may be in flight: a step is planned from counts alone, before the tokens of the previous one
-are known.
+are known. A plan is filled by the running set (`RunningSet.compute`, `admit`) and fixed when the
+step begins (`begin`); what happens from then on is the outcome's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from nanocore.engine_core.scheduling.request import Request
-from nanocore.engine_core.scheduling.row_table import IntArray
+from nanocore.engine_core.scheduling.ends import End
+from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
+from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns
+from nanocore.protocol.codec import pack_int32
+from nanocore.worker.plan import NewRow, SchedulerOutput
 
 _NO_ROWS: IntArray = np.zeros(0, np.int64)
 
@@ -25,53 +30,128 @@ class Chunk(NamedTuple):
     num_computed: int
 
 
-class Step:
-    """What one step computes, and what happened when it was planned and when it ended.
+class StepPlan:
+    """What one step computes.
 
-    group: of rows, see `RowTable`; its rows alone take their next token or finish their prompt.
-    decoding: rows that take one token; decode_ends: their computed tokens after the step. chunks:
-    the other rows that take part. started: rows whose prompt it completes; they decode from the
-    next step on. first, last: rows whose first or last token it samples (EOS and stop ids aside).
+    group: of rows, see `RowTable`; its rows alone take their next tokens or finish their prompt.
+    num_groups: how many there are. token_budget: in tokens.
+    decoding: rows that go on from their last token; decode_ends: their computed tokens after the
+    step; decode_counts: how many it computes of each, None if one: beyond the first these are
+    drafts. chunks: the other rows that take part. started: rows whose prompt it completes; they
+    decode from the next step on. first: rows whose first token it samples. last: those that may
+    have all their tokens with it; without drafts they do, if no EOS and no stop id comes first.
     stalled: rows that wait until an earlier step releases blocks. blocks: ids of the blocks given
-    to running rows. dead_rows: those whose request ended or was preempted while the step was in
-    flight, so that its result for them is void. new, resumed, preempted, finished: requests.
-    cached: tokens found in the prefix cache, by request id. token_budget: in tokens. start_s,
-    context: for the cost model, see `StepBudget`.
+    to running rows. added: rows given to requests. new, resumed, preempted: requests.
+    cached: tokens found in the prefix cache, by request id.
     """
 
     __slots__ = (
-        "blocks", "cached", "chunks", "context", "dead_rows", "decode_ends", "decoding", "finished",
-        "first", "group", "last", "new", "number", "preempted", "resumed", "stalled", "start_s",
+        "added", "blocks", "cached", "chunks", "decode_counts", "decode_ends", "decoding", "first",
+        "group", "last", "new", "num_groups", "number", "preempted", "resumed", "stalled",
         "started", "token_budget",
     )  # fmt: skip
 
-    def __init__(self, number: int, token_budget: int, group: int = 0) -> None:
+    def __init__(self, number: int, token_budget: int, group: int = 0, num_groups: int = 1) -> None:
         self.number = number
-        self.group = group
         self.token_budget = token_budget
+        self.group = group
+        self.num_groups = num_groups
         self.decoding = self.decode_ends = _NO_ROWS
+        self.decode_counts: IntArray | None = None
         self.chunks: list[Chunk] = []
         self.first: list[int] = []
         self.last: list[int] = []
         self.started: list[int] = []
         self.stalled: set[int] = set()
         self.blocks: dict[int, list[int]] = {}
-        self.dead_rows: set[int] = set()
+        self.added: list[NewRow] = []
         self.new: list[Request] = []
         self.resumed: list[Request] = []
         self.preempted: list[Request] = []
-        self.finished: list[Request] = []
         self.cached: dict[str, int] = {}
-        self.start_s = 0.0
-        self.context = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed, over all rows."""
-        return len(self.decoding) + sum([chunk.num_tokens for chunk in self.chunks])
+        counts = self.decode_counts
+        num_decoded = len(self.decoding) if counts is None else int(counts.sum())
+        return num_decoded + sum([chunk.num_tokens for chunk in self.chunks])
+
+    @property
+    def context(self) -> int:
+        """Over all tokens of the step, the tokens that each attends to."""
+        counts = 1 if self.decode_counts is None else self.decode_counts
+        decoded = int(attended_tokens(counts, self.decode_ends).sum())
+        return decoded + sum([int(attended_tokens(n, n + start)) for _, n, start in self.chunks])
 
     def scheduled(self) -> Iterator[Chunk]:
         """Every row that takes part, decoding ones first."""
-        for row, end in zip(self.decoding.tolist(), self.decode_ends.tolist(), strict=True):
-            yield Chunk(row, 1, end - 1)
+        counts = np.ones_like(self.decoding) if self.decode_counts is None else self.decode_counts
+        starts = self.decode_ends - counts
+        yield from map(Chunk, self.decoding.tolist(), counts.tolist(), starts.tolist())
         yield from self.chunks
+
+    def message(
+        self, idle_rows: list[int], removed_rows: list[int], sampled: list[TokenColumns]
+    ) -> SchedulerOutput:
+        """The plan as workers are told it, by its differences.
+
+        idle_rows: the group's rows of which it computes nothing. removed_rows, sampled: rows taken
+        from requests, and tokens that became known, since the last plan.
+        """
+        rows: list[int] = []
+        counts: list[int] = []
+        if self.decode_counts is not None:
+            several = self.decode_counts != 1
+            rows += self.decoding[several].tolist()
+            counts += self.decode_counts[several].tolist()
+        for row, num_tokens, _ in self.chunks:
+            if num_tokens != 1 or row % self.num_groups != self.group:
+                rows.append(row)
+                counts.append(num_tokens)
+        return SchedulerOutput(
+            step=self.number,
+            group=self.group,
+            sampled_rows=b"".join(
+                [one.owner_of_each().astype(TOKEN_DTYPE).tobytes() for one in sampled]
+            ),
+            sampled_token_ids=b"".join([one.token_ids.tobytes() for one in sampled]),
+            removed_rows=pack_int32(removed_rows),
+            added=self.added,
+            block_rows=pack_int32([row for row, ids in self.blocks.items() for _ in ids]),
+            block_ids=pack_int32([block_id for ids in self.blocks.values() for block_id in ids]),
+            chunk_rows=pack_int32(rows + idle_rows),
+            chunk_counts=pack_int32(counts + [0] * len(idle_rows)),
+            num_tokens=self.num_tokens,
+        )
+
+
+class StepOutcome:
+    """What happens to a step from its begin until its result is in.
+
+    dead_rows: those whose request ended or was preempted while the step was in flight, so that its
+    result for them is void. tokens: what it sampled and counts, by row; clients, handles: of each
+    of these rows, or the one client that has all. started: requests that have their first token.
+    ends: requests that end with its tokens, and what is said of them. finished: all that ended
+    since the step before it was taken in.
+    """
+
+    __slots__ = (
+        "clients", "dead_rows", "ends", "finished", "handles", "plan", "started", "tokens",
+    )  # fmt: skip
+
+    clients: IntArray | int
+    handles: NDArray[np.uint32]
+    tokens: TokenColumns
+    ends: list[End]
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.dead_rows: set[int] = set()
+        self.started: list[Request] = []
+        self.finished: list[Request] = []
+
+
+def attended_tokens(count: Any, end: Any) -> Any:
+    """What the last `count` of a row's first `end` tokens attend to, in sum; numbers or columns."""
+    return count * (end - count) + count * (count + 1) // 2

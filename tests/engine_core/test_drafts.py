@@ -1,0 +1,313 @@
+"""Steps of which a row has none to several tokens, and numbers that are said of each token.
+
+The worker computes drafts after a row's last token and accepts some of them, in its own words.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from nanocore.engine_core.io.session import Backlog, output_frames
+from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.protocol.codec import client_decoder, unpack_output
+from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.messages import Event, Output
+from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
+from tests.fakes import (
+    CONTEXT_LENGTH,
+    Deliveries,
+    FakeExecutor,
+    expected_tokens,
+    make_request,
+    make_scheduler,
+    next_token,
+)
+
+PROMPT = [3, 1, 4, 1, 5]
+TOKENS = expected_tokens(PROMPT, 20)
+
+
+def column(values: list[int], dtype: str = "<i4") -> bytes:
+    return np.array(values, dtype).tobytes()
+
+
+class Engine:
+    """A scheduler, and a worker all of whose drafts are right."""
+
+    def __init__(self, num_drafts: int = 3, **limits: object) -> None:
+        self.scheduler, self.executor = make_scheduler(
+            num_speculative_tokens=num_drafts, **limits  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.executor.draft = next_token
+        self.executor.has_columns = True
+        self.deliveries = Deliveries()
+
+    def step(self) -> SchedulerOutput:
+        plan = self.scheduler.schedule()
+        check_plan(self.scheduler, plan)
+        self.deliveries.take(self.scheduler, self.executor.execute(plan))
+        check_rows(self.scheduler)
+        check_blocks(self.scheduler)
+        return plan
+
+    def run(self) -> None:
+        while self.scheduler.num_requests:
+            self.step()
+        check_idle(self.scheduler)
+
+
+def test_a_step_computes_a_rows_token_and_its_drafts_and_delivers_what_was_right() -> None:
+    engine = Engine(num_drafts=3)
+    engine.scheduler.add(make_request(1, PROMPT, 20))
+    assert engine.step().num_tokens == 5
+    plan = engine.step()
+    assert (plan.chunk_rows, plan.chunk_counts) == (column([0]), column([4]))
+    assert engine.deliveries.tokens[1] == TOKENS[: 1 + 4]
+    assert engine.scheduler.counters.generation_tokens == 5
+    engine.run()
+    assert engine.deliveries.tokens[1] == TOKENS
+    assert engine.scheduler.counters.generation_tokens == 20
+
+
+def test_wrong_drafts_are_taken_back_and_their_blocks_stay_held() -> None:
+    engine = Engine(num_drafts=3, block_size=4)
+    engine.executor.draft = lambda context: next_token(context) + 1
+    scheduler = engine.scheduler
+    scheduler.add(make_request(1, PROMPT, 20))
+    engine.step()
+    assert engine.step().num_tokens == 4
+    assert scheduler.running.num_computed_tokens(0) == 6  # of 7 known; 5 + 4 were computed
+    assert len(scheduler.kv_cache.block_ids(1)) == 3
+    engine.run()
+    assert engine.deliveries.tokens[1] == TOKENS
+
+
+def test_a_row_of_which_nothing_was_accepted_computes_its_token_again() -> None:
+    engine = Engine(num_drafts=2)
+    engine.executor.withhold = lambda context, step: 99 if step == 2 else 0
+    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.step()
+    assert engine.step().num_tokens == 3
+    assert engine.deliveries.tokens[1] == TOKENS[:1]
+    assert engine.step().num_tokens == 3
+    assert engine.deliveries.tokens[1] == TOKENS[:4]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_drafts_never_pass_the_requests_length(max_tokens: int) -> None:
+    engine = Engine(num_drafts=3)
+    engine.scheduler.add(make_request(1, PROMPT, max_tokens))
+    engine.run()
+    assert engine.deliveries.tokens[1] == TOKENS[:max_tokens]
+    assert engine.deliveries.finish_reasons == {1: "length"}
+    assert engine.executor.num_tokens == len(PROMPT) + max_tokens - 1
+
+
+@pytest.mark.parametrize("as_eos", [True, False])
+def test_what_follows_a_stop_in_the_middle_of_a_step_is_not_delivered(as_eos: bool) -> None:
+    """Of 4 tokens of a row the 2nd ends it; its client's other row and another client's go on."""
+    stop = TOKENS[2]
+    assert stop not in TOKENS[:2]
+    engine = Engine(num_drafts=3)
+    scheduler = engine.scheduler
+    stops = {"eos": (stop,)} if as_eos else {"stop_token_ids": (stop,)}
+    others = {2: [7] * 5, 3: [8] * 6}
+    scheduler.add(make_request(1, PROMPT, 20, client=1, **stops))  # type: ignore[arg-type]
+    scheduler.add(make_request(2, others[2], 20, client=1))
+    scheduler.add(make_request(3, others[3], 20, client=2))
+    engine.step()
+    outputs = scheduler.update(engine.executor.execute(scheduler.schedule()))
+    expected = {handle: expected_tokens(prompt, 5)[1:] for handle, prompt in others.items()}
+    first, second = outputs
+    assert first.tokens_by_handle() == {1: TOKENS[1:3], 2: expected[2]}
+    assert first.counts is not None
+    assert first.counts.tolist() == [2, 4]
+    assert first.columns[CONTEXT_LENGTH].tolist() == [6, 7, 6, 7, 8, 9]
+    assert [(event.handle, event.finish_reason) for event in first.events] == [(1, "stop")]
+    assert second.tokens_by_handle() == {3: expected[3]}
+    assert second.columns[CONTEXT_LENGTH].tolist() == [7, 8, 9, 10]
+    assert scheduler.counters.generation_tokens == 3 + 2 + 4 + 4
+    check_blocks(scheduler)
+
+
+def test_tokens_before_one_that_is_not_there_are_delivered_and_the_request_ends() -> None:
+    engine = Engine(num_drafts=3)
+    engine.executor.sample = lambda context: (
+        NO_TOKEN if context[0] == 3 and len(context) == 7 else next_token(context)
+    )
+    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.scheduler.add(make_request(2, [7] * 5, 20))
+    engine.run()
+    assert engine.deliveries.tokens == {1: TOKENS[:2], 2: expected_tokens([7] * 5, 20)}
+    assert engine.deliveries.finish_reasons == {1: "error", 2: "length"}
+    assert "output token 3 " in engine.deliveries.messages[1]
+    assert engine.deliveries.columns[CONTEXT_LENGTH][1] == [5, 6]
+
+
+def test_kv_of_wrong_drafts_is_never_found_and_that_of_right_ones_is() -> None:
+    engine = Engine(num_drafts=3, block_size=4)
+    engine.executor.draft = lambda context: next_token(context) + (len(context) % 3 == 0)
+    prompt = [*PROMPT, 9]
+    tokens = expected_tokens(prompt, 20)
+    engine.scheduler.add(make_request(1, prompt, 20, stop_token_ids=(tokens[9],)))
+    while engine.scheduler.num_requests:
+        engine.step()
+    assert engine.deliveries.tokens[1] == tokens[:10]
+    # 16 tokens are known, and the last one's KV is not computed: 3 blocks of 4 are whole.
+    engine.scheduler.add(make_request(2, [*prompt, *tokens[:15]], 3))
+    engine.run()  # whose worker refuses wrong KV
+    assert engine.deliveries.num_cached[2] == 12
+    assert engine.deliveries.tokens[2] == tokens[15:18]
+
+
+def test_an_abort_voids_all_tokens_of_the_row_in_the_step_in_flight() -> None:
+    engine = Engine(num_drafts=3)
+    scheduler = engine.scheduler
+    scheduler.add(make_request(1, PROMPT, 20))
+    scheduler.add(make_request(2, [7] * 5, 20))
+    engine.step()
+    result = engine.executor.execute(scheduler.schedule())
+    scheduler.abort(1)
+    engine.deliveries.take(scheduler, result)
+    assert engine.deliveries.tokens == {1: TOKENS[:1], 2: expected_tokens([7] * 5, 5)}
+    assert engine.deliveries.columns[CONTEXT_LENGTH][2] == [5, 6, 7, 8, 9]
+    engine.run()
+
+
+def test_a_request_preempted_with_drafts_goes_on_from_its_accepted_tokens() -> None:
+    engine = Engine(num_drafts=2, num_blocks=8, block_size=4)
+    for handle in (1, 2, 3):
+        engine.scheduler.add(make_request(handle, [handle] * 8, 12))
+    engine.run()
+    assert engine.scheduler.counters.num_preemptions > 0
+    for handle in (1, 2, 3):
+        assert engine.deliveries.tokens[handle] == expected_tokens([handle] * 8, 12)
+
+
+def test_with_drafts_a_step_waits_for_the_result_of_the_one_before() -> None:
+    engine = Engine(num_drafts=1)
+    engine.scheduler.add(make_request(1, PROMPT, 20))
+    assert engine.scheduler.next_group() == 0
+    engine.scheduler.schedule()
+    assert engine.scheduler.next_group() is None
+    with pytest.raises(AssertionError, match="step 2 of group 0"):
+        engine.scheduler.schedule()
+
+
+def test_earlier_stages_are_told_every_token_with_its_row() -> None:
+    engine = Engine(num_drafts=3, num_groups=2)
+    scheduler = engine.scheduler
+    scheduler.add(make_request(1, PROMPT, 20))
+    for _ in range(2):
+        engine.deliveries.take(scheduler, engine.executor.execute(scheduler.schedule(0)))
+    plan = scheduler.schedule(0)
+    assert plan.sampled_rows == column([0] * 4)
+    assert plan.sampled_token_ids == column(TOKENS[1:5])
+
+
+def test_a_steps_cost_is_known_with_its_drafts_before_and_after_it_is_planned() -> None:
+    engine = Engine(num_drafts=2, target_itl_ms=50.0)
+    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.step()
+    running = engine.scheduler.running
+    assert running.decode_load(0) == (3, 6 + 7 + 8)  # tokens, and what they attend to
+    engine.step()
+    plan = engine.scheduler.completed.plan
+    assert (plan.num_tokens, plan.context) == (3, 6 + 7 + 8)
+
+
+def test_the_budget_covers_every_rows_drafts() -> None:
+    with pytest.raises(ConfigError, match=r"4 times --max-num-seqs \(8\)"):
+        make_scheduler(max_num_seqs=8, max_num_batched_tokens=31, num_speculative_tokens=3)
+    make_scheduler(max_num_seqs=8, max_num_batched_tokens=32, num_speculative_tokens=3)
+
+
+def after_a_prompt(num_drafts: int) -> tuple[Scheduler, FakeExecutor, SchedulerOutput]:
+    """A scheduler with a plan in flight of one row that decodes."""
+    engine = Engine(num_drafts=num_drafts)
+    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.step()
+    return engine.scheduler, engine.executor, engine.scheduler.schedule()
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "changes", "message"),
+    [
+        (0, {"counts": column([2]), "token_ids": column([1, 2])}, "2 tokens for row 0: at most 1"),
+        (2, {"counts": column([4]), "token_ids": column([1] * 4)}, "4 tokens for row 0: at most 3"),
+        (2, {"counts": column([2]), "token_ids": column([1])}, "does not fit together"),
+        (
+            2,
+            {"counts": column([1, 1]), "token_ids": column([1, 1])},
+            "1 rows of 2 tokens, 2 counts",
+        ),
+        (2, {"counts": column([-1])}, "does not fit together"),
+        (0, {"token_ids": column([1, 1])}, "does not fit together"),
+        (0, {"token_ids": column([1]), "columns": {"p": column([1, 1], "<f4")}}, "'p': 2"),
+    ],
+)
+def test_a_result_that_does_not_fit_its_step_is_refused(
+    num_drafts: int, changes: dict[str, object], message: str
+) -> None:
+    scheduler, _, _ = after_a_prompt(num_drafts)
+    result = ModelRunnerOutput(rows=column([0]), token_ids=b"")
+    with pytest.raises(ValueError, match=message):
+        scheduler.update(msgspec.structs.replace(result, **changes))
+
+
+def test_a_prompt_that_is_complete_has_a_token() -> None:
+    engine = Engine(num_drafts=2)
+    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.scheduler.schedule()
+    with pytest.raises(ValueError, match="no token for row 0, whose prompt it completes"):
+        engine.scheduler.update(ModelRunnerOutput(rows=b"", token_ids=b""))
+
+
+def output(tokens: dict[int, list[int]], **columns: list[float]) -> ClientOutput:
+    counts = [len(ids) for ids in tokens.values()]
+    return ClientOutput(
+        1,
+        np.array(list(tokens), np.uint32),
+        np.array([token for ids in tokens.values() for token in ids], np.int32),
+        counts=None if set(counts) == {1} else np.array(counts),
+        columns={name: np.array(numbers, np.float32) for name, numbers in columns.items()},
+    )
+
+
+def sent(frames: list[bytes]) -> tuple[list[int], list[int] | None, list[int]]:
+    """(handles, counts, tokens) of an OUTPUT."""
+    message = client_decoder().decode(frames)
+    assert isinstance(message, Output)
+    handles, counts, token_ids = unpack_output(message)
+    return list(handles), None if counts is None else list(counts), list(token_ids)
+
+
+def test_counts_are_on_the_wire_only_where_a_request_has_several_tokens() -> None:
+    assert sent(output_frames(output({7: [1], 9: [2]}))) == ([7, 9], None, [1, 2])
+    assert sent(output_frames(output({7: [1, 5], 9: [2]}))) == ([7, 9], [2, 1], [1, 5, 2])
+
+
+def test_a_backlog_merges_steps_with_one_and_with_several_tokens() -> None:
+    backlog = Backlog(since_s=0.0)
+    backlog.add(output({9: [1], 7: [2]}))
+    backlog.add(output({7: [3, 4], 9: [5]}, logprob=[0.3, 0.4, 0.5]))
+    backlog.add(output({8: [6, 7, 8]}))
+    ended = output({7: [9]}, logprob=[0.9])
+    ended.events.append(Event(handle=7, finish_reason="stop"))
+    backlog.add(ended)
+    merged = backlog.merged()
+    assert merged.tokens_by_handle() == {9: [1, 5], 7: [2, 3, 4, 9], 8: [6, 7, 8]}
+    said = merged.columns["logprob"]
+    nan = np.nan
+    expected = np.array([nan, 0.5, nan, 0.3, 0.4, 0.9, nan, nan, nan], np.float32)
+    np.testing.assert_array_equal(said, expected)
+    assert [event.handle for event in merged.events] == [7]
+    frames = backlog.next()
+    assert frames is not None
+    assert sent(frames) == ([9, 7, 8], [2, 4, 3], [1, 5, 2, 3, 4, 9, 6, 7, 8])
+    backlog.drop_next()
+    assert backlog.next() is None
