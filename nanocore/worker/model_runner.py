@@ -184,11 +184,9 @@ class ModelRunner:
         if len(rows) == 0:
             return
         token_ids = ints(plan.sampled_token_ids)
-        if self._device_steps is None:
-            self.batch.append(rows, token_ids)
-        else:
-            self._sampled.append((rows, self.batch.num_tokens[rows].astype(np.int32), token_ids))
-            self.batch.append(rows, None)
+        places = self.batch.append_told(rows, token_ids)
+        if self._device_steps is not None:
+            self._sampled.append((rows, places, token_ids))
 
     def _compute(self, step: BatchStep) -> PendingOutput:
         """A step on the host."""

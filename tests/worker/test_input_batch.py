@@ -154,5 +154,23 @@ def test_a_top_k_that_leaves_every_token_is_no_filter(top_k: int) -> None:
     assert sampling_of(batch, plan).processed.tolist() == []
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=12))
+def test_tokens_that_another_stage_sampled_go_to_their_rows_in_order(
+    told: list[tuple[int, int]],
+) -> None:
+    batch = make_batch()
+    batch.apply(plan_adding(*((row, EngineSamplingParams()) for row in range(4))))
+    expected = {row: [1] for row in range(4)}
+    places = []
+    for row, token_id in told:
+        places.append(len(expected[row]))
+        expected[row].append(token_id)
+    rows, token_ids = (np.array([pair[i] for pair in told], np.int32) for i in range(2))
+    assert batch.append_told(rows, token_ids).tolist() == places
+    held = {row: batch.token_ids[row, : batch.num_tokens[row]].tolist() for row in range(4)}
+    assert held == expected
+
+
 def test_a_step_of_no_samples_returns_none() -> None:
     assert ModelRunnerOutput(rows=b"", token_ids=b"") == FakeExecutor(4, 4).execute(plan_adding())

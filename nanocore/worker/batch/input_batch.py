@@ -187,6 +187,22 @@ class InputBatch:
             self.token_ids[rows, self.num_tokens[rows]] = token_ids_R
         self.num_tokens[rows] += 1
 
+    def append_told(self, rows: NDArray[np.int32], token_ids: NDArray[np.int32]) -> NDArray:
+        """Append tokens that another stage sampled; a row stands there once for each of its own.
+
+        Returns their places in the rows, int32.
+        """
+        # How many entries before each are of the same row: a running count within equal ones.
+        order = rows.argsort(kind="stable")
+        is_first = np.diff(rows[order], prepend=-1) != 0
+        starts = np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))
+        places = self.num_tokens[rows]
+        places[order] += np.arange(len(rows)) - starts
+        if self.token_ids.shape[1]:
+            self.token_ids[rows, places] = token_ids
+        np.add.at(self.num_tokens, rows, 1)
+        return places.astype(np.int32)
+
     def _order(self, plan: SchedulerOutput) -> Order:
         """Rows and tokens of this step."""
         if plan.chunk_rows:
