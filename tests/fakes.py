@@ -22,7 +22,7 @@ from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
-from nanocore.kv_cache.prefix_index import DigestFunction
+from nanocore.kv_cache.block_key import DigestFunction
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-from nanocore.kernels.torch_moe import Routing, SharedExpert
 
 Activation = Literal["silu", "gelu"]
 """Of a gate; gelu by the tanh approximation."""
@@ -158,6 +157,28 @@ class Rotary:
 
     cos: Tensor
     sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens choose experts: the C most likely ones, by the softmax of logits_TX in float32.
+
+    Their probabilities, the greatest first, are their weights, rounded to x's dtype; is_normalized:
+    divided by their sum before. Of equally likely experts any may come first and be the last one
+    chosen (torch.topk, and so transformers, promises nothing); in our kernels the smaller number.
+    """
+
+    logits_TX: Tensor
+    num_chosen: int
+    is_normalized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """What every token passes beside those it chose: sigmoid(gate_T1) out_TE is added."""
+
+    gate_T1: Tensor
+    out_TE: Tensor
 
 
 class Kernels(Protocol):

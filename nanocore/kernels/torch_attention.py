@@ -9,16 +9,12 @@ small multiple of the constants below, whatever the lengths. Shape suffixes: see
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_kv_cache import gather_kv
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 MAX_GATHERED_BYTES = 1 << 21
 """K and V that one gather of decodes copies, if a single context is not more.

@@ -9,15 +9,11 @@ Quantized values get back the dtype of the computation as they are read. Shape s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from nanocore.kernels.interface import KVCache
 from nanocore.kernels.kv_quantization import quantize
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import KVCache
 
 
 def store_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, slot_mapping_T: Tensor) -> None:

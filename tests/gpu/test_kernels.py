@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.gumbel_noise import gumbel_noise
-from nanocore.kernels.interface import Filters, KVCache, Noise, QKNorm, Rotary
+from nanocore.kernels.interface import (
+    Filters,
+    KVCache,
+    Noise,
+    QKNorm,
+    Rotary,
+    Routing,
+    SharedExpert,
+)
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.torch_moe import Routing, SharedExpert
 from nanocore.kernels.triton.attention import paged_attention
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from tests.kernels.triton.paged_step import Heads, PagedStep, draw_step

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.program import SAMPLES, TOKENS, NotRecordable, Recording, record
-from nanocore.kernels.interface import AttentionMetadata, KVCache, Replay
+from nanocore.kernels.interface import AttentionMetadata, KVCache, Replay, Routing
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.torch_moe import Routing
 from tests.kernels.cpu_case import PagedCase
 
 HIDDEN, VOCAB = 40, 50

@@ -15,7 +15,7 @@
 
 namespace nanocore {
 
-// What differs between steps. Rows of the batch: see AttentionMetadata in backend.py.
+// What differs between steps. Rows of the batch: see AttentionMetadata in interface.py.
 struct Step {
     int64_t num_tokens;
     int64_t num_samples;

@@ -9,19 +9,17 @@ of neighbouring KV heads read neighbouring memory and so are neighbours in the g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.triton.attention_parts import PartSums, store_rows
 from nanocore.kernels.triton.attention_plan import Items, load_part, plan_step
 from nanocore.kernels.triton.attention_tile import attend
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 MIN_DOT_ROWS: Final = 16
 """What tensor cores multiply at least; heads of a group are padded to it."""

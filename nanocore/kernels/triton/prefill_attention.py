@@ -11,19 +11,17 @@ whatever is beside it in the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.triton.attention_parts import PartSums, store_rows
 from nanocore.kernels.triton.attention_plan import Items, load_part, plan_step
 from nanocore.kernels.triton.attention_tile import attend
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 MIN_PART_TILES: Final = 8
 """To write a part's sums and to read them again takes about as long as some tiles of keys."""

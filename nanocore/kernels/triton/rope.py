@@ -4,7 +4,7 @@ Q and K are normed head by head, if the model does so, and turned by their posit
 et al. 2021; dimension i of the first half that is turned pairs with i of the second); K and V go to
 their slots, quantized if the cache is. A program takes some heads of one token, all of Q, of K or
 of V. A head is three pieces, the two halves and what is not turned, for they need not be powers of
-two. Computed in float32; rounded where `backend.Kernels.rms_norm` says, and once after turning.
+two. Computed in float32; rounded where `interface.Kernels.rms_norm` says, and once after turning.
 
 Q is written over the product, whose memory is at hand, and nothing is allocated. That is safe: only
 the thread that writes a number reads it. Each token's results depend on that token alone.
@@ -12,16 +12,14 @@ the thread that writes a number reads it. Each token's results depend on that to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata, KVCache, QKNorm, Rotary
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata, KVCache, QKNorm, Rotary
 
 NUM_WARPS: Final = 4
 _HALF_ELEMENTS: Final = NUM_WARPS * 32 * 8
@@ -195,7 +193,7 @@ def rope_and_store_kv(
     cache: KVCache,
     metadata: AttentionMetadata,
 ) -> Tensor:
-    """See `backend.Kernels.rope_and_store_kv`. Q, a view of qkv, has gaps between tokens."""
+    """See `interface.Kernels.rope_and_store_kv`. Q, a view of qkv, has gaps between tokens."""
     num_kv_heads, head_dim = cache.k_NSKD.shape[2:]
     q_weight, k_weight, eps = (
         (None, None, 0.0) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps)
