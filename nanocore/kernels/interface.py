@@ -69,13 +69,24 @@ class KVCache:
     Within a block a backend may keep values in an order of its own; zeros are zeros in any.
 
     k_scale_NSK, v_scale_NSK: for quantized caches (see `kv_quantization`), what a token's values
-    are to be multiplied by, one number for each KV head. All four are contiguous.
+    are to be multiplied by, one number for each KV head. All four are contiguous within a block,
+    and block_bytes lead from a block to the next: other layers may lie between.
     """
 
     k_NSKD: Tensor
     v_NSKD: Tensor
     k_scale_NSK: Tensor | None = None
     v_scale_NSK: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        block_bytes = self.block_bytes
+        for x in (self.k_NSKD, self.v_NSKD, self.k_scale_NSK, self.v_scale_NSK):
+            assert x is None or (x[0].is_contiguous() and x.stride(0) * x.itemsize == block_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """From where a block begins to where the next one does."""
+        return self.k_NSKD.stride(0) * self.k_NSKD.itemsize
 
 
 @dataclass(frozen=True, slots=True)

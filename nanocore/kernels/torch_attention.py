@@ -60,7 +60,7 @@ def _num_visible_blocks(seq_len: int, cache: KVCache, spec: AttentionSpec) -> in
 
 def _decodes_per_gather(q_THD: Tensor, cache: KVCache, longest: int, spec: AttentionSpec) -> int:
     num_blocks = _num_visible_blocks(longest, cache, spec)
-    block_bytes = 2 * cache.k_NSKD.stride(0) * q_THD.element_size()
+    block_bytes = 2 * cache.k_NSKD[0].numel() * q_THD.element_size()
     return max(1, MAX_GATHERED_BYTES // (num_blocks * block_bytes))
 
 

@@ -350,7 +350,8 @@ def _norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
 def _cache_struct(cache: KVCache) -> CacheLayoutStruct:
     _, block_size, num_heads, head_dim = cache.k_NSKD.shape
     k, v = cache.k_NSKD.data_ptr(), cache.v_NSKD.data_ptr()
-    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size)
+    block_stride = cache.k_NSKD.stride(0)
+    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size, block_stride)
 
 
 def _step_struct(metadata: AttentionMetadata) -> StepStruct:
