@@ -16,26 +16,9 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from nanocore.kernels.triton.kv_blocks import block_offset
+from nanocore.kernels.triton.kv_blocks import key_pointers, locate_keys
 
 LOG2_E: Final = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _locate_keys(table_row, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr) -> tuple:
-    """(the block, int64, of all keys or of each; a place in it; how far from it each key's is).
-
-    A tile within a block takes one look at the block table, and its distances are constants.
-    """
-    offsets = tl.arange(0, TILE)
-    if BLOCK_SIZE % TILE == 0:
-        block, place = tl.load(table_row + start // BLOCK_SIZE), start % BLOCK_SIZE
-        distances = offsets
-    else:
-        keys = start + offsets
-        block, place = tl.load(table_row + keys // BLOCK_SIZE, mask=keys < end, other=0), 0
-        distances = keys % BLOCK_SIZE
-    return block.to(tl.int64), place, distances
 
 
 @triton.jit
@@ -46,9 +29,10 @@ def _load_tile(
 ) -> tl.tensor:  # fmt: skip
     """K or V of a tile's keys, [TILE, HEAD_DIM_PAD]."""
     dims = tl.arange(0, HEAD_DIM_PAD)
-    first = block_offset(values, block, BLOCK_BYTES) + (place * KV_HEADS + head) * HEAD_DIM
-    offsets = first + distances * (KV_HEADS * HEAD_DIM)
-    pointers = values + offsets[:, None] + dims[None, :]
+    keys = key_pointers(
+        values + head * HEAD_DIM, block, place, distances, BLOCK_BYTES, KV_HEADS * HEAD_DIM
+    )
+    pointers = keys + dims[None, :]
     if MASKED or HEAD_DIM_PAD != HEAD_DIM:
         # What was never stored may be NaN, which a weight of zero would not remove.
         mask = is_stored[:, None] & (dims < HEAD_DIM)[None, :]
@@ -69,9 +53,8 @@ def _load_scales(
     shared memory once. (A smaller one Triton 3.6 has every thread copy that will use it.)
     """
     columns = tl.arange(0, 4)[None, :]
-    first = block_offset(k_scale, block, BLOCK_BYTES) + (place * KV_HEADS + head)
-    offsets = first + distances * KV_HEADS
-    pointers = tl.where(columns == 0, k_scale, v_scale) + offsets[:, None]
+    scales = tl.where(columns == 0, k_scale, v_scale) + head
+    pointers = key_pointers(scales, block, place, distances, BLOCK_BYTES, KV_HEADS)
     loaded = tl.load(pointers, mask=is_stored[:, None] & (columns < 2), other=0.0).to(tl.float32)
     even, odd = tl.split(loaded.reshape(loaded.shape[0], 2, 2))
     return tl.split(even)[0][None, :], tl.split(odd)[0][None, :]
@@ -148,7 +131,7 @@ def attend(
         start = tile * TILE
         keys = start + tl.arange(0, TILE)
         is_stored = keys < seq_len
-        block, place, distances = _locate_keys(table_row, start, seq_len, BLOCK_SIZE, TILE)
+        block, place, distances = locate_keys(table_row, start, seq_len, BLOCK_SIZE, TILE)
         k = _load_tile(
             k_cache, block, place, distances, is_stored, head, BLOCK_BYTES,
             KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, MASKED,

@@ -25,6 +25,11 @@ ALIGNMENT_BYTES: Final = 64
 
 _SCALE_ALIGNMENT_BYTES: Final = 16
 
+_CROWDING_BYTES: Final = 16 << 10
+_STAGGER_BYTES: Final = (4 << 10) + 128
+"""Added to large blocks of whole 16 KiB: what lies in blocks at the same place would share a few
+sets of a CPU's cache, and a prompt's attention, which reads it again and again, took 5 % longer."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
@@ -52,7 +57,7 @@ class _Part:
 
 
 class KVLayout:
-    """Where in a block everything lies. block_bytes: of a block, what aligns the next one included.
+    """Where in a block everything lies. block_bytes: from a block to the next.
 
     Args:
         specs: of this rank's layers.
@@ -65,6 +70,8 @@ class KVLayout:
             self.layers.append(list(_parts(end_byte, spec, kv_format, block_size)))
             end_byte = self.layers[-1][-1].end_byte
         self.block_bytes = _aligned(end_byte, ALIGNMENT_BYTES)
+        if self.block_bytes % _CROWDING_BYTES == 0 and self.block_bytes > 100 * _STAGGER_BYTES:
+            self.block_bytes += _STAGGER_BYTES
 
 
 class KVMemory:
