@@ -23,15 +23,12 @@ LOG2_E: Final = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _load_tile(
-    values, block, place, distances, is_stored, head, BLOCK_BYTES: tl.constexpr,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
-    MASKED: tl.constexpr,
+    values, located, is_stored, head, BLOCK_BYTES: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """K or V of a tile's keys, [TILE, HEAD_DIM_PAD]."""
+    """K or V of a tile's keys, [TILE, HEAD_DIM_PAD]. located: see `locate_keys`."""
     dims = tl.arange(0, HEAD_DIM_PAD)
-    keys = key_pointers(
-        values + head * HEAD_DIM, block, place, distances, BLOCK_BYTES, KV_HEADS * HEAD_DIM
-    )
+    keys = key_pointers(values + head * HEAD_DIM, located, BLOCK_BYTES, KV_HEADS * HEAD_DIM)
     pointers = keys + dims[None, :]
     if MASKED or HEAD_DIM_PAD != HEAD_DIM:
         # What was never stored may be NaN, which a weight of zero would not remove.
@@ -44,8 +41,7 @@ def _load_tile(
 
 @triton.jit
 def _load_scales(
-    k_scale, v_scale, block, place, distances, is_stored, head,
-    BLOCK_BYTES: tl.constexpr, KV_HEADS: tl.constexpr,
+    k_scale, v_scale, located, is_stored, head, BLOCK_BYTES: tl.constexpr, KV_HEADS: tl.constexpr
 ) -> tuple:  # fmt: skip
     """(of K, of V) of a tile's keys in float32, each [1, TILE].
 
@@ -54,7 +50,7 @@ def _load_scales(
     """
     columns = tl.arange(0, 4)[None, :]
     scales = tl.where(columns == 0, k_scale, v_scale) + head
-    pointers = key_pointers(scales, block, place, distances, BLOCK_BYTES, KV_HEADS)
+    pointers = key_pointers(scales, located, BLOCK_BYTES, KV_HEADS)
     loaded = tl.load(pointers, mask=is_stored[:, None] & (columns < 2), other=0.0).to(tl.float32)
     even, odd = tl.split(loaded.reshape(loaded.shape[0], 2, 2))
     return tl.split(even)[0][None, :], tl.split(odd)[0][None, :]
@@ -131,16 +127,13 @@ def attend(
         start = tile * TILE
         keys = start + tl.arange(0, TILE)
         is_stored = keys < seq_len
-        block, place, distances = locate_keys(table_row, start, seq_len, BLOCK_SIZE, TILE)
+        located = locate_keys(table_row, start, seq_len, BLOCK_SIZE, TILE)
         k = _load_tile(
-            k_cache, block, place, distances, is_stored, head, BLOCK_BYTES,
-            KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, MASKED,
-        ).to(q.dtype)  # fmt: skip
+            k_cache, located, is_stored, head, BLOCK_BYTES, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, MASKED
+        ).to(q.dtype)
         raw = tl.dot(q, tl.trans(k), input_precision="ieee")
         if IS_QUANTIZED:
-            scales = _load_scales(
-                k_scale, v_scale, block, place, distances, is_stored, head, BLOCK_BYTES, KV_HEADS
-            )
+            scales = _load_scales(k_scale, v_scale, located, is_stored, head, BLOCK_BYTES, KV_HEADS)
             raw *= scales[0]
         if SOFTCAP > 0:
             # tanh is 1 - 2 / (1 + e^2x): 1 and -1 where the power overflows and vanishes.
@@ -162,9 +155,8 @@ def attend(
         total = total * decay + tl.sum(weights, axis=1)
         peak = new_peak
         v = _load_tile(
-            v_cache, block, place, distances, is_stored, head, BLOCK_BYTES,
-            KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, MASKED,
-        ).to(q.dtype)  # fmt: skip
+            v_cache, located, is_stored, head, BLOCK_BYTES, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, MASKED
+        ).to(q.dtype)
         if IS_QUANTIZED:
             weights *= scales[1]
             v = _through_registers(v)

@@ -38,13 +38,13 @@ def locate_keys(table_row, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit
-def key_pointers(
-    memory, block, place, distances, BLOCK_BYTES: tl.constexpr, SIZE: tl.constexpr
-) -> tl.tensor:
-    """Pointers to located keys, [TILE, 1], or with as many columns as there are in memory.
+def key_pointers(memory, located, BLOCK_BYTES: tl.constexpr, SIZE: tl.constexpr) -> tl.tensor:
+    """Pointers to keys, [TILE, 1], or with as many columns as there are in memory.
 
-    memory: pointers to a layer's K, V or scales of one head. SIZE: elements from a key to the next.
+    memory: pointers to a layer's K, V or scales of one head. located: see `locate_keys`. SIZE:
+    elements from a key to the next.
     """
+    block, place, distances = located
     if len(block.shape) == 0:
         # What is the same for all keys is added up first: 32 bits say the rest.
         first = memory + (block_offset(memory, block, BLOCK_BYTES) + place * SIZE)
