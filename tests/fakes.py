@@ -23,7 +23,7 @@ from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
-from nanocore.kv_cache.prefix_index import DigestFunction
+from nanocore.kv_cache.block_key import DigestFunction
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Message
 from nanocore.protocol.sampling import EngineSamplingParams

@@ -44,6 +44,47 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def import_graph(package: Path) -> dict[str, set[str]]:
+    """Which modules each one imports: at the top, within functions, or for type checking alone."""
+    paths = {
+        ".".join((package.name, *path.relative_to(package).with_suffix("").parts)): path
+        for path in sorted(package.rglob("*.py"))
+    }
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+
+    def edges(path: Path) -> Iterator[str]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    yield name if name in paths else node.module or ""
+
+    return {name: paths.keys() & set(edges(path)) - {name} for name, path in paths.items()}
+
+
+def import_circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected components of more than one module."""
+
+    def reached_from(start: str) -> set[str]:
+        reached: set[str] = set()
+        ahead = [start]
+        while ahead:
+            new = graph[ahead.pop()] - reached
+            reached |= new
+            ahead += new
+        return reached
+
+    reach = {name: reached_from(name) for name in graph}
+    circles = {
+        tuple(sorted(other for other in reach[name] if name in reach[other]))
+        for name in graph
+        if name in reach[name]
+    }
+    return sorted(map(list, circles))
+
+
 def test_every_room_is_in_the_table() -> None:
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert rooms == ALLOWED.keys()
@@ -57,6 +98,37 @@ def test_a_room_imports_only_rooms_it_may(room: str) -> None:
                 other = module.split(".")[1]
                 if other in ALLOWED:
                     assert other == room or other in ALLOWED[room], f"{path} imports {module}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    circles = import_circles(import_graph(PACKAGE))
+    assert not circles, "these modules import each other in a circle: " + "; ".join(
+        ", ".join(circle) for circle in circles
+    )
+
+
+def test_circles_would_be_noticed_however_they_are_hidden(tmp_path: Path) -> None:
+    """For types alone, within a function, and through what a package exports again."""
+    package = tmp_path / "ours"
+    (package / "room").mkdir(parents=True)
+    for name, text in {
+        "__init__": "",
+        "alone": "import ours.a, ours.room.inner",
+        "a": "if TYPE_CHECKING:\n    from ours.b import B",
+        "b": "def make():\n    import ours.c",
+        "c": "from ours import a",
+        "room/__init__": "from ours.room.inner import X",
+        "room/inner": "from ours.room import Y",
+        "room/apart": "from ours.room import inner",
+    }.items():
+        (package / f"{name}.py").write_text(text)
+    graph = import_graph(package)
+    assert graph["ours.alone"] == {"ours.a", "ours.room.inner"}
+    assert graph["ours.room.apart"] == {"ours.room.inner"}
+    assert import_circles(graph) == [
+        ["ours.a", "ours.b", "ours.c"],
+        ["ours.room", "ours.room.inner"],
+    ]
 
 
 def test_zmq_is_imported_in_one_package() -> None:

@@ -24,6 +24,7 @@ from benchmarks.gpu.session import Session
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, Kernels, KVCache
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
 from nanocore.kernels.torch_kv_cache import gather_kv
+from nanocore.worker.memory.kv_memory import KVLayout, KVMemory, KVSpec
 
 BLOCK_SIZE: Final = 64
 _CHECKED: Final = 4
@@ -118,14 +119,16 @@ def make_step(
     for row, width in enumerate(widths):
         table_BM[row, :width] = scattered[start : start + width]
         start += width
-    shape = num_blocks, BLOCK_SIZE, heads.num_kv, heads.size
-    cache = KVCache(draw.normal(*shape), draw.normal(*shape))
-    form = kv_cache_format(kv, dtype, "cuda")
-    if form.scale_dtype is not None:
-        (k, k_scale), (v, v_scale) = (
-            quantize(x, form.dtype, form.scale_dtype) for x in (cache.k_NSKD, cache.v_NSKD)
-        )
-        cache = KVCache(k, v, k_scale, v_scale)
+    layout = KVLayout(
+        [KVSpec(heads.num_kv, heads.size)], kv_cache_format(kv, dtype, "cuda"), BLOCK_SIZE
+    )
+    cache = KVMemory(layout, num_blocks, device).layer(0)
+    for values, scales in ((cache.k_NSKD, cache.k_scale_NSK), (cache.v_NSKD, cache.v_scale_NSK)):
+        drawn = draw.normal(*values.shape)
+        if scales is not None:
+            drawn, scale = quantize(drawn, values.dtype, scales.dtype)
+            scales.copy_(scale)
+        values.copy_(drawn)
     starts = [0]
     for _, count in seqs:
         starts.append(starts[-1] + count)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-from nanocore.kernels.torch_moe import Routing, SharedExpert
 
 Activation = Literal["silu", "gelu"]
 """Of a gate; gelu by the tanh approximation."""
@@ -70,13 +69,24 @@ class KVCache:
     Within a block a backend may keep values in an order of its own; zeros are zeros in any.
 
     k_scale_NSK, v_scale_NSK: for quantized caches (see `kv_quantization`), what a token's values
-    are to be multiplied by, one number for each KV head. All four are contiguous.
+    are to be multiplied by, one number for each KV head. All four are contiguous within a block,
+    and block_bytes lead from a block to the next: other layers may lie between.
     """
 
     k_NSKD: Tensor
     v_NSKD: Tensor
     k_scale_NSK: Tensor | None = None
     v_scale_NSK: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        block_bytes = self.block_bytes
+        for x in (self.k_NSKD, self.v_NSKD, self.k_scale_NSK, self.v_scale_NSK):
+            assert x is None or (x[0].is_contiguous() and x.stride(0) * x.itemsize == block_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """From where a block begins to where the next one does."""
+        return self.k_NSKD.stride(0) * self.k_NSKD.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +168,28 @@ class Rotary:
 
     cos: Tensor
     sin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens choose experts: the C most likely ones, by the softmax of logits_TX in float32.
+
+    Their probabilities, the greatest first, are their weights, rounded to x's dtype; is_normalized:
+    divided by their sum before. Of equally likely experts any may come first and be the last one
+    chosen (torch.topk, and so transformers, promises nothing); in our kernels the smaller number.
+    """
+
+    logits_TX: Tensor
+    num_chosen: int
+    is_normalized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """What every token passes beside those it chose: sigmoid(gate_T1) out_TE is added."""
+
+    gate_T1: Tensor
+    out_TE: Tensor
 
 
 class Kernels(Protocol):

@@ -9,16 +9,12 @@ small multiple of the constants below, whatever the lengths. Shape suffixes: see
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_kv_cache import gather_kv
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 MAX_GATHERED_BYTES = 1 << 21
 """K and V that one gather of decodes copies, if a single context is not more.
@@ -64,7 +60,7 @@ def _num_visible_blocks(seq_len: int, cache: KVCache, spec: AttentionSpec) -> in
 
 def _decodes_per_gather(q_THD: Tensor, cache: KVCache, longest: int, spec: AttentionSpec) -> int:
     num_blocks = _num_visible_blocks(longest, cache, spec)
-    block_bytes = 2 * cache.k_NSKD.stride(0) * q_THD.element_size()
+    block_bytes = 2 * cache.k_NSKD[0].numel() * q_THD.element_size()
     return max(1, MAX_GATHERED_BYTES // (num_blocks * block_bytes))
 
 

@@ -1,18 +1,32 @@
 """The reference backend: plain torch on any device, written to be checked by eye.
 
-Every other backend is compared with this one. What takes more than a few lines has
+Every other backend extends this one and is compared with it. What takes more than a few lines has
 a file of its own, `torch_*`. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.gumbel_noise import best_with_noise
+from nanocore.kernels.interface import (
+    Activation,
+    AttentionMetadata,
+    AttentionSpec,
+    Filters,
+    GraphSupport,
+    KVCache,
+    Noise,
+    QKNorm,
+    Replay,
+    Rotary,
+    Routing,
+    SharedExpert,
+)
 from nanocore.kernels.linear_weight import (
     FP8,
     LinearWeight,
@@ -24,31 +38,20 @@ from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_filtered_sampling import filtered
 from nanocore.kernels.torch_kv_cache import store_kv
-from nanocore.kernels.torch_moe import Routing, SharedExpert, add_shared, gated, moe, route
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import (
-        Activation,
-        AttentionMetadata,
-        AttentionSpec,
-        Filters,
-        GraphSupport,
-        KVCache,
-        Noise,
-        QKNorm,
-        Replay,
-        Rotary,
-    )
-
+from nanocore.kernels.torch_moe import add_shared, gated, moe, route
 
 NO_TOKEN: Final = -1
 """In place of a token, of a row that has none: its best logit is not finite, or one is NaN."""
 
 
 class TorchKernels:
-    """Implements `backend.Kernels`."""
+    """Implements `interface.Kernels`.
 
-    name = "torch"
+    Methods call each other only where an override is to be called, too: what falls back to this
+    backend is computed by it throughout.
+    """
+
+    name: str = "torch"
     graph_support: GraphSupport = "never"
     block_multiple = 1
 
@@ -99,9 +102,7 @@ class TorchKernels:
         return block_table_BM, self.embedding(rows.token_ids(), embedding)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        x_float = x.float()
-        normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
-        return (normed.to(weight.dtype) * weight).to(x.dtype)
+        return rms_norm(x, weight, eps)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -139,8 +140,8 @@ class TorchKernels:
         heads = qkv.unflatten(-1, (-1, head_dim))
         q_THD, k_TKD, v_TKD = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
         if qk_norm is not None:
-            q_THD = self.rms_norm(q_THD, qk_norm.q_weight, qk_norm.eps)
-            k_TKD = self.rms_norm(k_TKD, qk_norm.k_weight, qk_norm.eps)
+            q_THD = rms_norm(q_THD, qk_norm.q_weight, qk_norm.eps)
+            k_TKD = rms_norm(k_TKD, qk_norm.k_weight, qk_norm.eps)
         cos_TR, sin_TR = rotary.cos[metadata.positions_T], rotary.sin[metadata.positions_T]
         store_kv(rope(k_TKD, cos_TR, sin_TR), v_TKD, cache, metadata.slot_mapping_T)
         return rope(q_THD, cos_TR, sin_TR)
@@ -173,6 +174,13 @@ class TorchKernels:
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         return None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `interface.Kernels.rms_norm`."""
+    x_float = x.float()
+    normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

@@ -1,19 +1,15 @@
 """Which tokens top_k, top_p and min_p leave, by a sort of the whole row; the reference.
 
-The rules are those of `backend.Filters`. Weights are float32 and their sums float64.
+The rules are those of `interface.Filters`. Weights are float32 and their sums float64.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from nanocore.kernels.gumbel_noise import cached_rows
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import Filters, Noise
+from nanocore.kernels.interface import Filters, Noise
 
 
 def filtered(logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:

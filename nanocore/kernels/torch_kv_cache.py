@@ -9,15 +9,11 @@ Quantized values get back the dtype of the computation as they are read. Shape s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from nanocore.kernels.interface import KVCache
 from nanocore.kernels.kv_quantization import quantize
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import KVCache
 
 
 def store_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, slot_mapping_T: Tensor) -> None:
@@ -35,12 +31,12 @@ def store_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, slot_mapping_T: Tenso
         values, scales = quantize(
             torch.stack((k_TKD, v_TKD)), k_NSKD.dtype, cache.k_scale_NSK.dtype
         )
-        write(cache.k_scale_NSK.flatten(0, 1), slot_mapping_T, scales[0])
-        write(cache.v_scale_NSK.flatten(0, 1), slot_mapping_T, scales[1])
+        write(cache.k_scale_NSK, slot_mapping_T, scales[0])
+        write(cache.v_scale_NSK, slot_mapping_T, scales[1])
         k_TKD, v_TKD = values.view(torch.uint8)
         k_NSKD, v_NSKD = k_NSKD.view(torch.uint8), v_NSKD.view(torch.uint8)
-    write(k_NSKD.flatten(0, 1), slot_mapping_T, k_TKD)
-    write(v_NSKD.flatten(0, 1), slot_mapping_T, v_TKD)
+    write(k_NSKD, slot_mapping_T, k_TKD)
+    write(v_NSKD, slot_mapping_T, v_TKD)
 
 
 def gather_kv(cache: KVCache, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -66,11 +62,17 @@ def _blocks(cache: Tensor, table: Tensor) -> Tensor:
     return cache.index_select(0, table.flatten()).unflatten(0, table.shape)
 
 
-def _write(slots: Tensor, slot_mapping_T: Tensor, values_T: Tensor) -> None:
-    slots[slot_mapping_T] = values_T
+def _places(cache_NS: Tensor, slot_mapping_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Of slots, as indices: there is no view of them as one row, for blocks may lie apart."""
+    block_size = cache_NS.shape[1]
+    return slot_mapping_T // block_size, slot_mapping_T % block_size
 
 
-def _write_by_repetition(slots: Tensor, slot_mapping_T: Tensor, values_T: Tensor) -> None:
+def _write(cache_NS: Tensor, slot_mapping_T: Tensor, values_T: Tensor) -> None:
+    cache_NS[_places(cache_NS, slot_mapping_T)] = values_T
+
+
+def _write_by_repetition(cache_NS: Tensor, slot_mapping_T: Tensor, values_T: Tensor) -> None:
     """Padding repeats the write of the first token that is none, or if all are, writes nothing new.
 
     Equal writes to one slot may come in any order.
@@ -78,6 +80,6 @@ def _write_by_repetition(slots: Tensor, slot_mapping_T: Tensor, values_T: Tensor
     valid_T = slot_mapping_T >= 0
     own_T = torch.arange(len(valid_T), device=valid_T.device)
     source_T = torch.where(valid_T, own_T, valid_T.int().argmax())
-    target_T = slot_mapping_T[source_T]
+    target_T = _places(cache_NS, slot_mapping_T[source_T])
     is_new = valid_T.any()
-    slots[target_T] = torch.where(is_new, values_T[source_T], slots[target_T])
+    cache_NS[target_T] = torch.where(is_new, values_T[source_T], cache_NS[target_T])

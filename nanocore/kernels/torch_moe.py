@@ -8,37 +8,11 @@ Shape suffixes: see `interface`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import Activation
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How tokens choose experts: the C most likely ones, by the softmax of logits_TX in float32.
-
-    Their probabilities, the greatest first, are their weights, rounded to x's dtype; is_normalized:
-    divided by their sum before. Of equally likely experts any may come first and be the last one
-    chosen (torch.topk, and so transformers, promises nothing); in our kernels the smaller number.
-    """
-
-    logits_TX: Tensor
-    num_chosen: int
-    is_normalized: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SharedExpert:
-    """What every token passes beside those it chose: sigmoid(gate_T1) out_TE is added."""
-
-    gate_T1: Tensor
-    out_TE: Tensor
+from nanocore.kernels.interface import Activation, Routing, SharedExpert
 
 
 def gated(x_TO: Tensor, activation: Activation) -> Tensor:
@@ -69,7 +43,7 @@ def moe(
     weights_TC: Tensor,
     activation: Activation = "silu",
 ) -> Tensor:
-    """The weighted sum of each token's C experts, [T, E]; see `backend.Kernels.moe`.
+    """The weighted sum of each token's C experts, [T, E]; see `interface.Kernels.moe`.
 
     expert_ids_TC: int64, below X. weights_TC: rounded to x's dtype.
     """

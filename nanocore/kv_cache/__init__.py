@@ -4,9 +4,10 @@ Pure Python on the engine's step loop; the memory itself belongs to the workers.
 size and addressed by id (PagedAttention: Kwon et al., SOSP 2023).
 """
 
+from nanocore.kv_cache.block_key import BlockKey, KeyChain
 from nanocore.kv_cache.block_pool import Block, BlockPool
 from nanocore.kv_cache.manager import KVCacheManager
-from nanocore.kv_cache.prefix_index import BlockKey, KeyChain, PrefixIndex
+from nanocore.kv_cache.prefix_index import PrefixIndex
 from nanocore.kv_cache.stats import PrefixCacheStats
 
 __all__ = [

@@ -10,10 +10,8 @@ The loops here run once per block and are the cost of a long prompt: they stay f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from nanocore.kv_cache.prefix_index import BlockKey
+from nanocore.kv_cache.block_key import BlockKey
 
 
 class Block:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nanocore.kv_cache.block_key import TOKEN_BYTES, BlockKey
 from nanocore.kv_cache.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -15,7 +16,6 @@ from nanocore.kv_cache.events import (
     KVEventBatch,
     KVEventSubscriber,
 )
-from nanocore.kv_cache.prefix_index import TOKEN_BYTES, BlockKey
 
 
 class EventLog:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block, BlockPool
 from nanocore.kv_cache.event_log import EventLog
 from nanocore.kv_cache.events import KVEventSubscriber
-from nanocore.kv_cache.prefix_index import BlockKey, PrefixIndex
+from nanocore.kv_cache.prefix_index import PrefixIndex
 from nanocore.kv_cache.stats import PrefixCacheStats
 
 

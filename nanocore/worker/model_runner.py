@@ -7,7 +7,6 @@ embedding token ids, and one of an earlier stage sends them on instead of sampli
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +27,7 @@ from nanocore.worker.device.stream import Stream
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.memory.kv_memory import KVLayout, KVMemory, KVSpec
 from nanocore.worker.messages import Quantization
 from nanocore.worker.pending_output import NOTHING_SAMPLED, DoneOutput, PendingOutput, make_output
 from nanocore.worker.placement import Placement
@@ -84,6 +84,7 @@ class ModelRunner:
         self.placement: Placement = model.placement
         self.device = model.placement.device
         self.links = links or StageLinks()
+        self.kv_memory: KVMemory | None = None
         self.kv_caches: list[KVCache] = []
         self.rotary: dict[str, Rotary] = {}
         self.sampler: TokenSampler | None = None
@@ -113,11 +114,11 @@ class ModelRunner:
         Where there is no recorder, kernels are compiled instead, so that no request waits for it.
         max_graphs: so many of the largest and no more.
         """
-        self.kv_caches, self._device_steps = [], None  # what they took is needed for the new ones
-        self.kv_caches = [
-            self._kv_cache(kv_format, (num_blocks, block_size, layer.attention.num_kv_heads))
-            for layer in self.model.layers
-        ]
+        self._device_steps = None
+        self.release_kv_memory()  # what both took is needed for the new ones
+        layout = self._kv_layout(kv_format, block_size)
+        self.kv_memory = KVMemory(layout, num_blocks, self.device)
+        self.kv_caches = self.kv_memory.layers()
         self.rotary = self.model.rotary_tables(max_model_len)
         self.batch = InputBatch(
             max_num_seqs, max_model_len, block_size, self.config.vocab_size,
@@ -150,8 +151,11 @@ class ModelRunner:
 
     def kv_block_bytes(self, kv_format: KVCacheFormat, block_size: int) -> int:
         """Bytes that one block takes over this rank's layers, K and V."""
-        num_heads = sum(layer.attention.num_kv_heads for layer in self.model.layers)
-        return 2 * block_size * num_heads * kv_format.bytes_per_head(self.config.head_dim)
+        return self._kv_layout(kv_format, block_size).block_bytes
+
+    def release_kv_memory(self) -> None:
+        """Give the KV cache's memory back; no step can run until there is another."""
+        self.kv_memory, self.kv_caches = None, []
 
     def pack(self, quantization: Quantization | None) -> int:
         """Give the loaded weights to the backend; returns the bytes that saves."""
@@ -245,18 +249,7 @@ class ModelRunner:
         hidden_RE = self._forward(x_TE, metadata, sample_index_R)
         return self.model.compute_logits(hidden_RE, self.kernels)
 
-    def _kv_cache(self, kv_format: KVCacheFormat, shape_NSK: tuple[int, int, int]) -> KVCache:
-        shape_NSKD = (*shape_NSK, self.config.head_dim)
-        k, v = (self._zeros(shape_NSKD, kv_format.dtype) for _ in range(2))
-        if kv_format.scale_dtype is None:
-            return KVCache(k, v)
-        return KVCache(k, v, *(self._zeros(shape_NSK, kv_format.scale_dtype) for _ in range(2)))
-
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros: attention masks what it gathers too much of, and 0 * NaN would be NaN."""
-        if self.device.type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        # numpy gets zeroed pages from the system on first use; torch.zeros would touch them all,
-        # and a cache sized by the machine's memory is mostly never used.
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    def _kv_layout(self, kv_format: KVCacheFormat, block_size: int) -> KVLayout:
+        head_dim = self.config.head_dim
+        specs = [KVSpec(layer.attention.num_kv_heads, head_dim) for layer in self.model.layers]
+        return KVLayout(specs, kv_format, block_size)

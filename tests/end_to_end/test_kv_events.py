@@ -20,7 +20,7 @@ import pytest
 import nanocore
 from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
-from nanocore.kv_cache.prefix_index import KeyChain
+from nanocore.kv_cache.block_key import KeyChain
 from nanocore.protocol.codec import pack_int32
 from tests.end_to_end.engine_process import engine, run_to_exit
 from tests.kv_event_peers import PATIENCE_MS, Peer, peers, untyped

@@ -16,14 +16,22 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.gumbel_noise import gumbel_noise
-from nanocore.kernels.interface import Filters, KVCache, Noise, QKNorm, Rotary
+from nanocore.kernels.interface import (
+    Filters,
+    KVCache,
+    Noise,
+    QKNorm,
+    Rotary,
+    Routing,
+    SharedExpert,
+)
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.torch_moe import Routing, SharedExpert
 from nanocore.kernels.triton.attention import paged_attention
 from nanocore.kernels.triton.triton_backend import TritonKernels
+from tests.kernels.layered_cache import layered, parts
 from tests.kernels.triton.paged_step import Heads, PagedStep, draw_step
 
 pytestmark = [
@@ -161,7 +169,8 @@ def test_attention(kernels: TritonKernels, name: str, kv_cache: str) -> None:
     if kv_cache == "fp8" and torch.cuda.get_device_capability(DEVICE) < (8, 9):
         pytest.skip("no fp8")
     step = replace(STEPS[name], kv_cache=kv_cache)
-    cache = there(step.cache, DTYPE if kv_cache == "auto" else None)
+    on_device = DTYPE if kv_cache == "auto" else None
+    cache = layered(*(there(x, on_device) for x in parts(step.cache)))
     actual = paged_attention(
         there(step.q_THD(), DTYPE), cache, there(step.metadata), step.spec,
         num_sms=kernels._num_sms, batch_invariant=kernels._batch_invariant,
@@ -183,8 +192,8 @@ def test_rope_and_kv_store(
     def empty() -> KVCache:
         k, v = (torch.zeros(*shape, head_dim, dtype=stored.dtype, device=DEVICE) for _ in "kv")
         if stored.scale_dtype is None:
-            return KVCache(k, v)
-        return KVCache(
+            return layered(k, v)
+        return layered(
             k, v, *(torch.zeros(shape, dtype=stored.scale_dtype, device=DEVICE) for _ in "kv")
         )
 

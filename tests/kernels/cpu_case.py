@@ -22,10 +22,10 @@ from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
     Kernels,
-    KVCache,
     QKNorm,
     Rotary,
 )
+from tests.kernels.layered_cache import layered
 
 SOURCE = Path(nanocore.kernels.cpu.__file__).parent / "program.cpp"
 EMULATED_DOT = "emulated_dot"
@@ -148,10 +148,10 @@ class PagedCase:
             norm = QKNorm(norm.q_weight.to(dtype), norm.k_weight.to(dtype), norm.eps)
         rotary = Rotary(rotary.cos.to(dtype), rotary.sin.to(dtype))
         shape = self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
-        cache = KVCache(*(torch.full(shape, garbage, dtype=dtype) for _ in range(2)))
+        cache = layered(*(torch.full(shape, garbage, dtype=dtype) for _ in range(2)))
         if is_quantized:
             k, v = (torch.zeros(shape, dtype=torch.int8) for _ in range(2))
-            cache = KVCache(k, v, *(torch.ones(shape[:3], dtype=torch.bfloat16) for _ in range(2)))
+            cache = layered(k, v, *(torch.ones(shape[:3], dtype=torch.bfloat16) for _ in range(2)))
         results = []
         for step in range(self.num_steps):
             order, metadata = self.metadata(step, table, keeps_empty)

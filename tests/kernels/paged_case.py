@@ -12,6 +12,7 @@ from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_kv_cache import store_kv
+from tests.kernels.layered_cache import layered
 
 HEAD_DIM = 16
 PLAIN = AttentionSpec(scale=HEAD_DIM**-0.5)
@@ -59,12 +60,12 @@ class PagedCase:
     def garbage(self, *shape: int) -> KVCache:
         k, v = 100 * self.draw(*shape), 100 * self.draw(*shape)
         if self.kv_cache == "auto":
-            return KVCache(k, v)
+            return layered(k, v)
         stored = kv_cache_format(self.kv_cache, torch.float32)
         assert stored.scale_dtype is not None
         k, k_scale = quantize(k, stored.dtype, stored.scale_dtype)
         v, v_scale = quantize(v, stored.dtype, stored.scale_dtype)
-        return KVCache(k, v, k_scale, v_scale)
+        return layered(k, v, k_scale, v_scale)
 
     def slots(self, i: int, start: int, end: int) -> Tensor:
         positions = torch.arange(start, end)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.program import SAMPLES, TOKENS, NotRecordable, Recording, record
-from nanocore.kernels.interface import AttentionMetadata, KVCache, Replay
+from nanocore.kernels.interface import AttentionMetadata, Replay, Routing
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.torch_moe import Routing
 from tests.kernels.cpu_case import PagedCase
+from tests.kernels.layered_cache import layered
 
 HIDDEN, VOCAB = 40, 50
 MAX_TOKENS, MAX_SAMPLES = 64, 8
@@ -43,7 +43,7 @@ class TinyStep:
         self.weight, self.bias = draw(HIDDEN), draw(width)
         _, self.qk_norm, self.rotary, self.table = case.inputs()
         shape = case.num_blocks, case.block_size, case.num_kv_heads, case.head_dim
-        self.cache = KVCache(
+        self.cache = layered(
             torch.zeros(shape, dtype=case.dtype), torch.zeros(shape, dtype=case.dtype)
         )
 
@@ -167,7 +167,7 @@ def test_what_is_left_to_torch_is_not_recorded(
     assert f"because a step has {what}" in caplog.text
 
 
-SMALL_BLOCKS = KVCache(torch.zeros(2, 8, 1, 16), torch.zeros(2, 8, 1, 16))
+SMALL_BLOCKS = layered(torch.zeros(2, 8, 1, 16), torch.zeros(2, 8, 1, 16))
 
 
 def test_views_are_recorded(kernels: CpuKernels) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nanocore.kernels import torch_kv_cache
-from nanocore.kernels.interface import KVCache
 from nanocore.kernels.torch_backend import TorchKernels, rope
 from nanocore.kernels.torch_kv_cache import store_kv
+from tests.kernels.layered_cache import layered
 
 KERNELS = TorchKernels()
 
@@ -51,7 +51,7 @@ def test_silu_of_the_first_half_gates_the_second() -> None:
 
 
 def test_store_kv_writes_only_the_slots_named() -> None:
-    cache = KVCache(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
+    cache = layered(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
     k, v = draw(2, 2, 8), draw(2, 2, 8) + 1
     store_kv(k, v, cache, torch.tensor([9, 2]))
     assert torch.equal(cache.k_NSKD[2, 1], k[0])
@@ -66,14 +66,14 @@ def test_a_slot_of_minus_one_writes_nothing(slots: list[int]) -> None:
     for token, slot in enumerate(slots):
         if slot >= 0:
             expected_k[slot], expected_v[slot] = k[token], v[token]
-    cache = KVCache(torch.full((3, 4, 2, 8), 7.0), torch.full((3, 4, 2, 8), 7.0))
+    cache = layered(torch.full((3, 4, 2, 8), 7.0), torch.full((3, 4, 2, 8), 7.0))
     store_kv(k, v, cache, torch.tensor(slots))
     assert torch.equal(cache.k_NSKD.flatten(0, 1), expected_k)
     assert torch.equal(cache.v_NSKD.flatten(0, 1), expected_v)
 
-    written = torch.full((12, 2, 8), 7.0)  # as on devices whose memory the host does not see
+    written = torch.full((3, 4, 2, 8), 7.0)  # as on devices whose memory the host does not see
     torch_kv_cache._write_by_repetition(written, torch.tensor(slots), k)
-    assert torch.equal(written, expected_k)
+    assert torch.equal(written.flatten(0, 1), expected_k)
 
 
 def test_the_weights_dtype_decides_where_rms_norm_rounds() -> None:

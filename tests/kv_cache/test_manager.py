@@ -7,8 +7,8 @@ import pytest
 import xxhash
 
 from nanocore.kv_cache import KeyChain, KVCacheManager, PrefixCacheStats
+from nanocore.kv_cache.block_key import DigestFunction
 from nanocore.kv_cache.events import BlockRemoved, BlockStored, KVEvent
-from nanocore.kv_cache.prefix_index import DigestFunction
 
 BLOCK_SIZE = 4
 

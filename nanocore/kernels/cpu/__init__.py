@@ -2,5 +2,5 @@
 
 The C++ files are the kernels (`multiply.h` is the loop that all products share, `program.cpp` the
 interface); `library` chooses and loads what this machine can run, `program` records kernels to be
-run without Python in between, and `cpu_backend` implements `backend.Kernels` with them.
+run without Python in between, and `cpu_backend` implements `interface.Kernels` with them.
 """

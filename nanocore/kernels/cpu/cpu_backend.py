@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from ctypes import byref
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -32,24 +32,22 @@ from nanocore.kernels.cpu.program import (
     Workspace,
     record,
 )
+from nanocore.kernels.interface import (
+    Activation,
+    AttentionMetadata,
+    AttentionSpec,
+    Filters,
+    KVCache,
+    Noise,
+    QKNorm,
+    Replay,
+    Rotary,
+    Routing,
+    SharedExpert,
+)
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization
-from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.torch_moe import Routing, SharedExpert
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import (
-        Activation,
-        AttentionMetadata,
-        AttentionSpec,
-        Filters,
-        GraphSupport,
-        KVCache,
-        Noise,
-        QKNorm,
-        Replay,
-        Rotary,
-    )
 
 logger = logging.getLogger(__name__)
 
@@ -61,17 +59,14 @@ NATIVE_MULTIPLE = 16
 _PAGE_BYTES = 2 << 20
 
 
-class CpuKernels:
-    """Implements `backend.Kernels`. cores: see `Workspace`."""
+class CpuKernels(TorchKernels):
+    """Implements `interface.Kernels`. cores: see `Workspace`."""
 
     name = "cpu"
-    graph_support: GraphSupport = "never"
-    block_multiple = 1
 
     def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:
         self._workspace = Workspace(library, cores)
         self._library = library
-        self._torch = TorchKernels()
         self._recording: Recording | None = None
 
     def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
@@ -127,14 +122,6 @@ class CpuKernels:
         )  # fmt: skip
         return out_TE
 
-    def begin_step(
-        self, rows: StepRows, embedding: TokenEmbedding | None
-    ) -> tuple[Tensor, Tensor | None]:
-        block_table_BM = rows.append_blocks()
-        if embedding is None:
-            return block_table_BM, None
-        return block_table_BM, self.embedding(rows.token_ids(), embedding)
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps)
 
@@ -165,7 +152,7 @@ class CpuKernels:
         activation: Activation = "silu",
     ) -> Tensor:
         self._refuse_recording("experts")
-        return self._torch.moe(x_TE, gate_up_XIE, down_XEI, routing, shared, activation)
+        return super().moe(x_TE, gate_up_XIE, down_XEI, routing, shared, activation)
 
     def rope_and_store_kv(
         self,
@@ -178,7 +165,7 @@ class CpuKernels:
     ) -> Tensor:
         if not _is_native(cache, qkv.dtype):
             self._refuse_recording("this KV cache")
-            return self._torch.rope_and_store_kv(qkv, num_heads, qk_norm, rotary, cache, metadata)
+            return super().rope_and_store_kv(qkv, num_heads, qk_norm, rotary, cache, metadata)
         if not qkv.is_contiguous():
             qkv = qkv.contiguous()
         q_norm = k_norm = NormWeightStruct()
@@ -198,7 +185,7 @@ class CpuKernels:
     ) -> Tensor:
         if not _is_native(cache, q_THD.dtype):
             self._refuse_recording("this KV cache")
-            return self._torch.paged_attention(q_THD, cache, metadata, spec)
+            return super().paged_attention(q_THD, cache, metadata, spec)
         num_heads, head_dim = q_THD.shape[1:]
         out = self._empty(q_THD, num_heads * head_dim, q_THD.dtype)
         self._run(
@@ -319,7 +306,7 @@ class CpuKernels:
 
 
 class Captured:
-    """Implements `backend.Replay`."""
+    """Implements `interface.Replay`."""
 
     def __init__(self, program: Program, result: Tensor) -> None:
         self.program, self._result = program, result
@@ -363,7 +350,8 @@ def _norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
 def _cache_struct(cache: KVCache) -> CacheLayoutStruct:
     _, block_size, num_heads, head_dim = cache.k_NSKD.shape
     k, v = cache.k_NSKD.data_ptr(), cache.v_NSKD.data_ptr()
-    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size)
+    block_stride = cache.k_NSKD.stride(0)
+    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size, block_stride)
 
 
 def _step_struct(metadata: AttentionMetadata) -> StepStruct:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
-_ABI_VERSION: Final = 5
+_ABI_VERSION: Final = 6
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -46,6 +46,7 @@ class CacheLayoutStruct(ctypes.Structure):
         ("num_heads", c_int64),
         ("head_dim", c_int64),
         ("block_size", c_int64),
+        ("block_stride", c_int64),
     )
 
 

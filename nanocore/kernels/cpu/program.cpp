@@ -15,7 +15,7 @@
 
 namespace nanocore {
 
-// What differs between steps. Rows of the batch: see AttentionMetadata in backend.py.
+// What differs between steps. Rows of the batch: see AttentionMetadata in interface.py.
 struct Step {
     int64_t num_tokens;
     int64_t num_samples;
@@ -66,7 +66,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 5; }
+NANOCORE_API int nanocore_abi_version() { return 6; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -198,11 +198,12 @@ NANOCORE_API void nanocore_gate(void* program, int64_t rows, int dtype, const vo
 
 struct CacheLayout {
     void *k, *v;
-    int64_t num_heads, head_dim, block_size;
+    int64_t num_heads, head_dim, block_size, block_stride;  // in values
 
     template <typename T>
     PagedKV<T> of() const {
-        return {static_cast<T*>(k), static_cast<T*>(v), num_heads, head_dim, block_size};
+        return {static_cast<T*>(k), static_cast<T*>(v), num_heads, head_dim, block_size,
+                block_stride};
     }
 };
 

@@ -139,11 +139,12 @@ struct PagedKV {
     int64_t num_heads;
     int64_t head_dim;
     int64_t block_size;
+    int64_t block_stride;  // from a block to the next: other layers may lie between
 
     static constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
 
     T* block(T* base, int64_t block_id, int64_t head) const {
-        return base + (block_id * num_heads + head) * block_size * head_dim;
+        return base + block_id * block_stride + head * block_size * head_dim;
     }
 
     // zero_next: also the slot that shares this one's pair, which holds nothing yet. It is

@@ -11,17 +11,15 @@ own functions, for benchmarks to try others. Shape suffixes: see `interface`.
 from __future__ import annotations
 
 from functools import cache as remember
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
 from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 _LARGE_SHARED_MEMORY: Final = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Compute capabilities of data centers: 163 KiB or more a program, where others have 99."""
@@ -36,7 +34,7 @@ def paged_attention(
     num_sms: int,
     batch_invariant: bool,
 ) -> Tensor:
-    """See `backend.Kernels.paged_attention`. q_THD may have gaps between tokens.
+    """See `interface.Kernels.paged_attention`. q_THD may have gaps between tokens.
 
     Padding within the step, sequences of length 0, gets zeros from the kernels.
     """

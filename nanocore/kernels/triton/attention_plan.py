@@ -11,17 +11,15 @@ nothing ever is, and a token's bits depend on its own sequence alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata
 
 PART: Final = tl.constexpr(8)
 """Numbers of a part: the first query's token; how many queries, 0 if there is no such part; the

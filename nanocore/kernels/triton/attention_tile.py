@@ -16,37 +16,20 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from nanocore.kernels.triton.kv_blocks import key_pointers, locate_keys
+
 LOG2_E: Final = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _locate_keys(table_row, start, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr) -> tuple:
-    """(a slot, int64; how far from it each key's is). Slots are block * BLOCK_SIZE + place in it.
-
-    A tile within a block takes one look at the block table, and its distances are constants.
-    """
-    offsets = tl.arange(0, TILE)
-    if BLOCK_SIZE % TILE == 0:
-        block = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
-        slot, distances = block * BLOCK_SIZE + start % BLOCK_SIZE, offsets
-    else:
-        keys = start + offsets
-        blocks = tl.load(table_row + keys // BLOCK_SIZE, mask=keys < end, other=0).to(tl.int64)
-        slot, distances = tl.full([], 0, tl.int64), blocks * BLOCK_SIZE + keys % BLOCK_SIZE
-    return slot, distances
-
-
-@triton.jit
 def _load_tile(
-    values, slot, distances, is_stored, head,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
-    MASKED: tl.constexpr,
+    values, located, is_stored, head, BLOCK_BYTES: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, MASKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """K or V of a tile's keys, [TILE, HEAD_DIM_PAD]."""
+    """K or V of a tile's keys, [TILE, HEAD_DIM_PAD]. located: see `locate_keys`."""
     dims = tl.arange(0, HEAD_DIM_PAD)
-    # A cache may have more than 2**31 elements: the slot is int64.
-    tile = values + (slot * KV_HEADS + head) * HEAD_DIM
-    pointers = tile + distances[:, None] * (KV_HEADS * HEAD_DIM) + dims[None, :]
+    keys = key_pointers(values + head * HEAD_DIM, located, BLOCK_BYTES, KV_HEADS * HEAD_DIM)
+    pointers = keys + dims[None, :]
     if MASKED or HEAD_DIM_PAD != HEAD_DIM:
         # What was never stored may be NaN, which a weight of zero would not remove.
         mask = is_stored[:, None] & (dims < HEAD_DIM)[None, :]
@@ -58,7 +41,7 @@ def _load_tile(
 
 @triton.jit
 def _load_scales(
-    k_scale, v_scale, slot, distances, is_stored, head, KV_HEADS: tl.constexpr
+    k_scale, v_scale, located, is_stored, head, BLOCK_BYTES: tl.constexpr, KV_HEADS: tl.constexpr
 ) -> tuple:  # fmt: skip
     """(of K, of V) of a tile's keys in float32, each [1, TILE].
 
@@ -66,8 +49,8 @@ def _load_scales(
     shared memory once. (A smaller one Triton 3.6 has every thread copy that will use it.)
     """
     columns = tl.arange(0, 4)[None, :]
-    scales = tl.where(columns == 0, k_scale, v_scale) + (slot * KV_HEADS + head)
-    pointers = scales + distances[:, None] * KV_HEADS
+    scales = tl.where(columns == 0, k_scale, v_scale) + head
+    pointers = key_pointers(scales, located, BLOCK_BYTES, KV_HEADS)
     loaded = tl.load(pointers, mask=is_stored[:, None] & (columns < 2), other=0.0).to(tl.float32)
     even, odd = tl.split(loaded.reshape(loaded.shape[0], 2, 2))
     return tl.split(even)[0][None, :], tl.split(odd)[0][None, :]
@@ -127,7 +110,7 @@ def attend(
     k_cache, v_cache, k_scale, v_scale, table_row, seq_len, head,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple:  # fmt: skip
     """The state after tiles first_tile to end_tile - 1 of one sequence and KV head.
 
@@ -144,13 +127,13 @@ def attend(
         start = tile * TILE
         keys = start + tl.arange(0, TILE)
         is_stored = keys < seq_len
-        slot, distances = _locate_keys(table_row, start, seq_len, BLOCK_SIZE, TILE)
+        located = locate_keys(table_row, start, seq_len, BLOCK_SIZE, TILE)
         k = _load_tile(
-            k_cache, slot, distances, is_stored, head, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, MASKED
+            k_cache, located, is_stored, head, BLOCK_BYTES, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, MASKED
         ).to(q.dtype)
         raw = tl.dot(q, tl.trans(k), input_precision="ieee")
         if IS_QUANTIZED:
-            scales = _load_scales(k_scale, v_scale, slot, distances, is_stored, head, KV_HEADS)
+            scales = _load_scales(k_scale, v_scale, located, is_stored, head, BLOCK_BYTES, KV_HEADS)
             raw *= scales[0]
         if SOFTCAP > 0:
             # tanh is 1 - 2 / (1 + e^2x): 1 and -1 where the power overflows and vanishes.
@@ -172,7 +155,7 @@ def attend(
         total = total * decay + tl.sum(weights, axis=1)
         peak = new_peak
         v = _load_tile(
-            v_cache, slot, distances, is_stored, head, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, MASKED
+            v_cache, located, is_stored, head, BLOCK_BYTES, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, MASKED
         ).to(q.dtype)
         if IS_QUANTIZED:
             weights *= scales[1]

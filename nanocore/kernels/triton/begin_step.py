@@ -9,7 +9,7 @@ of rows that are not in the step are written too. Rows and tokens are independen
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
@@ -17,9 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.linear_weight import TokenEmbedding
-
-if TYPE_CHECKING:
-    from nanocore.kernels.step_rows import StepRows
+from nanocore.kernels.step_rows import StepRows
 
 BLOCK: Final = 1024
 NUM_WARPS: Final = 4
@@ -123,7 +121,7 @@ def begin_step_kernel(
 
 
 def begin_step(rows: StepRows, embedding: TokenEmbedding | None) -> tuple[Tensor, Tensor | None]:
-    """See `backend.Kernels.begin_step`."""
+    """See `interface.Kernels.begin_step`."""
     num_columns, token_stride = rows.block_table.shape[1], rows.token_table.shape[1]
     assert rows.block_table.is_contiguous()
     assert rows.token_table.is_contiguous()

@@ -9,19 +9,17 @@ of neighbouring KV heads read neighbouring memory and so are neighbours in the g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.triton.attention_parts import PartSums, store_rows
 from nanocore.kernels.triton.attention_plan import Items, load_part, plan_step
 from nanocore.kernels.triton.attention_tile import attend
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 MIN_DOT_ROWS: Final = 16
 """What tensor cores multiply at least; heads of a group are padded to it."""
@@ -50,7 +48,7 @@ def decode_attention_kernel(
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """parts: see `attention_plan`. out, sums, log_sums: see `store_rows`.
@@ -73,7 +71,7 @@ def decode_attention_kernel(
         q_tile, tl.zeros([ROWS], tl.int32) + position, first, end,
         k_cache, v_cache, k_scale, v_scale,
         block_table + seq.to(tl.int64) * table_stride, seq_len, head,
-        SCALE, WINDOW, SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, TILE,
+        SCALE, WINDOW, SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_BYTES, TILE,
         # Masks cost nothing that waiting for memory would not; one loop keeps loads ahead of use.
         MASKED=True,
     )  # fmt: skip
@@ -113,7 +111,7 @@ def decode_attention(
         KV_HEADS=num_kv_heads, GROUP=group,
         ROWS=max(MIN_DOT_ROWS, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
-        BLOCK_SIZE=block_size, TILE=tiles.keys,
+        BLOCK_SIZE=block_size, BLOCK_BYTES=cache.block_bytes, TILE=tiles.keys,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl(q_THD.device),
     )  # fmt: skip
     memory.merge(plan, num_kv_heads, num_queries=1, block_rows=1, out_THD=out_THD)

@@ -7,18 +7,19 @@ that the filters cannot cut below, and put the tokens down to there together in 
 cuts among them (`choose_kernel`), eight ways at a time, on integers that are ordered as the logits
 are, and takes the best kept token with its noise. Sums of weights are float32 within a program's
 threads, and in an order that depends on the row alone. (Cuts by search: FlashInfer, Ye et al. 2024,
-has it for probabilities.) The rules are those of `backend.Filters`.
+has it for probabilities.) The rules are those of `interface.Filters`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.sampling import (
     best_of_part_kernel,
@@ -27,9 +28,6 @@ from nanocore.kernels.triton.sampling import (
     gumbel,
     noise_key,
 )
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import Filters, Noise
 
 _PART: Final = 2048
 _BLOCK: Final = 2048
@@ -295,7 +293,7 @@ def choose_kernel(
 
 
 def best_filtered_token(logits_RV: Tensor, noise: Noise, filters: Filters) -> tuple[Tensor, Tensor]:
-    """See `backend.Kernels.best_filtered_token`."""
+    """See `interface.Kernels.best_filtered_token`."""
     num_rows, width = logits_RV.shape
     assert (logits_RV.dtype, logits_RV.stride(1)) == (torch.float32, 1)
     value_R = logits_RV.new_empty(num_rows)

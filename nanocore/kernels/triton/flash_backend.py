@@ -12,15 +12,13 @@ from __future__ import annotations
 import importlib
 from itertools import pairwise
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, GraphSupport, KVCache
 from nanocore.kernels.triton.triton_backend import TritonKernels
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, GraphSupport, KVCache
 
 _MODULES: Final = {3: "flash_attn_interface", 2: "flash_attn"}
 _BLOCK_MULTIPLES: Final = {3: 1, 2: 256}
@@ -28,7 +26,7 @@ _DTYPES: Final = (torch.bfloat16, torch.float16)
 
 
 class FlashKernels(TritonKernels):
-    """Implements `backend.Kernels`. version: of flash-attn, 3 where it is there.
+    """Implements `interface.Kernels`. version: of flash-attn, 3 where it is there.
 
     Raises:
         ValueError: flash-attn is not installed, or see `TritonKernels`.

@@ -6,17 +6,15 @@ product is, as in the reference, wherever the gate is applied. Rows are independ
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import Activation
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import Activation
 
 _BLOCK: Final = 1024
 

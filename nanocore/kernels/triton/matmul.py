@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache as remember
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import Activation
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import Activation
 
 
 @dataclass(frozen=True, slots=True)

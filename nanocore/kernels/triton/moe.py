@@ -9,21 +9,18 @@ bits depend on its token and expert alone, and a token sums its choices in their
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import Activation, SharedExpert
 from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.matmul import Tile, max_shared_bytes, multiply
 from nanocore.kernels.triton.routing import plan
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import Activation
-    from nanocore.kernels.torch_moe import SharedExpert
 
 _SUM_BLOCK: Final = 1024
 _FLOAT32_TILE: Final = Tile(16, 32, 32, num_warps=4, num_stages=2)
@@ -119,7 +116,7 @@ def moe(
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """See `backend.Kernels.moe`; experts and weights are those of `route`.
+    """See `interface.Kernels.moe`; experts and weights are those of `route`.
 
     With batch_invariant the tile does not depend on T.
     """

@@ -2,7 +2,7 @@
 
 A row is read once where it fits registers.
 
-Statistics are float32. The order of rounding is that of `backend.Kernels.rms_norm`: x / rms(x) to
+Statistics are float32. The order of rounding is that of `interface.Kernels.rms_norm`: x / rms(x) to
 the weight's dtype, times the weight, to x's dtype; the sum of a residual is rounded to x's dtype
 before it is looked at, and takes the residual's place unless rows are selected: one may be selected
 twice. Rows are independent of each other. (Zhang and Sennrich 2019.)
@@ -95,20 +95,20 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `backend.Kernels.rms_norm`."""
+    """See `interface.Kernels.rms_norm`."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return _norm(rows, None, None, weight, eps).view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `backend.Kernels.add_rms_norm`; the sum is written over residual."""
+    """See `interface.Kernels.add_rms_norm`; the sum is written over residual."""
     return _norm(x, residual, None, weight, eps), residual
 
 
 def select_add_rms_norm(
     x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    """See `backend.Kernels.select_add_rms_norm`."""
+    """See `interface.Kernels.select_add_rms_norm`."""
     return _norm(x_TE, residual_TE, index_R, weight, eps)
 
 

@@ -11,19 +11,17 @@ whatever is beside it in the batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.triton.attention_parts import PartSums, store_rows
 from nanocore.kernels.triton.attention_plan import Items, load_part, plan_step
 from nanocore.kernels.triton.attention_tile import attend
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 MIN_PART_TILES: Final = 8
 """To write a part's sums and to read them again takes about as long as some tiles of keys."""
@@ -67,7 +65,7 @@ def prefill_attention_kernel(
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """parts: see `attention_plan`. out, sums, log_sums: see `store_rows`.
@@ -101,7 +99,8 @@ def prefill_attention_kernel(
             first if span == 0 else (full_first if span == 1 else full_end),
             full_first if span == 0 else (full_end if span == 1 else end),
             k_cache, v_cache, k_scale, v_scale, table_row, seq_len, head,
-            SCALE, WINDOW, SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, TILE,
+            SCALE, WINDOW, SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD,
+            BLOCK_SIZE, BLOCK_BYTES, TILE,
             MASKED=span != 1,
         )  # fmt: skip
     store_rows(
@@ -147,7 +146,7 @@ def prefill_attention(
         SCALE=spec.scale, WINDOW=spec.window, SOFTCAP=spec.softcap,
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PAD=group_pad, QUERIES=num_queries,
         HEAD_DIM=head_dim, HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
-        BLOCK_SIZE=block_size, TILE=tiles.keys,
+        BLOCK_SIZE=block_size, BLOCK_BYTES=cache.block_bytes, TILE=tiles.keys,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl(q_THD.device),
     )  # fmt: skip
     memory.merge(plan, num_kv_heads, num_queries, _MERGED_ROWS, out_THD)

@@ -4,7 +4,7 @@ Q and K are normed head by head, if the model does so, and turned by their posit
 et al. 2021; dimension i of the first half that is turned pairs with i of the second); K and V go to
 their slots, quantized if the cache is. A program takes some heads of one token, all of Q, of K or
 of V. A head is three pieces, the two halves and what is not turned, for they need not be powers of
-two. Computed in float32; rounded where `backend.Kernels.rms_norm` says, and once after turning.
+two. Computed in float32; rounded where `interface.Kernels.rms_norm` says, and once after turning.
 
 Q is written over the product, whose memory is at hand, and nothing is allocated. That is safe: only
 the thread that writes a number reads it. Each token's results depend on that token alone.
@@ -12,16 +12,15 @@ the thread that writes a number reads it. Each token's results depend on that to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import AttentionMetadata, KVCache, QKNorm, Rotary
+from nanocore.kernels.triton.kv_blocks import block_offset
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import AttentionMetadata, KVCache, QKNorm, Rotary
 
 NUM_WARPS: Final = 4
 _HALF_ELEMENTS: Final = NUM_WARPS * 32 * 8
@@ -113,11 +112,13 @@ def _quantized(x, scale, dtype: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _store_in_slot(
     cache, scales, slot, first, second, rest, heads, is_head,
-    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     REST: tl.constexpr, REST_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """Write heads of K or V to a slot, int64; quantized as `kv_quantization.quantize` says."""
     dtype: tl.constexpr = cache.dtype.element_ty
+    block, place = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     if scales is not None:
         largest = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))
         largest = tl.maximum(largest, tl.max(tl.abs(rest), 1))
@@ -125,11 +126,12 @@ def _store_in_slot(
         scale = _to_bfloat16(tl.div_rn(largest, tl.full(largest.shape, limit, tl.float32)))
         scale = tl.maximum(scale, _SMALLEST_SCALE)
         stored = scale.to(scales.dtype.element_ty)
-        tl.store(scales + slot * KV_HEADS + heads, stored, mask=is_head)
+        of_token = scales + block_offset(scales, block, BLOCK_BYTES) + place * KV_HEADS
+        tl.store(of_token + heads, stored, mask=is_head)
         first = _quantized(first, scale, dtype)
         second = _quantized(second, scale, dtype)
         rest = _quantized(rest, scale, dtype)
-    row = cache + slot * (KV_HEADS * HEAD_DIM)
+    row = cache + block_offset(cache, block, BLOCK_BYTES) + place * (KV_HEADS * HEAD_DIM)
     _store(row, first, second, rest, heads, is_head, HEAD_DIM, HALF, HALF_PAD, REST, REST_PAD)
 
 
@@ -137,6 +139,7 @@ def _store_in_slot(
 def rope_and_store_kv_kernel(
     qkv, q_weight, k_weight, cos, sin, k_cache, v_cache, k_scale, v_scale, positions, slots,
     qkv_stride, eps,
+    BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr,
     PDL: tl.constexpr,
@@ -174,7 +177,7 @@ def rope_and_store_kv_kernel(
             )  # fmt: skip
             _store_in_slot(
                 k_cache, k_scale, slot, first, second, rest, heads, is_head,
-                KV_HEADS, HEAD_DIM, HALF, HALF_PAD, REST, REST_PAD,
+                BLOCK_SIZE, BLOCK_BYTES, KV_HEADS, HEAD_DIM, HALF, HALF_PAD, REST, REST_PAD,
             )  # fmt: skip
         else:
             v_row = row + (HEADS + KV_HEADS) * HEAD_DIM
@@ -183,7 +186,7 @@ def rope_and_store_kv_kernel(
             )
             _store_in_slot(
                 v_cache, v_scale, slot, first, second, rest, heads, is_head,
-                KV_HEADS, HEAD_DIM, HALF, HALF_PAD, REST, REST_PAD,
+                BLOCK_SIZE, BLOCK_BYTES, KV_HEADS, HEAD_DIM, HALF, HALF_PAD, REST, REST_PAD,
             )  # fmt: skip
 
 
@@ -195,8 +198,8 @@ def rope_and_store_kv(
     cache: KVCache,
     metadata: AttentionMetadata,
 ) -> Tensor:
-    """See `backend.Kernels.rope_and_store_kv`. Q, a view of qkv, has gaps between tokens."""
-    num_kv_heads, head_dim = cache.k_NSKD.shape[2:]
+    """See `interface.Kernels.rope_and_store_kv`. Q, a view of qkv, has gaps between tokens."""
+    block_size, num_kv_heads, head_dim = cache.k_NSKD.shape[1:]
     q_weight, k_weight, eps = (
         (None, None, 0.0) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps)
     )
@@ -208,6 +211,7 @@ def rope_and_store_kv(
             qkv, q_weight, k_weight, rotary.cos, rotary.sin, cache.k_NSKD, cache.v_NSKD,
             cache.k_scale_NSK, cache.v_scale_NSK, metadata.positions_T, metadata.slot_mapping_T,
             qkv.stride(0), eps,
+            BLOCK_SIZE=block_size, BLOCK_BYTES=cache.block_bytes,
             HEADS=num_heads, KV_HEADS=num_kv_heads, **sizes, num_warps=NUM_WARPS, **pdl(qkv.device),
         )  # fmt: skip
     return qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))

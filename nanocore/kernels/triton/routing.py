@@ -12,17 +12,15 @@ spans. Every place follows from numbers alone; there are no atomics.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import Routing
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.torch_moe import Routing
 
 PLAN_WARPS: Final = 8
 _MIN_SPAN: Final = 256

@@ -10,18 +10,16 @@ other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanocore.kernels.interface import Noise
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import Noise
-    from nanocore.kernels.step_rows import TokenPlaces
 
 _PART: Final = 2048
 """Columns of a program: enough to keep loads in flight, few enough that one row fills a GPU."""
@@ -148,7 +146,7 @@ def best_token(
     noise: Noise | None = None,
     places: TokenPlaces | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `backend.Kernels.best_token`."""
+    """See `interface.Kernels.best_token`."""
     num_rows, width = logits_RV.shape
     assert logits_RV.stride(1) == 1
     num_parts = triton.cdiv(width, _PART)

@@ -15,35 +15,33 @@ without parts: its bits are then the same in any batch and any chunks. Shape suf
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.interface import (
+    Activation,
+    AttentionMetadata,
+    AttentionSpec,
+    Filters,
+    GraphSupport,
+    KVCache,
+    Noise,
+    QKNorm,
+    Rotary,
+    Routing,
+    SharedExpert,
+)
 from nanocore.kernels.linear_weight import FP8, LinearWeight, TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.torch_moe import Routing, SharedExpert
 from nanocore.kernels.triton import attention, filtered_sampling, gate, matmul, norm, rope, sampling
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.kernels.triton.fp8_linear import fp8_linear
 from nanocore.kernels.triton.moe import moe
 from nanocore.kernels.triton.routing import route
-
-if TYPE_CHECKING:
-    from nanocore.kernels.interface import (
-        Activation,
-        AttentionMetadata,
-        AttentionSpec,
-        Filters,
-        GraphSupport,
-        KVCache,
-        Noise,
-        QKNorm,
-        Replay,
-        Rotary,
-    )
 
 FUSED_GATE_TOKENS: Final = 64
 """Up to so many tokens a product waits for its weights, whoever computes it: a launch is saved."""
@@ -51,8 +49,8 @@ FUSED_GATE_TOKENS: Final = 64
 _INTERPRETED_SMS: Final = 4
 
 
-class TritonKernels:
-    """Implements `backend.Kernels`.
+class TritonKernels(TorchKernels):
+    """Implements `interface.Kernels`.
 
     Raises:
         ValueError: the device is not CUDA, and Triton does not interpret (TRITON_INTERPRET=1).
@@ -60,7 +58,6 @@ class TritonKernels:
 
     name = "triton"
     graph_support: GraphSupport = "always"
-    block_multiple = 1
 
     def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
         if device.type == "cuda":
@@ -70,10 +67,6 @@ class TritonKernels:
         else:
             raise ValueError(f"the device is {device}, and Triton's kernels are for CUDA; use auto")
         self._batch_invariant = batch_invariant
-        self._torch = TorchKernels()
-
-    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
-        return self._torch.pack_linear(weight_OI, quantization)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
         if weight.dtype == FP8:
@@ -107,9 +100,6 @@ class TritonKernels:
         else:
             logits_RV = F.linear(x_RE, weight.data).float()
         return logits_RV.div_(softcap).tanh_().mul_(softcap) if softcap else logits_RV
-
-    def embedding(self, token_ids_T: Tensor, embedding: TokenEmbedding) -> Tensor:
-        return self._torch.embedding(token_ids_T, embedding)  # no step on a device calls this
 
     def begin_step(
         self, rows: StepRows, embedding: TokenEmbedding | None
@@ -175,9 +165,6 @@ class TritonKernels:
         self, logits_RV: Tensor, noise: Noise, filters: Filters
     ) -> tuple[Tensor, Tensor]:
         return filtered_sampling.best_filtered_token(logits_RV, noise, filters)
-
-    def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
-        return None
 
     def _is_ours(self, weight: LinearWeight) -> bool:
         """Whether a product is not for cuBLAS."""

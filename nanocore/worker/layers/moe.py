@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from nanocore.kernels.interface import Routing, SharedExpert
 from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.kernels.torch_moe import Routing, SharedExpert
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import MLP, DecoderLayer

@@ -42,7 +42,7 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
         _sample(runner, runner.sampler, runner.model.head.num_tokens, rows)
     rows = [_row(0, max_len - 1, num_tokens, config.block_size)]
     runner.execute(_plan(rows, list(range(num_rows)), num_tokens))
-    runner.kv_caches = []
+    runner.release_kv_memory()
 
 
 def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[NewRow]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nanocore.kernels.interface import SharedExpert
 from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.kernels.torch_moe import SharedExpert
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel

@@ -12,6 +12,7 @@ from nanocore.kernels.triton.attention_parts import merge_parts_kernel
 from nanocore.kernels.triton.attention_plan import attention_plan_kernel
 from nanocore.kernels.triton.decode_attention import MIN_DOT_ROWS, decode_attention_kernel
 from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention_kernel
+from tests.kernels.triton.block_constants import block_constants
 from tests.kernels.triton.compilation import CAPABILITIES, Case
 
 _BYTES = {"*bf16": 2, "*fp16": 2, "*i8": 1, "*fp8e4nv": 1, "*fp32": 4}
@@ -154,8 +155,9 @@ def _decode(
         "q": dtype, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale,
         "out": dtype, **_sums(can_split), **_STEP,
     }  # fmt: skip
-    constexprs = {"GROUP": group, "ROWS": MIN_DOT_ROWS, "BLOCK_SIZE": block_size}
-    constexprs |= _spec(head_dim, window, softcap) | {"TILE": tiles.keys}
+    constexprs = {"GROUP": group, "ROWS": MIN_DOT_ROWS, "TILE": tiles.keys}
+    constexprs |= _spec(head_dim, window, softcap)
+    constexprs |= block_constants(cache, _KV_HEADS, head_dim, block_size)
     return _case(
         name, decode_attention_kernel, arguments, constexprs, tiles.num_warps, tiles.num_stages,
         instructions={} if dtype == "*fp32" else dict.fromkeys((80, 89, 90, 100), "mma.sync"),
@@ -211,7 +213,8 @@ def _prefill(
         "out": dtype, **_sums(can_split), **_STEP,
     }  # fmt: skip
     constexprs = {"GROUP": group, "GROUP_PAD": group_pad, "QUERIES": tiles.rows // group_pad}
-    constexprs |= _spec(head_dim, window, softcap) | {"BLOCK_SIZE": block_size, "TILE": tiles.keys}
+    constexprs |= _spec(head_dim, window, softcap) | {"TILE": tiles.keys}
+    constexprs |= block_constants(cache, _KV_HEADS, head_dim, block_size)
     tensor_cores = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
     return _case(
         name, prefill_attention_kernel, arguments, constexprs, tiles.num_warps, tiles.num_stages,

@@ -11,6 +11,7 @@ from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format, quantize
 from nanocore.kernels.torch_kv_cache import store_kv
 from nanocore.kernels.triton.attention import paged_attention
+from tests.kernels.layered_cache import layered
 
 NAN = float("nan")
 
@@ -97,12 +98,12 @@ class PagedStep:
     def _unused_cache(self, num_blocks: int) -> KVCache:
         shape = num_blocks, self.block_size, self.heads.num_kv, self.heads.dim
         if self.kv_cache == "auto":
-            return KVCache(torch.full(shape, NAN), torch.full(shape, NAN))
+            return layered(torch.full(shape, NAN), torch.full(shape, NAN))
         stored = self._format()
         # Of fp8 these bytes are NaN.
         k, v = (torch.full(shape, 127, dtype=torch.uint8).view(stored.dtype) for _ in "kv")
         scales = (torch.full(shape[:3], NAN, dtype=stored.scale_dtype) for _ in "kv")
-        return KVCache(k, v, *scales)
+        return layered(k, v, *scales)
 
     def _format(self) -> KVCacheFormat:
         """On the device that these kernels are for."""

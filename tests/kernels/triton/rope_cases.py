@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanocore.kernels.triton.rope import NUM_WARPS, head_sizes, rope_and_store_kv_kernel
+from tests.kernels.triton.block_constants import block_constants
 from tests.kernels.triton.compilation import Case
 
 _HOPPER: dict[str, Any] = {"capabilities": (90,)}
@@ -58,6 +59,7 @@ def _case(
         constexprs={
             "HEADS": heads,
             "KV_HEADS": kv_heads,
+            **block_constants(cache, kv_heads, head_dim, block_size=64),
             **head_sizes(max(heads, kv_heads), head_dim, half or head_dim // 2),
             **{name: None for name, kind in optional.items() if kind is None},
         },

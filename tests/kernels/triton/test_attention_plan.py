@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec
 from nanocore.kernels.triton import (
     attention,
     attention_plan,
@@ -26,6 +26,7 @@ from nanocore.kernels.triton.decode_attention import DecodeTiles
 from nanocore.kernels.triton.prefill_attention import PrefillTiles
 from nanocore.worker.device.step_graphs import HostBounds, padded_steps
 from nanocore.worker.device.step_memory import StepFields, StepShape
+from tests.kernels.layered_cache import layered
 from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
 
 HEADS = Heads()
@@ -397,7 +398,7 @@ def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(
         step.positions_T, step.slots_T,
     )  # fmt: skip
     q_THD = torch.randn(num_tokens, 4, 16)
-    cache = KVCache(torch.zeros(2, block_size, 2, 16), torch.zeros(2, block_size, 2, 16))
+    cache = layered(torch.zeros(2, block_size, 2, 16), torch.zeros(2, block_size, 2, 16))
     out_THD = paged_attention(
         q_THD, cache, metadata, AttentionSpec(0.25), num_sms=132, batch_invariant=batch_invariant
     )

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels import torch_moe
+from nanocore.kernels.interface import Routing, SharedExpert
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.torch_moe import Routing, SharedExpert
 from nanocore.kernels.triton.moe import choose_tile, moe
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from tests.kernels.triton import moe_cases

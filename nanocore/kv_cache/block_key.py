@@ -1,0 +1,90 @@
+"""What identifies a full KV block: a chain of digests over its tokens and all before them.
+
+A block's digest chains its parent's digest with its own content, so equal digests mean equal
+prefixes, collisions aside. The digest (xxh3-128) is not cryptographic: it only says where to look,
+see `prefix_index`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import xxhash
+
+TOKEN_BYTES = 4
+
+DigestFunction = Callable[[bytes], bytes]
+
+BlockKey = tuple[bytes, bytes]
+"""What identifies a full block, given its parent: (digest, content).
+
+digest: 16 bytes, over the parent's digest and the content. content: the block's token ids as int32
+bytes; the first block's is preceded by the request's tagged extra keys. A plain tuple, because a
+long prompt has thousands of them.
+"""
+
+
+class KeyChain:
+    """The block keys of one request, growing as its tokens become known.
+
+    Args:
+        block_size: tokens per block.
+        extra_keys: requests share blocks only with requests of the same names and values, such as
+            {"cache_salt": "tenant-7"}; None values are left out.
+        digest: 16-byte hash of bytes; replaceable so that tests can make it collide.
+    """
+
+    __slots__ = ("_blocks", "_digest", "_extra", "_num_bytes", "keys")
+
+    def __init__(
+        self,
+        block_size: int,
+        extra_keys: Mapping[str, str | None] | None = None,
+        digest: DigestFunction = xxhash.xxh3_128_digest,
+    ) -> None:
+        self.keys: list[BlockKey] = []
+        self._num_bytes = block_size * TOKEN_BYTES
+        self._blocks = _block_struct(self._num_bytes)
+        self._digest = digest
+        self._extra = _tagged(extra_keys) if extra_keys else b""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens covered by the keys: where the next `extend` continues."""
+        return len(self.keys) * self._num_bytes // TOKEN_BYTES
+
+    def extend(self, token_ids: bytes) -> None:
+        """Append the keys of the full blocks in `token_ids`, an int32 column.
+
+        The column continues at token number `num_tokens`; a final partial block is left out.
+        """
+        size, digest, keys = self._num_bytes, self._digest, self.keys
+        parent = keys[-1][0] if keys else b""
+        start = 0
+        if not keys and self._extra and len(token_ids) >= size:
+            content = self._extra + token_ids[:size]
+            parent = digest(content)
+            keys.append((parent, content))
+            start = size
+        whole = memoryview(token_ids)[start : len(token_ids) - len(token_ids) % size]
+        for (content,) in self._blocks.iter_unpack(whole):
+            parent = digest(parent + content)
+            keys.append((parent, content))
+
+
+@cache
+def _block_struct(num_bytes: int) -> struct.Struct:
+    """Cuts a column into blocks: the fastest way to slice bytes evenly."""
+    return struct.Struct(f"{num_bytes}s")
+
+
+def _tagged(extra_keys: Mapping[str, str | None]) -> bytes:
+    """Extra keys with their names and lengths, so that no two kinds or values can be confused."""
+    parts = []
+    for name, value in sorted(extra_keys.items()):
+        if value is not None:
+            data = value.encode()
+            parts.append(b"%s:%d:%s" % (name.encode(), len(data), data))
+    return b"".join(parts)

@@ -1,0 +1,118 @@
+"""A block is one span of bytes: copied to another block it is all that attention needs of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanocore.kernels.cpu.library import find_library
+from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, Kernels, Rotary
+from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, KVCacheFormat, kv_cache_format
+from nanocore.kernels.select import select_kernels
+from nanocore.kernels.triton.triton_backend import TritonKernels
+from nanocore.worker.memory.kv_memory import KVLayout, KVMemory, KVSpec
+from tests.kernels.layered_cache import parts
+
+BLOCK_SIZE, NUM_BLOCKS, LENGTH, HEADS = 16, 6, 39, 4
+SPECS = [KVSpec(2, 32), KVSpec(4, 16), KVSpec(1, 32)]
+CPU = torch.device("cpu")
+
+
+def make_kernels(name: str) -> Kernels:
+    if name == "triton":
+        return TritonKernels(CPU)
+    if name == "cpu" and find_library() is None:
+        pytest.skip("no native kernels are compiled")
+    return select_kernels(name, CPU)
+
+
+def make_memory(dtype: str, kernels: Kernels) -> KVMemory:
+    """Bytes of 255, which no attention may let through."""
+    device_type = "cuda" if kernels.name == "triton" else "cpu"
+    if dtype in QUANTIZED_KV_CACHES:
+        form = kv_cache_format(dtype, torch.float32, device_type)
+    else:
+        form = KVCacheFormat(getattr(torch, dtype))
+    memory = KVMemory(KVLayout(SPECS, form, BLOCK_SIZE), NUM_BLOCKS, CPU)
+    for block_id in range(NUM_BLOCKS):
+        memory.block(block_id).fill_(255)
+    return memory
+
+
+def make_metadata(blocks: list[int]) -> AttentionMetadata:
+    """A prompt's only chunk, in these blocks."""
+    positions_T, table = torch.arange(LENGTH), torch.tensor([blocks], dtype=torch.int32)
+    slots_T = table[0].long()[positions_T // BLOCK_SIZE] * BLOCK_SIZE + positions_T % BLOCK_SIZE
+    return AttentionMetadata(
+        num_decodes=0,
+        query_start=[0, LENGTH],
+        seq_lens=[LENGTH],
+        num_decodes_1=torch.tensor([0], dtype=torch.int32),
+        query_start_A=torch.tensor([0, LENGTH], dtype=torch.int32),
+        seq_lens_B=torch.tensor([LENGTH], dtype=torch.int32),
+        block_table_BM=table,
+        positions_T=positions_T,
+        slot_mapping_T=slots_T,
+    )
+
+
+def store(kernels: Kernels, memory: KVMemory, layer: int, metadata: AttentionMetadata) -> Tensor:
+    """K and V of the prompt to the layer's cache; its queries."""
+    cache, spec = memory.layer(layer), SPECS[layer]
+    dtype = torch.float32 if cache.k_scale_NSK is not None else cache.k_NSKD.dtype
+    generator = torch.Generator().manual_seed(layer)
+    columns = (HEADS + 2 * spec.num_kv_heads) * spec.head_dim
+    qkv = torch.randn(LENGTH, columns, generator=generator).to(dtype)
+    angles = torch.outer(torch.arange(float(LENGTH)), 0.5 ** torch.arange(spec.head_dim // 2))
+    rotary = Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
+    return kernels.rope_and_store_kv(qkv, HEADS, None, rotary, cache, metadata).clone()
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        *((name, dtype) for name in ("torch", "cpu") for dtype in ("float32", "bfloat16")),
+        *((name, dtype) for name in ("torch", "cpu", "triton") for dtype in ("int8", "fp8")),
+        ("triton", "float32"),
+    ],
+)
+def test_a_block_is_moved_by_one_copy(backend: str, dtype: str) -> None:
+    kernels = make_kernels(backend)
+    memory, metadata = make_memory(dtype, kernels), make_metadata([4, 1, 3])
+    q = [store(kernels, memory, layer, metadata) for layer in range(len(SPECS))]
+
+    def attend(metadata: AttentionMetadata) -> list[Tensor]:
+        return [
+            kernels.paged_attention(
+                q_THD, memory.layer(layer), metadata, AttentionSpec(SPECS[layer].head_dim ** -0.5)
+            )
+            for layer, q_THD in enumerate(q)
+        ]
+
+    before = attend(metadata)
+    assert all(x.isfinite().all() for x in before)
+    memory.block(5).copy_(memory.block(1))
+    memory.block(1).fill_(1)
+    moved = replace(metadata, block_table_BM=torch.tensor([[4, 5, 3]], dtype=torch.int32))
+    for result, expected in zip(attend(moved), before, strict=True):
+        assert torch.equal(result, expected)
+    assert not torch.equal(attend(metadata)[1], before[1])  # it is no longer where it was
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("torch", "float32"), ("torch", "int8"), ("cpu", "bfloat16"), ("triton", "int8")],
+)
+@pytest.mark.parametrize("layer", range(len(SPECS)))
+def test_a_layer_is_written_where_it_lies_and_nowhere_else(
+    backend: str, dtype: str, layer: int
+) -> None:
+    kernels = make_kernels(backend)
+    memory = make_memory(dtype, kernels)
+    store(kernels, memory, layer, make_metadata([4, 1, 3]))
+    for x in parts(memory.layer(layer)):
+        x.view(torch.uint8).fill_(255)
+    assert all((memory.block(block_id) == 255).all() for block_id in range(NUM_BLOCKS))
