@@ -49,6 +49,14 @@ def test_all_layers_of_a_block_lie_side_by_side_in_it(form: KVCacheFormat, block
     assert not any(memory.block(block_id).any() for block_id in range(3))
 
 
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_a_single_block_has_the_strides_of_many(form: KVCacheFormat) -> None:
+    layout = KVLayout([KVSpec(2, 16)] * 2, form, 16)
+    (one, _), (many, _) = (KVMemory(layout, n, CPU).layers() for n in (1, 3))
+    assert [x.stride() for x in parts(one)] == [x.stride() for x in parts(many)]
+    assert one.block_bytes == layout.block_bytes
+
+
 def test_without_need_of_alignment_a_block_is_what_its_layers_take() -> None:
     form = FORMATS["int8"]
     layout = KVLayout([KVSpec(1, 128)] * 3, form, 16)

@@ -50,8 +50,15 @@ class _Part:
         return self.start_byte + math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, memory: Tensor) -> Tensor:
-        """A view of all blocks' memory, [N, *shape]."""
-        return memory[:, self.start_byte : self.end_byte].view(self.dtype).unflatten(1, self.shape)
+        """A view of all blocks' memory (uint8 [N, bytes]), [N, *shape]."""
+        values, itemsize = memory.view(self.dtype), self.dtype.itemsize
+        in_block = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        # Said outright: torch makes up a stride of its own where there is a single block.
+        return values.as_strided(
+            (len(values), *self.shape),
+            (memory.shape[1] // itemsize, *in_block),
+            values.storage_offset() + self.start_byte // itemsize,
+        )
 
 
 class KVLayout:
