@@ -11,11 +11,22 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.torch_backend import TorchKernels
+from tests.kernels.cpu_case import backend
 from tests.sampling_reference import Settings, filter_logits, make_metadata, make_rows
+
+
+@pytest.fixture(scope="module", params=INSTRUCTION_SETS)
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    """Without the stand-in for bfloat16's dot product: no logit is multiplied here."""
+    found = backend(request.param)
+    if found is None:
+        pytest.skip(f"{request.param}: not compiled, or not for this machine")
+    return found
 
 
 def make(rows: list[Settings], width: int, seed: int = 0) -> tuple[Noise, Filters]:

@@ -14,6 +14,7 @@ from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, KVCacheFormat,
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory, KVSpec
+from tests.campaign import in_campaign
 from tests.kernels.layered_cache import parts
 
 BLOCK_SIZE, NUM_BLOCKS, LENGTH, HEADS = 16, 6, 39, 4
@@ -75,8 +76,9 @@ def store(kernels: Kernels, memory: KVMemory, layer: int, metadata: AttentionMet
     ("backend", "dtype"),
     [
         *((name, dtype) for name in ("torch", "cpu") for dtype in ("float32", "bfloat16")),
-        *((name, dtype) for name in ("torch", "cpu", "triton") for dtype in ("int8", "fp8")),
+        *((name, dtype) for name in ("torch", "cpu") for dtype in ("int8", "fp8")),
         ("triton", "float32"),
+        *in_campaign(("triton", "int8"), ("triton", "fp8")),
     ],
 )
 def test_a_block_is_moved_by_one_copy(backend: str, dtype: str) -> None:
@@ -104,7 +106,12 @@ def test_a_block_is_moved_by_one_copy(backend: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "dtype"),
-    [("torch", "float32"), ("torch", "int8"), ("cpu", "bfloat16"), ("triton", "int8")],
+    [
+        ("torch", "float32"),
+        ("torch", "int8"),
+        ("cpu", "bfloat16"),
+        *in_campaign(("triton", "int8")),
+    ],
 )
 @pytest.mark.parametrize("layer", range(len(SPECS)))
 def test_a_layer_is_written_where_it_lies_and_nowhere_else(

@@ -19,6 +19,7 @@ from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
+from tests.campaign import in_campaign
 from tests.model_families import BUILDERS, Continuation, greedy_continuations
 from tests.worker.running import Sample, Script, make_runner, run_runner, run_script, write_script
 
@@ -100,7 +101,9 @@ def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
 
 
-@pytest.mark.parametrize(("backend", "tp_size"), [("cpu", 1), ("cpu", 2), ("torch", 1)])
+@pytest.mark.parametrize(
+    ("backend", "tp_size"), [("cpu", 1), ("cpu", 2), *in_campaign(("torch", 1))]
+)
 @pytest.mark.parametrize("name", BUILDERS)
 def test_it_says_what_transformers_says(
     name: str, backend: str, tp_size: int, family: Families

@@ -26,6 +26,7 @@ from nanocore.kernels.triton.decode_attention import DecodeTiles
 from nanocore.kernels.triton.prefill_attention import PrefillTiles
 from nanocore.worker.device.step_graphs import HostBounds, padded_steps
 from nanocore.worker.device.step_memory import StepFields, StepShape
+from tests.campaign import in_campaign
 from tests.kernels.layered_cache import layered
 from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
 
@@ -134,7 +135,7 @@ def test_batch_invariant_nothing_is_split(spans: list[int]) -> None:
         {"softcap": 5.0, "window": 33},
         {"kv_cache": "int8", "block_size": 16},
         pytest.param({"kv_cache": "fp8"}, marks=pytest.mark.campaign),
-        {"spare_columns": 30, "num_padding": 3},
+        *in_campaign({"spare_columns": 30, "num_padding": 3}),
     ],
     ids=str,
 )
@@ -365,7 +366,7 @@ def check_plan(metadata: AttentionMetadata, items: Items) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "max_seqs", "block_size"), [(300, 40, 64), (8, 5, 4), (24, 5, 4)]
+    ("num_tokens", "max_seqs", "block_size"), [*in_campaign((300, 40, 64)), (8, 5, 4), (24, 5, 4)]
 )
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(

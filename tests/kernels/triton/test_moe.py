@@ -11,6 +11,7 @@ from nanocore.kernels.interface import Routing, SharedExpert
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.moe import choose_tile, moe
 from nanocore.kernels.triton.triton_backend import TritonKernels
+from tests.campaign import in_campaign
 from tests.kernels.triton import moe_cases
 from tests.kernels.triton.compilation import SHARED_BYTES
 
@@ -36,7 +37,7 @@ def assert_as_reference(args: list[Tensor]) -> None:
     torch.testing.assert_close(moe(*args), torch_moe.moe(*args), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [(16, 8), (7, 5), (40, 35)])
+@pytest.mark.parametrize(("hidden", "inner"), [*in_campaign((16, 8), (7, 5)), (40, 35)])
 @pytest.mark.parametrize(("experts", "chosen"), [(4, 2), (16, 4), (3, 3), (5, 1)])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 40])
 def test_each_token_gets_its_experts_by_its_weights(
