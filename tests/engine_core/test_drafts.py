@@ -247,6 +247,16 @@ def after_a_prompt(num_drafts: int) -> tuple[Scheduler, FakeExecutor, SchedulerO
         ),
         (2, {"counts": column([-1])}, "does not fit together"),
         (0, {"token_ids": column([1, 1])}, "does not fit together"),
+        (0, {"rows": b""}, r"no token for rows that sample: \[0\]"),
+        (0, {"counts": column([0])}, r"no token for rows that sample: \[0\]"),
+        (0, {"rows": column([4]), "token_ids": column([1])}, r"do not sample: \[4\]"),
+        (0, {"rows": column([-1]), "token_ids": column([1])}, r"do not sample: \[-1\]"),
+        (2, {"rows": column([-8]), "token_ids": column([1])}, r"do not sample: \[-8\]"),
+        (2, {"rows": column([0, 99]), "token_ids": column([1, 1])}, r"do not sample: \[99\]"),
+        *(
+            (n, {"rows": column([0, 0]), "token_ids": column([1, 1])}, r"rows twice: \[0\]")
+            for n in (0, 2)
+        ),
         (0, {"token_ids": column([1]), "columns": {"p": column([1, 1], "<f4")}}, "'p': 2"),
     ],
 )
@@ -259,11 +269,29 @@ def test_a_result_that_does_not_fit_its_step_is_refused(
         scheduler.update(msgspec.structs.replace(result, **changes))
 
 
+def test_a_prompt_of_which_a_part_is_computed_has_no_token() -> None:
+    engine = Engine(num_drafts=0, max_num_seqs=3, max_num_batched_tokens=3)
+    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.scheduler.schedule()
+    with pytest.raises(ValueError, match=r"rows that do not sample: \[0\]"):
+        engine.scheduler.update(ModelRunnerOutput(rows=column([0]), token_ids=column([1])))
+
+
+def test_rows_may_come_in_any_order() -> None:
+    engine = Engine(num_drafts=0)
+    for handle in (1, 2, 3):
+        engine.scheduler.add(make_request(handle, PROMPT, 20))
+    engine.scheduler.schedule()
+    result = ModelRunnerOutput(rows=column([2, 0, 1]), token_ids=column([9, 7, 8]))
+    engine.deliveries.take(engine.scheduler, result)
+    assert engine.deliveries.tokens == {1: [7], 2: [8], 3: [9]}
+
+
 def test_a_prompt_that_is_complete_has_a_token() -> None:
     engine = Engine(num_drafts=2)
     engine.scheduler.add(make_request(1, PROMPT, 20))
     engine.scheduler.schedule()
-    with pytest.raises(ValueError, match="no token for row 0, whose prompt it completes"):
+    with pytest.raises(ValueError, match=r"no token for rows that sample: \[0\]"):
         engine.scheduler.update(ModelRunnerOutput(rows=b"", token_ids=b""))
 
 
@@ -289,6 +317,15 @@ def sent(frames: list[bytes]) -> tuple[list[int], list[int] | None, list[int]]:
 def test_counts_are_on_the_wire_only_where_a_request_has_several_tokens() -> None:
     assert sent(output_frames(output({7: [1], 9: [2]}))) == ([7, 9], None, [1, 2])
     assert sent(output_frames(output({7: [1, 5], 9: [2]}))) == ([7, 9], [2, 1], [1, 5, 2])
+
+
+def test_a_merged_output_says_no_counts_where_all_are_one() -> None:
+    backlog = Backlog(since_s=0.0)
+    backlog.add(output({9: [1]}))
+    backlog.add(output({7: [2]}))
+    frames = backlog.next()
+    assert frames is not None
+    assert sent(frames) == ([9, 7], None, [1, 2])
 
 
 def test_a_backlog_merges_steps_with_one_and_with_several_tokens() -> None:

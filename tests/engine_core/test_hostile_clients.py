@@ -136,8 +136,8 @@ def test_merged_tokens_that_are_not_taken_are_not_merged_again(
     io.peers.state.clear()
     io.flush()
     first, second = io.take_sent()
-    assert columns(first) == ([handle], [1], [1])
-    assert columns(second) == ([handle], [2], [1])
+    assert columns(first) == ([handle], [1], None)
+    assert columns(second) == ([handle], [2], None)
 
 
 def test_a_request_of_a_client_found_gone_at_its_accepted_is_aborted(io: Io) -> None:

@@ -21,13 +21,13 @@ from nanocore.worker.sampling.processors import Processor
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [200, 201, 202], list(range(40, 75))]
 PENALTIES = [(1.4, 0.0), (1.0, 4.0), (1.2, 2.5)]
-"""repetition_penalty and presence_penalty of a request."""
+"""penalty_of_all and penalty_of_output of a request: repetition and presence, by other names."""
 MAX_TOKENS = 12
 
 
 class NewParams(EngineSamplingParams, frozen=True, kw_only=True):
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
+    penalty_of_all: float = 1.0
+    penalty_of_output: float = 0.0
 
 
 def seen(metadata: SamplingMetadata, first_R: Tensor, vocab_size: int) -> Tensor:
@@ -39,28 +39,30 @@ def seen(metadata: SamplingMetadata, first_R: Tensor, vocab_size: int) -> Tensor
     return seen_RV.scatter_(1, token_ids_RL.where(counts_RL, vocab_size), True)[:, :vocab_size]
 
 
-def repetition_penalty(logits_RV: Tensor, metadata: SamplingMetadata) -> Tensor:
-    penalty_R1 = metadata.column("repetition_penalty")[:, None]
+def penalty_of_all(logits_RV: Tensor, metadata: SamplingMetadata) -> Tensor:
+    penalty_R1 = metadata.column("penalty_of_all")[:, None]
     everything_R = torch.zeros_like(metadata.num_tokens_R)
     penalised_RV = (logits_RV * penalty_R1).where(logits_RV < 0, logits_RV / penalty_R1)
     seen_RV = seen(metadata, everything_R, logits_RV.shape[1])
     return penalised_RV.where(seen_RV, logits_RV)
 
 
-def presence_penalty(logits_RV: Tensor, metadata: SamplingMetadata) -> Tensor:
+def penalty_of_output(logits_RV: Tensor, metadata: SamplingMetadata) -> Tensor:
     seen_RV = seen(metadata, metadata.column("num_prompt_tokens"), logits_RV.shape[1])
-    return logits_RV - seen_RV * metadata.column("presence_penalty")[:, None]
+    return logits_RV - seen_RV * metadata.column("penalty_of_output")[:, None]
 
 
 def declare() -> None:
     columns.COLUMNS += (  # type: ignore[misc]
-        Column("repetition_penalty", torch.float32, 1.0, "logits"),
-        Column("presence_penalty", torch.float32, 0.0, "logits"),
+        Column("penalty_of_all", torch.float32, 1.0, "logits", costliest=1.1),
+        Column("penalty_of_output", torch.float32, 0.0, "logits", costliest=1.0),
     )
     processors.PROCESSORS += [
-        Processor(frozenset({"repetition_penalty"}), repetition_penalty),
-        Processor(frozenset({"presence_penalty"}), presence_penalty),
+        Processor(frozenset({"penalty_of_all"}), penalty_of_all),
+        Processor(frozenset({"penalty_of_output"}), penalty_of_output),
     ]
+    processors.COLUMNS = columns.COLUMNS  # type: ignore[misc]
+    processors.assert_all_is_declared()
 
 
 def main(folder: Path) -> None:
@@ -72,13 +74,13 @@ def main(folder: Path) -> None:
     wishes = [
         Wish(
             prompt, MAX_TOKENS,
-            NewParams(temperature=0.0, repetition_penalty=repetition, presence_penalty=presence),
+            NewParams(temperature=0.0, penalty_of_all=repetition, penalty_of_output=presence),
         )
         for prompt, (repetition, presence) in zip(PROMPTS, PENALTIES, strict=True)
     ]  # fmt: skip
     wishes += [
         Wish(PROMPTS[0], MAX_TOKENS, NewParams(temperature=0.0)),
-        Wish(PROMPTS[1], MAX_TOKENS, NewParams(temperature=0.9, top_k=40, repetition_penalty=1.3)),
+        Wish(PROMPTS[1], MAX_TOKENS, NewParams(temperature=0.9, top_k=40, penalty_of_all=1.3)),
         Wish(PROMPTS[2], MAX_TOKENS, NewParams(temperature=0.9, top_k=40)),
     ]
     runs = {

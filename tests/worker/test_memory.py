@@ -133,20 +133,24 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     assert runner.kv_caches == []
 
 
-def test_on_a_device_the_largest_graphs_are_recorded_to_be_counted(tiny_model: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+def test_on_a_device_the_largest_graphs_are_recorded_to_be_counted(
+    tiny_model: Path, kv_cache_dtype: str
+) -> None:
     recorder = FakeGraphRecorder()
+    kv_format = kv_cache_format(kv_cache_dtype, torch.float32, "cuda")
     model = load_model(tiny_model)
     queue = DeviceQueue(FakeStream(1), recorder)
     runner = ModelRunner(model, DeviceKernels(), queue=queue)
     config = make_worker_config(
         folder=str(tiny_model), max_model_len=64, max_num_seqs=8, max_num_batched_tokens=300
     )
-    run_largest_steps(runner, kv_cache_format("auto", torch.float32), config)
+    run_largest_steps(runner, kv_format, config)
     assert recorder.num_records == NUM_PROFILED_GRAPHS
     num_graphs = len(runner.step_shapes(8, 300, 16))
     assert num_graphs > NUM_PROFILED_GRAPHS
     assert runner.kv_caches == []
-    runner.allocate(kv_cache_format("auto", torch.float32), 20, 16, 8, 64, 300)
+    runner.allocate(kv_format, 20, 16, 8, 64, 300)
     gc.collect()  # a fake graph refers to what it repeats, and that to it
     assert recorder.pools.num_graphs == {1: 0, 2: num_graphs}
 

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanocore.kernels import gumbel_noise
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.select import select_kernels
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling.candidates import logits_of, make_candidates, token_ids_of
-from nanocore.worker.sampling.columns import SampledRows
+from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.sampling_reference import (
     Settings,
@@ -140,7 +141,7 @@ def test_a_column_for_each_rank_is_a_row_for_the_native_kernels(size: int) -> No
     assert sample_split(logits_RV, sampled, size, kernels).tolist() == expected.tolist()
 
 
-def test_greedy_and_plain_rows_send_one_number_each_and_filtered_ones_their_logits() -> None:
+def test_greedy_and_plain_rows_send_one_number_each_and_others_their_logits() -> None:
     counting = CountingRank()
     rows = [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0)]
     sampler = TokenSampler(0, 5000, counting, TorchKernels())
@@ -170,7 +171,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_nothing_waits_for_a_device_to_sample_filtered_rows_of_several_ranks() -> None:
+def test_nothing_waits_for_a_device_to_sample_processed_rows_of_several_ranks() -> None:
     """Neither where the logits are flat, and top_p needs to look at most of them."""
     rows = make_rows([(1.0, 0, 0.9, 0.0), (1.0, 50, 0.9, 0.1)], 5000)
     metadata = make_metadata(rows, torch.arange(2))
@@ -210,3 +211,14 @@ def test_the_order_of_candidates_is_that_of_logits_then_of_smaller_ids() -> None
     assert all(a < b for a, b in pairwise(candidates.tolist()))
     assert torch.equal(logits_of(candidates), values)
     assert token_ids_of(candidates).tolist() == token_ids.tolist()
+
+
+def test_tokens_that_a_processor_sees_are_ids_although_a_row_has_none() -> None:
+    """The step after the one in which a row had no token is begun before the host knows."""
+    rows = make_rows([GREEDY, PLAIN], 100)
+    table = torch.tensor([[5, 6, 7], [8, -1, 0]], dtype=torch.int32)
+    places = TokenPlaces(table, torch.tensor([1, 0]), torch.tensor([2, 3]))
+    metadata = SamplingMetadata(rows.tensors, places)
+    assert metadata.known_tokens_RL.tolist() == [[8, 0, 0], [5, 6, 7]]
+    assert table.tolist() == [[5, 6, 7], [8, -1, 0]]
+    assert metadata.of_rows(torch.tensor([1])).num_tokens_R.tolist() == [3]

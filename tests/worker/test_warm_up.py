@@ -64,13 +64,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
         InterpretedFunction, "run", lambda kernel, *args, **kw: compiler.run(kernel, *args, **kw)
     )
     # Nothing is computed: every token is 0, and no memory that is read as one is left as it was.
-    plain, filtered = TokenSampler.sample_plain, TokenSampler.sample_processed
+    plain, processed = TokenSampler.sample_plain, TokenSampler.sample_processed
 
     def sample_plain(sampler: TokenSampler, *args: Any, **more: Any) -> Tensor:
         return plain(sampler, *args, **more).zero_()
 
     def sample_processed(sampler: TokenSampler, *args: Any, **more: Any) -> Tensor:
-        return filtered(sampler, *args, **more).zero_()
+        return processed(sampler, *args, **more).zero_()
 
     monkeypatch.setattr(TokenSampler, "sample_plain", sample_plain)
     monkeypatch.setattr(TokenSampler, "sample_processed", sample_processed)

@@ -3,7 +3,7 @@
 A running request owns a fixed row, the same here and on every worker, until it finishes or is
 preempted. Walking requests in Python would cost microseconds per request per step; here only rows
 to which something happens are ever looked at one by one. A part of the running set, which alone
-reads and writes it.
+writes it.
 """
 
 from __future__ import annotations

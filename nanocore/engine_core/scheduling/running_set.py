@@ -20,7 +20,7 @@ from nanocore.engine_core.scheduling.ends import ends_by_length, ends_by_token
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
 from nanocore.engine_core.scheduling.step import Chunk, StepOutcome, StepPlan, attended_tokens
-from nanocore.engine_core.scheduling.step_result import read_result
+from nanocore.engine_core.scheduling.step_result import ResultReader
 from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns
 from nanocore.engine_core.scheduling.waiting_queue import Precedence
 from nanocore.kv_cache import Block, KVCacheManager
@@ -49,6 +49,7 @@ class RunningSet:
         self._num_groups = config.num_groups
         self._num_drafts = config.num_speculative_tokens
         self._table = RowTable(config.max_num_seqs, config.max_model_len, config.num_groups)
+        self._results = ResultReader(self._table)
         self._in_flight: deque[StepOutcome] = deque()
         self._stalled: set[int] = set()  # rows that wait for blocks
         self._removed_rows: list[int] = []  # since the last plan; workers learn of them with it
@@ -227,7 +228,7 @@ class RunningSet:
         outcome = self._in_flight.popleft()
         plan, dead_rows = outcome.plan, outcome.dead_rows
         self._kv_cache.complete(plan.number)
-        sampled = read_result(table, outcome, result)
+        sampled = self._results.read(outcome, result)
         sampled, ends = ends_by_token(table, sampled)
         table.append(sampled)
         if plan.decode_counts is not None:
@@ -367,6 +368,7 @@ class RunningSet:
         if end < table.num_tokens[row]:
             return
         table.prefilling.remove(row)
+        plan.completed.append(row)
         if end == request.num_prompt_tokens:
             plan.first.append(row)
         if end == request.max_num_tokens - 1:

@@ -6,30 +6,56 @@ and be seen only in what clients read: so it ends the engine instead.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
 from nanocore.engine_core.scheduling.row_table import RowTable
-from nanocore.engine_core.scheduling.step import StepOutcome
-from nanocore.engine_core.scheduling.token_columns import NumberColumns, TokenColumns
+from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
+from nanocore.engine_core.scheduling.token_columns import IntArray, NumberColumns, TokenColumns
+from nanocore.protocol.codec import pack_int32
 from nanocore.worker.plan import ModelRunnerOutput
 
 
-def read_result(table: RowTable, outcome: StepOutcome, result: ModelRunnerOutput) -> TokenColumns:
-    """What the step sampled, by row: of rows that are alive and have any token.
+class ResultReader:
+    """Reads results for the running set, whose table this is."""
 
-    Raises:
-        ValueError: the result's columns do not fit together, or not to what the step computed.
-    """
-    sampled = _columns(result)
-    counts = sampled.counts
-    if counts is not None and not counts.all():
-        sampled = sampled.take(counts > 0)
-    if outcome.dead_rows:
-        sampled = sampled.take(~np.isin(sampled.owners, list(outcome.dead_rows)))
-    if counts is not None or outcome.plan.decode_counts is not None:
-        _check(table, outcome, sampled)
-    return sampled
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._decoding: IntArray = table.decoding
+        self._ascending = b""
+
+    def read(self, outcome: StepOutcome, result: ModelRunnerOutput) -> TokenColumns:
+        """What the step sampled, by row: of rows that are alive and have any token.
+
+        Raises:
+            ValueError: the result's columns do not fit together, or not to what the step computed.
+        """
+        plan, sampled = outcome.plan, _columns(result)
+        counts = sampled.counts
+        if result.rows != self._usual_rows(plan):
+            _check_rows(plan, sampled.owners)
+        if counts is not None and not counts.all():
+            _check_rows(plan, sampled.owners[counts > 0])
+            sampled = sampled.take(counts > 0)
+        if outcome.dead_rows:
+            sampled = sampled.take(~np.isin(sampled.owners, list(outcome.dead_rows)))
+        if counts is not None or plan.decode_counts is not None:
+            _check_counts(self._table, plan, sampled)
+        return sampled
+
+    def _usual_rows(self, plan: StepPlan) -> bytes:
+        """The rows that sample, as workers tell them: decodes ascending, then prompts' ends.
+
+        A result that has them so is as it should be without another look.
+        """
+        if plan.decoding is not self._decoding:
+            self._decoding = plan.decoding
+            self._ascending = np.sort(plan.decoding).astype(TOKEN_DTYPE).tobytes()
+        if not plan.completed:
+            return self._ascending
+        return self._ascending + pack_int32(sorted(plan.completed))
 
 
 def _columns(result: ModelRunnerOutput) -> TokenColumns:
@@ -53,12 +79,26 @@ def _columns(result: ModelRunnerOutput) -> TokenColumns:
     return TokenColumns(rows, token_ids, counts, columns)
 
 
-def _check(table: RowTable, outcome: StepOutcome, sampled: TokenColumns) -> None:
-    """A row has at most a token for each that was computed from its last known one on.
+def _check_rows(plan: StepPlan, rows: IntArray) -> None:
+    """Each row that samples is there once, and no other; one that computed drafts may be missing.
 
-    It has one at least if the step completes its prompt: nothing was guessed then.
+    A step that completes a prompt has a token for it: nothing was guessed then.
     """
-    plan, rows = outcome.plan, sampled.owners
+    said, completed = rows.tolist(), set(plan.completed)
+    expected = completed.union(plan.decoding.tolist())
+    missing = (expected if plan.decode_counts is None else completed).difference(said)
+    for words, wrong in (
+        ("has rows that do not sample", set(said) - expected),
+        ("has no token for rows that sample", missing),
+        ("has rows twice", {row for row, count in Counter(said).items() if count > 1}),
+    ):
+        if wrong:
+            raise ValueError(f"step {plan.number} {words}: {sorted(wrong)}")
+
+
+def _check_counts(table: RowTable, plan: StepPlan, sampled: TokenColumns) -> None:
+    """A row has at most a token for each that was computed from its last known one on."""
+    rows = sampled.owners
     counts = np.ones_like(rows) if sampled.counts is None else sampled.counts
     most = np.ones_like(rows)
     if plan.decode_counts is not None:  # no other step of the row is in flight
@@ -66,9 +106,4 @@ def _check(table: RowTable, outcome: StepOutcome, sampled: TokenColumns) -> None
     for i in (counts > most).nonzero()[0].tolist():
         raise ValueError(
             f"step {plan.number} has {counts[i]} tokens for row {rows[i]}: at most {most[i]}"
-        )
-    completed = {*plan.started, *plan.last}.difference(plan.decoding.tolist(), outcome.dead_rows)
-    for row in sorted(completed.difference(rows.tolist())):
-        raise ValueError(
-            f"step {plan.number} has no token for row {row}, whose prompt it completes"
         )

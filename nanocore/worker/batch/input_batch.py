@@ -109,7 +109,8 @@ class InputBatch:
         # Valid until a row is added or removed:
         self._decode_orders: dict[int, Order] = {}
         """By group, of steps in which all of the group's rows decode."""
-        self._sampled: tuple[NDArray[np.int64], SampledRows] | None = None
+        self._sampled: dict[int, tuple[NDArray[np.int64], SampledRows]] = {}
+        """By group, with the rows they are of."""
 
     def apply(self, plan: SchedulerOutput) -> AppendedBlocks:
         """Take in a plan's differences: rows removed, rows added, blocks appended.
@@ -118,7 +119,7 @@ class InputBatch:
         """
         if plan.removed_rows or plan.added:
             self._decode_orders.clear()
-            self._sampled = None
+            self._sampled.clear()
         self.is_active[ints(plan.removed_rows)] = False
         for new in plan.added:
             self._add(new)
@@ -171,10 +172,10 @@ class InputBatch:
 
     def sampled_rows(self, step: BatchStep) -> SampledRows:
         """How the rows sample that the step does."""
-        rows = step.sample_rows
-        if self._sampled is None or self._sampled[0] is not rows:
-            self._sampled = rows, self.sampling.of_rows(rows)
-        return self._sampled[1]
+        rows, kept = step.sample_rows, self._sampled.get(step.group)
+        if kept is None or kept[0] is not rows:
+            kept = self._sampled[step.group] = rows, self.sampling.of_rows(rows)
+        return kept[1]
 
     def places(self, step: BatchStep) -> TokenPlaces:
         """Of the tokens that the step samples, in these rows' own memory."""

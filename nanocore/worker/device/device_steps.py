@@ -127,8 +127,8 @@ class DeviceSteps:
         size = num_bytes(layout)
         staged = self._stream.stage(size + (0 if new is None else new.column.nbytes))
         columns = self._columns(staged, layout, is_graph=graph is not None)
-        rows = self._batch.sampled_rows(step)
-        columns.fill(step, appended, rows)
+        sampling = self._batch.sampled_rows(step)
+        columns.fill(step, appended, sampling)
         if new is not None:
             staged[size:].view(torch.int32).numpy()[:] = new.column
 
@@ -149,8 +149,8 @@ class DeviceSteps:
                 result = graph.result
             if result is None:
                 return {}
-            if len(rows.processed):
-                self._sample_processed(inputs, result, rows)
+            if len(sampling.processed):
+                self._sample_processed(inputs, result, sampling)
             return {"token_ids": result.token_ids_R[: shape.num_samples]}
 
         if self._sampler is not None:  # else the tokens come with a later plan

@@ -1,1 +1,1 @@
-"""How much memory there is, and what a rank's KV cache may take of it."""
+"""A rank's KV memory, what it may take, and what there is: of the machine, and beside a step."""

@@ -23,7 +23,7 @@ NUM_PROFILED_GRAPHS: Final = 2
 
 
 def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: WorkerConfig) -> None:
-    """Run a step in which every row samples, with filters, and one at the end of a long context.
+    """Run a step in which every row samples, as expensively as any, and a long context's end.
 
     The model's KV cache is gone afterwards, and the persistent batch is to be allocated anew. The
     graphs that were recorded stay until then.

@@ -44,12 +44,13 @@ class Column:
     name: the sampling parameter's, if it comes from one. default: of rows that do not ask for it,
     and of padding.
 
-    kind: "row" says how or where a row samples anyway. Another value than the default asks for more
-    than that: of a "filter" to choose among fewer tokens (a greedy row needs none), of "logits" to
-    change them first.
+    kind: a "row" column is what every row samples with. A value of another kind asks for more if it
+    is not the default: a "filter" leaves fewer tokens to choose from (and means nothing to a greedy
+    row), "logits" are changed by a processor, in greedy rows too.
 
     of: a new row's value, given the size of the vocabulary; without it the parameter of that name.
-    costliest: the parameter's value that takes most memory, if it is not the parameter's default.
+    costliest: the parameter's value with which sampling takes most memory, so that it is sized for
+    it; None: the parameter's default.
     """
 
     name: str
@@ -58,6 +59,9 @@ class Column:
     kind: Literal["row", "filter", "logits"]
     of: Callable[[NewRow, int], float] | None = None
     costliest: Any = None
+
+    def __post_init__(self) -> None:
+        assert self.kind != "logits" or self.costliest is not None, "memory is sized for it"
 
     def value(self, new: NewRow, vocab_size: int) -> float:
         """Of a row that is added."""
@@ -86,9 +90,9 @@ def costliest_sampling() -> EngineSamplingParams:
 class SampledRows:
     """The rows that a step samples, on the host; the same from step to step while the rows are.
 
-    columns: [R] by name. processed, plain: int64 indices of the R that ask for more than a plain
-    token, the most likely one after noise, and of the others. asked: the columns of kind "logits"
-    that one of them asks for. all_greedy: every row takes its most likely token.
+    columns: [R] by name. plain: int64 indices of the R that take the best token, noise added;
+    processed: of those that ask for more. asked: the columns of kind "logits" that one of these
+    asks for. all_greedy: every row takes its most likely token.
     """
 
     def __init__(self, columns: dict[str, NDArray], is_processed: NDArray[np.bool_]) -> None:
@@ -167,8 +171,12 @@ class SamplingMetadata:
 
     @property
     def known_tokens_RL(self) -> Tensor:
-        """int32, what rows hold so far, prompt and output; arbitrary from num_tokens_R on."""
-        return self.places.token_table[self._chosen(self.places.rows_R)]
+        """int32, what rows hold so far, prompt and output; from num_tokens_R on any token ids.
+
+        A row that has NO_TOKEN ends, but may be computed on until the host has seen it: then that
+        is token 0 here, for this is mostly used as an index.
+        """
+        return self.places.token_table[self._chosen(self.places.rows_R)].clamp_(min=0)
 
     @property
     def num_tokens_R(self) -> Tensor:

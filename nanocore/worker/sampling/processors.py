@@ -13,7 +13,7 @@ from typing import Final
 
 from torch import Tensor
 
-from nanocore.worker.sampling.columns import SamplingMetadata
+from nanocore.worker.sampling.columns import COLUMNS, SamplingMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,19 @@ PROCESSORS: Final[list[Processor]] = []
 """None yet: every parameter that there is so far is a filter, or noise."""
 
 
+def assert_all_is_declared() -> None:
+    """Every column of kind "logits" has a processor, and processors have no other columns."""
+    declared = {column.name for column in COLUMNS if column.kind == "logits"}
+    processed = {name for processor in PROCESSORS for name in processor.columns}
+    assert declared == processed, f"columns {declared}, but processors of {processed}"
+
+
 def process(logits_RV: Tensor, metadata: SamplingMetadata) -> Tensor:
     """Logits as the rows ask for them, [R, V]; perhaps in the same memory."""
     for processor in PROCESSORS:
         if processor.columns & metadata.asked:
             logits_RV = processor.apply(logits_RV, metadata)
     return logits_RV
+
+
+assert_all_is_declared()
