@@ -58,7 +58,7 @@ def test_the_versions_agree() -> None:
     major, minor = PROTOCOL_VERSION
     assert f"# The nanocore wire protocol, version {major}.{minor}\n" in PROTOCOL
     changelog = PROTOCOL[PROTOCOL.index("Changelog\n") :]
-    assert changelog.split("\n")[2].startswith(f"{major}.{minor}: ")
+    assert changelog.split("\n")[2].startswith(f"- {major}.{minor}: ")
 
 
 @pytest.mark.parametrize("heading", HEADINGS)
