@@ -70,9 +70,12 @@ def filter_logits(logits_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: 
     sorted_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
     drop_RV = ranks_V >= top_k_R[:, None]
-    kept_probs_RV = sorted_RV.masked_fill(drop_RV, -torch.inf).double().softmax(dim=-1)
-    before_RV = kept_probs_RV.cumsum(dim=-1) - kept_probs_RV
-    drop_RV |= before_RV >= top_p_R.where(top_p_R < 1.0, torch.inf)[:, None]
+    # Not divided by their sum: of equal logits, where cuts may lie on a sum, these are exact.
+    kept_RV = sorted_RV.masked_fill(drop_RV, -torch.inf).double()
+    kept_RV = (kept_RV - kept_RV[:, :1]).exp()
+    before_RV = kept_RV.cumsum(dim=-1) - kept_RV
+    limit_R = top_p_R.where(top_p_R < 1.0, torch.inf) * kept_RV.sum(dim=-1)
+    drop_RV |= before_RV >= limit_R[:, None]
     drop_RV[:, 0] = False
     return logits_RV.masked_fill(
         torch.empty_like(drop_RV).scatter_(1, order_RV, drop_RV), -torch.inf
