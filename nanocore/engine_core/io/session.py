@@ -118,8 +118,6 @@ def _num_bytes(frames: list[bytes]) -> int:
 def output_frames(output: ClientOutput) -> list[bytes]:
     """The OUTPUT message of one client's share of a step: two buffer copies."""
     counts = output.counts
-    if counts is not None and (counts == 1).all():
-        counts = None
     return encode(
         Output(
             handles=output.handles.astype(HANDLE_DTYPE, copy=False).tobytes(),

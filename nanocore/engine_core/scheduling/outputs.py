@@ -32,6 +32,10 @@ class ClientOutput:
     counts: IntArray | None = None
     columns: NumberColumns = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.counts is not None and (self.counts == 1).all():
+            self.counts = None
+
     def handle_of_each(self) -> NDArray[np.uint32]:
         """Whose each token is; uint32 [tokens]."""
         return self.handles if self.counts is None else np.repeat(self.handles, self.counts)
@@ -85,7 +89,4 @@ def _add_events(outputs: dict[int, ClientOutput], events: list[tuple[int, Event]
 
 
 def _output(client: int, handles: NDArray[np.uint32], tokens: TokenColumns) -> ClientOutput:
-    counts = tokens.counts
-    if counts is not None and (counts == 1).all():
-        counts = None
-    return ClientOutput(client, handles, tokens.token_ids, [], counts, tokens.columns)
+    return ClientOutput(client, handles, tokens.token_ids, [], tokens.counts, tokens.columns)
