@@ -9,34 +9,40 @@ Quantized values get back the dtype of the computation as they are read. Shape s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from nanocore.kernels.interface import KVCache
 from nanocore.kernels.kv_quantization import quantize
 
+Write = Callable[[Tensor, Tensor], None]
+"""Writes each token's values, [T, ...], to its slot of K, V or scales, [N, S, ...]."""
+
 
 def store_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, slot_mapping_T: Tensor) -> None:
     """Write each token's K and V to its slot; slots are distinct, or -1."""
-    write = _write_by_repetition
+    k_NSKD, v_NSKD = cache.k_NSKD, cache.v_NSKD
+    make_writer = _repeating_writer
     if slot_mapping_T.device.type == "cpu":
-        write = _write
+        make_writer = _writer
         keep_T = slot_mapping_T >= 0
         if not keep_T.all():
             k_TKD, v_TKD, slot_mapping_T = k_TKD[keep_T], v_TKD[keep_T], slot_mapping_T[keep_T]
-    k_NSKD, v_NSKD = cache.k_NSKD, cache.v_NSKD
+    write = make_writer(slot_mapping_T, k_NSKD.shape[1])
     if cache.k_scale_NSK is not None:
         assert cache.v_scale_NSK is not None
         # K and V at once: for few tokens the number of operations is what counts.
         values, scales = quantize(
             torch.stack((k_TKD, v_TKD)), k_NSKD.dtype, cache.k_scale_NSK.dtype
         )
-        write(cache.k_scale_NSK, slot_mapping_T, scales[0])
-        write(cache.v_scale_NSK, slot_mapping_T, scales[1])
+        write(cache.k_scale_NSK, scales[0])
+        write(cache.v_scale_NSK, scales[1])
         k_TKD, v_TKD = values.view(torch.uint8)
         k_NSKD, v_NSKD = k_NSKD.view(torch.uint8), v_NSKD.view(torch.uint8)
-    write(k_NSKD, slot_mapping_T, k_TKD)
-    write(v_NSKD, slot_mapping_T, v_TKD)
+    write(k_NSKD, k_TKD)
+    write(v_NSKD, v_TKD)
 
 
 def gather_kv(cache: KVCache, table: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -62,17 +68,22 @@ def _blocks(cache: Tensor, table: Tensor) -> Tensor:
     return cache.index_select(0, table.flatten()).unflatten(0, table.shape)
 
 
-def _places(cache_NS: Tensor, slot_mapping_T: Tensor) -> tuple[Tensor, Tensor]:
+def _places(slot_mapping_T: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Of slots, as indices: there is no view of them as one row, for blocks may lie apart."""
-    block_size = cache_NS.shape[1]
     return slot_mapping_T // block_size, slot_mapping_T % block_size
 
 
-def _write(cache_NS: Tensor, slot_mapping_T: Tensor, values_T: Tensor) -> None:
-    cache_NS[_places(cache_NS, slot_mapping_T)] = values_T
+def _writer(slot_mapping_T: Tensor, block_size: int) -> Write:
+    """Without padding."""
+    places = _places(slot_mapping_T, block_size)
+
+    def write(cache_NS: Tensor, values_T: Tensor) -> None:
+        cache_NS[places] = values_T
+
+    return write
 
 
-def _write_by_repetition(cache_NS: Tensor, slot_mapping_T: Tensor, values_T: Tensor) -> None:
+def _repeating_writer(slot_mapping_T: Tensor, block_size: int) -> Write:
     """Padding repeats the write of the first token that is none, or if all are, writes nothing new.
 
     Equal writes to one slot may come in any order.
@@ -80,6 +91,10 @@ def _write_by_repetition(cache_NS: Tensor, slot_mapping_T: Tensor, values_T: Ten
     valid_T = slot_mapping_T >= 0
     own_T = torch.arange(len(valid_T), device=valid_T.device)
     source_T = torch.where(valid_T, own_T, valid_T.int().argmax())
-    target_T = _places(cache_NS, slot_mapping_T[source_T])
+    places = _places(slot_mapping_T[source_T], block_size)
     is_new = valid_T.any()
-    cache_NS[target_T] = torch.where(is_new, values_T[source_T], cache_NS[target_T])
+
+    def write(cache_NS: Tensor, values_T: Tensor) -> None:
+        cache_NS[places] = torch.where(is_new, values_T[source_T], cache_NS[places])
+
+    return write
