@@ -27,9 +27,9 @@ from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.device.device import select_device
 from nanocore.worker.executors.local_executor import LocalExecutor
+from nanocore.worker.models import load_model_config
 
 
 def common_settings(session: Session) -> dict[str, Any]:

@@ -18,11 +18,9 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from nanocore.kernels.activation import Activation
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-
-Activation = Literal["silu", "gelu"]
-"""Of a gate; gelu by the tanh approximation."""
 
 GraphSupport = Literal["never", "decodes", "always"]
 """Of which steps a graph can be recorded: of none, of those with nothing but decodes, or of all."""

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.activation import Activation
 from nanocore.kernels.gumbel_noise import best_with_noise
 from nanocore.kernels.interface import (
-    Activation,
     AttentionMetadata,
     AttentionSpec,
     Filters,

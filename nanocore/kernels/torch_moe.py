@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.interface import Activation, Routing, SharedExpert
+from nanocore.kernels.activation import Activation
+from nanocore.kernels.interface import Routing, SharedExpert
 
 
 def gated(x_TO: Tensor, activation: Activation) -> Tensor:

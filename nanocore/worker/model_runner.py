@@ -27,7 +27,7 @@ from nanocore.worker.device.stream import Stream
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.memory.kv_memory import KVLayout, KVMemory, KVSpec
+from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.messages import Quantization
 from nanocore.worker.pending_output import NOTHING_SAMPLED, DoneOutput, PendingOutput, make_output
 from nanocore.worker.placement import Placement
@@ -250,6 +250,4 @@ class ModelRunner:
         return self.model.compute_logits(hidden_RE, self.kernels)
 
     def _kv_layout(self, kv_format: KVCacheFormat, block_size: int) -> KVLayout:
-        head_dim = self.config.head_dim
-        specs = [KVSpec(layer.attention.num_kv_heads, head_dim) for layer in self.model.layers]
-        return KVLayout(specs, kv_format, block_size)
+        return KVLayout([layer.kv_spec for layer in self.model.layers], kv_format, block_size)

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanocore.kernels.activation import Activation
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
-from nanocore.kernels.interface import Activation
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.messages import Quantization

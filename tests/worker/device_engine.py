@@ -28,12 +28,11 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
-from nanocore.worker.models import build_model
+from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
 from tests.fake_device import FakeGraphRecorder, FakeStream

@@ -28,12 +28,11 @@ from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
-from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import ModelRunner
-from nanocore.worker.models import build_model
+from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.worker import Worker

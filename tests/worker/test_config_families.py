@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from nanocore.worker.config.model_config import ModelConfig, parse_model_config
+from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.config.settings import Settings
-from nanocore.worker.rope import inverse_frequencies
+from nanocore.worker.layers.rotary import inverse_frequencies
+from nanocore.worker.models import read_model_config
 from tests.model_families import BUILDERS, FULL, SLIDING, SPECS, rewrite_config
 from tests.tiny_models import EOS, MAX_MODEL_LEN
 
 
 def parse(folder: Path) -> ModelConfig:
-    return parse_model_config(
+    return read_model_config(
         Settings.read(folder / "config.json"), Settings.read(folder / "generation_config.json")
     )
 

@@ -16,8 +16,9 @@ import torch
 from nanocore.kernels.torch_moe import gated
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.layer_settings import MAX_EXPERTS
-from nanocore.worker.config.model_config import MAX_LAYERS, load_model_config
+from nanocore.worker.config.model_config import MAX_LAYERS
 from nanocore.worker.loading.stored_config import as_stored
+from nanocore.worker.models import load_model_config
 from tests.worker.test_model_config import EXPERTS, parse, write
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}

@@ -15,14 +15,13 @@ from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.device import device
 from nanocore.worker.device.device import check_quantization
 from nanocore.worker.dry_run import _weight_bytes
 from nanocore.worker.loading.checked_model import loaded_bytes
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import ModelRunner
-from nanocore.worker.models import build_model
+from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.worker import Worker
 from tests.kernels.fp8_numbers import rounded

@@ -12,10 +12,10 @@ from torch import Tensor
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
-from nanocore.worker.config.model_config import ModelConfig, load_model_config
+from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.models import build_model
+from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.models.gemma2 import Gemma2Model
 from nanocore.worker.placement import Placement
 from tests.model_families import BUILDERS

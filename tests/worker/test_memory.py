@@ -11,11 +11,10 @@ import torch
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.select import select_kernels
 from nanocore.protocol.errors import CacheMemoryError, WorkerError
-from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.memory import kv_cache_bytes as memory
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
-from nanocore.worker.models import build_model
+from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.worker import Worker

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.config.families import FAMILIES
 from nanocore.worker.config.generation_config import GenerationDefaults, read_generation_defaults
-from nanocore.worker.config.model_config import ModelConfig, load_model_config, parse_model_config
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.rope_config import RopeConfig
 from nanocore.worker.config.settings import Settings
-from nanocore.worker.rope import RopeConfig
+from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.models import (
+    ARCHITECTURES,
+    load_model_config,
+    model_class,
+    read_model_config,
+)
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -45,10 +53,10 @@ def parse(family: str, without: str = "", **changes: Any) -> ModelConfig:
     """The config of a family; changes with the value None are null in the file."""
     name = f"{family}ForCausalLM"
     values = BASE | {"num_hidden_layers": 8, "architectures": [name]} | changes
-    if FAMILIES[name].sparse:
+    if model_class(name).family.sparse:
         values = EXPERTS | values
     values.pop(without, None)
-    return parse_model_config(
+    return read_model_config(
         Settings(Path("config.json"), values), Settings(Path("generation_config.json"), {})
     )
 
@@ -57,15 +65,15 @@ def sliding(config: ModelConfig) -> list[int]:
     return [i for i, kind in enumerate(config.layer_types) if kind == SLIDING]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     import transformers
 
     values = BASE | {"num_hidden_layers": 30, "num_attention_heads": 32, "hidden_size": 256}
     values |= {"vocab_size": 40_000}  # the defaults of eos_token_id are in it
-    values |= {"architectures": [name]} | (EXPERTS if FAMILIES[name].sparse else {})
+    values |= {"architectures": [name]} | (EXPERTS if model_class(name).family.sparse else {})
     del values["num_key_value_heads"]
-    config = parse_model_config(
+    config = read_model_config(
         Settings(Path("config.json"), values), Settings(Path("generation_config.json"), {})
     )
     config_class = getattr(transformers, name).config_class
@@ -74,7 +82,7 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     assert config.head_dim == (getattr(reference, "head_dim", None) or 256 // 32)
     assert config.rms_norm_eps == reference.rms_norm_eps
     assert config.tie_word_embeddings == reference.tie_word_embeddings
-    activation = getattr(reference, FAMILIES[name].activation_setting)
+    activation = getattr(reference, model_class(name).family.activation_setting)
     assert config.hidden_act == {"silu": "silu", "gelu_pytorch_tanh": "gelu"}[activation]
     eos = reference.eos_token_id
     assert config.eos_token_ids == (() if eos is None else (eos,))
@@ -318,7 +326,34 @@ def test_an_unknown_architecture_lists_the_known_ones(
 ) -> None:
     with pytest.raises(ModelFileError, match=f"architecture '{word}' is unknown") as error:
         load_model_config(write(tmp_path, **changes))
-    assert str(error.value).endswith(f"known: {', '.join(FAMILIES)}")
+    assert str(error.value).endswith(f"known: {', '.join(ARCHITECTURES)}")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("Qwen3NextForCausalLM", "Qwen3ForCausalLM"),
+        ("LlamaModel", "LlamaForCausalLM"),
+        ("Gemma2ForCausalLn", "Gemma2ForCausalLM"),
+        ("Phi4MMForCausalLM", "Phi3ForCausalLM"),
+    ],
+)
+def test_an_unknown_architecture_names_the_one_spelled_most_alike(
+    tmp_path: Path, name: str, nearest: str
+) -> None:
+    with pytest.raises(ModelFileError, match=f"the nearest that is served is {nearest}; known:"):
+        load_model_config(write(tmp_path, architectures=[name]))
+
+
+def test_the_registry_needs_no_torch_and_every_name_in_it_is_a_model() -> None:
+    code = (
+        "import sys, nanocore.worker.models as models;"
+        "print(*{'torch'} & {*sys.modules}, *models.ARCHITECTURES)"
+    )
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert names.stdout.split() == list(ARCHITECTURES)
+    for name in ARCHITECTURES:
+        assert issubclass(model_class(name), DecoderModel)
 
 
 def test_the_generation_configs_eos_ids_win(tmp_path: Path) -> None:

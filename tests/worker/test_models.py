@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanocore.worker.communication.communicator import SingleRank
-from nanocore.worker.config.model_config import load_model_config
-from nanocore.worker.models import build_model
+from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from tests.campaign import in_campaign
 from tests.model_families import BUILDERS, Continuation, greedy_continuations

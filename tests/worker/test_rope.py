@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from nanocore.worker.config.rope_config import RopeConfig
 from nanocore.worker.config.rope_settings import read_shared_rope
 from nanocore.worker.config.settings import Settings
-from nanocore.worker.rope import (
-    RopeConfig,
+from nanocore.worker.layers.rotary import (
     attention_scaling,
     inverse_frequencies,
     rotary_table,

@@ -12,9 +12,9 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.process import describe_workers, find_model
 from nanocore.protocol.sockets import EngineKeys
-from nanocore.worker.config.model_config import load_model_config
 from nanocore.worker.device.device import select_device
 from nanocore.worker.dry_run import dry_run
+from nanocore.worker.models import load_model_config
 
 logger = logging.getLogger(__name__)
 

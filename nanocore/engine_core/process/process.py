@@ -52,13 +52,14 @@ from nanocore.protocol.errors import (
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineKeys, EngineSocket
 from nanocore.system.endpoint_lock import EndpointLock
-from nanocore.worker.config.model_config import ModelConfig, load_model_config
+from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import select_device
 from nanocore.worker.executors.executor import Executor, StepExecutor
 from nanocore.worker.executors.local_executor import LocalExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.loading.model_folder import resolve_model
 from nanocore.worker.messages import WorkerInfo
+from nanocore.worker.models import load_model_config
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanocore.kernels.activation import Activation
 from nanocore.kernels.cpu.library import (
     CacheLayoutStruct,
     Library,
@@ -33,7 +34,6 @@ from nanocore.kernels.cpu.program import (
     record,
 )
 from nanocore.kernels.interface import (
-    Activation,
     AttentionMetadata,
     AttentionSpec,
     Filters,

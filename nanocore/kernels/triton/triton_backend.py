@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanocore.kernels.activation import Activation
 from nanocore.kernels.interface import (
-    Activation,
     AttentionMetadata,
     AttentionSpec,
     Filters,

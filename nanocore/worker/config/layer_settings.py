@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from nanocore.kernels.interface import Activation
+from nanocore.kernels.activation import Activation
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.config.families import Family, Softcap
+from nanocore.worker.config.family import Family, Softcap
+from nanocore.worker.config.rope_config import RopeConfig
 from nanocore.worker.config.rope_settings import (
     LayerType,
     read_rope_by_layer_type,
     read_shared_rope,
 )
 from nanocore.worker.config.settings import Range, Settings
-from nanocore.worker.rope import RopeConfig
 
 MAX_EXPERTS: Final = 2**16
 """Of all layers together; twice what the largest models have."""

@@ -1,19 +1,17 @@
 """What config.json says of a model, parsed by us into one shape; no code of the model is ever run.
 
-How the families differ in reading it stands in `families`; single settings are read in
-`layer_settings` and `rope_settings`. A setting that would change the model's output and is not
+How a family reads it is its `Family`; single settings are read in `layer_settings`, `rope_settings`
+and `windows`. A setting that would change the model's output and is not
 implemented is refused, never ignored.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-from nanocore.kernels.interface import Activation
-from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.config.families import FAMILIES, Family, read_layer_types
+from nanocore.kernels.activation import Activation
+from nanocore.worker.config.family import Family
 from nanocore.worker.config.generation_config import GenerationDefaults, read_generation_defaults
 from nanocore.worker.config.layer_settings import (
     MoeConfig,
@@ -26,12 +24,10 @@ from nanocore.worker.config.layer_settings import (
     read_rope,
     read_softcap,
 )
+from nanocore.worker.config.rope_config import RopeConfig
 from nanocore.worker.config.rope_settings import LayerType, scaled_length
 from nanocore.worker.config.settings import Range, Settings
-from nanocore.worker.rope import RopeConfig
-
-ARCHITECTURES = tuple(FAMILIES)
-"""What `models.build_model` builds."""
+from nanocore.worker.config.windows import read_layer_types
 
 MAX_LAYERS: Final = 1024
 """Eight times what the deepest models have: what is made for each layer stays little."""
@@ -93,44 +89,21 @@ class ModelConfig:
     generation: GenerationDefaults
 
 
-def load_model_config(folder: Path) -> ModelConfig:
-    """Read config.json and generation_config.json of a Hugging Face folder.
-
-    Raises:
-        ModelFileError: a missing or malformed file, an unknown architecture, or a setting that is
-            not implemented.
-    """
-    if not folder.is_dir():
-        raise ModelFileError(
-            f"model {str(folder)!r} is not a folder: give the path of a folder in Hugging Face "
-            "format (config.json, *.safetensors, tokenizer.json)"
-        )
-    settings = Settings.read(folder / "config.json")
-    architecture = _architecture(settings)
-    if architecture not in ARCHITECTURES:
-        raise ModelFileError(
-            f"{settings.path}: architecture {shorten(repr(architecture))} is unknown; "
-            f"known: {', '.join(ARCHITECTURES)}"
-        )
-    path = folder / "generation_config.json"
-    is_there = path.exists() or path.is_symlink()  # a link to nothing is an error
-    generation = Settings.read(path) if is_there else Settings(path, {})
-    return parse_model_config(settings, generation)
-
-
-def parse_model_config(settings: Settings, generation: Settings) -> ModelConfig:
-    """The contents of config.json and generation_config.json, of any family in `FAMILIES`.
+def parse_model_config(
+    architecture: str, family: Family, settings: Settings, generation: Settings
+) -> ModelConfig:
+    """The contents of config.json and generation_config.json, as the family reads them.
 
     Raises:
         ModelFileError: a setting that is missing, malformed or not implemented.
     """
-    architecture = _architecture(settings)
-    family = FAMILIES[architecture]
     _refuse_what_no_family_has(settings)
     num_heads, num_kv_heads, head_dim = read_heads(settings, family)
     num_layers = settings.size("num_hidden_layers", most=MAX_LAYERS)
     vocab_size, hidden_size = settings.size("vocab_size"), settings.size("hidden_size")
-    layer_types, sliding_window = read_layer_types(settings, family, num_layers)
+    layer_types, sliding_window = read_layer_types(
+        settings, family.window, num_layers, family.free_layer_types
+    )
     rope = read_rope(settings, family, head_dim)
     max_len = longest = settings.size("max_position_embeddings")
     if not family.rope_by_layer_type:  # Gemma 3's is already stretched
@@ -174,11 +147,6 @@ def parse_model_config(settings: Settings, generation: Settings) -> ModelConfig:
         fits_float16=family.fits_float16,
         generation=read_generation_defaults(generation),
     )
-
-
-def _architecture(settings: Settings) -> str:
-    names = settings.get("architectures", list[str], [])
-    return names[0] if names else "none"
 
 
 def _refuse_what_no_family_has(settings: Settings) -> None:

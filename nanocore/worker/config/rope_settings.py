@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from nanocore.worker.config.rope_config import RopeConfig, RopeKind
 from nanocore.worker.config.settings import MAX_SIZE, Range, Settings
-from nanocore.worker.rope import RopeConfig, RopeKind
 
 LayerType = Literal["full_attention", "sliding_attention"]
 LAYER_TYPES: tuple[LayerType, ...] = get_args(LayerType)

@@ -15,11 +15,12 @@ from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinea
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Slots
+from nanocore.worker.memory.kv_memory import KVSpec
 from nanocore.worker.placement import Placement
 
 
 class Attention:
-    """One layer's attention. num_heads, num_kv_heads: on this rank."""
+    """One layer's attention. num_heads: on this rank."""
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
         head_dim = self.head_dim = config.head_dim
@@ -28,7 +29,7 @@ class Attention:
         )
         q_rows = Rows.share(placement, config.num_heads * head_dim, "the size of all heads")
         kv_rows = Rows.kv_heads(placement, config.num_kv_heads, head_dim)
-        self.num_kv_heads = kv_rows.size // head_dim
+        self.kv_spec = KVSpec(kv_rows.size // head_dim, head_dim)
         self.qkv_proj = ColumnParallelLinear(
             placement, config.hidden_size, [q_rows, kv_rows, kv_rows], bias=config.attention_bias
         )

@@ -1,8 +1,8 @@
 """A decoder-only transformer: embedding, layers, norm and head, in the parts that one rank holds.
 
-Families differ in their layers (`DecoderModel.layer_class`) and in what their checkpoints call
-things. A pipeline stage holds a range of layers; hidden states pass between stages with the
-residual added.
+Families differ in how they read config.json (`DecoderModel.family`), in their layers
+(`layer_class`), and in what their checkpoints call things. A pipeline stage holds a range of
+layers; hidden states pass between stages with the residual added.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import Kernels, KVCache, Rotary
 from nanocore.kernels.step_rows import StepRows
+from nanocore.worker.config.family import Family
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.context import StepContext
@@ -21,15 +22,19 @@ from nanocore.worker.layers.embedding import VocabParallelEmbedding
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.layers.rotary import rotary_table
 from nanocore.worker.loading.weights import Slot, Slots, without_parts
+from nanocore.worker.memory.kv_memory import KVSpec
 from nanocore.worker.placement import Placement
-from nanocore.worker.rope import rotary_table
 
 
 class Layer(Protocol):
-    """One decoder layer. The residual stream is carried apart, so that norms can add it."""
+    """One decoder layer. The residual stream is carried apart, so that norms can add it.
 
-    attention: Attention
+    kv_spec: what it keeps of a token.
+    """
+
+    kv_spec: KVSpec
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None: ...
 
@@ -69,6 +74,7 @@ class DecoderLayer:
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
         self.attention = Attention(placement, config, layer)
+        self.kv_spec = self.attention.kv_spec
         self.mlp = self.make_mlp(placement, config, layer)
         self.input_norm = RMSNorm(placement, config, config.hidden_size)
         self.post_attention_norm = RMSNorm(placement, config, config.hidden_size)
@@ -111,6 +117,7 @@ class DecoderModel:
         ConfigError: the model cannot be split as the placement asks.
     """
 
+    family: ClassVar[Family]
     layer_class: ClassVar[type[Layer]] = DecoderLayer
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:

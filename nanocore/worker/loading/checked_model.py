@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from nanocore.worker.config.model_config import ModelConfig, load_model_config
+from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import check_weights
 from nanocore.worker.loading.stored_config import as_stored
 from nanocore.worker.memory.kv_cache_bytes import CPU_MEMORY, cpu_memory_bytes, require_weights
 from nanocore.worker.messages import WorkerConfig
+from nanocore.worker.models import load_model_config
 
 logger = logging.getLogger(__name__)
 

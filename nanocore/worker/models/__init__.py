@@ -1,32 +1,43 @@
-"""The model families, one file each, found by the name in config.json's `architectures`."""
+"""The model families, one file each: how it reads config.json, its layer, and what is odd about it.
+
+A model's file is found by the name in config.json's `architectures`, and imported when one is to be
+read: the names alone need no torch. CONTRIBUTING.md says how to add a family.
+"""
 
 from __future__ import annotations
 
-from nanocore.worker.config.model_config import ARCHITECTURES, ModelConfig
-from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.models.gemma2 import Gemma2Model
-from nanocore.worker.models.gemma3 import Gemma3Model
-from nanocore.worker.models.llama import LlamaModel
-from nanocore.worker.models.mistral import MistralModel
-from nanocore.worker.models.phi3 import Phi3Model
-from nanocore.worker.models.qwen2 import Qwen2Model
-from nanocore.worker.models.qwen2_moe import Qwen2MoeModel
-from nanocore.worker.models.qwen3 import Qwen3Model
-from nanocore.worker.models.qwen3_moe import Qwen3MoeModel
-from nanocore.worker.placement import Placement
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-_REGISTRY: dict[str, type[DecoderModel]] = {
-    "Qwen3ForCausalLM": Qwen3Model,
-    "Qwen2ForCausalLM": Qwen2Model,
-    "Qwen3MoeForCausalLM": Qwen3MoeModel,
-    "Qwen2MoeForCausalLM": Qwen2MoeModel,
-    "LlamaForCausalLM": LlamaModel,
-    "MistralForCausalLM": MistralModel,
-    "Gemma2ForCausalLM": Gemma2Model,
-    "Gemma3ForCausalLM": Gemma3Model,
-    "Phi3ForCausalLM": Phi3Model,
+from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.worker.config.model_config import ModelConfig, parse_model_config
+from nanocore.worker.config.settings import Settings
+
+if TYPE_CHECKING:
+    from nanocore.worker.layers.decoder import DecoderModel
+    from nanocore.worker.placement import Placement
+
+ARCHITECTURES: Final = {
+    "Gemma2ForCausalLM": "gemma2.Gemma2Model",
+    "Gemma3ForCausalLM": "gemma3.Gemma3Model",
+    "LlamaForCausalLM": "llama.LlamaModel",
+    "MistralForCausalLM": "mistral.MistralModel",
+    "Phi3ForCausalLM": "phi3.Phi3Model",
+    "Qwen2ForCausalLM": "qwen2.Qwen2Model",
+    "Qwen2MoeForCausalLM": "qwen2_moe.Qwen2MoeModel",
+    "Qwen3ForCausalLM": "qwen3.Qwen3Model",
+    "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeModel",
 }
-assert tuple(_REGISTRY) == ARCHITECTURES
+"""The file and the class of each."""
+
+
+def model_class(architecture: str) -> type[DecoderModel]:
+    """The class of one of `ARCHITECTURES`."""
+    file, name = ARCHITECTURES[architecture].split(".")
+    found: type[DecoderModel] = getattr(import_module(f"{__name__}.{file}"), name)
+    return found
 
 
 def build_model(config: ModelConfig, placement: Placement) -> DecoderModel:
@@ -35,4 +46,52 @@ def build_model(config: ModelConfig, placement: Placement) -> DecoderModel:
     Raises:
         ConfigError: it cannot be split as the placement asks.
     """
-    return _REGISTRY[config.architecture](config, placement)
+    return model_class(config.architecture)(config, placement)
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Read config.json and generation_config.json of a Hugging Face folder.
+
+    Raises:
+        ModelFileError: a missing or malformed file, an unknown architecture, or a setting that is
+            not implemented.
+    """
+    if not folder.is_dir():
+        raise ModelFileError(
+            f"model {str(folder)!r} is not a folder: give the path of a folder in Hugging Face "
+            "format (config.json, *.safetensors, tokenizer.json)"
+        )
+    path = folder / "generation_config.json"
+    is_there = path.exists() or path.is_symlink()  # a link to nothing is an error
+    generation = Settings.read(path) if is_there else Settings(path, {})
+    return read_model_config(Settings.read(folder / "config.json"), generation)
+
+
+def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
+    """The contents of config.json and generation_config.json.
+
+    Raises:
+        ModelFileError: see `load_model_config`.
+    """
+    names = settings.get("architectures", list[str], [])
+    architecture = names[0] if names else "none"
+    if architecture not in ARCHITECTURES:
+        raise ModelFileError(
+            f"{settings.path}: architecture {shorten(repr(architecture))} is unknown"
+            f"{_nearest(architecture)}; known: {', '.join(ARCHITECTURES)}"
+        )
+    family = model_class(architecture).family
+    return parse_model_config(architecture, family, settings, generation)
+
+
+def _nearest(architecture: str) -> str:
+    """Words that name the known architecture that is spelled most alike, if one is."""
+    ends = ("ForCausalLM", "ForConditionalGeneration")
+    stems = {
+        name.removesuffix(end): name for name in ARCHITECTURES for end in ends if name.endswith(end)
+    }
+    stem = architecture
+    for end in ends:
+        stem = stem.removesuffix(end)
+    near = get_close_matches(stem, stems, n=1)
+    return f", the nearest that is served is {stems[near[0]]}" if near else ""

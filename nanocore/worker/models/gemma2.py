@@ -8,7 +8,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanocore.kernels.interface import KVCache
+from nanocore.worker.config.family import Family, Softcap
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.windows import window_with_gaps
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.norm import RMSNorm
@@ -44,4 +46,22 @@ class Gemma2Layer(DecoderLayer):
 class Gemma2Model(DecoderModel):
     """Its checkpoints use the common names for the rest."""
 
+    family = Family(
+        num_kv_heads=4,
+        head_dim=256,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        activation="gelu_pytorch_tanh",
+        activation_setting="hidden_activation",
+        bias_setting="attention_bias",
+        biased_o_proj=True,
+        window=window_with_gaps(2, None),
+        free_layer_types=True,
+        query_pre_attn_scalar=256,
+        attn_logit_softcapping=Softcap(50.0),
+        final_logit_softcapping=Softcap(30.0),
+        scaled_embedding=True,
+        norm_offset=1.0,
+        fits_float16=False,
+    )
     layer_class = Gemma2Layer

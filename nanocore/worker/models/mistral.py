@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from nanocore.worker.config.family import Family
+from nanocore.worker.config.windows import window_everywhere
 from nanocore.worker.layers.decoder import DecoderModel
 
 
 class MistralModel(DecoderModel):
     """Checkpoints use the common names."""
+
+    family = Family(num_kv_heads=8, eos_token_id=2, window=window_everywhere(4096))

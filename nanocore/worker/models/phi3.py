@@ -5,6 +5,8 @@ Checkpoints hold Q, K and V stacked, and gate and up, each as one tensor.
 
 from __future__ import annotations
 
+from nanocore.worker.config.family import Family
+from nanocore.worker.config.windows import window_everywhere
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.loading.weights import Slots
@@ -29,4 +31,11 @@ class Phi3Layer(DecoderLayer):
 class Phi3Model(DecoderModel):
     """Stacked projections."""
 
+    family = Family(
+        rms_norm_eps=1e-5,
+        eos_token_id=32000,
+        window=window_everywhere(None),
+        rope_kinds=("default",),
+        partial_rotary=True,
+    )
     layer_class = Phi3Layer

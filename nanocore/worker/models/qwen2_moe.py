@@ -10,7 +10,9 @@ from torch import Tensor
 
 from nanocore.kernels.interface import SharedExpert
 from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.worker.config.family import Family
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.windows import window_if_asked
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
@@ -60,4 +62,13 @@ class Qwen2MoeLayer(SparseDecoderLayer):
 class Qwen2MoeModel(DecoderModel):
     """Checkpoints use the common names."""
 
+    family = Family(
+        num_kv_heads=16,
+        bias_setting="qkv_bias",
+        attention_bias=True,
+        window=window_if_asked(lambda layer, limit: layer % 2 == 0 and layer < limit),
+        free_layer_types=True,
+        sparse=True,
+        shared_expert=True,
+    )
     layer_class = Qwen2MoeLayer

@@ -1,0 +1,69 @@
+"""How a model family reads config.json: what it leaves out, adds, and does in its own way.
+
+Defaults and rules are those of transformers' configuration and modelling classes. Everything that
+two families treat differently is a field of `Family`; each family says its own beside its layers,
+in `nanocore.worker.models`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanocore.worker.config.windows import WindowRule
+
+
+@dataclass(frozen=True, slots=True)
+class Softcap:
+    """A family that can cap logits, and the cap where a file does not say, None for none."""
+
+    default: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What distinguishes a family.
+
+    First the defaults of settings that a file may leave out; num_kv_heads and head_dim of None
+    follow from the other sizes. Then:
+
+    activation_setting: the name under which the MLP's activation stands.
+    bias_setting: the name under which biases of Q, K and V are asked for, None if they are no
+    choice; attention_bias: its default; biased_o_proj: whether o_proj follows it.
+    mlp_bias_setting: whether the MLP's biases are a choice.
+    window: which layers attend through a sliding window; free_layer_types: whether `layer_types`
+    may say otherwise.
+    rope_kinds: kinds of rotary embedding that transformers has for the family, None for all.
+    partial_rotary: part of a head may rotate. rope_by_layer_type: see `read_rope_by_layer_type`.
+    query_pre_attn_scalar: the default of that setting, None if head_dim stands in for it.
+    scaled_embedding: embeddings are multiplied by the root of hidden_size.
+    qk_norm: heads of Q and K are normed. norm_offset: what norm weights are stored less.
+    fits_float16: activations stay within its range. sparse, shared_expert: mixture of experts, and
+    with an expert for every token.
+    """
+
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    eos_token_id: int | None = None
+    activation: str = "silu"
+
+    activation_setting: str = "hidden_act"
+    bias_setting: str | None = None
+    attention_bias: bool = False
+    biased_o_proj: bool = False
+    mlp_bias_setting: bool = False
+    window: WindowRule
+    free_layer_types: bool = False
+    rope_kinds: tuple[str, ...] | None = None
+    partial_rotary: bool = False
+    rope_by_layer_type: bool = False
+    query_pre_attn_scalar: int | None = None
+    attn_logit_softcapping: Softcap | None = None
+    final_logit_softcapping: Softcap | None = None
+    scaled_embedding: bool = False
+    qk_norm: bool = False
+    norm_offset: float = 0.0
+    fits_float16: bool = True
+    sparse: bool = False
+    shared_expert: bool = False
