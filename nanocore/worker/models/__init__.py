@@ -86,12 +86,11 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
 
 def _nearest(architecture: str) -> str:
     """Words that name the known architecture that is spelled most alike, if one is."""
-    ends = ("ForCausalLM", "ForConditionalGeneration")
-    stems = {
-        name.removesuffix(end): name for name in ARCHITECTURES for end in ends if name.endswith(end)
-    }
-    stem = architecture
-    for end in ends:
-        stem = stem.removesuffix(end)
-    near = get_close_matches(stem, stems, n=1)
+    stems = {_stem(name): name for name in ARCHITECTURES}
+    near = get_close_matches(_stem(architecture), stems, n=1)
     return f", the nearest that is served is {stems[near[0]]}" if near else ""
+
+
+def _stem(architecture: str) -> str:
+    """The family's part of the name."""
+    return architecture.split("For")[0].removesuffix("Model").lower()
