@@ -104,7 +104,7 @@ class Worker:
             weight_bytes = fill_dummy_weights(model.slots(), self._config.seed)
         else:
             weight_bytes = load_weights(
-                Path(self._config.folder), model.slots(), model.ignored_tensors, self._progress
+                Path(self._config.folder), model.slots(), model.slot_name, self._progress
             )
         weight_bytes -= self._runner.pack(self._config.quantization)
         if self.device.type == "cuda":

@@ -136,7 +136,7 @@ def make_runner(
     model: to be loaded, or one is built. kernels: others than the backend's.
     """
     model = model or build_model(load_model_config(folder), placement)
-    load_weights(folder, model.slots(), model.ignored_tensors)
+    load_weights(folder, model.slots(), model.slot_name)
     runner = ModelRunner(model, kernels or make_kernels(backend), links, queue)
     runner.pack(quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)

@@ -15,8 +15,8 @@ import torch
 
 from nanocore.kernels.torch_moe import gated
 from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.config.config_json import MAX_LAYERS
 from nanocore.worker.config.layer_settings import MAX_EXPERTS
-from nanocore.worker.config.model_config import MAX_LAYERS
 from nanocore.worker.loading.stored_config import as_stored
 from nanocore.worker.models import load_model_config
 from tests.worker.test_model_config import EXPERTS, parse, write
@@ -192,7 +192,7 @@ def test_a_file_of_no_end_is_not_read_to_it(tmp_path: Path, file: str) -> None:
     with (write(tmp_path) / file).open("ab") as sparse:
         sparse.truncate(2**40)
     with pytest.raises(ModelFileError, match="1099511627776 bytes, and no model needs"):
-        as_stored(load_model_config(tmp_path), tmp_path)
+        as_stored(load_model_config(tmp_path), tmp_path, str)
 
 
 def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:

@@ -15,9 +15,7 @@ from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading import loader
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import check_weights, load_weights
-from nanocore.worker.loading.weights import Index, Part, Slot, Slots, whole
-
-NOTHING: frozenset[str] = frozenset()
+from nanocore.worker.loading.weights import Index, Part, Slot, Slots, TensorNames, whole
 
 
 def numbered(*shape: int) -> Tensor:
@@ -32,16 +30,16 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 def load_part(folder: Path, stored: Tensor, index: Index, dtype: torch.dtype) -> Tensor:
     save_file({"a": stored}, folder / "model.safetensors")
     target = torch.empty_like(stored[index], dtype=dtype)
-    load_weights(folder, {"a": Slot(tuple(stored.shape), [Part(target, index)])}, NOTHING)
+    load_weights(folder, {"a": Slot(tuple(stored.shape), [Part(target, index)])}, str)
     return target
 
 
-def refusal(folder: Path, slots: Slots, ignored: frozenset[str] = NOTHING) -> str:
+def refusal(folder: Path, slots: Slots, names: TensorNames = str) -> str:
     """What load_weights says; check_weights must say the same."""
     with pytest.raises(ModelFileError) as loading:
-        load_weights(folder, slots, ignored)
+        load_weights(folder, slots, names)
     with pytest.raises(ModelFileError) as checking:
-        check_weights(folder, slots, ignored)
+        check_weights(folder, slots, names)
     assert str(loading.value) == str(checking.value)
     return str(loading.value).replace(f"{folder}/", "")
 
@@ -55,7 +53,7 @@ def test_tensors_land_in_their_views_in_the_parameters_dtype(tmp_path: Path) -> 
     save_file({name: t.bfloat16() for name, t in stored.items()}, tmp_path / "model.safetensors")
     merged = torch.zeros(3, 3)
     slots = {"a": whole(merged[:2]), "b": whole(merged[2:])}
-    assert load_weights(tmp_path, slots, NOTHING) == 9 * 2
+    assert load_weights(tmp_path, slots, str) == 9 * 2
     assert torch.equal(merged, torch.cat([stored["a"], stored["b"]]))
 
 
@@ -93,7 +91,7 @@ def test_two_parts_of_a_tensor_and_views_with_gaps(tmp_path: Path) -> None:
         Part(memory[:, 1:3], (slice(0, 4), slice(4, 6))),
         Part(memory[1:3, 4:], (slice(2, 4),)),
     ]
-    num_bytes = load_weights(tmp_path, {"a": Slot((4, 6), parts)}, NOTHING)
+    num_bytes = load_weights(tmp_path, {"a": Slot((4, 6), parts)}, str)
     expected = torch.zeros(4, 10)
     expected[:, 1:3] = stored[:, 4:6]
     expected[1:3, 4:] = stored[2:4]
@@ -104,7 +102,7 @@ def test_two_parts_of_a_tensor_and_views_with_gaps(tmp_path: Path) -> None:
 def test_a_scalar_and_an_empty_tensor(tmp_path: Path) -> None:
     save_file({"a": torch.tensor(3.0), "b": torch.empty(0, 2)}, tmp_path / "model.safetensors")
     scalar = torch.tensor(0.0)
-    load_weights(tmp_path, {"a": whole(scalar), "b": whole(torch.empty(0, 2))}, NOTHING)
+    load_weights(tmp_path, {"a": whole(scalar), "b": whole(torch.empty(0, 2))}, str)
     assert scalar == 3.0
 
 
@@ -113,15 +111,15 @@ def test_an_offset_is_added_and_rounded_once(tmp_path: Path, dtype: torch.dtype)
     stored = torch.tensor([0.00391, 0.25], dtype=dtype)  # 0.00391: rounding twice would show
     save_file({"a": stored}, tmp_path / "model.safetensors")
     target = torch.empty(2, dtype=torch.bfloat16)
-    load_weights(tmp_path, {"a": whole(target, offset=1.0)}, NOTHING)
+    load_weights(tmp_path, {"a": whole(target, offset=1.0)}, str)
     assert torch.equal(target, (stored.float() + 1).bfloat16())
 
 
 def test_what_a_rank_does_not_keep_is_not_read_and_must_be_there(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(9)}, tmp_path / "model.safetensors")
     slots = one() | {"b": Slot((9,))}
-    assert load_weights(tmp_path, slots, NOTHING) == 2 * 4
-    assert check_weights(tmp_path, slots, NOTHING) == (2 + 9) * 4
+    assert load_weights(tmp_path, slots, str) == 2 * 4
+    assert check_weights(tmp_path, slots, str) == (2 + 9) * 4
     assert "'b' has shape [9], config.json implies [8]" in refusal(
         tmp_path, one() | {"b": Slot((8,))}
     )
@@ -131,19 +129,29 @@ def test_what_a_rank_does_not_keep_is_not_read_and_must_be_there(tmp_path: Path)
 
 def test_checking_takes_tensors_without_memory(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert check_weights(tmp_path, {"a": whole(torch.empty(2, device="meta"))}, NOTHING) == 8
+    assert check_weights(tmp_path, {"a": whole(torch.empty(2, device="meta"))}, str) == 8
 
 
 def test_an_ignored_tensor_may_be_there_of_any_dtype(tmp_path: Path) -> None:
     tensors = {"a": torch.ones(2), "ids": torch.arange(5)}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert load_weights(tmp_path, one(), frozenset({"ids"})) == 8
+    assert load_weights(tmp_path, one(), {"a": "a"}.get) == 8
     assert "tensor 'ids' is not part of this model" in refusal(tmp_path, one())
 
 
-def test_an_ignored_name_is_read_if_the_model_has_it(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert load_weights(tmp_path, one(), frozenset("a")) == 8
+def test_a_tensor_goes_where_its_translated_name_says(tmp_path: Path) -> None:
+    save_file({"inner.a": torch.ones(2)}, tmp_path / "model.safetensors")
+    slots = one()
+    assert load_weights(tmp_path, slots, lambda name: name.removeprefix("inner.")) == 8
+    assert slots["a"].parts[0].target.tolist() == [1.0, 1.0]
+    assert "1 of 1 tensors are missing" not in refusal(tmp_path, one())
+
+
+def test_two_tensors_for_one_place_are_refused(tmp_path: Path) -> None:
+    save_file({"inner.a": torch.ones(2), "a": torch.ones(2)}, tmp_path / "model.safetensors")
+    message = refusal(tmp_path, one(), lambda name: name.removeprefix("inner."))
+    assert "'inner.a'" in message
+    assert "'a' are two of" in message or "'a' and" in message
 
 
 def test_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
@@ -171,13 +179,13 @@ def test_shards_are_read_by_index_through_links(tmp_path: Path) -> None:
     )
     (folder / "consolidated.safetensors").write_bytes(b"another copy, for other programs")
     slots = one(name="a") | one(name="b")
-    assert load_weights(folder, slots, NOTHING) == 16
+    assert load_weights(folder, slots, str) == 16
     assert [slot.parts[0].target.tolist() for slot in slots.values()] == [[1, 1], [2, 2]]
 
 
 def test_a_single_file_may_have_any_name(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "weights.safetensors")
-    assert load_weights(tmp_path, one(), NOTHING) == 8
+    assert load_weights(tmp_path, one(), str) == 8
 
 
 def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
@@ -197,7 +205,7 @@ def test_an_index_that_names_another_shard_is_refused(tmp_path: Path) -> None:
     )
     write_index(tmp_path, {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"})
     assert "tensor 'c' should be in 2.safetensors, but it is in no file" in refusal(tmp_path, slots)
-    assert load_weights(tmp_path, slots, frozenset("c")) == 16
+    assert load_weights(tmp_path, slots, {"a": "a", "b": "b"}.get) == 16
 
 
 def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path: Path) -> None:
@@ -318,14 +326,14 @@ def test_a_file_cut_short_while_it_is_read_is_an_error(
 
     monkeypatch.setattr(loader, "stored_tensors", cut_afterwards)
     with pytest.raises(ModelFileError, match="became shorter while it was read"):
-        load_weights(tmp_path, one((64,)), NOTHING)
+        load_weights(tmp_path, one((64,)), str)
 
 
 def test_nothing_is_printed_where_stderr_is_no_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    load_weights(tmp_path, one(), NOTHING, progress=True)
+    load_weights(tmp_path, one(), str, progress=True)
     assert capsys.readouterr() == ("", "")
 
 
@@ -354,6 +362,6 @@ def test_a_bar_counts_bytes_on_a_terminal_if_asked(
     save_file({"a": torch.ones(1000)}, folder / "model.safetensors")
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    load_weights(folder, one((1000,)), NOTHING, progress=progress)
+    load_weights(folder, one((1000,)), str, progress=progress)
     text = "".join(terminal)
     assert ("Loading my-model: 100%" in text and "4.00k/4.00k" in text) if progress else not text

@@ -7,8 +7,11 @@ in `nanocore.worker.models`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.settings import Settings
 from nanocore.worker.config.windows import WindowRule
 
 
@@ -39,6 +42,10 @@ class Family:
     qk_norm: heads of Q and K are normed. norm_offset: what norm weights are stored less.
     fits_float16: activations stay within its range. sparse, shared_expert: mixture of experts, and
     with an expert for every token.
+
+    What no field says, a function does. translate: from config.json to the names that other
+    families have for its settings. finish: from config.json and what all families read of it to
+    what this one adds; it may raise ModelFileError.
     """
 
     num_kv_heads: int | None = None
@@ -67,3 +74,6 @@ class Family:
     fits_float16: bool = True
     sparse: bool = False
     shared_expert: bool = False
+
+    translate: Callable[[Settings], Settings] | None = None
+    finish: Callable[[Settings, ModelConfig], ModelConfig] | None = None

@@ -72,7 +72,7 @@ def read_generation_defaults(settings: Settings) -> GenerationDefaults:
     try:
         defaults.sampling()
     except InvalidRequestError as error:
-        raise ModelFileError(f"{settings.path}: {error}") from None
+        raise ModelFileError(f"{settings.source}: {error}") from None
     return defaults
 
 

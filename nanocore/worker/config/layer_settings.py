@@ -5,12 +5,12 @@ A family that does not have a setting refuses values of it that would ask for so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from nanocore.kernels.activation import Activation
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.family import Family, Softcap
+from nanocore.worker.config.model_config import MoeConfig
 from nanocore.worker.config.rope_config import RopeConfig
 from nanocore.worker.config.rope_settings import (
     LayerType,
@@ -31,33 +31,16 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
 _SOFTCAP: Final = Range(1e-3, 1e6)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeConfig:
-    """A mixture of experts in place of some layers' MLPs.
-
-    intermediate_size: of one expert. norm_topk_prob: the chosen experts' weights are scaled to sum
-    to 1. sparse_layers: indices of the layers that have experts. shared_intermediate_size: of the
-    gated expert that every token passes, 0 if there is none.
-    """
-
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int
-    norm_topk_prob: bool
-    sparse_layers: frozenset[int]
-    shared_intermediate_size: int = 0
-
-
 def read_heads(settings: Settings, family: Family) -> tuple[int, int, int]:
     """The numbers of query heads and of KV heads, and their size."""
     num_heads, hidden_size = settings.size("num_attention_heads"), settings.size("hidden_size")
-    if "num_key_value_heads" in settings.values:
+    if settings.is_set("num_key_value_heads"):
         num_kv_heads = settings.size("num_key_value_heads", num_heads)
     else:
         num_kv_heads = family.num_kv_heads or num_heads
     if num_heads % num_kv_heads:
         raise ModelFileError(
-            f"{settings.path}: {num_heads} heads cannot share {num_kv_heads} KV heads evenly"
+            f"{settings.source}: {num_heads} heads cannot share {num_kv_heads} KV heads evenly"
         )
     if not settings.has("head_dim") and family.head_dim is None and hidden_size % num_heads:
         raise settings.error("hidden_size", f"is not divisible by {num_heads} heads")
@@ -120,11 +103,12 @@ def read_rope(settings: Settings, family: Family, head_dim: int) -> dict[LayerTy
     for rope in ropes.values():
         if family.rope_kinds is not None and rope.kind not in family.rope_kinds:
             raise ModelFileError(
-                f"{settings.path}: rope_type = {rope.kind} is not implemented for this architecture"
+                f"{settings.source}: rope_type = {rope.kind} is not implemented for this "
+                "architecture"
             )
         if rope.rotary_dim != head_dim and not family.partial_rotary:
             raise ModelFileError(
-                f"{settings.path}: a partial_rotary_factor other than 1 is not implemented for "
+                f"{settings.source}: a partial_rotary_factor other than 1 is not implemented for "
                 "this architecture"
             )
     return ropes

@@ -38,7 +38,7 @@ def read_shared_rope(settings: Settings, head_dim: int, theta: float = 10_000.0)
     Raises:
         ModelFileError: a kind or key that is unknown, or a value that cannot work.
     """
-    name = "rope_scaling" if settings.values.get("rope_scaling") else "rope_parameters"
+    name = "rope_scaling" if settings.section("rope_scaling").values else "rope_parameters"
     theta = settings.number("rope_theta", theta, _THETA)
     return _read(settings, settings.section(name), head_dim, theta)
 
@@ -56,7 +56,7 @@ def read_rope_by_layer_type(settings: Settings, head_dim: int) -> dict[LayerType
     full = nested.section("full_attention")
     old = settings.section("rope_scaling")
     if old.values:
-        full = Settings(settings.path, full.values | old.values, old.name)
+        full = old.with_values(full.values | old.values)
     full_theta = settings.number("rope_theta", 1_000_000.0, _THETA)
     local_theta = settings.number("rope_local_base_freq", 10_000.0, _THETA)
     local = nested.section("sliding_attention")

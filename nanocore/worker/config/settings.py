@@ -41,11 +41,13 @@ class Range:
 class Settings:
     """A JSON object and the file it comes from.
 
-    values: by name. name: of the object inside the file, empty for the file itself.
+    source: the file, as messages name it. values: by name. name: of the object inside the file,
+    empty for the file itself. read_names: of all settings of the file that were asked for, dotted.
     """
 
-    def __init__(self, path: Path, values: dict[str, Any], name: str = "") -> None:
-        self.path, self.values, self.name = path, values, name
+    def __init__(self, source: Path | str, values: dict[str, Any], name: str = "") -> None:
+        self.source, self.values, self.name = str(source), values, name
+        self.read_names: set[str] = set()
 
     @classmethod
     def read(cls, path: Path) -> Settings:
@@ -59,9 +61,20 @@ class Settings:
         except FileNotFoundError:
             raise ModelFileError(f"{path} is missing") from None
 
+    def with_values(self, values: dict[str, Any], name: str | None = None) -> Settings:
+        """Other values in the same place of the same file, or under a name in it."""
+        other = Settings(self.source, values, self.name if name is None else name)
+        other.read_names = self.read_names
+        return other
+
+    def is_set(self, name: str) -> bool:
+        """Whether the setting is there, be it null."""
+        self.read_names.add(self._full(name))
+        return name in self.values
+
     def has(self, name: str) -> bool:
         """Whether the setting is there and not null."""
-        return self.values.get(name) is not None
+        return self.is_set(name) and self.values[name] is not None
 
     def get(self, name: str, kind: type[T], default: T) -> T:
         """The setting, or the default where it is absent or null."""
@@ -69,7 +82,7 @@ class Settings:
 
     def nullable(self, name: str, kind: type[T], default: T | None) -> T | None:
         """The setting, None where it is null, or the default where it is absent."""
-        if name not in self.values:
+        if not self.is_set(name):
             return default
         return self._convert(name, kind) if self.has(name) else None
 
@@ -81,7 +94,7 @@ class Settings:
         """An integer from 1 to `most`; required where there is no default."""
         value = self.get(name, int, default)
         if value is None:
-            raise ModelFileError(f"{self.path}: {self._full(name)} is missing")
+            raise ModelFileError(f"{self.source}: {self._full(name)} is missing")
         return self.within(name, value, Range(1, most))
 
     def within(self, name: str, value: N, limits: Range) -> N:
@@ -93,7 +106,7 @@ class Settings:
     def section(self, name: str) -> Settings:
         """The object under this name; empty where it is absent or null."""
         values = self.get(name, dict[str, Any], {})
-        return Settings(self.path, values, self._full(name))
+        return self.with_values(values, self._full(name))
 
     def error(self, name: str, why: str = "is not implemented") -> ModelFileError:
         """The error that says why this setting cannot be used."""
@@ -101,7 +114,7 @@ class Settings:
             value = msgspec.json.encode(self.values.get(name)).decode()
         except RecursionError:
             value = "(nested deep)"
-        return ModelFileError(f"{self.path}: {self._full(name)} = {value:.200} {why}")
+        return ModelFileError(f"{self.source}: {self._full(name)} = {value:.200} {why}")
 
     def _full(self, name: str) -> str:
         full = f"{self.name}.{name}" if self.name else name

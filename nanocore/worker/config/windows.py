@@ -79,7 +79,7 @@ def read_layer_types(
         return tuple(types), 0
     if window is None:
         raise ModelFileError(
-            f"{settings.path}: layers of sliding_attention need a sliding_window"
+            f"{settings.source}: layers of sliding_attention need a sliding_window"
             + (" and use_sliding_window" if settings.has("use_sliding_window") else "")
         )
     return tuple(types), settings.within("sliding_window", window, Range(1, MAX_SIZE))

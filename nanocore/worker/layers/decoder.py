@@ -23,7 +23,7 @@ from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.layers.rotary import rotary_table
-from nanocore.worker.loading.weights import Slot, Slots, without_parts
+from nanocore.worker.loading.weights import EMBEDDING, HEAD, Slot, Slots, without_parts
 from nanocore.worker.memory.kv_memory import KVSpec
 from nanocore.worker.placement import Placement
 
@@ -150,18 +150,19 @@ class DecoderModel:
             slots |= self.norm.slots("model.norm")
         return slots
 
-    @property
-    def ignored_tensors(self) -> frozenset[str]:
-        """Checkpoint tensors that may be present and are not read.
+    @classmethod
+    def common_name(cls, stored: str) -> str | None:
+        """What `slots` calls a checkpoint's tensor; None for one that no such model reads.
 
-        Those are a tied head, and in old files the frequencies of the rotation.
+        Families whose checkpoints call things otherwise translate here. Old files hold the
+        frequencies of the rotation.
         """
-        names = {
-            f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(self.config.num_layers)
-        }
-        if self.config.tie_word_embeddings:
-            names.add("lm_head.weight")
-        return frozenset(names)
+        return None if stored.endswith(".self_attn.rotary_emb.inv_freq") else stored
+
+    def slot_name(self, stored: str) -> str | None:
+        """Likewise of this model, whose head may be the embedding."""
+        name = self.common_name(stored)
+        return None if name == HEAD and self.config.tie_word_embeddings else name
 
     def pack(self, packer: WeightPacker) -> None:
         """Give up the loaded weights for packed ones; `slots` names them no longer."""
@@ -223,6 +224,6 @@ class DecoderModel:
         embedding = Slot(shape, self.embedding.parts() if self.embedding else [])
         head = Slot(shape, self.head.parts() if self.head else [])
         if not self.config.tie_word_embeddings:
-            return {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+            return {EMBEDDING: embedding, HEAD: head}
         parts = embedding.parts if self.head is self.embedding else embedding.parts + head.parts
-        return {"model.embed_tokens.weight": Slot(shape, parts)}
+        return {EMBEDDING: Slot(shape, parts)}

@@ -18,7 +18,7 @@ from nanocore.worker.loading.loader import check_weights
 from nanocore.worker.loading.stored_config import as_stored
 from nanocore.worker.memory.kv_cache_bytes import CPU_MEMORY, cpu_memory_bytes, require_weights
 from nanocore.worker.messages import WorkerConfig
-from nanocore.worker.models import load_model_config
+from nanocore.worker.models import load_model_config, model_class
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ def read_model(
     """
     folder = Path(config.folder)
     named = load_model_config(folder)
-    model = named if config.load_format == "dummy" else as_stored(named, folder)
+    names = model_class(named.architecture).common_name
+    model = named if config.load_format == "dummy" else as_stored(named, folder, names)
     dtype = select_dtype(config.dtype, model, device)
     if log and model.tie_word_embeddings != named.tie_word_embeddings:
         logger.warning(
@@ -63,7 +64,7 @@ def check_files(config: WorkerConfig, model: DecoderModel) -> None:
         ModelFileError: they are not; see `loader.load_weights`.
     """
     if config.load_format != "dummy":
-        check_weights(Path(config.folder), model.slots(), model.ignored_tensors)
+        check_weights(Path(config.folder), model.slots(), model.slot_name)
 
 
 def check_memory(config: WorkerConfig, loaded_bytes: dict[int, int]) -> None:

@@ -8,7 +8,7 @@ with it and the remedy, and offsets are taken from the header that safetensors h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,8 +65,8 @@ def all_tensors(folder: Path) -> list[StoredTensor]:
     return [tensor for path in files for tensor in read_header(path)]
 
 
-def stored_tensors(folder: Path, ignored: frozenset[str]) -> Iterator[StoredTensor]:
-    """Every tensor of a model folder except `ignored` ones, file by file, each in file order.
+def stored_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[StoredTensor]:
+    """Every tensor of a model folder whose name is read, file by file, each in file order.
 
     Raises:
         ModelFileError: no safetensors files, or ambiguous ones; a file is missing or damaged; the
@@ -77,7 +77,7 @@ def stored_tensors(folder: Path, ignored: frozenset[str]) -> Iterator[StoredTens
     for path in _weight_files(folder, weight_map):
         for tensor in read_header(path):
             name = tensor.name
-            if name in ignored:
+            if not is_read(name):
                 continue
             if name in seen:
                 raise ModelFileError(
@@ -89,7 +89,7 @@ def stored_tensors(folder: Path, ignored: frozenset[str]) -> Iterator[StoredTens
             seen[name] = path
             yield tensor
     for name, file in (weight_map or {}).items():
-        if name not in ignored and (name not in seen or seen[name].name != file):
+        if is_read(name) and (name not in seen or seen[name].name != file):
             where = f"it is in {seen[name].name}" if name in seen else "it is in no file"
             raise ModelFileError(
                 f"{folder / INDEX_FILE}: tensor {quoted(name)} should be in {file}, but {where}: "

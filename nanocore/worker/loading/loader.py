@@ -26,10 +26,9 @@ from tqdm import tqdm
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading.checkpoint import StoredTensor, quoted, stored_tensors
 from nanocore.worker.loading.model_folder import display_name
-from nanocore.worker.loading.weights import Index, Slots
+from nanocore.worker.loading.weights import HEAD, Index, Slot, Slots, TensorNames
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-HEAD = "lm_head.weight"
 _PIECE_BYTES = 4 * 2**20
 _MAX_THREADS = 4
 
@@ -57,16 +56,14 @@ class _Piece:
         return self.target.numel() * self.dtype.itemsize
 
 
-def load_weights(
-    folder: Path, slots: Slots, ignored: frozenset[str], progress: bool = False
-) -> int:
+def load_weights(folder: Path, slots: Slots, names: TensorNames, progress: bool = False) -> int:
     """Fill every part of all slots from the folder's safetensors files.
 
     Args:
         folder: single `model.safetensors`, or an index with its shards.
         slots: every tensor that the checkpoint must hold. Parts may be of any float dtype, on any
             device.
-        ignored: names that may be present and are not needed (a tied lm_head); slots come first.
+        names: from the files' names to those of slots.
         progress: show a bar on stderr, if that is a terminal.
 
     Returns:
@@ -77,8 +74,8 @@ def load_weights(
         ModelFileError: a file is missing, damaged, incomplete or no safetensors; a tensor is
             missing, unexpected, repeated, or of another shape or kind.
     """
-    expected = _expected_tensors(folder, slots, ignored)
-    pieces = [piece for stored in expected for piece in _pieces_of(stored, slots)]
+    expected = _expected_tensors(folder, slots, names)
+    pieces = [piece for name, stored in expected.items() for piece in _pieces(stored, slots[name])]
     num_bytes = sum(piece.kept_bytes for piece in pieces)
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with (
@@ -98,7 +95,7 @@ def load_weights(
     return num_bytes
 
 
-def check_weights(folder: Path, slots: Slots, ignored: frozenset[str]) -> int:
+def check_weights(folder: Path, slots: Slots, names: TensorNames) -> int:
     """Check all that can be known of a checkpoint without reading its weights; fills nothing.
 
     Returns:
@@ -107,15 +104,16 @@ def check_weights(folder: Path, slots: Slots, ignored: frozenset[str]) -> int:
     Raises:
         ModelFileError: see `load_weights`.
     """
-    return sum(stored.num_bytes for stored in _expected_tensors(folder, slots, ignored))
+    return sum(stored.num_bytes for stored in _expected_tensors(folder, slots, names).values())
 
 
-def _expected_tensors(folder: Path, slots: Slots, ignored: frozenset[str]) -> list[StoredTensor]:
+def _expected_tensors(folder: Path, slots: Slots, names: TensorNames) -> dict[str, StoredTensor]:
     """All tensors of `slots`, each with the shape it should have, in the order of the files."""
-    found = list(stored_tensors(folder, ignored.difference(slots)))
-    for stored in found:
+    found: dict[str, StoredTensor] = {}
+    for stored in stored_tensors(folder, lambda name: names(name) is not None):
         where = f"{stored.path}: tensor {quoted(stored.name)}"
-        slot = slots.get(stored.name)
+        name = names(stored.name) or ""
+        slot = slots.get(name)
         if slot is None:
             raise ModelFileError(f"{where} is not part of this model: is it what config.json says?")
         if stored.shape != slot.shape:
@@ -127,7 +125,13 @@ def _expected_tensors(folder: Path, slots: Slots, ignored: frozenset[str]) -> li
                 f"{where} is {stored.dtype}, which is not implemented: one of "
                 f"{', '.join(_DTYPES)} is needed (quantized models are not read)"
             )
-    missing = sorted(slots.keys() - {stored.name for stored in found})
+        if name in found:
+            raise ModelFileError(
+                f"{where} and {quoted(found[name].name)} are two of what the model has one of: "
+                "download the model again"
+            )
+        found[name] = stored
+    missing = sorted(slots.keys() - found.keys())
     if missing:
         raise ModelFileError(
             f"{folder}: {len(missing)} of {len(slots)} tensors are missing, e.g. {missing[0]!r}: "
@@ -137,9 +141,8 @@ def _expected_tensors(folder: Path, slots: Slots, ignored: frozenset[str]) -> li
     return found
 
 
-def _pieces_of(stored: StoredTensor, slots: Slots) -> Iterator[_Piece]:
+def _pieces(stored: StoredTensor, slot: Slot) -> Iterator[_Piece]:
     """All that this rank keeps of a tensor."""
-    slot = slots[stored.name]
     for part in slot.parts:
         assert part.target.shape == torch.empty(slot.shape, device="meta")[part.index].shape
         if part.target.numel():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -15,14 +16,17 @@ from typing import Final
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.loading.checkpoint import StoredTensor, all_tensors
+from nanocore.worker.loading.weights import EMBEDDING, HEAD, TensorNames
 
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 _PIECE_BYTES: Final = 4 * 2**20
 
 
-def as_stored(config: ModelConfig, folder: Path) -> ModelConfig:
+def as_stored(config: ModelConfig, folder: Path, names: TensorNames) -> ModelConfig:
     """The configuration, with `dtype` and `tie_word_embeddings` as the folder's files are.
+
+    names: from the files' names to the model's.
 
     Reads headers, and weights only to compare a tied head with the embedding if it is there.
 
@@ -30,18 +34,18 @@ def as_stored(config: ModelConfig, folder: Path) -> ModelConfig:
         ModelFileError: see `all_tensors`; or the files have more or fewer layers.
     """
     tensors = all_tensors(folder)
-    _check_layers(config, folder, tensors)
-    by_name = {tensor.name: tensor for tensor in tensors}
-    head, embedding = by_name.get("lm_head.weight"), by_name.get("model.embed_tokens.weight")
+    by_name = {name: tensor for tensor in tensors if (name := names(tensor.name))}
+    _check_layers(config, folder, by_name)
+    head, embedding = by_name.get(HEAD), by_name.get(EMBEDDING)
     tied = config.tie_word_embeddings
     if tied and head is not None and embedding is not None:
         tied = _are_equal(head, embedding)
-    return replace(config, dtype=config.dtype or _dtype(tensors), tie_word_embeddings=tied)
+    return replace(config, dtype=config.dtype or _dtype(by_name), tie_word_embeddings=tied)
 
 
-def _check_layers(config: ModelConfig, folder: Path, tensors: list[StoredTensor]) -> None:
+def _check_layers(config: ModelConfig, folder: Path, by_name: Mapping[str, StoredTensor]) -> None:
     """Before anything is made for each layer that config.json asks for."""
-    layers = [int(found[1]) for tensor in tensors if (found := _LAYER.match(tensor.name))]
+    layers = [int(found[1]) for name in by_name if (found := _LAYER.match(name))]
     num_layers = max(layers, default=-1) + 1
     if num_layers != config.num_layers:
         raise ModelFileError(
@@ -50,10 +54,10 @@ def _check_layers(config: ModelConfig, folder: Path, tensors: list[StoredTensor]
         )
 
 
-def _dtype(tensors: list[StoredTensor]) -> str:
+def _dtype(by_name: Mapping[str, StoredTensor]) -> str:
     """That of most bytes; "" if there are no floats."""
     num_bytes = Counter[str]()
-    for tensor in tensors:
+    for tensor in by_name.values():
         if tensor.dtype in _DTYPES:
             num_bytes[_DTYPES[tensor.dtype]] += tensor.num_bytes
     return max(num_bytes, key=lambda dtype: num_bytes[dtype], default="")

@@ -6,7 +6,9 @@ it this rank keeps and where. The loader reads those slices and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from torch import Tensor
 
@@ -37,6 +39,13 @@ class Slot:
 
 Slots = dict[str, Slot]
 """By checkpoint tensor name, in the order of the model."""
+
+
+EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+
+TensorNames = Callable[[str], str | None]
+"""From a checkpoint's name of a tensor to that in `Slots`; None if it is not to be read."""
 
 
 def without_parts(slots: Slots) -> Slots:

@@ -6,13 +6,16 @@ read: the names alone need no torch. CONTRIBUTING.md says how to add a family.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.config.model_config import ModelConfig, parse_model_config
+from nanocore.worker.config.config_json import parse_model_config
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.overrides import check_all_read, override
 from nanocore.worker.config.settings import Settings
 
 if TYPE_CHECKING:
@@ -49,12 +52,14 @@ def build_model(config: ModelConfig, placement: Placement) -> DecoderModel:
     return model_class(config.architecture)(config, placement)
 
 
-def load_model_config(folder: Path) -> ModelConfig:
+def load_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read config.json and generation_config.json of a Hugging Face folder.
+
+    overrides: values that replace config.json's, see `config.overrides`.
 
     Raises:
         ModelFileError: a missing or malformed file, an unknown architecture, or a setting that is
-            not implemented.
+            not implemented. ConfigError: an override that nothing reads.
     """
     if not folder.is_dir():
         raise ModelFileError(
@@ -64,7 +69,10 @@ def load_model_config(folder: Path) -> ModelConfig:
     path = folder / "generation_config.json"
     is_there = path.exists() or path.is_symlink()  # a link to nothing is an error
     generation = Settings.read(path) if is_there else Settings(path, {})
-    return read_model_config(Settings.read(folder / "config.json"), generation)
+    settings = override(Settings.read(folder / "config.json"), overrides or {})
+    config = read_model_config(settings, generation)
+    check_all_read(settings, overrides or {})
+    return config
 
 
 def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
@@ -77,7 +85,7 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
     architecture = names[0] if names else "none"
     if architecture not in ARCHITECTURES:
         raise ModelFileError(
-            f"{settings.path}: architecture {shorten(repr(architecture))} is unknown"
+            f"{settings.source}: architecture {shorten(repr(architecture))} is unknown"
             f"{_nearest(architecture)}; known: {', '.join(ARCHITECTURES)}"
         )
     family = model_class(architecture).family
