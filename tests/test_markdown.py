@@ -33,6 +33,7 @@ def walk(folder: Path) -> list[Path]:
 
 FILES = walk(ROOT)
 MARKDOWN = [path for path in FILES if path.suffix == ".md"]
+NAMING_OURS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "docs/kernels.md", "docs/reading.md")
 HISTORY = ROOT / "CHANGELOG.md"
 """It may name what is gone."""
 
@@ -142,7 +143,9 @@ def test_every_file_that_is_named_exists(document: Path) -> None:
     assert {name for name in missing if name.rpartition("/")[2] != "llama.cpp"} == set()
 
 
-@pytest.mark.parametrize("name", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/reading.md"])
+@pytest.mark.parametrize(
+    "name", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/kernels.md", "docs/reading.md"]
+)
 def test_every_class_and_function_that_is_named_exists(name: str) -> None:
     """What looks like a name of ours, `InputBatch` or `find_prefix`, is one in the code."""
     parts = {
