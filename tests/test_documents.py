@@ -12,7 +12,8 @@ import pytest
 import nanocore.client
 from nanocore.client.connection import ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
-from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.config import EngineConfig, SchedulerConfig
+from nanocore.engine_core.io.client_limit import DEFAULT_MAX_NUM_CLIENTS
 from nanocore.engine_core.io.control_desk import MAX_CALLS
 from nanocore.engine_core.io.front_desk import BACKLOG_TIMEOUT_S
 from nanocore.engine_core.io.kv_event_publisher import MAX_QUEUED_BATCHES
@@ -172,6 +173,36 @@ def test_the_exit_codes_are_those_of_the_command() -> None:
         assert set(theirs.split()) <= set(" ".join(row).split())
     codes = {int(code) for code, _ in rows}
     assert {error.exit_code for error in (ConfigError, ModelFileError, CacheMemoryError)} <= codes
+
+
+def test_the_flags_defaults_are_those_in_the_code() -> None:
+    section = in_one_line(ENGINE.split("\n## Flags\n")[1])
+    config = EngineConfig()
+    cpu, cuda = config.for_device("cpu"), config.for_device("cuda")
+    for said in (
+        f"`--step-timeout-s`: a step that takes longer ends the engine ({config.step_timeout_s:g};",
+        f"`--block-size`: tokens per block, a power of two ({cpu.block_size}; {cuda.block_size} on",
+        f"`--gpu-memory-utilization`: share of each GPU's memory to use "
+        f"({config.gpu_memory_utilization})",
+        f"`--max-num-seqs`: requests that run at once ({cpu.max_num_seqs})",
+        f"({cpu.max_num_batched_tokens:,}; {cuda.max_num_batched_tokens:,} on CUDA)",
+        f"({config.max_num_queued_reqs:,} requests with {config.max_num_queued_tokens:,} prompt",
+        f"`--watermark`: share of the blocks that admission leaves free for those that run "
+        f"({config.watermark:g})",
+        f"`--max-num-clients`: sessions at once ({DEFAULT_MAX_NUM_CLIENTS:,}, or",
+    ):
+        assert said in section
+    assert cpu.max_num_seqs == cuda.max_num_seqs
+
+
+def test_the_limits_of_the_operations_page_are_those_in_the_code() -> None:
+    text = in_one_line((DOCS / "operations.md").read_text("utf-8"))
+    backlog = f"{BACKLOG_TIMEOUT_S:.0f} s, or {MAX_BACKLOG_BYTES // 2**20} MiB of answers"
+    assert f"| a client that reads nothing | {backlog} |" in text
+    assert f"| a client that says nothing | {SESSION_TIMEOUT_S:.0f} s;" in text
+    assert f"| a message | {MAX_FRAME_BYTES // 2**20} MiB a frame;" in text
+    silence = f"clients after {ENGINE_TIMEOUT_S:.0f} s of silence, the engine after"
+    assert f"{silence} {SESSION_TIMEOUT_S:.0f} |" in text
 
 
 def test_the_models_page_has_a_line_for_each_architecture_that_is_served() -> None:
