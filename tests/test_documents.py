@@ -1,4 +1,4 @@
-"""The documents against the code: PROTOCOL.md's tables and examples, the README's flags."""
+"""The documents against the code: PROTOCOL.md's tables and examples, flags, exit codes, models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import get_args
 import msgspec
 import pytest
 
+import nanocore.client
 from nanocore.client.connection import ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
+from nanocore.engine_core.config import EngineConfig, SchedulerConfig
+from nanocore.engine_core.io.client_limit import DEFAULT_MAX_NUM_CLIENTS
 from nanocore.engine_core.io.control_desk import MAX_CALLS
 from nanocore.engine_core.io.front_desk import BACKLOG_TIMEOUT_S
 from nanocore.engine_core.io.kv_event_publisher import MAX_QUEUED_BATCHES
@@ -21,8 +24,11 @@ from nanocore.engine_core.io.kv_event_replay import (
 )
 from nanocore.engine_core.io.reception import PING_INTERVAL_S, SESSION_TIMEOUT_S
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
+from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.step_trace import StepTrace
+from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.codec import MAX_BODY_BYTES, MAX_RETURNED_ID_CHARS, MAX_SUBMIT_BYTES
-from nanocore.protocol.errors import ErrorCode
+from nanocore.protocol.errors import CacheMemoryError, ConfigError, ErrorCode, ModelFileError
 from nanocore.protocol.kv_events import (
     END_SEQ,
     AllBlocksCleared,
@@ -39,19 +45,30 @@ from nanocore.protocol.messages import (
     Message,
     Op,
 )
+from nanocore.protocol.sampling import SamplingParams
 from nanocore.protocol.sockets import MAX_FRAME_BYTES
 from nanocore.protocol.sockets.options import PEER_HIGH_WATER_MARK
+from nanocore.worker.models import ARCHITECTURES
+from nanocore.worker.plan import ModelRunnerOutput
 from tests.protocol.samples import directions
 from tools.protocol.examples import EXAMPLES, MARK, with_examples
 from tools.protocol.schema import make_schema
 from tools.protocol.tables import HEADINGS, SAME_TABLE, expected_rows, read_tables, table_after
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PROTOCOL = (ROOT / "PROTOCOL.md").read_text("utf-8")
-KV_EVENTS = (ROOT / "KV_EVENTS.md").read_text("utf-8")
+KV_EVENTS = (DOCS / "kv-events.md").read_text("utf-8")
 TABLES = read_tables(PROTOCOL)
-README = (ROOT / "README.md").read_text()
+ENGINE = (DOCS / "engine.md").read_text("utf-8")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+WORDS_PER_MINUTE = 240
 MESSAGES = {message.op.name: message for message in (*FROM_CLIENT, *FROM_ENGINE)}
+
+
+def in_one_line(document: str) -> str:
+    """Its words, wherever lines end."""
+    return " ".join(document.split())
 
 
 def test_the_versions_agree() -> None:
@@ -96,10 +113,11 @@ def test_the_kv_event_tables_hold_the_fields_in_order(struct: type[msgspec.Struc
 
 
 def test_the_kv_event_limits_in_the_text_are_those_in_the_code() -> None:
-    assert f"up to {MAX_QUEUED_BATCHES} unpublished" in KV_EVENTS
-    assert f"the last {MAX_RING_BATCHES}, of {MAX_RING_BYTES // 2**20} MiB" in KV_EVENTS
-    assert f"takes nothing for {REPLAY_TIMEOUT_S:.0f} s" in KV_EVENTS
-    assert f"END_SEQ is `{END_SEQ.hex()}`" in KV_EVENTS
+    text = in_one_line(KV_EVENTS)
+    assert f"up to {MAX_QUEUED_BATCHES} unpublished" in text
+    assert f"the last {MAX_RING_BATCHES}, of {MAX_RING_BYTES // 2**20} MiB" in text
+    assert f"takes nothing for {REPLAY_TIMEOUT_S:.0f} s" in text
+    assert f"END_SEQ is `{END_SEQ.hex()}`" in text
 
 
 def test_the_error_codes_and_capabilities_are_the_closed_sets() -> None:
@@ -128,32 +146,117 @@ def test_the_schema_is_up_to_date() -> None:
 
 
 def test_the_documents_name_every_flag_and_no_other() -> None:
-    flags = {
+    flags = engine_flags()
+    section = ENGINE.split("\n## Flags\n")[1].split("\n## ")[0]
+    assert set(FLAG.findall(section)) == flags
+    others = {"--client", "--out", "--engine"}  # of nanocore-keygen and -conformance
+    for document in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md")):
+        text = re.sub(r"`python [^`]*`", "", document.read_text("utf-8"))
+        assert set(FLAG.findall(text)) <= flags | others, document.name
+
+
+def engine_flags() -> set[str]:
+    return {
         option
         for action in build_parser()._actions
         for option in action.option_strings
         if action.help != "==SUPPRESS==" and option.startswith("--")
     }
-    written = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README.split("## Flags")[1]))
-    assert written == flags
 
 
-def test_no_document_is_too_long_to_read() -> None:
-    assert len(PROTOCOL.splitlines()) <= 700
+def test_the_exit_codes_are_those_of_the_command() -> None:
+    rows = table_after(ENGINE, "## Will it start?")
+    epilog = build_parser().epilog
+    assert epilog is not None
+    said = in_one_line(epilog.partition(":")[2]).split(", ")
+    for row, theirs in zip(rows, said, strict=True):
+        assert set(theirs.split()) <= set(" ".join(row).split())
+    codes = {int(code) for code, _ in rows}
+    assert {error.exit_code for error in (ConfigError, ModelFileError, CacheMemoryError)} <= codes
+
+
+def test_the_flags_defaults_are_those_in_the_code() -> None:
+    section = in_one_line(ENGINE.split("\n## Flags\n")[1])
+    config = EngineConfig()
+    cpu, cuda = config.for_device("cpu"), config.for_device("cuda")
+    for said in (
+        f"`--step-timeout-s`: a step that takes longer ends the engine ({config.step_timeout_s:g};",
+        f"`--block-size`: tokens per block, a power of two ({cpu.block_size}; {cuda.block_size} on",
+        f"`--gpu-memory-utilization`: share of each GPU's memory to use "
+        f"({config.gpu_memory_utilization})",
+        f"`--max-num-seqs`: requests that run at once ({cpu.max_num_seqs})",
+        f"({cpu.max_num_batched_tokens:,}; {cuda.max_num_batched_tokens:,} on CUDA)",
+        f"({config.max_num_queued_reqs:,} requests with {config.max_num_queued_tokens:,} prompt",
+        f"`--watermark`: share of the blocks that admission leaves free for those that run "
+        f"({config.watermark:g})",
+        f"`--max-num-clients`: sessions at once ({DEFAULT_MAX_NUM_CLIENTS:,}, or",
+    ):
+        assert said in section
+    assert cpu.max_num_seqs == cuda.max_num_seqs
+
+
+def test_the_limits_of_the_operations_page_are_those_in_the_code() -> None:
+    text = in_one_line((DOCS / "operations.md").read_text("utf-8"))
+    backlog = f"{BACKLOG_TIMEOUT_S:.0f} s, or {MAX_BACKLOG_BYTES // 2**20} MiB of answers"
+    assert f"| a client that reads nothing | {backlog} |" in text
+    assert f"| a client that says nothing | {SESSION_TIMEOUT_S:.0f} s;" in text
+    assert f"| a message | {MAX_FRAME_BYTES // 2**20} MiB a frame;" in text
+    silence = f"clients after {ENGINE_TIMEOUT_S:.0f} s of silence, the engine after"
+    assert f"{silence} {SESSION_TIMEOUT_S:.0f} |" in text
+
+
+def test_the_models_page_has_a_line_for_each_architecture_that_is_served() -> None:
+    rows = table_after((DOCS / "models.md").read_text("utf-8"), "## Families")
+    assert {row[0].strip("`") for row in rows} == ARCHITECTURES.keys()
+
+
+def test_the_step_traces_keys_are_those_in_the_text(tmp_path: Path) -> None:
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=8)
+    scheduler = Scheduler(config, KVCacheManager(4, 4))
+    trace = StepTrace(str(tmp_path / "trace"))
+    scheduler.schedule()
+    trace.begin(scheduler)
+    scheduler.update(ModelRunnerOutput(rows=b"", token_ids=b""))
+    trace.end(scheduler)
+    trace.close()
+    text = in_one_line((DOCS / "operations.md").read_text("utf-8"))
+    keys = re.search(r"`--step-trace FILE`: [^`]*`([\w, ]+)`", text)
+    assert keys is not None
+    assert set(keys[1].split(", ")) == msgspec.json.decode((tmp_path / "trace").read_bytes()).keys()
+
+
+def test_the_clients_exceptions_are_named() -> None:
+    text = (DOCS / "client.md").read_text("utf-8")
+    errors = {name for name in nanocore.client.__all__ if name.endswith("Error")}
+    assert {name for name in errors if f"`{name}`" not in text} == {"NanocoreError"}
+
+
+def test_the_clients_sampling_parameters_are_named() -> None:
+    text = in_one_line((DOCS / "client.md").read_text("utf-8"))
+    listed = text.split("`SamplingParams` has vLLM's names", 1)[1].split(". Without any")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == set(SamplingParams.__struct_fields__)
+
+
+def test_the_specification_can_be_read_in_twenty_minutes() -> None:
+    """Its prose, that is; tables and examples are for looking things up."""
+    text = re.sub(r"^```.*?^```", "", PROTOCOL, flags=re.DOTALL | re.MULTILINE)
+    words = [word for line in text.splitlines() if line[:1] != "|" for word in line.split()]
+    assert len(words) <= 20 * WORDS_PER_MINUTE
 
 
 def test_the_timings_and_limits_in_the_text_are_those_in_the_code() -> None:
-    assert f"nothing for {SESSION_TIMEOUT_S:.0f} s (`session_timeout_ms`)" in PROTOCOL
-    assert f"takes nothing for {BACKLOG_TIMEOUT_S:.0f} s is closed" in PROTOCOL
-    assert f"silent for {ENGINE_TIMEOUT_S:.0f} s for dead" in PROTOCOL
-    assert f"| SNDHWM, RCVHWM | {PEER_HIGH_WATER_MARK} |" in PROTOCOL
-    assert f"| MAXMSGSIZE | {MAX_FRAME_BYTES // 2**20} MiB |" in PROTOCOL
-    assert f"at most {MAX_FRAME_BYTES // 2**20} MiB" in PROTOCOL
-    assert f"{MAX_FILE_BYTES // 2**20} MiB per file" in PROTOCOL
-    assert f"more than {MAX_BACKLOG_BYTES // 2**20} MiB unread" in PROTOCOL
-    assert f"may have {MAX_BODY_BYTES // 2**20} MiB, and a SUBMIT" in PROTOCOL
-    assert f"a SUBMIT {MAX_SUBMIT_BYTES // 2**10} KiB beside its prompt" in PROTOCOL
-    assert f"may have {MAX_CALLS} CONTROLs under way" in PROTOCOL
-    assert f"nil above {MAX_RETURNED_ID_CHARS} characters" in PROTOCOL
+    text = in_one_line(PROTOCOL)
+    assert f"nothing for {SESSION_TIMEOUT_S:.0f} s (`session_timeout_ms`)" in text
+    assert f"takes nothing for {BACKLOG_TIMEOUT_S:.0f} s is closed" in text
+    assert f"silent for {ENGINE_TIMEOUT_S:.0f} s for dead" in text
+    assert f"| SNDHWM, RCVHWM | {PEER_HIGH_WATER_MARK} |" in text
+    assert f"| MAXMSGSIZE | {MAX_FRAME_BYTES // 2**20} MiB |" in text
+    assert f"at most {MAX_FRAME_BYTES // 2**20} MiB" in text
+    assert f"{MAX_FILE_BYTES // 2**20} MiB per file" in text
+    assert f"more than {MAX_BACKLOG_BYTES // 2**20} MiB unread" in text
+    assert f"may have {MAX_BODY_BYTES // 2**20} MiB, and a SUBMIT" in text
+    assert f"a SUBMIT {MAX_SUBMIT_BYTES // 2**10} KiB beside its prompt" in text
+    assert f"may have {MAX_CALLS} CONTROLs under way" in text
+    assert f"nil above {MAX_RETURNED_ID_CHARS} characters" in text
     assert PING_INTERVAL_S == 1.0
-    assert "PING to every session every second" in PROTOCOL
+    assert "PING to every session every second" in text

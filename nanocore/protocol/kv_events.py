@@ -5,7 +5,7 @@ in the messages between client and engine no field is left out, because routers 
 vLLM's. Block hashes are unsigned 64-bit integers, vLLM's default, because some routers take nothing
 else; they are routing hints and may clash. An engine publishes one batch per step as three frames,
 topic, sequence number and payload; the replay endpoint answers with the same three, behind the
-empty frame of the request. KV_EVENTS.md is the specification.
+empty frame of the request. docs/kv-events.md is the specification.
 """
 
 from __future__ import annotations

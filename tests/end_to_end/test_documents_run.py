@@ -17,6 +17,7 @@ import pytest
 
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.protocol.codec import pack_int32
+from nanocore.protocol.endpoint import default_endpoint
 from tests.end_to_end.forked import engine
 from tests.kv_event_peers import numbered
 
@@ -28,6 +29,13 @@ MSGPACK = "import msgspec; packb, unpackb = msgspec.msgpack.encode, msgspec.msgp
 def python_blocks(document: str) -> list[str]:
     text = (ROOT / document).read_text()
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def programs(document: str) -> list[tuple[str, str | None]]:
+    """Each program of a document, and what it prints if a block of text follows that says so."""
+    text = (ROOT / document).read_text()
+    found = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", text, flags=re.DOTALL)
+    return [(source, printed or None) for source, printed in found]
 
 
 def run_python(source: str, folder: Path, *arguments: str) -> str:
@@ -74,7 +82,7 @@ def test_the_protocols_decoder_of_columns_reads_what_the_codec_writes() -> None:
 
 def test_the_kv_events_subscriber_prints_every_batch(tmp_path: Path, short_path: Path) -> None:
     (tmp_path / "msgpack.py").write_text(MSGPACK)
-    (source,) = python_blocks("KV_EVENTS.md")
+    (source,) = python_blocks("docs/kv-events.md")
     found = re.findall(r'"(ipc://[^"]+)"', source)
     endpoints = [f"ipc://{short_path}/events.sock", f"ipc://{short_path}/replay.sock"]
     for written, endpoint in zip(found, endpoints, strict=True):
@@ -101,16 +109,44 @@ def test_the_kv_events_subscriber_prints_every_batch(tmp_path: Path, short_path:
     assert "BlockRemoved" in printed[0]
 
 
-def test_the_readmes_first_example_prints_a_sum(tmp_path: Path) -> None:
-    source = python_blocks("README.md")[0]
-    assert "579" in run_python(source, tmp_path)
+def test_the_readmes_program_prints_what_the_readme_says(tmp_path: Path) -> None:
+    ((source, printed),) = programs("README.md")
+    assert printed is not None
+    assert run_python(source, tmp_path) == printed
 
 
-def test_the_readmes_offline_example_prints_two_texts(tiny_model: Path, tmp_path: Path) -> None:
-    source = python_blocks("README.md")[1]
-    assert "path/to/qwen3-folder" in source
-    printed = run_python(source.replace("path/to/qwen3-folder", str(tiny_model)), tmp_path)
-    assert len(printed) > 2
+def test_the_programs_of_the_clients_page_print_what_it_says(
+    tmp_path: Path,
+    short_path: Path,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Those that launch an engine do; the others join the one at the user's default endpoint."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    of_page = programs("docs/client.md")
+    assert [printed is None for _, printed in of_page] == [False] * 5 + [True]
+    with engine(ROOT / "nanocore" / "demo_model", "--listen", default_endpoint()):
+        for source, printed in of_page:
+            if "connect()" in source:
+                exec(source, {})
+                found = capsys.readouterr().out
+            else:
+                found = run_python(source.replace("path/to/folder", str(tiny_model)), tmp_path)
+            assert found == printed or (printed is None and len(found) > 2)
+
+
+def test_every_program_of_the_documents_is_run_here() -> None:
+    """A page that gains one must be named in a test, too; excerpts of code are no programs."""
+    documents = {path.relative_to(ROOT).as_posix(): path for path in ROOT.glob("docs/*.md")}
+    documents |= {path.name: path for path in ROOT.glob("*.md")}
+    program = re.compile(r"(?:import|from) ")
+    assert {name for name in documents if any(map(program.match, python_blocks(name)))} == {
+        "PROTOCOL.md",
+        "README.md",
+        "docs/client.md",
+        "docs/kv-events.md",
+    }
 
 
 @pytest.mark.timeout(300)

