@@ -1,20 +1,24 @@
 """Python arguments as flags of `nanocore-engine`: max_num_seqs=8 is --max-num-seqs=8.
 
-True is --flag, False is --no-flag, and None leaves it out. What a value of Python cannot be said as
-is refused here, before a process starts; which flags there are, and in which range, only the engine
-knows: it refuses them when it starts, in its own words.
+True is --flag, False is --no-flag, a dict is its JSON, and None leaves it out. What a value of
+Python cannot be said as is refused here, before a process starts; which flags there are, and in
+which range, only the engine knows: it refuses them when it starts, in its own words.
 """
 
 from __future__ import annotations
 
+import json
 import operator
 import os
+import reprlib
 from collections.abc import Mapping
-from typing import Final, SupportsIndex, TypeAlias
+from typing import Any, Final, SupportsIndex, TypeAlias
 
 from nanocore.protocol.errors import ConfigError
 
-EngineArgument: TypeAlias = str | os.PathLike[str] | SupportsIndex | float | bool | None
+EngineArgument: TypeAlias = (
+    str | os.PathLike[str] | SupportsIndex | float | bool | dict[str, Any] | None
+)
 _NOT_OURS: Final = {
     "listen": "it listens where only its client looks; for an engine that others join, start "
     "`nanocore-engine --listen ENDPOINT` and use connect()",
@@ -58,6 +62,8 @@ def _text(name: str, value: object) -> str:
         text = os.fspath(value)
     elif isinstance(value, float):
         return repr(float(value))
+    elif isinstance(value, dict):
+        text = _json(value)
     else:
         try:
             return str(operator.index(value))  # type: ignore[arg-type]
@@ -69,6 +75,14 @@ def _text(name: str, value: object) -> str:
     except UnicodeEncodeError:
         pass
     raise ConfigError(
-        f"{name}={value!r}: an engine's argument is a str without zeros, a Path, a number, True, "
-        "False, or None for its default"
+        f"{name}={reprlib.repr(value)}: an engine's argument is a str without zeros, a Path, a "
+        "number, True, False, a dict that JSON can say, or None for its default"
     )
+
+
+def _json(value: dict[Any, Any]) -> str | None:
+    """None: JSON cannot say it."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return None

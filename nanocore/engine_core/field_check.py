@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import reprlib
 import types
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_args, get_origin
@@ -21,13 +22,19 @@ from nanocore.protocol.errors import ConfigError, shorten
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_KINDS: Final = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_KINDS: Final = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a JSON object",
+}
 
 
 def require(ok: bool, flag: str, value: object, limit: str) -> None:
     """Raise ConfigError unless ok: which flag, its value, and what it may be."""
     if not ok:
-        text = shorten(str(value))
+        text = shorten(reprlib.repr(value) if isinstance(value, dict) else str(value))
         shown = text if text and text.isprintable() else repr(text)
         raise ConfigError(f"{flag} {shown}: {limit}")
 
@@ -38,11 +45,21 @@ def check_fields(config: DataclassInstance) -> None:
     Raises:
         ConfigError: which flag, its value, and what it may be.
     """
-    hints = _hints(type(config))
+    hints = field_types(type(config))
     for field in fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
-        flag = "--" + field.name.replace("_", "-")
-        require(_conforms(value, hint), flag, value, f"must be {describe(hint)}")
+        require(_conforms(value, hint), flag_name(field.name), value, f"must be {describe(hint)}")
+
+
+def flag_name(name: str) -> str:
+    """The flag of the field of this name."""
+    return "--" + name.replace("_", "-")
+
+
+@functools.cache
+def field_types(config: type[DataclassInstance]) -> dict[str, Any]:
+    """The annotation of each field, ranges included."""
+    return type_hints(config, include_extras=True)
 
 
 def describe(hint: Any) -> str:
@@ -55,13 +72,8 @@ def describe(hint: Any) -> str:
         return f"one of {choices}" if len(get_args(hint)) > 1 else choices
     if get_origin(hint) is Annotated:
         kind, meta = get_args(hint)
-        return _KINDS[kind] + _range(meta)
+        return _KINDS[get_origin(kind) or kind] + _range(meta)
     return "left out" if hint is type(None) else _KINDS[hint]
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return type_hints(kind, include_extras=True)
 
 
 def _conforms(value: object, hint: Any) -> bool:
@@ -69,9 +81,17 @@ def _conforms(value: object, hint: Any) -> bool:
         return False  # it is in every range, as msgspec compares
     try:
         msgspec.convert(value, hint)
+        return not isinstance(value, dict) or _is_json(value)
     except msgspec.ValidationError:
         return False
-    return True
+
+
+def _is_json(value: object) -> bool:
+    """Whether JSON says the same: no bytes, no NaN, no key but text, and nothing without end."""
+    try:
+        return msgspec.json.decode(msgspec.json.encode(value)) == value  # type: ignore[no-any-return]
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
 
 
 def _range(meta: msgspec.Meta) -> str:

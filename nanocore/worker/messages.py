@@ -7,7 +7,7 @@ any time. The same structs configure the worker inside an engine of one rank, wi
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,21 +20,15 @@ FailureKind = Literal["config", "model_file", "memory", "internal"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rank of an engine is told.
+    """What every rank of an engine is told: `EngineParameters` of the same names, none left open.
 
-    folder: the model's. dtype: of weights and activations; "auto" is the checkpoint's.
-    quantization: of the weights as they are loaded, and fp8 of activations too; None keeps dtype.
-    kv_cache_dtype: "auto" is dtype. max_num_batched_tokens: tokens of one step, at most.
-    max_model_len: tokens of one request, at most; memory may allow fewer in the end.
-    gpu_memory_utilization: share of a GPU's memory that weights, activations and KV may take.
-    kv_cache_memory_bytes: for each rank's KV cache, whatever is free. seed: of dummy weights.
-    enforce_eager: call kernels one by one, capture nothing. batch_invariant: a request's logits are
-    the same bits whatever else runs. async_scheduling: begin a step before the last one is done;
-    None: where the device works beside the host.
+    folder: the model's. max_model_len: tokens of one request, at most; memory may allow fewer in
+    the end.
     """
 
     folder: str
     load_format: LoadFormat
+    hf_overrides: dict[str, Any]
     device: str
     dtype: str
     attention_backend: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from nanocore.client.engine_flags import EngineArgument, engine_flags
 from nanocore.engine_core.cli import parse_config
 from nanocore.engine_core.config import EngineConfig
 
-NOT_LAUNCHED = {"listen", "curve_dir", "check"}
+NOT_LAUNCHED = {"listen", "curve_dir"}
 FIELDS = {field.name: field for field in fields(EngineConfig) if field.name not in NOT_LAUNCHED}
 
 
@@ -32,8 +33,10 @@ FIELDS = {field.name: field for field in fields(EngineConfig) if field.name not 
         ("seed", 0, ["--seed=0"]),
         ("seed", -1, ["--seed=-1"]),
         ("tp", 2, ["--tp=2"]),
+        ("hf_overrides", {"a": {"b": [1.5, "é", None]}},
+         ['--hf-overrides={"a": {"b": [1.5, "\\u00e9", null]}}']),
     ],
-)
+)  # fmt: skip
 def test_an_argument_becomes_its_flag(name: str, value: EngineArgument, flags: list[str]) -> None:
     assert engine_flags({name: value}) == flags
 
@@ -57,6 +60,8 @@ def test_every_switch_of_the_engine_can_be_turned_on_and_off(name: str, value: b
         ({"watermark": 0.25, "target_itl_ms": 50, "step_timeout_s": 1.5}, {}),
         ({"step_trace": Path("/t"), "model": Path("/m")}, {"step_trace": "/t", "model": "/m"}),
         ({"tp": 2, "pp": 1}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}),
+        ({"hf_overrides": {"rope_scaling": {"factor": 2.0}, "b": [True, None]}}, {}),
+        ({"hf_overrides": {}}, {}),
         (dict.fromkeys(FIELDS), {}),
     ],
 )  # fmt: skip
@@ -71,7 +76,20 @@ def test_the_engine_understands_what_the_client_says(
 
 
 @pytest.mark.parametrize(
-    "value", [[1], (1,), {"a": 1}, b"8", Ellipsis, 1 + 2j, "a\0b", "\ud800", Path("a\0b")], ids=repr
+    "value",
+    [
+        [1],
+        (1,),
+        {"a": b"1"},
+        {"a": math.inf},
+        b"8",
+        Ellipsis,
+        1 + 2j,
+        "a\0b",
+        "\ud800",
+        Path("a\0b"),
+    ],
+    ids=repr,
 )
 def test_a_value_that_no_flag_can_have_is_refused_by_name_before_a_process_starts(
     value: Any,

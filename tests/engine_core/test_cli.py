@@ -17,8 +17,24 @@ EVENTS = ["--kv-events-endpoint", "ipc:///x/events.sock"]
 def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
     settings = {field.name for field in fields(EngineConfig)}
     flags = {action.dest for action in build_parser()._actions}
-    assert flags - settings == {"help", "version", "parent_fd"}
+    assert flags - settings == {"help", "version", "check", "parent_fd"}
     assert settings <= flags
+
+
+def test_check_is_a_command_and_no_setting() -> None:
+    assert parse_config(["--check"]) == EngineConfig()
+    with pytest.raises(TypeError, match="check"):
+        EngineConfig(check=True)  # type: ignore[call-arg]
+
+
+def test_help_has_words_for_every_parameter_under_a_heading() -> None:
+    shown = build_parser().format_help()
+    for field in fields(EngineConfig):
+        flag = "--" + field.name.replace("_", "-")
+        after = shown.split("exit codes")[0].rpartition(f"  {flag}")[2]
+        words = after.partition("\n")[2] if "  " not in after.split("\n")[0].strip() else after
+        assert words.strip()
+        assert not words.lstrip().startswith("--"), flag
 
 
 def test_no_flags_is_the_default_configuration() -> None:

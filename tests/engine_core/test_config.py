@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import re
 from contextlib import suppress
-from dataclasses import fields
-from typing import Any
+from dataclasses import asdict, fields
+from typing import Any, get_type_hints
 
+import msgspec
 import pytest
 
 from nanocore.engine_core.cli import build_parser, parse_config
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.sizes import CUDA_SIZES, Sizes
 from nanocore.protocol.errors import ConfigError
+from nanocore.worker.messages import WorkerConfig
 
 WHOLE = {
     "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs",
@@ -23,7 +26,7 @@ WHOLE = {
 REAL = {"step_timeout_s", "watermark", "target_itl_ms", "gpu_memory_utilization"}
 SWITCHES = {
     "batch_invariant", "enforce_eager", "async_scheduling", "enable_prefix_caching",
-    "salt_prefix_cache_by_session", "check",
+    "salt_prefix_cache_by_session",
 }  # fmt: skip
 CHOICES = {
     "load_format", "device", "dtype", "attention_backend", "quantization", "scheduling_policy",
@@ -33,6 +36,7 @@ TEXTS = {
     "model", "revision", "listen", "curve_dir", "step_trace", "kv_events_endpoint",
     "kv_events_replay_endpoint", "kv_events_topic",
 }  # fmt: skip
+OBJECTS = {"hf_overrides"}
 OPTIONAL = {
     "model", "revision", "quantization", "async_scheduling", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes",
@@ -40,17 +44,20 @@ OPTIONAL = {
     "kv_events_replay_endpoint",
 }  # fmt: skip
 NO_VALUES: list[Any] = [b"1", [1], {}, (), object(), 1j, math.nan, -math.inf, "foo\0", 10**30, -1]
+NO_OBJECTS: list[Any] = [{1: 2}, {"a": b"1"}, {"a": math.nan}, {"a": (1,)}, {"a": object()}]
 WRONG: list[tuple[set[str], list[Any]]] = [
     (WHOLE, [*NO_VALUES, True, False, "foo", "7", "", 7.0, 1.5]),
     (REAL, [*NO_VALUES, True, False, "foo", "0.5", ""]),
     (SWITCHES, [*NO_VALUES, 0, 1, "true", ""]),
     (CHOICES, [*NO_VALUES, True, 1, "foo", ""]),
     (TEXTS, [*NO_VALUES, True, 1, 0.5]),
+    (OBJECTS, [v for v in NO_VALUES if v != {}] + [True, "", "{}", *NO_OBJECTS]),
 ]
 WRONG_BY_NAME = {name: values for names, values in WRONG for name in sorted(names)}
 
 
 FLAGS = [a.option_strings[0] for a in build_parser()._actions if a.dest in WRONG_BY_NAME]
+SIZES = {field.name for field in fields(Sizes)}
 SWITCH_FLAGS = {"--" + name.replace("_", "-") for name in SWITCHES}
 
 
@@ -125,3 +132,54 @@ def test_a_default_gives_way_to_what_is_given(
 def test_two_flags_that_contradict_each_other_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 7: .*--max-num-seqs \(8\)"):
         EngineConfig(max_num_seqs=8, max_num_batched_tokens=7)
+
+
+def test_overrides_are_a_json_object_of_any_depth_that_can_be_read() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(10**5):
+        nested = {"a": nested}
+    with pytest.raises(ConfigError, match=r"^--hf-overrides .*: must be a JSON object such as "):
+        EngineConfig(hf_overrides=nested)
+    with pytest.raises(ConfigError, match=r"^--hf-overrides .*: must be a JSON object such as "):
+        parse_config(["--hf-overrides", '{"a": ' * 10**5 + "1" + "}" * 10**5])
+
+
+@pytest.mark.parametrize("text", ["", "foo", "[]", "1", "null", "{", '{"a": NaN}', "{'a': 1}"])
+def test_a_flag_that_is_no_json_object_is_an_error_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r'must be a JSON object such as \{"') as caught:
+        parse_config([f"--hf-overrides={text}"])
+    assert str(caught.value).startswith(
+        f"--hf-overrides {text.replace('null', 'None') or repr('')}:"
+    )
+
+
+def test_the_workers_part_has_every_parameter_of_the_same_name_and_no_other() -> None:
+    """A field of WorkerConfig that no parameter is named after is an error at once."""
+    config = EngineConfig(
+        load_format="dummy", hf_overrides={"a": 1}, device="cpu", dtype="float32",
+        attention_backend="torch", quantization="int8", kv_cache_dtype="int8", block_size=32,
+        max_num_seqs=3, max_num_batched_tokens=17, gpu_memory_utilization=0.25, seed=7,
+        kv_cache_memory_bytes=99, tensor_parallel_size=2, pipeline_parallel_size=3,
+        enforce_eager=True, batch_invariant=True, async_scheduling=True,
+    )  # fmt: skip
+    worker = msgspec.structs.asdict(config.worker_config("folder", 5))
+    assert (worker.pop("folder"), worker.pop("max_model_len")) == ("folder", 5)
+    assert worker == {name: getattr(config, name) for name in worker}
+    defaults = msgspec.structs.asdict(EngineConfig().worker_config("", 2))
+    assert not [name for name, value in worker.items() if value == defaults[name]]
+
+
+def test_what_a_worker_is_told_is_of_the_parameters_own_types() -> None:
+    workers, engines = get_type_hints(WorkerConfig), get_type_hints(EngineConfig)
+    given = {"folder", "max_model_len", "device", "dtype", "attention_backend"}  # plain str
+    for name in workers.keys() - given - SIZES:
+        assert workers[name] == engines[name], name
+    for name in SIZES:
+        assert workers[name] | None == engines[name], name
+
+
+def test_the_parts_take_the_devices_sizes_where_none_are_given() -> None:
+    config = EngineConfig().for_device("cuda")
+    worker, scheduler = config.worker_config("", 2), config.scheduler_config(2)
+    assert {name: getattr(worker, name) for name in SIZES} == asdict(config.sizes)
+    assert scheduler.max_num_batched_tokens == CUDA_SIZES.max_num_batched_tokens

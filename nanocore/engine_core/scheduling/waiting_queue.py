@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from nanocore.engine_core.config import SchedulingPolicy
+from nanocore.engine_core.parameters import SchedulingPolicy
 from nanocore.engine_core.scheduling.request import Request
 
 Precedence = tuple[int, int, int]
