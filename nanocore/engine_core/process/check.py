@@ -29,7 +29,7 @@ def check_engine(config: EngineConfig) -> None:
         EngineKeys.load(Path(config.curve_dir))
     config = config.for_device(select_device(config.device).type)
     folder = find_model(config)
-    model_config = load_model_config(folder)
+    model_config = load_model_config(folder, config.hf_overrides)
     max_model_len = longest_request(config, model_config)
     ranks = dry_run(config.worker_config(str(folder), max_model_len))
     num_blocks, max_model_len = size_cache(config, ranks, max_model_len)

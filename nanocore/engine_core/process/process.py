@@ -84,7 +84,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         if trace is not None:
             stack.enter_context(closing(trace))
         folder = find_model(config)
-        model_config = load_model_config(folder)
+        model_config = load_model_config(folder, config.hf_overrides)
         max_model_len = longest_request(config, model_config)
         logger.info(
             "nanocore %s | model %s (%s) | %s | endpoint %s", __version__, folder,

@@ -35,7 +35,7 @@ def read_model(
         ConfigError: --dtype cannot be had here.
     """
     folder = Path(config.folder)
-    named = load_model_config(folder)
+    named = load_model_config(folder, config.hf_overrides)
     names = model_class(named.architecture).common_name
     model = named if config.load_format == "dummy" else as_stored(named, folder, names)
     dtype = select_dtype(config.dtype, model, device)
