@@ -17,6 +17,7 @@ from msgspec import Meta
 from nanocore.engine_core.flags import parameter
 from nanocore.engine_core.sizes import CPU_SIZES, CUDA_SIZES
 from nanocore.protocol.endpoint import default_endpoint
+from nanocore.protocol.fields import MAX_EXACT_INT, MAX_INT32
 from nanocore.worker.messages import KVCacheDtype, LoadFormat, Quantization
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -25,22 +26,20 @@ AttentionBackend = Literal["auto", "cpu", "triton", "flash", "torch"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 MAX_NUM_ROWS: Final = 2**16
-_MAX_INT32: Final = 2**31 - 1
-_MAX_EXACT: Final = 2**53 - 1
 _Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z", description="without NUL")]
 _Name = Annotated[str, Meta(pattern=r"\A[^\0]+\Z", description="without NUL and not empty")]
 _Object = Annotated[dict[str, Any], Meta(description='such as {"rope_theta": 1000000.0}')]
 _Ranks = Annotated[int, Meta(ge=1, le=1024)]
 _Rows = Annotated[int, Meta(ge=1, le=MAX_NUM_ROWS)]
 _StepTokens = Annotated[int, Meta(ge=1, le=2**20)]
-_Length = Annotated[int, Meta(ge=2, le=_MAX_INT32)]
-_Blocks = Annotated[int, Meta(ge=1, le=_MAX_INT32)]
+_Length = Annotated[int, Meta(ge=2, le=MAX_INT32)]
+_Blocks = Annotated[int, Meta(ge=1, le=MAX_INT32)]
 _BlockSize = Annotated[int, Meta(ge=1, le=1024)]
 _Bytes = Annotated[int, Meta(ge=1, le=2**62)]
 _Clients = Annotated[int, Meta(ge=1, le=2**20)]
-_Queued = Annotated[int, Meta(ge=1, le=_MAX_EXACT)]
-_Seed = Annotated[int, Meta(ge=0, le=_MAX_EXACT)]
-_Limit = Annotated[int, Meta(ge=0, le=_MAX_INT32, description="from 0 to 2147483647; 0: no limit")]
+_Queued = Annotated[int, Meta(ge=1, le=MAX_EXACT_INT)]
+_Seed = Annotated[int, Meta(ge=0, le=MAX_EXACT_INT)]
+_Limit = Annotated[int, Meta(ge=0, le=MAX_INT32, description="from 0 to 2147483647; 0: no limit")]
 _Seconds = Annotated[float, Meta(ge=0.1, le=10**6)]
 _Milliseconds = Annotated[float, Meta(ge=0.001)]
 _Share = Annotated[float, Meta(gt=0, le=1)]

@@ -1,8 +1,9 @@
 """The values that fields of messages take, and since which minor version a field exists.
 
 Each is a JSON Schema annotation, so the schema and PROTOCOL.md's tables follow from the types.
-`limited` only describes: admission, or the struct itself, checks those and says what was wrong in
-words of its own. What msgspec is to check while it decodes is a `Meta` with ge, le and the like.
+What msgspec is to check while it decodes is a `Meta` with ge, le and the like. What is `limited` is
+checked by `limits.check_limits`, which says what was wrong and what would have been right: by
+admission for a request, and by the sampling parameters when they are made.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ MAX_EXACT_INT: Final = 2**53 - 1
 MAX_INT32: Final = 2**31 - 1
 
 
-def limited(**schema: object) -> msgspec.Meta:
-    """The JSON Schema keywords of a field that is checked elsewhere."""
-    return msgspec.Meta(extra_json_schema=schema)
+def limited(remedy: str = "", **schema: object) -> msgspec.Meta:
+    """The limits of a field as JSON Schema keywords.
+
+    remedy: what else an error says.
+    """
+    return msgspec.Meta(extra_json_schema=schema, extra={"remedy": remedy})
 
 
 def since(minor: int) -> msgspec.Meta:

@@ -164,7 +164,9 @@ class Submit(Message, frozen=True, forbid_unknown_fields=True):
     request_id: RequestId
     prompt_token_ids: Annotated[Int32Column, limited(column="int32", minItems=1)]
     sampling: EngineSamplingParams | None = None
-    priority: Annotated[int, limited(minimum=MIN_PRIORITY, maximum=MAX_PRIORITY)] = 0
+    priority: Annotated[
+        int, limited("lower values go first", minimum=MIN_PRIORITY, maximum=MAX_PRIORITY)
+    ] = 0
     cache_salt: CacheSalt | None = None
 
 

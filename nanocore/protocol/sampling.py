@@ -8,7 +8,6 @@ clients written in other languages.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
@@ -16,24 +15,19 @@ import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.fields import (
-    MAX_EXACT_INT,
     MAX_INT32,
     MAX_STOP_TOKEN_IDS,
     Seed,
     limited,
     since,
 )
+from nanocore.protocol.limits import check_limits
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow (vLLM's threshold)."""
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
-
-
-def _require(ok: bool, name: str, value: object, limit: str) -> None:
-    if not ok:
-        raise InvalidRequestError(f"{name}={value!r} is out of range: {limit}")
 
 
 class EngineSamplingParams(
@@ -53,51 +47,20 @@ class EngineSamplingParams(
     request's own blocks are cached for others all the same.
     """
 
-    temperature: Annotated[float, limited(minimum=0)] = 1.0
-    top_p: Annotated[float, limited(exclusiveMinimum=0, maximum=1)] = 1.0
-    top_k: Annotated[int, limited(minimum=-1, maximum=MAX_INT32)] = 0
-    min_p: Annotated[float, limited(minimum=0, maximum=1)] = 0.0
+    temperature: Annotated[float, limited("0 is greedy", minimum=0)] = 1.0
+    top_p: Annotated[float, limited("1 is off", exclusiveMinimum=0, maximum=1)] = 1.0
+    top_k: Annotated[int, limited("0 or -1 for all", minimum=-1, maximum=MAX_INT32)] = 0
+    min_p: Annotated[float, limited("0 is off", minimum=0, maximum=1)] = 0.0
     seed: Seed | None = None
-    max_tokens: Annotated[int, limited(minimum=1, maximum=MAX_INT32)] | None = None
+    max_tokens: (
+        Annotated[int, limited("absent: as many as fit", minimum=1, maximum=MAX_INT32)] | None
+    ) = None
     stop_token_ids: Annotated[list[int], limited(maxItems=MAX_STOP_TOKEN_IDS)] = []
     ignore_eos: bool = False
     skip_reading_prefix_cache: Annotated[bool, since(1)] = False
 
     def __post_init__(self) -> None:
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0.0,
-            "temperature",
-            self.temperature,
-            "it must be finite and at least 0 (0 is greedy)",
-        )
-        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "it must be in (0, 1]; 1 is off")
-        _require(
-            -1 <= self.top_k <= MAX_INT32,
-            "top_k",
-            self.top_k,
-            "it must be at least 1 and below 2**31, or 0 or -1 for all",
-        )
-        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "it must be in [0, 1]; 0 is off")
-        if self.seed is not None:
-            _require(
-                0 <= self.seed <= MAX_EXACT_INT,
-                "seed",
-                self.seed,
-                f"it must be in [0, {MAX_EXACT_INT}]",
-            )
-        if self.max_tokens is not None:
-            _require(
-                1 <= self.max_tokens <= MAX_INT32,
-                "max_tokens",
-                self.max_tokens,
-                "it must be at least 1 and below 2**31, or absent for as many as fit",
-            )
-        _require(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            "len(stop_token_ids)",
-            len(self.stop_token_ids),
-            f"at most {MAX_STOP_TOKEN_IDS} ids",
-        )
+        check_limits(self)
 
     @property
     def greedy(self) -> bool:
@@ -134,19 +97,16 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
                 ) from None
         EngineSamplingParams.__post_init__(self)
         stops = self.stop_strings
-        _require(
-            len(stops) <= MAX_STOP_STRINGS,
-            "len(stop)",
-            len(stops),
-            f"at most {MAX_STOP_STRINGS} strings",
-        )
-        for text in stops:
-            _require(
-                0 < len(text) <= MAX_STOP_STRING_CHARS,
-                "stop",
-                text,
-                f"each string must have 1 to {MAX_STOP_STRING_CHARS} characters",
+        if len(stops) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(
+                f"len(stop)={len(stops)} is out of range: at most {MAX_STOP_STRINGS} strings"
             )
+        for text in stops:
+            if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+                raise InvalidRequestError(
+                    f"stop={text!r} is out of range: each string must have 1 to "
+                    f"{MAX_STOP_STRING_CHARS} characters"
+                )
         if stops and not self.detokenize:
             raise InvalidRequestError("stop strings need text: use them with detokenize=True")
 

@@ -46,8 +46,8 @@ REFUSED: list[tuple[str, Any, str]] = [  # field, value, limit as the message pu
     ("min_p", math.nan, "[0, 1]"),
     ("seed", -1, "[0, 9007199254740991]"),
     ("seed", 2**53, "[0, 9007199254740991]"),
-    ("max_tokens", 0, "at least 1"),
-    ("max_tokens", -5, "at least 1"),
+    ("max_tokens", 0, "[1, 2147483647]"),
+    ("max_tokens", -5, "[1, 2147483647]"),
 ]
 
 

@@ -15,8 +15,9 @@ from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
 from nanocore.kv_cache import KeyChain
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
-from nanocore.protocol.fields import MAX_CACHE_SALT_CHARS, MAX_EXACT_INT, MAX_REQUEST_ID_CHARS
-from nanocore.protocol.messages import MAX_PRIORITY, MIN_PRIORITY, ModelCard, Submit
+from nanocore.protocol.fields import MAX_EXACT_INT
+from nanocore.protocol.limits import check_limits
+from nanocore.protocol.messages import ModelCard, Submit
 
 
 class Admission:
@@ -45,18 +46,11 @@ class Admission:
             InvalidRequestError: any other value out of range.
             EngineOverloadedError: the queue is full.
         """
-        _require_length("request_id", submit.request_id, 1, MAX_REQUEST_ID_CHARS)
-        if submit.cache_salt is not None:
-            _require_length("cache_salt", submit.cache_salt, 1, MAX_CACHE_SALT_CHARS)
+        check_limits(submit)
         if submit.priority != 0 and self._policy != "priority":
             raise InvalidRequestError(
                 f"priority={submit.priority}: this engine schedules first come, first served; "
                 "leave priority at 0, or start the engine with --scheduling-policy priority"
-            )
-        if not MIN_PRIORITY <= submit.priority <= MAX_PRIORITY:
-            raise InvalidRequestError(
-                f"priority={submit.priority} is out of range: it must be in "
-                f"[{MIN_PRIORITY}, {MAX_PRIORITY}]; lower values go first"
             )
         token_ids = self._prompt(submit.prompt_token_ids)
         sampling = submit.sampling or self._model.default_sampling
@@ -135,10 +129,3 @@ class Admission:
                 "more KV memory (--kv-cache-memory-bytes)"
             )
         return total
-
-
-def _require_length(name: str, value: str, low: int, high: int) -> None:
-    if not low <= len(value) <= high:
-        raise InvalidRequestError(
-            f"{name} has {len(value)} characters: {low} to {high} are allowed"
-        )

@@ -1,0 +1,88 @@
+"""Holds a struct's fields to the limits in their annotations, in words for whoever gave the values.
+
+`fields.limited` states a limit once: the JSON Schema and the tables of PROTOCOL.md follow from it,
+and so does the check here. msgspec's own would name neither the value nor the remedy, and is not
+made at all where a struct is built in Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from nanocore.protocol.errors import InvalidRequestError
+
+_LOWS: Final = ("minimum", "exclusiveMinimum", "minLength")
+_HIGHS: Final = ("maximum", "maxLength", "maxItems")
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """What a number, or a str's or list's length, may be; infinite and NaN it may never be."""
+
+    field: str
+    low: float
+    high: float
+    exceeds_low: bool
+    remedy: str
+
+    def allows(self, value: Any) -> bool:
+        size = len(value) if isinstance(value, (str, list)) else value
+        if self.exceeds_low and size == self.low:
+            return False
+        return self.low <= size <= self.high and size != math.inf
+
+    def refusal(self, value: Any) -> str:
+        """What, value, limit and remedy."""
+        if isinstance(value, str):
+            return (
+                f"{self.field} has {len(value)} characters: {self.low} to {self.high} are allowed"
+            )
+        if isinstance(value, list):
+            return f"len({self.field})={len(value)} is out of range: at most {self.high}"
+        interval = f"in {'(' if self.exceeds_low else '['}{self.low}, {self.high}]"
+        limit = f"finite and at least {self.low}" if self.high == math.inf else interval
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{self.field}={value!r} is out of range: it must be {limit}{remedy}"
+
+
+def check_limits(struct: msgspec.Struct) -> None:
+    """Hold every field that is not None to its limit, if it has one.
+
+    Raises:
+        InvalidRequestError: the first that is out of range.
+    """
+    for limit in _limits(type(struct)):
+        value = getattr(struct, limit.field)
+        if value is not None and not limit.allows(value):
+            raise InvalidRequestError(limit.refusal(value))
+
+
+@functools.cache
+def _limits(struct: type[msgspec.Struct]) -> list[_Limit]:
+    hints = get_type_hints(struct, include_extras=True)
+    return [limit for name, hint in hints.items() for limit in _limits_of(name, hint)]
+
+
+def _limits_of(name: str, hint: Any) -> Iterator[_Limit]:
+    """Those stated anywhere in an annotation: None may be another choice."""
+    for part in get_args(hint):
+        if get_origin(hint) is not Annotated or not isinstance(part, msgspec.Meta):
+            yield from _limits_of(name, part)
+            continue
+        schema = part.extra_json_schema or {}
+        lows = [schema[key] for key in _LOWS if key in schema]
+        highs = [schema[key] for key in _HIGHS if key in schema]
+        if lows or highs:
+            yield _Limit(
+                name,
+                low=lows[0] if lows else 0,
+                high=highs[0] if highs else math.inf,
+                exceeds_low="exclusiveMinimum" in schema,
+                remedy=(part.extra or {}).get("remedy", ""),
+            )
