@@ -14,7 +14,7 @@ from nanocore.client.connection import ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
 from nanocore.engine_core.io.client_limit import DEFAULT_MAX_NUM_CLIENTS
-from nanocore.engine_core.io.control_desk import MAX_CALLS
+from nanocore.engine_core.io.control_handler import MAX_CALLS
 from nanocore.engine_core.io.front_desk import BACKLOG_TIMEOUT_S
 from nanocore.engine_core.io.kv_event_publisher import MAX_QUEUED_BATCHES
 from nanocore.engine_core.io.kv_event_replay import (

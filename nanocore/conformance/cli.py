@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from nanocore.conformance.client_bench import ClientBench
 from nanocore.conformance.client_scenarios import CLIENT_SCENARIOS
-from nanocore.conformance.engine_bench import EngineBench
+from nanocore.conformance.client_under_test import ClientUnderTest
 from nanocore.conformance.engine_rules import ENGINE_RULES
+from nanocore.conformance.engine_under_test import EngineUnderTest
 from nanocore.conformance.report import Check, Result, as_json, summary
 from nanocore.protocol.errors import ConfigError, StartError
 from nanocore.protocol.sockets import EngineSocket, PeerSocket, client_keys
@@ -92,13 +92,13 @@ def _check_engine(args: argparse.Namespace) -> bool:
     if args.list:
         return _list(rules)
     keys = client_keys(args.engine, args.curve_dir)
-    bench = EngineBench(lambda: PeerSocket(args.engine, keys), args.patience_s)
-    if not bench.answers():
+    tested = EngineUnderTest(lambda: PeerSocket(args.engine, keys), args.patience_s)
+    if not tested.answers():
         raise ConfigError(
             f"no engine answers at {args.engine} within {args.patience_s:g} s: start one there, "
             "or raise --patience-s"
         )
-    return _report("engine", rules, bench.run, args)
+    return _report("engine", rules, tested.run, args)
 
 
 def _check_client(args: argparse.Namespace) -> bool:
@@ -116,8 +116,10 @@ def _check_client(args: argparse.Namespace) -> bool:
         lock = EndpointLock(endpoint)
         socket = EngineSocket(endpoint)
         try:
-            bench = ClientBench(socket, endpoint, args.command, args.patience_s, thorough=args.slow)
-            return _report("client", scenarios, bench.run, args)
+            tested = ClientUnderTest(
+                socket, endpoint, args.command, args.patience_s, thorough=args.slow
+            )
+            return _report("client", scenarios, tested.run, args)
         finally:
             socket.close()
             lock.release()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from nanocore.conformance.client_bench import CLIENT_SCENARIOS, ClientBench
 from nanocore.conformance.client_streams import FIRST, TOKENS
+from nanocore.conformance.client_under_test import CLIENT_SCENARIOS, ClientUnderTest
 from nanocore.conformance.played_engine import WELCOME, Body, PlayedEngine, end
 from nanocore.conformance.report import BrokenError, require
 from nanocore.conformance.vectors import Vector, load_vectors
@@ -18,27 +18,27 @@ EARLY = 0.5
 
 
 @CLIENT_SCENARIOS.add("REFUSED")
-def refusal_ends_the_client(bench: ClientBench) -> None:
+def refusal_ends_the_client(tested: ClientUnderTest) -> None:
     """REFUSED instead of WELCOME, for its version or because the engine is full: its words."""
     full = {"message": "100 clients are served", "supported": [[1, 4]], "retry_after_s": 1}
     for refused in ({"message": "too old for me", "supported": [[2, 0]]}, full):
-        with bench.client() as client:
+        with tested.client() as client:
             client.hello()
             client.send(Op.REFUSED, refused)
             client.gives_up(str(refused["message"]))
 
 
 @CLIENT_SCENARIOS.add("16. Writing a client")
-def another_major_in_welcome_ends_the_client(bench: ClientBench) -> None:
+def another_major_in_welcome_ends_the_client(tested: ClientUnderTest) -> None:
     """A WELCOME that claims to speak another major version."""
-    with bench.client() as client:
+    with tested.client() as client:
         client.hello()
         client.send(Op.WELCOME, WELCOME | {"protocol": [2, 0]})
         client.gives_up()
 
 
 @CLIENT_SCENARIOS.add("ERROR")
-def refused_request_ends_the_client(bench: ClientBench) -> None:
+def refused_request_ends_the_client(tested: ClientUnderTest) -> None:
     """ERROR for the SUBMIT: its code or its message is said, with each code that it may have."""
     errors: list[Body] = [
         {"code": "invalid_request", "message": "the engine says why"},
@@ -48,7 +48,7 @@ def refused_request_ends_the_client(bench: ClientBench) -> None:
         {"code": "out_of_tea", "message": "the engine says why", "new_in_9": 1},
     ]
     for error in errors:
-        with bench.client() as client:
+        with tested.client() as client:
             client.hello()
             client.send(Op.WELCOME, WELCOME)
             request_id = client.submit(4).request_id
@@ -57,10 +57,10 @@ def refused_request_ends_the_client(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("12. Errors")
-def dead_engine_ends_the_client(bench: ClientBench) -> None:
+def dead_engine_ends_the_client(tested: ClientUnderTest) -> None:
     """ERROR engine_dead or no_session in mid-stream."""
     for code in ("engine_dead", "no_session"):
-        with bench.client() as client:
+        with tested.client() as client:
             client.open(4)
             client.output(TOKENS[:1], FIRST)
             client.send(Op.ERROR, {"code": code, "message": "the engine says why"})
@@ -68,14 +68,14 @@ def dead_engine_ends_the_client(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("BYE")
-def engines_bye_ends_the_client(bench: ClientBench) -> None:
+def engines_bye_ends_the_client(tested: ClientUnderTest) -> None:
     """BYE in mid-stream, and before ACCEPTED."""
-    with bench.client() as client:
+    with tested.client() as client:
         client.open(4)
         client.output(TOKENS[:2], FIRST)
         client.send(Op.BYE, {"reason": "SIGTERM"})
         client.gives_up()
-    with bench.client() as client:
+    with tested.client() as client:
         client.hello()
         client.send(Op.WELCOME, WELCOME)
         client.submit(4)
@@ -83,8 +83,8 @@ def engines_bye_ends_the_client(bench: ClientBench) -> None:
         client.gives_up()
 
 
-def _sample(bench: ClientBench, vectors: list[Vector]) -> list[Vector]:
-    if bench.thorough:
+def _sample(tested: ClientUnderTest, vectors: list[Vector]) -> list[Vector]:
+    if tested.thorough:
         return vectors
     return vectors[::SAMPLE_EVERY]
 
@@ -98,18 +98,18 @@ def _refuse(client: PlayedEngine, vector: Vector) -> None:
 
 
 @CLIENT_SCENARIOS.add("4. Framing")
-def malformed_messages_end_the_session(bench: ClientBench) -> None:
+def malformed_messages_end_the_session(tested: ClientUnderTest) -> None:
     """A malformed vector in mid-stream (all of them with --slow, otherwise a sample)."""
     malformed = [v for v in load_vectors("engine") if v.error and not v.strict]
-    for vector in _sample(bench, malformed):
-        with bench.client() as client:
+    for vector in _sample(tested, malformed):
+        with tested.client() as client:
             client.open(4)
             client.output(TOKENS[:1], FIRST)
             _refuse(client, vector)
 
 
 @CLIENT_SCENARIOS.add("WELCOME")
-def malformed_welcome_opens_no_session(bench: ClientBench) -> None:
+def malformed_welcome_opens_no_session(tested: ClientUnderTest) -> None:
     """A malformed WELCOME in place of the right one."""
     names = (
         "engine-welcome-without-protocol", "engine-welcome-protocol-is-str",
@@ -117,33 +117,33 @@ def malformed_welcome_opens_no_session(bench: ClientBench) -> None:
     )  # fmt: skip
     for vector in load_vectors("engine"):
         if vector.name in names:
-            with bench.client() as client:
+            with tested.client() as client:
                 client.hello()
                 _refuse(client, vector)
 
 
 @CLIENT_SCENARIOS.add("5. Session", slow=True)
-def silence_is_death(bench: ClientBench) -> None:
+def silence_is_death(tested: ClientUnderTest) -> None:
     """An engine that says nothing at all for 10 s is taken for dead, and not much earlier."""
-    with bench.client() as client:
+    with tested.client() as client:
         client.open(4)
         client.output(TOKENS[:1], FIRST)
         client.prints(str(TOKENS[0]))
         start_s = time.monotonic()
-        client.gives_up(timeout_s=bench.silence_s)
+        client.gives_up(timeout_s=tested.silence_s)
         silence_s = time.monotonic() - start_s
-        least_s = EARLY * bench.silence_s
+        least_s = EARLY * tested.silence_s
         require(silence_s >= least_s, f"patience of {least_s:g} s", f"{silence_s:.1f} s")
 
 
 @CLIENT_SCENARIOS.add("5. Session", slow=True)
-def pings_are_signs_of_life(bench: ClientBench) -> None:
+def pings_are_signs_of_life(tested: ClientUnderTest) -> None:
     """A request without tokens for longer than that goes on while there are PINGs."""
-    with bench.client() as client:
+    with tested.client() as client:
         client.open(4)
         client.output(TOKENS[:1], FIRST)
-        end_s = time.monotonic() + 1.5 * bench.silence_s
+        end_s = time.monotonic() + 1.5 * tested.silence_s
         while time.monotonic() < end_s:
-            client.ping_and_wait(bench.silence_s / 10)
+            client.ping_and_wait(tested.silence_s / 10)
         client.output(TOKENS[1:], end())
         client.leaves(TOKENS, "length")

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from nanocore.conformance import client_failures, client_streams  # noqa: F401 - they add theirs
-from nanocore.conformance.client_bench import CLIENT_SCENARIOS
+from nanocore.conformance.client_under_test import CLIENT_SCENARIOS
 
 __all__ = ["CLIENT_SCENARIOS"]

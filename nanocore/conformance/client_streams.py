@@ -6,7 +6,7 @@ import copy
 
 import msgspec
 
-from nanocore.conformance.client_bench import CLIENT_SCENARIOS, ClientBench
+from nanocore.conformance.client_under_test import CLIENT_SCENARIOS, ClientUnderTest
 from nanocore.conformance.played_engine import HANDLE, WELCOME, Body, end, output_body
 from nanocore.conformance.report import require
 from nanocore.protocol.messages import Op, Pong
@@ -22,9 +22,9 @@ NUM_HUGE = 300_000
 
 
 @CLIENT_SCENARIOS.add("1. In one minute")
-def tokens_are_printed_as_they_arrive(bench: ClientBench) -> None:
+def tokens_are_printed_as_they_arrive(tested: ClientUnderTest) -> None:
     """HELLO, SUBMIT, a token at a time, its end, BYE: each token on a line when it comes."""
-    with bench.client(len(TOKENS)) as client:
+    with tested.client(len(TOKENS)) as client:
         client.open(len(TOKENS))
         for i, token in enumerate(TOKENS):
             last = i == len(TOKENS) - 1
@@ -34,9 +34,9 @@ def tokens_are_printed_as_they_arrive(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("OUTPUT")
-def merged_tokens_are_told_apart_by_counts(bench: ClientBench) -> None:
+def merged_tokens_are_told_apart_by_counts(tested: ClientUnderTest) -> None:
     """Several tokens of a request in one message, among those of others."""
-    with bench.client(6) as client:
+    with tested.client(6) as client:
         client.open(6)
         client.send(Op.OUTPUT, output_body({3: [90, 91], HANDLE: [1, 2, 3], 9: [92]}, FIRST))
         client.send(Op.OUTPUT, output_body({HANDLE: [4, 5], 9: [93]}))
@@ -45,32 +45,32 @@ def merged_tokens_are_told_apart_by_counts(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("Event")
-def tokens_and_end_may_be_one_message(bench: ClientBench) -> None:
+def tokens_and_end_may_be_one_message(tested: ClientUnderTest) -> None:
     """An event refers to the state after the tokens of its message: first, last and end at once."""
-    with bench.client() as client:
+    with tested.client() as client:
         client.open(4)
         client.output(TOKENS, FIRST, end())
         client.leaves(TOKENS, "length")
 
 
 @CLIENT_SCENARIOS.add("Event")
-def start_and_end_may_be_one_event(bench: ClientBench) -> None:
+def start_and_end_may_be_one_event(tested: ClientUnderTest) -> None:
     """All that is said of a request in one message may stand in one event, or in two."""
     nils = {"num_cached_tokens": None, "finish_reason": None, "stop_reason": None}
     for events in (
         [FIRST | end()],
         [nils | FIRST, {"handle": 9, "finish_reason": "stop"}, nils | end()],
     ):
-        with bench.client() as client:
+        with tested.client() as client:
             client.open(4)
             client.output(TOKENS, *events)
             client.leaves(TOKENS, "length")
 
 
 @CLIENT_SCENARIOS.add("4. Framing")
-def count_of_zero_is_no_tokens(bench: ClientBench) -> None:
+def count_of_zero_is_no_tokens(tested: ClientUnderTest) -> None:
     """A handle with a count of 0 got nothing: what follows belongs to the next handle."""
-    with bench.client() as client:
+    with tested.client() as client:
         client.open(4)
         client.send(Op.OUTPUT, output_body({3: [], HANDLE: TOKENS[:2], 9: []}, FIRST))
         client.send(Op.OUTPUT, output_body({HANDLE: []}))
@@ -81,10 +81,10 @@ def count_of_zero_is_no_tokens(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("Event")
-def every_finish_reason_is_told(bench: ClientBench) -> None:
+def every_finish_reason_is_told(tested: ClientUnderTest) -> None:
     """An abort or an error of one request, with its message, is an end, and no failure."""
     for reason, message in (("abort", "SIGTERM"), ("error", "no finite logit"), ("abort", None)):
-        with bench.client() as client:
+        with tested.client() as client:
             client.open(4)
             client.output(TOKENS[:2], FIRST)
             client.output([], end(reason, **({"message": message} if message else {})))
@@ -92,9 +92,9 @@ def every_finish_reason_is_told(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("Event")
-def end_may_come_without_tokens(bench: ClientBench) -> None:
+def end_may_come_without_tokens(tested: ClientUnderTest) -> None:
     """The end in a message of its own, after messages with nothing in them."""
-    with bench.client() as client:
+    with tested.client() as client:
         client.open(4)
         client.output(TOKENS[:2], FIRST)
         client.send(Op.OUTPUT, {})
@@ -105,9 +105,9 @@ def end_may_come_without_tokens(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("Event")
-def stop_ends_before_max_tokens(bench: ClientBench) -> None:
+def stop_ends_before_max_tokens(tested: ClientUnderTest) -> None:
     """finish_reason "stop", with the stop token as the last one."""
-    with bench.client(100) as client:
+    with tested.client(100) as client:
         client.open(100)
         client.output(TOKENS[:1], FIRST)
         client.output(TOKENS[1:2], end("stop", stop_reason=TOKENS[1]))
@@ -115,13 +115,13 @@ def stop_ends_before_max_tokens(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("4. Framing")
-def unknown_fields_are_ignored(bench: ClientBench) -> None:
+def unknown_fields_are_ignored(tested: ClientUnderTest) -> None:
     """Fields and capabilities of later versions, in every message and inside their maps."""
     welcome = copy.deepcopy(WELCOME) | NEW
     for part in (welcome["model"], welcome["limits"], welcome["model"]["default_sampling"]):
         part |= NEW
     welcome["capabilities"] = ["prefix_caching", "telepathy"]
-    with bench.client() as client:
+    with tested.client() as client:
         client.hello()
         client.send(Op.WELCOME, welcome)
         request_id = client.submit(4).request_id
@@ -134,7 +134,7 @@ def unknown_fields_are_ignored(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("6. Versions and capabilities")
-def older_engine_is_understood(bench: ClientBench) -> None:
+def older_engine_is_understood(tested: ClientUnderTest) -> None:
     """A WELCOME of 1.0, with the fields of 1.0 alone."""
     welcome = copy.deepcopy(WELCOME) | {"protocol": [1, 0]}
     del welcome["capabilities"]
@@ -142,7 +142,7 @@ def older_engine_is_understood(bench: ClientBench) -> None:
         del welcome["model"][name]
     for name in LIMITS_SINCE_1_0:
         del welcome["limits"][name]
-    with bench.client() as client:
+    with tested.client() as client:
         client.hello()
         client.send(Op.WELCOME, welcome)
         request_id = client.submit(4).request_id
@@ -152,9 +152,9 @@ def older_engine_is_understood(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("OUTPUT")
-def foreign_handles_are_ignored(bench: ClientBench) -> None:
+def foreign_handles_are_ignored(tested: ClientUnderTest) -> None:
     """Tokens and ends of handles that the client never had, or whose request has ended."""
-    with bench.client() as client:
+    with tested.client() as client:
         client.open(4)
         client.send(Op.OUTPUT, output_body({1: [90], HANDLE: TOKENS[:1], 2**32 - 1: [91]}, FIRST))
         stranger = {"handle": 1, "finish_reason": "length"}
@@ -167,10 +167,10 @@ def foreign_handles_are_ignored(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("ACCEPTED")
-def handles_may_be_the_smallest_and_the_largest(bench: ClientBench) -> None:
+def handles_may_be_the_smallest_and_the_largest(tested: ClientUnderTest) -> None:
     """Handles are uint32: 0, and 2^32 - 1."""
     for handle in (0, 2**32 - 1):
-        with bench.client() as client:
+        with tested.client() as client:
             client.open(4, handle)
             done = {"handle": handle, "finish_reason": "length"}
             client.send(Op.OUTPUT, output_body({handle: TOKENS}, done))
@@ -178,9 +178,9 @@ def handles_may_be_the_smallest_and_the_largest(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("PING")
-def ping_is_answered_at_any_time(bench: ClientBench) -> None:
+def ping_is_answered_at_any_time(tested: ClientUnderTest) -> None:
     """A PONG with the PING's nonce: before ACCEPTED, in mid-stream, without nonce."""
-    with bench.client() as client:
+    with tested.client() as client:
         client.hello()
         client.send(Op.WELCOME, WELCOME)
         request_id = client.submit(4).request_id
@@ -197,9 +197,9 @@ def ping_is_answered_at_any_time(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("7. Operations")
-def unasked_answers_are_ignored(bench: ClientBench) -> None:
+def unasked_answers_are_ignored(tested: ClientUnderTest) -> None:
     """A PONG, and a REPLY, of calls that this client did not make."""
-    with bench.client() as client:
+    with tested.client() as client:
         client.open(4)
         client.send(Op.PONG, {"nonce": 99, "num_steps": 5})
         client.send(Op.REPLY, {"call_id": 99, "data": b"xyz"})
@@ -208,11 +208,11 @@ def unasked_answers_are_ignored(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("2. Conventions")
-def every_form_of_msgpack_is_read(bench: ClientBench) -> None:
+def every_form_of_msgpack_is_read(tested: ClientUnderTest) -> None:
     """Long headers, other orders and explicit nils mean the same."""
     head = b"\xdf\0\0\0\2\xdb\0\0\0\7handles\xc6\0\0\0\4\7\0\0\0\xd9\6tokens\xc5\0\4"
     nils: Body = dict.fromkeys(("num_cached_tokens", "stop_reason", "message"))
-    with bench.client(3) as client:
+    with tested.client(3) as client:
         client.open(3)
         client.send_frames([bytes([Op.OUTPUT]), head + b"\x0b\0\0\0"])
         client.output([12])
@@ -222,10 +222,10 @@ def every_form_of_msgpack_is_read(bench: ClientBench) -> None:
 
 
 @CLIENT_SCENARIOS.add("11. Flow control and limits")
-def many_small_messages_and_a_huge_one(bench: ClientBench) -> None:
+def many_small_messages_and_a_huge_one(tested: ClientUnderTest) -> None:
     """Thousands of messages at once, then one with hundreds of thousands of tokens."""
     tokens = [i % 1000 for i in range(NUM_SMALL + NUM_HUGE)]
-    with bench.client(len(tokens)) as client:
+    with tested.client(len(tokens)) as client:
         client.open(len(tokens))
         for token in tokens[:NUM_SMALL]:
             client.output([token])

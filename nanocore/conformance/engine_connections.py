@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from nanocore.conformance.engine_bench import ENGINE_RULES, EngineBench
 from nanocore.conformance.engine_sessions import longest, runs_on
+from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import Peer, submit_body
 from nanocore.conformance.report import BrokenError, SkippedError, require
 from nanocore.protocol.messages import Error, Op, Refused, Welcome
@@ -17,15 +17,15 @@ PROBE_S = 0.2
 
 
 @ENGINE_RULES.add("5. Session")
-def what_follows_hello_at_once_is_served(bench: EngineBench) -> None:
+def what_follows_hello_at_once_is_served(engine: EngineUnderTest) -> None:
     """A client need not wait for WELCOME; behind a HELLO that is refused all is no_session."""
-    peer = bench.peer()
+    peer = engine.peer()
     peer.send(Op.HELLO, {"protocol": [1, 0]})
     for request_id in ("a", "b"):
         peer.send(Op.SUBMIT, submit_body(request_id))
     peer.expect(Welcome)
     peer.finish(peer.accepted("a"), peer.accepted("b"))
-    peer = bench.peer()
+    peer = engine.peer()
     peer.send(Op.HELLO, {"protocol": [2, 0]})
     peer.send(Op.SUBMIT, submit_body("a"))
     peer.send(Op.PING, {})
@@ -37,9 +37,9 @@ def what_follows_hello_at_once_is_served(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("6. Versions and capabilities")
-def newer_fields_are_taken_or_refused(bench: EngineBench) -> None:
+def newer_fields_are_taken_or_refused(engine: EngineUnderTest) -> None:
     """A field newer than the version spoken is heeded or refused, but the SUBMIT is answered."""
-    peer = bench.peer()
+    peer = engine.peer()
     peer.hello(1, 0)
     peer.send(Op.SUBMIT, submit_body("newer", skip_reading_prefix_cache=True))
     answer = peer.receive("ACCEPTED or ERROR invalid_request")
@@ -52,17 +52,17 @@ def newer_fields_are_taken_or_refused(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("REFUSED")
-def sessions_above_the_limit_are_refused_for_a_while(bench: EngineBench) -> None:
+def sessions_above_the_limit_are_refused_for_a_while(engine: EngineUnderTest) -> None:
     """With max_num_clients sessions HELLO gets REFUSED with retry_after_s, until one has ended."""
-    first = bench.session()
+    first = engine.session()
     limit = first.welcome.limits.max_num_clients
     if limit is None or limit > MAX_CLIENTS:
         raise SkippedError(f"the engine's max_num_clients is {limit}")
-    bench.until(first, "the sessions of other rules to end", lambda stats: stats.num_clients == 1)
+    engine.until(first, "the sessions of other rules to end", lambda stats: stats.num_clients == 1)
     last = first
     for _ in range(limit - 1):
-        last = bench.session()
-    one_more = bench.peer()
+        last = engine.session()
+    one_more = engine.peer()
     one_more.send(Op.HELLO, {"protocol": [1, 4]})
     refused = one_more.expect(Refused, f"for session {limit + 1}, with max_num_clients={limit}")
     welcome = any(version[0] == 1 for version in refused.supported)
@@ -71,49 +71,49 @@ def sessions_above_the_limit_are_refused_for_a_while(bench: EngineBench) -> None
     first.still_streams()
     if last is not first:
         last.bye()
-        bench.until(first, "a session to end", lambda stats: stats.num_clients < limit)
+        engine.until(first, "a session to end", lambda stats: stats.num_clients < limit)
         one_more.hello()
         one_more.still_streams()
 
 
 @ENGINE_RULES.add("13. Shutdown and failure")
-def too_large_frame_ends_the_connection(bench: EngineBench) -> None:
+def too_large_frame_ends_the_connection(engine: EngineUnderTest) -> None:
     """A frame above max_frame_bytes disconnects its sender, whose session is no more."""
-    peer, other = bench.session(), bench.session()
+    peer, other = engine.session(), engine.session()
     stream = other.submit("other", max_tokens=longest(other))
     peer.send_frames([bytes([Op.PING]), bytes(peer.welcome.limits.max_frame_bytes + 1)])
-    _require_lost(bench, peer)
+    _require_lost(engine, peer)
     runs_on(other, stream)
     peer.hello()
     peer.still_streams()
 
 
 @ENGINE_RULES.add("4. Framing")
-def many_frames_harm_nobody_else(bench: EngineBench) -> None:
+def many_frames_harm_nobody_else(engine: EngineUnderTest) -> None:
     """More than two frames are a protocol_error; far more may end the connection, but no other."""
-    other = bench.session()
+    other = engine.session()
     stream = other.submit("other", max_tokens=longest(other))
     for num_frames in NUM_FRAMES:
-        peer = bench.session()
+        peer = engine.session()
         peer.send_frames([bytes([Op.PING]), *[b"\x80"] * (num_frames - 1)])
         if num_frames <= 8:
             peer.refused("protocol_error")
             peer.quiet()
         else:
-            error = _probe(bench, peer)
+            error = _probe(engine, peer)
             known = error.code in ("protocol_error", "no_session")
             require(known, "ERROR protocol_error, or the end of the connection", error)
     runs_on(other, stream)
 
 
 @ENGINE_RULES.add("13. Shutdown and failure", slow=True)
-def silent_session_ends_without_a_word(bench: EngineBench) -> None:
+def silent_session_ends_without_a_word(engine: EngineUnderTest) -> None:
     """After session_timeout_ms of silence the PINGs cease without BYE, and all is no_session."""
-    peer, other = bench.session(), bench.session()
+    peer, other = engine.session(), engine.session()
     limits = peer.welcome.limits
     started_s = time.monotonic()
     num_pings = 0
-    most_s = 2e-3 * limits.session_timeout_ms + bench.patience_s
+    most_s = 2e-3 * limits.session_timeout_ms + engine.patience_s
     while (frames := peer.receive_frames(3e-3 * limits.ping_interval_ms + PROBE_S)) is not None:
         require(frames[0] == bytes([Op.PING]), "nothing but PING to a silent session", frames)
         num_pings += 1
@@ -128,19 +128,19 @@ def silent_session_ends_without_a_word(bench: EngineBench) -> None:
     other.still_streams()
 
 
-def _probe(bench: EngineBench, peer: Peer) -> Error:
+def _probe(engine: EngineUnderTest, peer: Peer) -> Error:
     """PING, again and again, until an ERROR comes: what is sent into a dying connection is lost."""
-    deadline_s = time.monotonic() + bench.patience_s
+    deadline_s = time.monotonic() + engine.patience_s
     while time.monotonic() < deadline_s:
         peer.send(Op.PING, {})
         while (message := peer.receive_within(PROBE_S)) is not None:
             if isinstance(message, Error):
                 return message
-    raise BrokenError("ERROR", f"none within {bench.patience_s:g} s")
+    raise BrokenError("ERROR", f"none within {engine.patience_s:g} s")
 
 
-def _require_lost(bench: EngineBench, peer: Peer) -> None:
+def _require_lost(engine: EngineUnderTest, peer: Peer) -> None:
     """Require that the peer's session is over, and wait until it has heard of it."""
-    error = _probe(bench, peer)
+    error = _probe(engine, peer)
     require(error.code == "no_session", "ERROR no_session on the next connection", error)
     peer.drain(PROBE_S)

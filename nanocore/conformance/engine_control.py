@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 
-from nanocore.conformance.engine_bench import ENGINE_RULES, EngineBench
 from nanocore.conformance.engine_sessions import longest
+from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import Peer
 from nanocore.conformance.report import BrokenError, SkippedError, require
 from nanocore.protocol.messages import MAX_FILE_BYTES, ModelFile, Op, Pong, Reply, Stats
@@ -27,9 +27,9 @@ def stats_of(peer: Peer) -> Stats:
 
 
 @ENGINE_RULES.add("PING")
-def ping_gets_its_nonce_back(bench: EngineBench) -> None:
+def ping_gets_its_nonce_back(engine: EngineUnderTest) -> None:
     """PONG has the PING's nonce, also while a request runs."""
-    peer = bench.session()
+    peer = engine.session()
     stream = peer.submit("a", max_tokens=32)
     for nonce in (7, 0, 1, 2**32, 2**53 - 1, 7):
         peer.send(Op.PING, {"nonce": nonce})
@@ -39,17 +39,17 @@ def ping_gets_its_nonce_back(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("PONG")
-def pong_tells_of_the_step_loop(bench: EngineBench) -> None:
+def pong_tells_of_the_step_loop(engine: EngineUnderTest) -> None:
     """num_steps, where it is told, never falls and grows with tokens; an idle step has no age."""
-    peer = bench.session()
+    peer = engine.session()
     before = _pong(peer, 1).num_steps or 0
     peer.complete("a", max_tokens=5)
     after = _pong(peer, 2)
     told = after.num_steps
     grown = told is None or told >= before + 5
     require(grown, f"num_steps of at least {before + 5} after 5 tokens", after)
-    bench.until_idle(peer)
-    deadline_s = time.monotonic() + bench.patience_s
+    engine.until_idle(peer)
+    deadline_s = time.monotonic() + engine.patience_s
     while _pong(peer, 3).step_age_ms:  # the last step may just be ending
         waiting = time.monotonic() < deadline_s
         require(waiting, "step_age_ms of 0 in an engine without requests", "more")
@@ -61,9 +61,9 @@ def _pong(peer: Peer, nonce: int) -> Pong:
 
 
 @ENGINE_RULES.add("CONTROL")
-def stats_are_told(bench: EngineBench) -> None:
+def stats_are_told(engine: EngineUnderTest) -> None:
     """CONTROL stats is answered with all counters, which move with the work."""
-    peer = bench.session()
+    peer = engine.session()
     before = stats_of(peer)
     peer.complete("a", max_tokens=5)
     after = stats_of(peer)
@@ -81,9 +81,9 @@ def stats_are_told(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("CONTROL")
-def unknown_operations_are_answered(bench: EngineBench) -> None:
+def unknown_operations_are_answered(engine: EngineUnderTest) -> None:
     """An operation that does not exist gets a REPLY that is not ok, with its call_id."""
-    peer = bench.session()
+    peer = engine.session()
     for call_id, operation in enumerate(("no_such_operation", "", "__class__", "STATS", "stats ")):
         reply = peer.call(operation, call_id)
         require(not reply.ok and bool(reply.message), "ok false and a message", reply)
@@ -91,9 +91,9 @@ def unknown_operations_are_answered(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("CONTROL")
-def pause_keeps_requests_until_resume(bench: EngineBench) -> None:
+def pause_keeps_requests_until_resume(engine: EngineUnderTest) -> None:
     """While paused, requests are accepted and get no tokens; after resume they run."""
-    peer = bench.session()
+    peer = engine.session()
     started_s = time.monotonic()
     peer.complete("before", max_tokens=3)
     usual_s = time.monotonic() - started_s
@@ -118,9 +118,9 @@ def pause_keeps_requests_until_resume(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("CONTROL")
-def pause_belongs_to_its_session(bench: EngineBench) -> None:
+def pause_belongs_to_its_session(engine: EngineUnderTest) -> None:
     """Nobody's resume, and nobody's end, takes back another session's pause; its own end does."""
-    one, two, watcher = bench.session(), bench.session(), bench.session()
+    one, two, watcher = engine.session(), engine.session(), engine.session()
     require(not stats_of(watcher).paused, "stats with paused false at first", "paused true")
     for peer in (one, two):
         require(peer.call("pause").ok, "pause to be done", "ok false")
@@ -129,34 +129,34 @@ def pause_belongs_to_its_session(bench: EngineBench) -> None:
     require(one.call("resume").ok, "resume to be done", "ok false")
     require(stats_of(watcher).paused, "paused while one session holds a pause", "paused false")
     two.bye()
-    bench.until(watcher, "a pause to end with its session", lambda stats: not stats.paused)
+    engine.until(watcher, "a pause to end with its session", lambda stats: not stats.paused)
     watcher.still_streams()
 
 
 @ENGINE_RULES.add("CONTROL")
-def prefix_cache_is_reset_when_idle(bench: EngineBench) -> None:
+def prefix_cache_is_reset_when_idle(engine: EngineUnderTest) -> None:
     """reset_prefix_cache is refused while a request holds blocks, and afterwards forgets all."""
-    peer = bench.session()
+    peer = engine.session()
     stream = peer.submit("long", max_tokens=longest(peer))
     peer.first_token(stream)
     reply = peer.call("reset_prefix_cache", 1)
     require(not reply.ok and bool(reply.message), "ok false and a message", reply)
     peer.send(Op.ABORT, {"request_ids": ["long"]})
     peer.finish(stream)
-    bench.until_idle(peer)
+    engine.until_idle(peer)
     num_prompt = min(4 * peer.welcome.model.block_size, longest(peer) - 1)
     prompt = [i % 3 for i in range(num_prompt)]
     peer.complete("fill", prompt, max_tokens=1)
-    bench.until_idle(peer)
+    engine.until_idle(peer)
     require(peer.call("reset_prefix_cache", 2).ok, "the reset to be done", "ok false")
     cached = peer.complete("after", prompt, max_tokens=1).num_cached_tokens
     require(cached in (0, None), "no cached tokens after the reset", cached)
 
 
 @ENGINE_RULES.add("Model file")
-def files_are_what_the_card_says(bench: EngineBench) -> None:
+def files_are_what_the_card_says(engine: EngineUnderTest) -> None:
     """Each file, read in chunks with several calls under way, has its size and digest."""
-    peer = bench.session()
+    peer = engine.session()
     for file in _files(peer):
         content = _read(peer, file)
         size = len(content)
@@ -166,9 +166,9 @@ def files_are_what_the_card_says(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("CONTROL")
-def files_can_be_read_from_anywhere(bench: EngineBench) -> None:
+def files_can_be_read_from_anywhere(engine: EngineUnderTest) -> None:
     """read_file starts where it is told, is empty at and behind the end, and works when paused."""
-    peer = bench.session()
+    peer = engine.session()
     file = min(_files(peer), key=lambda f: f.num_bytes or MAX_FILE_BYTES)
     content = _read(peer, file)
     peer.call("pause")
@@ -187,9 +187,9 @@ def files_can_be_read_from_anywhere(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("14. Security")
-def no_other_file_is_served(bench: EngineBench) -> None:
+def no_other_file_is_served(engine: EngineUnderTest) -> None:
     """Names that are not in the model card get ok false and no data, wherever they point."""
-    peer = bench.session()
+    peer = engine.session()
     served = {file.name for file in peer.welcome.model.files}
     for call_id, name in enumerate((*NOT_SERVED, None)):
         reply = peer.call("read_file", call_id, file=name)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.conformance.engine_bench import ENGINE_RULES, EngineBench
+from nanocore.conformance.checked_streams import Stream
+from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import Peer
 from nanocore.conformance.report import SkippedError, require
-from nanocore.conformance.streams import Stream
 
 NUM_SEEDS, NUM_AT_ONCE = 64, 4
 NUM_TOKENS = 64
@@ -18,9 +18,9 @@ MAX_LENGTH = 8192
 
 
 @ENGINE_RULES.add("9. Sampling parameters")
-def stop_token_ends_the_request(bench: EngineBench) -> None:
+def stop_token_ends_the_request(engine: EngineUnderTest) -> None:
     """A stop token is the last one delivered, and stop_reason names it."""
-    peer = bench.session()
+    peer = engine.session()
     whole = peer.complete("whole", max_tokens=16).token_ids
     stop = whole[-1]
     upto = whole[: whole.index(stop) + 1]
@@ -29,9 +29,9 @@ def stop_token_ends_the_request(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("Event")
-def eos_comes_before_stop_tokens(bench: EngineBench) -> None:
+def eos_comes_before_stop_tokens(engine: EngineUnderTest) -> None:
     """EOS ends without stop_reason, also if it is a stop token; with ignore_eos it is only that."""
-    peer = bench.session()
+    peer = engine.session()
     eos = peer.welcome.model.eos_token_ids
     seed, upto = _find_eos(peer, eos)
     same: dict[str, Any] = {"seed": seed, "temperature": UNIFORM, "max_tokens": NUM_TOKENS}
@@ -42,9 +42,9 @@ def eos_comes_before_stop_tokens(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("Event")
-def models_length_ends_a_request(bench: EngineBench) -> None:
+def models_length_ends_a_request(engine: EngineUnderTest) -> None:
     """Without max_tokens a request ends with "length" when prompt and output fill the model's."""
-    peer = bench.session()
+    peer = engine.session()
     model = peer.welcome.model
     length = model.max_model_len
     if length > min(MAX_LENGTH, model.num_blocks * model.block_size):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nanocore.conformance.engine_bench import ENGINE_RULES, EngineBench
 from nanocore.conformance.engine_sessions import longest, runs_on
+from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import Peer
 from nanocore.conformance.report import BrokenError, require
 from nanocore.conformance.vectors import Vector, load_vectors
@@ -36,9 +36,9 @@ def answered(peer: Peer, vector: Vector) -> None:
 
 
 @ENGINE_RULES.add("4. Framing")
-def malformed_messages_are_refused(bench: EngineBench) -> None:
+def malformed_messages_are_refused(engine: EngineUnderTest) -> None:
     """Every malformed vector gets its ERROR, and the session goes on streaming."""
-    peer = bench.session()
+    peer = engine.session()
     for i, vector in enumerate(v for v in vectors(peer) if v.error):
         answered(peer, vector)
         if i % PROBE_EVERY == 0:
@@ -48,9 +48,9 @@ def malformed_messages_are_refused(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("4. Framing")
-def malformed_messages_leave_running_requests_alone(bench: EngineBench) -> None:
+def malformed_messages_leave_running_requests_alone(engine: EngineUnderTest) -> None:
     """A request that runs while its session sends bytes that are no message loses nothing."""
-    peer = bench.session()
+    peer = engine.session()
     stream = peer.submit("running", max_tokens=longest(peer))
     for vector in [v for v in vectors(peer) if v.error == "protocol_error"][:PROBE_EVERY]:
         answered(peer, vector)
@@ -58,22 +58,22 @@ def malformed_messages_leave_running_requests_alone(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("8. The operations, one by one")
-def valid_messages_are_taken(bench: EngineBench) -> None:
+def valid_messages_are_taken(engine: EngineUnderTest) -> None:
     """Every valid vector is taken for what it says, whatever its msgpack looks like."""
-    peer = bench.session()
+    peer = engine.session()
     for vector in vectors(peer):
         if vector.message is None:
             continue
         try:
-            _take(bench, peer, vector, vector.message)
+            _take(engine, peer, vector, vector.message)
         except BrokenError as error:
             raise BrokenError(f"{error.expected}, for vector {vector.name}", error.got) from None
     peer.still_streams()
 
 
-def _take(bench: EngineBench, peer: Peer, vector: Vector, message: dict[str, object]) -> None:
+def _take(engine: EngineUnderTest, peer: Peer, vector: Vector, message: dict[str, object]) -> None:
     if vector.frames[0] == f"{Op.BYE:02x}":
-        leaving = bench.session()
+        leaving = engine.session()
         leaving.send_frames(vector.data)
         leaving.send(Op.PING, {})
         leaving.refused("no_session")
@@ -99,20 +99,20 @@ def _take(bench: EngineBench, peer: Peer, vector: Vector, message: dict[str, obj
 
 
 @ENGINE_RULES.add("HELLO")
-def every_hello_is_answered(bench: EngineBench) -> None:
+def every_hello_is_answered(engine: EngineUnderTest) -> None:
     """Every valid HELLO of the vectors gets WELCOME, or REFUSED if its major is another."""
-    probe = bench.session()
+    probe = engine.session()
     for vector in vectors(probe, before_hello=True):
         if vector.message is not None:
-            peer = bench.peer()
+            peer = engine.peer()
             peer.send_frames(vector.data)
             peer.expect(Welcome if vector.message["protocol"][0] == 1 else Refused)
 
 
 @ENGINE_RULES.add("PONG")
-def what_asks_nothing_is_answered_by_nothing(bench: EngineBench) -> None:
+def what_asks_nothing_is_answered_by_nothing(engine: EngineUnderTest) -> None:
     """PONG, and ABORT of what does not run, get no answer."""
-    peer = bench.session()
+    peer = engine.session()
     for vector in vectors(peer):
         if vector.ignored:
             answered(peer, vector)
@@ -120,9 +120,9 @@ def what_asks_nothing_is_answered_by_nothing(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("7. Operations")
-def every_op_byte_has_its_answer(bench: EngineBench) -> None:
+def every_op_byte_has_its_answer(engine: EngineUnderTest) -> None:
     """Of 256 op bytes, those that clients do not send are answered with unknown_op."""
-    peer = bench.session()
+    peer = engine.session()
     known = {int(message.op) for message in FROM_CLIENT}
     for op in range(256):
         if op not in known:

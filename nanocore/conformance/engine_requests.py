@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-from nanocore.conformance.engine_bench import ENGINE_RULES, EngineBench
+from nanocore.conformance.checked_streams import Stream
 from nanocore.conformance.engine_sessions import longest, runs_on
+from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import PROMPT, Peer, submit_body
 from nanocore.conformance.report import BrokenError, SkippedError, require
-from nanocore.conformance.streams import Stream
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import Op, Pong
 
@@ -25,9 +25,9 @@ def require_whole(stream: Stream, num_tokens: int) -> None:
 
 
 @ENGINE_RULES.add("10. Ordering and delivery")
-def request_runs_from_accepted_to_one_end(bench: EngineBench) -> None:
+def request_runs_from_accepted_to_one_end(engine: EngineUnderTest) -> None:
     """ACCEPTED, then tokens below vocab_size, max_tokens of them, then one end, then nothing."""
-    peer = bench.session()
+    peer = engine.session()
     for num_tokens in (1, 2, 7, 33):
         require_whole(peer.complete(f"n{num_tokens}", max_tokens=num_tokens), num_tokens)
         peer.quiet()
@@ -35,18 +35,18 @@ def request_runs_from_accepted_to_one_end(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("ACCEPTED")
-def handles_are_never_reused(bench: EngineBench) -> None:
+def handles_are_never_reused(engine: EngineUnderTest) -> None:
     """No handle is given twice, within a session or across them."""
-    for peer in (bench.session(), bench.session()):
+    for peer in (engine.session(), engine.session()):
         for i in range(5):
             peer.complete(f"r{i}", max_tokens=1)
         peer.complete("r0", max_tokens=1)
 
 
 @ENGINE_RULES.add("Event")
-def cached_tokens_are_told_with_the_first_token(bench: EngineBench) -> None:
+def cached_tokens_are_told_with_the_first_token(engine: EngineUnderTest) -> None:
     """num_cached_tokens comes with the first token, and is part of the prompt."""
-    peer = bench.session()
+    peer = engine.session()
     num_prompt = min(4 * peer.welcome.model.block_size, longest(peer) - 1)
     prompt = [i % 4 for i in range(num_prompt)]
     for i in range(2):
@@ -60,9 +60,9 @@ def cached_tokens_are_told_with_the_first_token(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("9. Sampling parameters")
-def greedy_requests_repeat(bench: EngineBench) -> None:
+def greedy_requests_repeat(engine: EngineUnderTest) -> None:
     """The same prompt at temperature 0 gives the same tokens."""
-    peer = bench.session()
+    peer = engine.session()
     for prompt in (PROMPT, [0], [3, 3, 2, 1, 0]):
         one = peer.complete("one", prompt, max_tokens=16)
         two = peer.complete("two", prompt, max_tokens=16, skip_reading_prefix_cache=True)
@@ -70,9 +70,9 @@ def greedy_requests_repeat(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("9. Sampling parameters")
-def seeds_repeat(bench: EngineBench) -> None:
+def seeds_repeat(engine: EngineUnderTest) -> None:
     """ACCEPTED tells the seed; the same seed gives the same tokens, also one that was drawn."""
-    peer = bench.session()
+    peer = engine.session()
     given = peer.complete("given", temperature=1.0, seed=7, max_tokens=16)
     require(given.seed == 7, "seed 7 in ACCEPTED", given.seed)
     drawn = peer.complete("drawn", temperature=1.0, max_tokens=16)
@@ -83,9 +83,9 @@ def seeds_repeat(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("ABORT")
-def abort_ends_a_request(bench: EngineBench) -> None:
+def abort_ends_a_request(engine: EngineUnderTest) -> None:
     """ABORT ends a request with "abort", its repetition and its crossing the end do nothing."""
-    peer = bench.session()
+    peer = engine.session()
     stream = peer.submit("long", max_tokens=longest(peer))
     for _ in range(3):
         peer.send(Op.ABORT, {"request_ids": ["long", "long"]})
@@ -97,9 +97,9 @@ def abort_ends_a_request(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("ABORT")
-def abort_of_the_unknown_is_ignored(bench: EngineBench) -> None:
+def abort_of_the_unknown_is_ignored(engine: EngineUnderTest) -> None:
     """Ids of nobody among others harm neither the session nor what else is aborted."""
-    peer = bench.session()
+    peer = engine.session()
     stay = peer.submit("stay", max_tokens=32)
     leave = peer.submit("leave", max_tokens=longest(peer))
     peer.send(Op.ABORT, {"request_ids": ["nobody", "leave", ""]})
@@ -109,9 +109,9 @@ def abort_of_the_unknown_is_ignored(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("SUBMIT")
-def duplicate_id_leaves_the_first_untouched(bench: EngineBench) -> None:
+def duplicate_id_leaves_the_first_untouched(engine: EngineUnderTest) -> None:
     """An id in use is refused, its request runs on, and after its end the id is free."""
-    peer = bench.session()
+    peer = engine.session()
     alone = peer.complete("alone", max_tokens=32).token_ids
     first = peer.submit("a", max_tokens=longest(peer))
     peer.send(Op.SUBMIT, submit_body("a", [3, 2, 1], max_tokens=5))
@@ -128,9 +128,9 @@ def duplicate_id_leaves_the_first_untouched(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("11. Flow control and limits")
-def too_long_requests_are_refused(bench: EngineBench) -> None:
+def too_long_requests_are_refused(engine: EngineUnderTest) -> None:
     """What does not fit max_model_len is context_length_exceeded; what just fits is taken."""
-    peer = bench.session()
+    peer = engine.session()
     model = peer.welcome.model
     length = model.max_model_len
     peer.send(Op.SUBMIT, submit_body("more", max_tokens=length - len(PROMPT) + 1))
@@ -147,9 +147,9 @@ def too_long_requests_are_refused(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("10. Ordering and delivery")
-def many_requests_interleave(bench: EngineBench) -> None:
+def many_requests_interleave(engine: EngineUnderTest) -> None:
     """Many requests at once, of different lengths, each get their own tokens and end."""
-    peer = bench.session()
+    peer = engine.session()
     most = peer.welcome.limits.max_num_queued_reqs or NUM_INTERLEAVED
     lengths = {f"r{i}": 1 + 3 * i % 17 for i in range(min(most, NUM_INTERLEAVED))}
     for request_id, num_tokens in lengths.items():
@@ -162,17 +162,17 @@ def many_requests_interleave(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("11. Flow control and limits")
-def late_reader_gets_everything(bench: EngineBench) -> None:
+def late_reader_gets_everything(engine: EngineUnderTest) -> None:
     """A client that did not read while its request ran gets all of it, merged and in order."""
-    peer, watcher = bench.session(), bench.session()
+    peer, watcher = engine.session(), engine.session()
     num_tokens = min(256, longest(peer))
     alone = peer.complete("alone", max_tokens=num_tokens).token_ids
-    num_sampled = bench.until_idle(watcher).generation_tokens + num_tokens
+    num_sampled = engine.until_idle(watcher).generation_tokens + num_tokens
     for nonce in range(NUM_UNREAD_PINGS):
         peer.send(Op.PING, {"nonce": nonce})
     peer.send(Op.SUBMIT, submit_body("late", max_tokens=num_tokens))
     what = f"the request of a client that does not read to run: {num_sampled} tokens"
-    bench.until(watcher, what, lambda stats: stats.generation_tokens >= num_sampled)
+    engine.until(watcher, what, lambda stats: stats.generation_tokens >= num_sampled)
     _read_pongs(peer, NUM_UNREAD_PINGS)
     late = peer.accepted("late")
     peer.finish(late)
@@ -187,9 +187,9 @@ def _read_pongs(peer: Peer, num_pongs: int) -> None:
 
 
 @ENGINE_RULES.add("SUBMIT")
-def prompts_end_at_the_vocabulary(bench: EngineBench) -> None:
+def prompts_end_at_the_vocabulary(engine: EngineUnderTest) -> None:
     """The last id of the vocabulary is taken, the next is refused, in prompts and stop tokens."""
-    peer = bench.session()
+    peer = engine.session()
     size = peer.welcome.model.vocab_size
     peer.complete("last", [size - 1], max_tokens=1, stop_token_ids=[size - 1])
     for request_id, body in {
@@ -202,9 +202,9 @@ def prompts_end_at_the_vocabulary(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("Limits")
-def queue_limits_are_told_in_time(bench: EngineBench) -> None:
+def queue_limits_are_told_in_time(engine: EngineUnderTest) -> None:
     """With a queue's limit, what is above it is overloaded with retry_after_s, and not queued."""
-    peer = bench.session()
+    peer = engine.session()
     limit = peer.welcome.limits.max_num_queued_reqs
     if limit is None or limit > 10_000:
         raise SkippedError(f"the engine's max_num_queued_reqs is {limit}")

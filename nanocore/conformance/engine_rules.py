@@ -11,6 +11,6 @@ from nanocore.conformance import (  # noqa: F401 - they add their rules
     engine_sampling,
     engine_sessions,
 )  # fmt: skip
-from nanocore.conformance.engine_bench import ENGINE_RULES
+from nanocore.conformance.engine_under_test import ENGINE_RULES
 
 __all__ = ["ENGINE_RULES"]

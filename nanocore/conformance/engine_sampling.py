@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from nanocore.conformance.engine_bench import ENGINE_RULES, EngineBench
+from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import Peer, submit_body
 from nanocore.conformance.report import BrokenError, require
 from nanocore.protocol.messages import MAX_PRIORITY, MIN_PRIORITY, Op
@@ -61,9 +61,9 @@ def refused(peer: Peer, what: str, naming: str, request_id: str, **fields: objec
 
 
 @ENGINE_RULES.add("9. Sampling parameters")
-def sampling_ranges_include_their_ends(bench: EngineBench) -> None:
+def sampling_ranges_include_their_ends(engine: EngineUnderTest) -> None:
     """Values at both ends of each range are accepted, and so is an int for a float."""
-    peer = bench.session()
+    peer = engine.session()
     for name, values in ACCEPTED.items():
         for value in values:
             sampling = {"max_tokens": 2} | {name: value}
@@ -71,9 +71,9 @@ def sampling_ranges_include_their_ends(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("9. Sampling parameters")
-def sampling_beyond_its_ranges_is_refused_by_name(bench: EngineBench) -> None:
+def sampling_beyond_its_ranges_is_refused_by_name(engine: EngineUnderTest) -> None:
     """What lies beyond a range, NaN, and values of other types are refused, naming the field."""
-    peer = bench.session()
+    peer = engine.session()
     for name, values in REFUSED.items():
         for value in values:
             sampling = {"max_tokens": 2} | {name: value}
@@ -84,9 +84,9 @@ def sampling_beyond_its_ranges_is_refused_by_name(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("2. Conventions")
-def errors_speak_of_msgpack(bench: EngineBench) -> None:
+def errors_speak_of_msgpack(engine: EngineUnderTest) -> None:
     """An ERROR about a type names it in msgpack's words, not in those of the engine's language."""
-    peer = bench.session()
+    peer = engine.session()
     for name, value, kind in WRONG_TYPES:
         peer.send(Op.SUBMIT, submit_body("a") | {name: value})
         message = peer.refused("invalid_request", "a", naming=name).message
@@ -98,9 +98,9 @@ def errors_speak_of_msgpack(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("SUBMIT")
-def submits_strings_have_lengths(bench: EngineBench) -> None:
+def submits_strings_have_lengths(engine: EngineUnderTest) -> None:
     """request_id and cache_salt of the lengths that the limits name are taken, others refused."""
-    peer = bench.session()
+    peer = engine.session()
     id_chars = peer.welcome.limits.max_request_id_chars
     salt_chars = peer.welcome.limits.max_cache_salt_chars
     for character in ("x", "é", "😀"):
@@ -116,9 +116,9 @@ def submits_strings_have_lengths(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("6. Versions and capabilities")
-def priority_needs_its_capability(bench: EngineBench) -> None:
+def priority_needs_its_capability(engine: EngineUnderTest) -> None:
     """A priority is taken by engines with the capability, and refused by the others."""
-    peer = bench.session()
+    peer = engine.session()
     accepted(peer, "priority=0", "a", priority=0)
     for priority in (MIN_PRIORITY - 1, MAX_PRIORITY + 1, 0.5, "1"):
         refused(peer, f"priority={priority!r}", "priority", "a", priority=priority)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from nanocore.conformance.engine_bench import ENGINE_RULES, EngineBench
+from nanocore.conformance.checked_streams import Stream
+from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import Peer, submit_body
 from nanocore.conformance.report import require
-from nanocore.conformance.streams import Stream
 from nanocore.conformance.vectors import load_vectors
 from nanocore.protocol.messages import (
     MAX_FILE_BYTES,
@@ -46,9 +46,9 @@ def runs_on(peer: Peer, stream: Stream) -> None:
 
 
 @ENGINE_RULES.add("WELCOME")
-def welcome_is_complete(bench: EngineBench) -> None:
+def welcome_is_complete(engine: EngineUnderTest) -> None:
     """WELCOME has every required field, and values that can be."""
-    welcome = bench.session().welcome
+    welcome = engine.session().welcome
     model, limits = welcome.model, welcome.limits
     protocol = welcome.protocol
     require(
@@ -76,19 +76,19 @@ def welcome_is_complete(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("6. Versions and capabilities")
-def lower_minor_is_spoken(bench: EngineBench) -> None:
+def lower_minor_is_spoken(engine: EngineUnderTest) -> None:
     """A client of an older minor version is answered in that version."""
-    for minor in range(bench.session().welcome.protocol[1]):
-        welcome = bench.peer().hello(1, minor)
+    for minor in range(engine.session().welcome.protocol[1]):
+        welcome = engine.peer().hello(1, minor)
         require(welcome.protocol == (1, minor), f"protocol (1, {minor})", welcome.protocol)
 
 
 @ENGINE_RULES.add("6. Versions and capabilities")
-def higher_minor_is_answered_in_the_engines_own(bench: EngineBench) -> None:
+def higher_minor_is_answered_in_the_engines_own(engine: EngineUnderTest) -> None:
     """A client of a newer minor version is answered in the engine's, and served."""
-    own = bench.peer().hello(1, 1_000_000).protocol
+    own = engine.peer().hello(1, 1_000_000).protocol
     for minor in (own[1] + 1, 255, 2**31):
-        peer = bench.peer()
+        peer = engine.peer()
         welcome = peer.hello(1, minor)
         require(welcome.protocol == own, f"protocol {own} for a client of 1.{minor}", welcome)
         peer.still_streams()
@@ -96,10 +96,10 @@ def higher_minor_is_answered_in_the_engines_own(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("REFUSED")
-def other_major_is_refused(bench: EngineBench) -> None:
+def other_major_is_refused(engine: EngineUnderTest) -> None:
     """Another major version gets REFUSED with those that are welcome; then HELLO can be said."""
     for major in (0, 2, 255):
-        peer = bench.peer()
+        peer = engine.peer()
         peer.send(Op.HELLO, {"protocol": [major, 0]})
         refused = peer.expect(Refused, f"for a client of {major}.0")
         welcome_ones = [version for version in refused.supported if version[0] != major]
@@ -111,9 +111,9 @@ def other_major_is_refused(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("5. Session")
-def second_hello_leaves_the_session_intact(bench: EngineBench) -> None:
+def second_hello_leaves_the_session_intact(engine: EngineUnderTest) -> None:
     """HELLO in an open session is a protocol_error, and its requests run on."""
-    peer = bench.session()
+    peer = engine.session()
     stream = peer.submit("a", max_tokens=longest(peer))
     peer.send(Op.HELLO, {"protocol": [1, 0]})
     peer.refused("protocol_error")
@@ -122,9 +122,9 @@ def second_hello_leaves_the_session_intact(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("5. Session")
-def nothing_counts_before_hello(bench: EngineBench) -> None:
+def nothing_counts_before_hello(engine: EngineUnderTest) -> None:
     """Before HELLO everything but BYE is answered with no_session, or as what is no message."""
-    peer = bench.peer()
+    peer = engine.peer()
     for vector in load_vectors("client"):
         if vector.before_hello and vector.error:
             peer.send_frames(vector.data)
@@ -137,9 +137,9 @@ def nothing_counts_before_hello(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("5. Session")
-def nothing_counts_after_bye(bench: EngineBench) -> None:
+def nothing_counts_after_bye(engine: EngineUnderTest) -> None:
     """After BYE it is as before HELLO, and a new HELLO opens a new session."""
-    peer = bench.session()
+    peer = engine.session()
     first = peer.welcome.session
     peer.bye()
     for op, body in (
@@ -155,26 +155,26 @@ def nothing_counts_after_bye(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("5. Session")
-def instance_names_the_engines_run(bench: EngineBench) -> None:
+def instance_names_the_engines_run(engine: EngineUnderTest) -> None:
     """All sessions see one engine_instance, and each its own session id."""
-    one, two = bench.session().welcome, bench.session().welcome
+    one, two = engine.session().welcome, engine.session().welcome
     same = one.engine_instance == two.engine_instance
     require(same, f"engine_instance {one.engine_instance!r}", two.engine_instance)
     require(one.session != two.session, "another session id", two.session)
 
 
 @ENGINE_RULES.add("5. Session")
-def engine_asks_for_signs_of_life(bench: EngineBench) -> None:
+def engine_asks_for_signs_of_life(engine: EngineUnderTest) -> None:
     """The engine sends PING to a session that is silent."""
-    peer = bench.session()
+    peer = engine.session()
     peer.wait_for_ping()
     peer.wait_for_ping()
 
 
 @ENGINE_RULES.add("5. Session")
-def sessions_do_not_see_each_other(bench: EngineBench) -> None:
+def sessions_do_not_see_each_other(engine: EngineUnderTest) -> None:
     """Two sessions may use one request_id; outputs and ABORT stay within a session."""
-    one, two = bench.session(), bench.session()
+    one, two = engine.session(), engine.session()
     mine = one.submit("a", max_tokens=64)
     theirs = two.submit("a", [3, 2, 1], max_tokens=longest(two))
     two.send(Op.ABORT, {"request_ids": ["a"]})
@@ -188,9 +188,9 @@ def sessions_do_not_see_each_other(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("ABORT")
-def foreign_requests_cannot_be_aborted(bench: EngineBench) -> None:
+def foreign_requests_cannot_be_aborted(engine: EngineUnderTest) -> None:
     """An ABORT that names another session's request does nothing."""
-    owner, stranger = bench.session(), bench.session()
+    owner, stranger = engine.session(), engine.session()
     stream = owner.submit("mine", max_tokens=longest(owner))
     stranger.send(Op.ABORT, {"request_ids": ["mine"]})
     stranger.quiet()
@@ -198,10 +198,10 @@ def foreign_requests_cannot_be_aborted(bench: EngineBench) -> None:
 
 
 @ENGINE_RULES.add("BYE")
-def bye_aborts_the_sessions_requests(bench: EngineBench) -> None:
+def bye_aborts_the_sessions_requests(engine: EngineUnderTest) -> None:
     """BYE ends the session's requests; nothing of them reaches its successor."""
-    peer, watcher = bench.session(), bench.session()
-    before = bench.until_idle(watcher).num_aborts
+    peer, watcher = engine.session(), engine.session()
+    before = engine.until_idle(watcher).num_aborts
     for i in range(3):
         peer.submit(f"long-{i}", max_tokens=longest(peer))
     peer.bye()
@@ -209,6 +209,6 @@ def bye_aborts_the_sessions_requests(bench: EngineBench) -> None:
     peer.send(Op.HELLO, {"protocol": [1, 0]})
     while not isinstance(message := peer.receive("WELCOME"), Welcome):
         require(not isinstance(message, Accepted), "WELCOME", message)
-    after = bench.until_idle(watcher).num_aborts
+    after = engine.until_idle(watcher).num_aborts
     peer.quiet()
     require(after >= before + 3, f"num_aborts of at least {before + 3}", after)

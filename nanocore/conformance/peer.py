@@ -1,6 +1,6 @@
 """A client that conformance checks drive by hand: plain maps out, typed messages in.
 
-It answers PING, keeps the table of streams, and waits for each answer no longer than the bench's
+It answers PING, keeps the table of streams, and waits for each answer no longer than its test's
 patience. An engine answers messages in their order, so a PING's PONG proves that what was sent
 before it got no answer: no check needs to sleep.
 """
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from nanocore.conformance.checked_streams import CheckedStreams, Stream
 from nanocore.conformance.report import BrokenError, require
-from nanocore.conformance.streams import Stream, StreamTable
 from nanocore.protocol.codec import client_decoder, pack_int32
 from nanocore.protocol.errors import ProtocolError, shorten
 from nanocore.protocol.messages import (
@@ -55,7 +55,7 @@ class Peer:
         self._decoder = client_decoder()
         self._nonce = 1_000_000
         self._welcome: Welcome | None = None
-        self._streams = StreamTable(0, 0)
+        self._streams = CheckedStreams(0, 0)
 
     @property
     def welcome(self) -> Welcome:
@@ -100,7 +100,7 @@ class Peer:
                     self._streams.accept(message)
                 case Welcome():
                     self._welcome = message
-                    self._streams = StreamTable(
+                    self._streams = CheckedStreams(
                         message.model.vocab_size, message.model.max_model_len
                     )
             return message

@@ -14,7 +14,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-Bench = TypeVar("Bench")
+Tested = TypeVar("Tested")
 _MAX_SHOWN_CHARS = 300
 
 
@@ -38,13 +38,13 @@ def require(ok: bool, expected: str, got: object) -> None:
         raise BrokenError(expected, got)
 
 
-class Check(msgspec.Struct, Generic[Bench], frozen=True):
+class Check(msgspec.Struct, Generic[Tested], frozen=True):
     """One named check. section: the title in PROTOCOL.md that it stands under."""
 
     name: str
     section: str
     meaning: str
-    body: Callable[[Bench], None]
+    body: Callable[[Tested], None]
     slow: bool = False
 
 
@@ -73,21 +73,21 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
                 )
 
 
-class Checks(Generic[Bench]):
+class Checks(Generic[Tested]):
     """A list of checks that functions join by `@checks.add(section)`.
 
     The name is the function's with hyphens, the meaning its docstring.
     """
 
     def __init__(self) -> None:
-        self.all: list[Check[Bench]] = []
+        self.all: list[Check[Tested]] = []
 
     def add(
         self, section: str, *, slow: bool = False
-    ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
+    ) -> Callable[[Callable[[Tested], None]], Callable[[Tested], None]]:
         """section: a title of PROTOCOL.md. slow: it waits out a time limit of the protocol."""
 
-        def join(body: Callable[[Bench], None]) -> Callable[[Bench], None]:
+        def join(body: Callable[[Tested], None]) -> Callable[[Tested], None]:
             meaning = re.sub(r"\s+", " ", body.__doc__ or "").strip()
             name = body.__name__.replace("_", "-")
             self.all.append(Check(name, section, meaning, body, slow))
@@ -96,13 +96,13 @@ class Checks(Generic[Bench]):
         return join
 
 
-def run_check(check: Check[Bench], bench: Bench) -> Result:
+def run_check(check: Check[Tested], tested: Tested) -> Result:
     """Run one check."""
     start_s = time.monotonic()
     expected = got = why = None
     outcome: Literal["pass", "fail", "skip"] = "pass"
     try:
-        check.body(bench)
+        check.body(tested)
     except BrokenError as error:
         outcome, expected, got = "fail", error.expected, error.got
     except SkippedError as error:

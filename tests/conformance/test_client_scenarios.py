@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.conformance.client_bench import ClientBench
 from nanocore.conformance.client_scenarios import CLIENT_SCENARIOS
+from nanocore.conformance.client_under_test import ClientUnderTest
 from nanocore.protocol.sockets import EngineSocket
 from tests.conformance import stream_client
 
@@ -34,27 +34,27 @@ def socket(endpoint: str) -> Iterator[EngineSocket]:
     socket.close()
 
 
-def bench(
+def under_test(
     socket: EngineSocket,
     endpoint: str,
     defect: str = "",
     patience_s: float = PATIENCE_S,
     silence_s: float = LONG_SILENCE_S,
-) -> ClientBench:
+) -> ClientUnderTest:
     command = [sys.executable, stream_client.__file__, "{endpoint}", "{prompt}", "{max_tokens}"]
-    return ClientBench(
+    return ClientUnderTest(
         socket, endpoint, [*command, str(silence_s), defect], patience_s, silence_s=SILENCE_S
     )
 
 
 @pytest.mark.parametrize("name", [name for name, s in SCENARIOS.items() if not s.slow])
 def test_a_healthy_client_passes(socket: EngineSocket, endpoint: str, name: str) -> None:
-    result = bench(socket, endpoint).run(SCENARIOS[name])
+    result = under_test(socket, endpoint).run(SCENARIOS[name])
     assert result.outcome == "pass", str(result)
 
 
 def test_a_healthy_client_gives_up_after_silence(socket: EngineSocket, endpoint: str) -> None:
-    one = bench(socket, endpoint, silence_s=SILENCE_S)
+    one = under_test(socket, endpoint, silence_s=SILENCE_S)
     result = one.run(SCENARIOS["silence-is-death"])
     assert result.outcome == "pass", str(result)
 
@@ -63,7 +63,7 @@ def test_a_healthy_client_lives_as_long_as_there_are_pings(
     socket: EngineSocket, endpoint: str
 ) -> None:
     # A minute for the client, against PINGs every tenth of a second: slow machines do not matter.
-    result = bench(socket, endpoint, silence_s=60.0).run(SCENARIOS["pings-are-signs-of-life"])
+    result = under_test(socket, endpoint, silence_s=60.0).run(SCENARIOS["pings-are-signs-of-life"])
     assert result.outcome == "pass", str(result)
 
 
@@ -110,19 +110,19 @@ def test_a_defect_is_found_by_its_scenario(
     socket: EngineSocket, endpoint: str, defect: str
 ) -> None:
     name, words = DEFECTS[defect]
-    result = bench(socket, endpoint, defect, SHORT_PATIENCE_S).run(SCENARIOS[name])
+    result = under_test(socket, endpoint, defect, SHORT_PATIENCE_S).run(SCENARIOS[name])
     assert result.outcome == "fail"
     said = f"{result.expected} {result.got}"
     assert words in said
 
 
 def test_a_client_that_never_gives_up_is_found(socket: EngineSocket, endpoint: str) -> None:
-    one = bench(socket, endpoint, patience_s=0.5, silence_s=LONG_SILENCE_S)
+    one = under_test(socket, endpoint, patience_s=0.5, silence_s=LONG_SILENCE_S)
     assert one.run(SCENARIOS["silence-is-death"]).outcome == "fail"
 
 
 def test_a_client_that_gives_up_early_is_found(socket: EngineSocket, endpoint: str) -> None:
-    one = bench(socket, endpoint, silence_s=0.2)
+    one = under_test(socket, endpoint, silence_s=0.2)
     result = one.run(SCENARIOS["silence-is-death"])
     assert (result.outcome, result.expected) == ("fail", "patience of 0.5 s")
 
@@ -130,5 +130,5 @@ def test_a_client_that_gives_up_early_is_found(socket: EngineSocket, endpoint: s
 def test_a_client_for_which_pings_do_not_count_is_found(
     socket: EngineSocket, endpoint: str
 ) -> None:
-    one = bench(socket, endpoint, "pings-do-not-count", silence_s=0.5)
+    one = under_test(socket, endpoint, "pings-do-not-count", silence_s=0.5)
     assert one.run(SCENARIOS["pings-are-signs-of-life"]).outcome == "fail"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.conformance.engine_bench import EngineBench
 from nanocore.conformance.engine_rules import ENGINE_RULES
+from nanocore.conformance.engine_under_test import EngineUnderTest
 from nanocore.protocol.sockets import PeerSocket
 from tests.conformance.fake_engine import fake_engine
 from tests.end_to_end.forked import engine
@@ -19,8 +19,8 @@ SHORT_PATIENCE_S = 3.0
 RULES = {rule.name: rule for rule in ENGINE_RULES.all}
 
 
-def bench(endpoint: str, patience_s: float = PATIENCE_S) -> EngineBench:
-    return EngineBench(lambda: PeerSocket(endpoint), patience_s)
+def under_test(endpoint: str, patience_s: float = PATIENCE_S) -> EngineUnderTest:
+    return EngineUnderTest(lambda: PeerSocket(endpoint), patience_s)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def endpoint(short_path: Path) -> str:
 @pytest.mark.campaign
 def test_a_healthy_engine_passes_every_rule(endpoint: str) -> None:
     with fake_engine(endpoint):
-        one = bench(endpoint)
+        one = under_test(endpoint)
         results = [one.run(rule) for rule in RULES.values() if not rule.slow]
     assert [str(result) for result in results if result.outcome != "pass"] == []
 
@@ -44,15 +44,15 @@ def test_a_healthy_engine_passes_every_rule(endpoint: str) -> None:
     ],
     ids=["fcfs", "priority"],
 )
-def our_engine(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[EngineBench]:
-    """Our engine with a queue that is soon full, as is the engine; the bench of one run."""
+def our_engine(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[EngineUnderTest]:
+    """Our engine with a queue that is soon full, as is the engine; for the tests of one run."""
     flags = ("--max-num-queued-reqs", "60", "--max-num-clients", "20")
     with engine(tiny_model, *flags, *request.param) as running:
-        yield bench(running.endpoint)
+        yield under_test(running.endpoint)
 
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if not rule.slow])
-def test_our_engine_passes(our_engine: EngineBench, name: str) -> None:
+def test_our_engine_passes(our_engine: EngineUnderTest, name: str) -> None:
     result = our_engine.run(RULES[name])
     assert result.outcome == "pass", str(result)
 
@@ -154,7 +154,7 @@ DEFECTS = {
 def test_a_defect_is_found_by_its_rule(endpoint: str, defect: str) -> None:
     name, words = DEFECTS[defect]
     with fake_engine(endpoint, defect):
-        result = bench(endpoint, SHORT_PATIENCE_S).run(RULES[name])
+        result = under_test(endpoint, SHORT_PATIENCE_S).run(RULES[name])
     assert result.outcome == "fail"
     assert words in f"{result.expected} {result.got}"
 
@@ -175,7 +175,7 @@ SILENCE_S = 0.5
 )
 def test_the_end_of_a_silent_session_is_seen(endpoint: str, defect: str, words: str) -> None:
     with fake_engine(endpoint, defect, timeout_s=SILENCE_S):
-        result = bench(endpoint, SHORT_PATIENCE_S).run(RULES[SILENT])
+        result = under_test(endpoint, SHORT_PATIENCE_S).run(RULES[SILENT])
     assert result.outcome == ("fail" if defect else "pass"), str(result)
     assert words in f"{result.expected} {result.got}"
 

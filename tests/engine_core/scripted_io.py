@@ -13,7 +13,7 @@ import numpy as np
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.client_limit import ClientLimit
-from nanocore.engine_core.io.control_desk import MAX_CALLS, ControlDesk
+from nanocore.engine_core.io.control_handler import MAX_CALLS, ControlHandler
 from nanocore.engine_core.io.front_desk import FrontDesk
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.queue_limit import QueueLimit
@@ -67,7 +67,7 @@ class Io:
             self.inbox,
             Reception(CARD, ["prefix_caching"], 4, client_limit, queue_limit, instance="0" * 32),
             admission or Admission(CARD, EngineConfig(), queue_limit),
-            ControlDesk(self.inbox, files),
+            ControlHandler(self.inbox, files),
             num_steps=lambda: 0,
             step_age_ms=lambda: 0,
             max_backlogs_bytes=max_backlogs_bytes,

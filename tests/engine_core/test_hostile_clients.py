@@ -7,7 +7,7 @@ import logging
 import msgspec
 import pytest
 
-from nanocore.engine_core.io.control_desk import MAX_CALLS
+from nanocore.engine_core.io.control_handler import MAX_CALLS
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES

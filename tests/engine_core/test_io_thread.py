@@ -17,7 +17,7 @@ from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.io_thread import IoThread
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.queue_limit import QueueLimit
-from nanocore.engine_core.io.turn import MAX_TURN_S, Turn
+from nanocore.engine_core.io.receive_throttle import MAX_TURN_S, ReceiveThrottle
 from nanocore.engine_core.mailbox import AbortRequests, Farewell, Shutdown
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
@@ -194,7 +194,7 @@ def test_a_flood_leaves_outputs_and_steps_their_turn(io: Threaded) -> None:
 
 def test_few_messages_are_taken_without_a_rest() -> None:
     clock = FakeClock()
-    turn = Turn(clock)
+    turn = ReceiveThrottle(clock)
     assert turn.begin()
     assert not turn.is_over()
     assert turn.rest_s <= 0

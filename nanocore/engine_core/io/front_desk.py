@@ -18,7 +18,7 @@ from typing import Final, Protocol
 import msgspec
 
 from nanocore.engine_core.io.admission import Admission
-from nanocore.engine_core.io.control_desk import ControlDesk
+from nanocore.engine_core.io.control_handler import ControlHandler
 from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S, Reception
 from nanocore.engine_core.io.session import MAX_BACKLOGS_BYTES, Session, output_frames, over_limit
 from nanocore.engine_core.io.session_table import SessionTable
@@ -78,7 +78,7 @@ class FrontDesk:
         inbox: Inbox,
         reception: Reception,
         admission: Admission,
-        controls: ControlDesk,
+        controls: ControlHandler,
         num_steps: Callable[[], int],
         step_age_ms: Callable[[], int],
         max_backlogs_bytes: int = MAX_BACKLOGS_BYTES,

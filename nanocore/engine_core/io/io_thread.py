@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Final
 
 from nanocore.engine_core.io.front_desk import FrontDesk
+from nanocore.engine_core.io.receive_throttle import ReceiveThrottle
 from nanocore.engine_core.io.reception import PING_INTERVAL_S, SESSION_TIMEOUT_S
-from nanocore.engine_core.io.turn import Turn
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
 from nanocore.protocol.sockets import EngineSocket
 
@@ -49,7 +49,7 @@ class IoThread(threading.Thread):
         self._desk = desk
         self._inbox, self._outbox = inbox, outbox
         self._clock = clock
-        self._turn = Turn(clock)
+        self._throttle = ReceiveThrottle(clock)
 
     def run(self) -> None:
         """The thread's body. Its failure is the engine's: a deaf engine must not live on."""
@@ -79,7 +79,7 @@ class IoThread(threading.Thread):
 
     def _wait(self, next_check_s: float) -> None:
         """Until there is something to do; during a rest only for the step loop."""
-        if (rest_s := self._turn.rest_s) > 0:
+        if (rest_s := self._throttle.rest_s) > 0:
             self._outbox.wait(rest_s)
         else:
             is_slow = bool(self._desk.sessions.slow)
@@ -99,9 +99,9 @@ class IoThread(threading.Thread):
 
     def _receive_batch(self) -> None:
         """Take what has arrived; of a flood as much as one turn allows."""
-        if not self._turn.begin():
+        if not self._throttle.begin():
             return
-        while not self._turn.is_over():
+        while not self._throttle.is_over():
             if (received := self._socket.receive()) is not None:
                 self._receive(*received)
             elif not self._socket.is_busy:

@@ -25,7 +25,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.client_limit import ClientLimit, raise_descriptor_limit
-from nanocore.engine_core.io.control_desk import ControlDesk
+from nanocore.engine_core.io.control_handler import ControlHandler
 from nanocore.engine_core.io.front_desk import FrontDesk
 from nanocore.engine_core.io.io_thread import IoThread
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
@@ -197,7 +197,7 @@ def _io_thread(
         inbox,
         reception,
         Admission(card, config, queue_limit),
-        ControlDesk(inbox, files),
+        ControlHandler(inbox, files),
         num_steps=lambda: counters.num_steps,
         step_age_ms=lambda: clock.age_ms,
     )

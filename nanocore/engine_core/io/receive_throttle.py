@@ -1,4 +1,4 @@
-"""The io thread's turns at taking messages: short, and each full one is followed by a rest.
+"""Takes messages in short turns only, and each full turn is followed by a rest.
 
 Steps run in the same process and need its interpreter. A flood of messages, taken as it comes,
 would leave them little of it, and outputs would wait; so a flood gets half of the time at most, and
@@ -15,8 +15,8 @@ MAX_TURN_S: Final = 0.001
 MAX_REST_S: Final = 0.05  # after a message that took long
 
 
-class Turn:
-    """One after the other. Belongs to the io thread. clock: monotonic, in seconds."""
+class ReceiveThrottle:
+    """Says when messages may be taken. Belongs to the io thread. clock: monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

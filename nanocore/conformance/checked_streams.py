@@ -27,7 +27,7 @@ class Stream:
     stop_reason: int | None = None
 
 
-class StreamTable:
+class CheckedStreams:
     """The requests of one session by handle, those that have ended included."""
 
     def __init__(self, vocab_size: int, max_model_len: int) -> None:

@@ -1,4 +1,4 @@
-"""The bench on which a client is checked: for each scenario its command is started anew.
+"""The client that scenarios are played to: for each one its command is started anew.
 
 Its command line is that of PROTOCOL.md's section 15: placeholders are replaced, then it must open a
 session, stream one greedy request to stdout, and say BYE.
@@ -17,7 +17,7 @@ SILENCE_S = 10.0
 """After so long a silence a client takes the engine for dead."""
 
 
-class ClientBench:
+class ClientUnderTest:
     """What a scenario needs of a client.
 
     endpoint: where `socket` is bound. command: with {endpoint}, {prompt} and {max_tokens} in it.
@@ -60,10 +60,10 @@ class ClientBench:
         finally:
             played.close()
 
-    def run(self, scenario: Check[ClientBench]) -> Result:
+    def run(self, scenario: Check[ClientUnderTest]) -> Result:
         """Play one scenario."""
         return run_check(scenario, self)
 
 
-CLIENT_SCENARIOS: Checks[ClientBench] = Checks()
+CLIENT_SCENARIOS: Checks[ClientUnderTest] = Checks()
 """Every scenario for clients; the modules client_*.py add theirs."""

@@ -18,7 +18,7 @@ from nanocore.protocol.messages import Control, ControlOperation, Reply
 MAX_CALLS: Final = 64  # of one session, that wait for the step loop
 
 
-class ControlDesk:
+class ControlHandler:
     """Serves one engine's CONTROLs. inbox: the step loop's. files: those that read_file reads."""
 
     def __init__(self, inbox: Inbox, files: ModelFiles) -> None:

@@ -1,4 +1,4 @@
-"""The bench on which an engine is checked: it opens peers, and closes them after each rule.
+"""The engine that rules are held against: opens peers to it, and closes them after each rule.
 
 Rules expect to have the engine to themselves: they read its statistics, pause it and empty its
 prefix cache.
@@ -19,7 +19,7 @@ IDLE_PATIENCES = 10
 """Time for an engine to finish what it was given, in units of the patience for an answer."""
 
 
-class EngineBench:
+class EngineUnderTest:
     """What a rule needs of an engine.
 
     connect: opens a connection to it. patience_s: how long any one answer may take.
@@ -73,7 +73,7 @@ class EngineBench:
 
         return self.until(peer, "an engine without requests to become idle", idle)
 
-    def run(self, rule: Check[EngineBench]) -> Result:
+    def run(self, rule: Check[EngineUnderTest]) -> Result:
         """Run one rule; whatever came of it, its sessions end."""
         try:
             return run_check(rule, self)
@@ -84,5 +84,5 @@ class EngineBench:
             self._peers.clear()
 
 
-ENGINE_RULES: Checks[EngineBench] = Checks()
+ENGINE_RULES: Checks[EngineUnderTest] = Checks()
 """Every rule for engines; the modules engine_*.py add theirs."""
