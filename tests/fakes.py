@@ -150,9 +150,11 @@ class FakeExecutor:
         for new in plan.added:
             assert new.row not in self.rows, f"row {new.row} is taken"
             self.rows[new.row] = _Row(
-                _ints(new.token_ids), new.num_computed_tokens, _ints(new.block_ids),
+                _ints(new.token_ids),
+                new.num_computed_tokens,
+                _ints(new.block_ids),
                 num_known=len(_ints(new.token_ids)),
-            )  # fmt: skip
+            )
         for index, block_id in zip(_ints(plan.block_rows), _ints(plan.block_ids), strict=True):
             self.rows[index].block_ids.append(block_id)
 

@@ -164,14 +164,20 @@ class RequestStream:
             self._prompt_token_ids,
             [
                 CompletionOutput(
-                    self._parts, len(self._parts), self._token_ids, self._num_read,
-                    delta, finish_reason, stop_reason, message,
+                    self._parts,
+                    len(self._parts),
+                    self._token_ids,
+                    self._num_read,
+                    delta,
+                    finish_reason,
+                    stop_reason,
+                    message,
                 )
             ],
             self.finished,
             self._num_cached_tokens,
             self._metrics(),
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Stop reading: the request is aborted unless it has ended. Idempotent."""

@@ -53,9 +53,11 @@ def build_parser() -> argparse.ArgumentParser:
     peer.add_argument("--client", action="store_true", help="check the client that CMD starts")
     parser.add_argument("command", metavar="CMD", nargs="*", help="with --client, after --")
     parser.add_argument(
-        "--listen", metavar="ENDPOINT", help="with --client: where to play the engine; "
+        "--listen",
+        metavar="ENDPOINT",
+        help="with --client: where to play the engine; "
         "by default an ipc endpoint in a temporary folder",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--curve-dir", metavar="FOLDER", help="with --engine tcp://HOST:PORT: a client's keys"
     )
@@ -63,13 +65,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="name all rules, and do nothing else")
     parser.add_argument("--json", action="store_true", help="report as JSON")
     parser.add_argument(
-        "--slow", action="store_true", help="also what waits out a time limit of the protocol; "
+        "--slow",
+        action="store_true",
+        help="also what waits out a time limit of the protocol; "
         "with --client every malformed vector instead of a sample",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--patience-s", type=float, default=PATIENCE_S, metavar="SECONDS",
+        "--patience-s",
+        type=float,
+        default=PATIENCE_S,
+        metavar="SECONDS",
         help="how long an answer may take (default: %(default)g)",
-    )  # fmt: skip
+    )
     return parser
 
 

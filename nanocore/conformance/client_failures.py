@@ -112,9 +112,11 @@ def malformed_messages_end_the_session(tested: ClientUnderTest) -> None:
 def malformed_welcome_opens_no_session(tested: ClientUnderTest) -> None:
     """A malformed WELCOME in place of the right one."""
     names = (
-        "engine-welcome-without-protocol", "engine-welcome-protocol-is-str",
-        "engine-welcome-body-is-array", "engine-welcome-body-cut-in-the-middle",
-    )  # fmt: skip
+        "engine-welcome-without-protocol",
+        "engine-welcome-protocol-is-str",
+        "engine-welcome-body-is-array",
+        "engine-welcome-body-cut-in-the-middle",
+    )
     for vector in load_vectors("engine"):
         if vector.name in names:
             with tested.client() as client:

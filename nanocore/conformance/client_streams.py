@@ -15,8 +15,11 @@ TOKENS = [11, 0, 2**31 - 2, 13]
 FIRST: Body = {"handle": HANDLE, "num_cached_tokens": 0}
 NEW: Body = {"new_in_9": {"deep": [1, None, {"x": b"y"}]}}
 LIMITS_SINCE_1_0 = (
-    "max_num_queued_reqs", "max_num_queued_tokens", "max_file_chunk_bytes", "max_num_clients",
-)  # fmt: skip
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "max_file_chunk_bytes",
+    "max_num_clients",
+)
 NUM_SMALL = 3000
 NUM_HUGE = 300_000
 

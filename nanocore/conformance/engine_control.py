@@ -70,8 +70,9 @@ def stats_are_told(engine: EngineUnderTest) -> None:
     require(after.num_clients >= 1, "num_clients of at least 1", after)
     require(
         after.generation_tokens >= before.generation_tokens + 5 and after.num_steps >= 5,
-        f"generation_tokens of at least {before.generation_tokens + 5}, and steps", after,
-    )  # fmt: skip
+        f"generation_tokens of at least {before.generation_tokens + 5}, and steps",
+        after,
+    )
     require(after.num_free_blocks <= after.num_blocks, "no more free blocks than blocks", after)
     errors = after.num_protocol_errors
     peer.send_frames([b"\xff", b"\x80"])

@@ -10,7 +10,7 @@ from nanocore.conformance import (  # noqa: F401 - they add their rules
     engine_requests,
     engine_sampling,
     engine_sessions,
-)  # fmt: skip
+)
 from nanocore.conformance.engine_under_test import ENGINE_RULES
 
 __all__ = ["ENGINE_RULES"]

@@ -53,8 +53,9 @@ def welcome_is_complete(engine: EngineUnderTest) -> None:
     protocol = welcome.protocol
     require(
         protocol[0] == 1 and 0 <= protocol[1] <= LATEST_MINOR,
-        f"protocol [1, at most {LATEST_MINOR}]", protocol,
-    )  # fmt: skip
+        f"protocol [1, at most {LATEST_MINOR}]",
+        protocol,
+    )
     require(bool(welcome.session), "a session id", repr(welcome.session))
     instance = welcome.engine_instance
     ok = re.fullmatch("[0-9a-f]{32}", instance) is not None

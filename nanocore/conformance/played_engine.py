@@ -35,18 +35,31 @@ WELCOME: Body = {
     "session": "5c0e8c2f90d9aa41",
     "engine_instance": "00112233445566778899aabbccddeeff",
     "model": {
-        "model": "/models/played", "architecture": "Played", "dtype": "float32",
-        "vocab_size": 2**31 - 1, "max_model_len": 2**30, "eos_token_ids": [0], "block_size": 16,
-        "num_blocks": 2**26, "default_sampling": {"temperature": 0.6}, "files": [],
+        "model": "/models/played",
+        "architecture": "Played",
+        "dtype": "float32",
+        "vocab_size": 2**31 - 1,
+        "max_model_len": 2**30,
+        "eos_token_ids": [0],
+        "block_size": 16,
+        "num_blocks": 2**26,
+        "default_sampling": {"temperature": 0.6},
+        "files": [],
     },
     "limits": {
-        "max_frame_bytes": 2**24, "max_num_seqs": 8, "max_request_id_chars": 256,
-        "max_cache_salt_chars": 1024, "ping_interval_ms": 1000, "session_timeout_ms": 30_000,
-        "max_num_queued_reqs": 100, "max_num_queued_tokens": None, "max_file_chunk_bytes": 65_536,
+        "max_frame_bytes": 2**24,
+        "max_num_seqs": 8,
+        "max_request_id_chars": 256,
+        "max_cache_salt_chars": 1024,
+        "ping_interval_ms": 1000,
+        "session_timeout_ms": 30_000,
+        "max_num_queued_reqs": 100,
+        "max_num_queued_tokens": None,
+        "max_file_chunk_bytes": 65_536,
         "max_num_clients": 100,
     },
     "capabilities": ["prefix_caching"],
-}  # fmt: skip
+}
 
 
 def output_body(tokens: dict[int, Sequence[int]], *events: Body) -> Body:
@@ -177,8 +190,10 @@ class PlayedEngine:
         require(code == 0, "exit code 0", f"{code}; {self.error_text()}")
         lines = [*map(str, tokens), f"finish_reason: {reason}"]
         printed = self._stdout()
-        same = next((i for i, pair in enumerate(zip(lines, printed, strict=False))
-                     if pair[0] != pair[1]), min(len(lines), len(printed)))  # fmt: skip
+        same = next(
+            (i for i, pair in enumerate(zip(lines, printed, strict=False)) if pair[0] != pair[1]),
+            min(len(lines), len(printed)),
+        )
         wanted, got = lines[same : same + 3], printed[same : same + 3]
         require(lines == printed, f"from line {same + 1} on stdout: {wanted}", got)
 

@@ -305,5 +305,13 @@ class Bye(Message, frozen=True):
 
 FROM_CLIENT: tuple[type[Message], ...] = (Hello, Submit, Abort, Ping, Pong, Control, Bye)
 FROM_ENGINE: tuple[type[Message], ...] = (
-    Welcome, Refused, Accepted, Output, Error, Ping, Pong, Reply, Bye,
-)  # fmt: skip
+    Welcome,
+    Refused,
+    Accepted,
+    Output,
+    Error,
+    Ping,
+    Pong,
+    Reply,
+    Bye,
+)

@@ -44,9 +44,10 @@ def _ids(data: st.DataObject, tokenizer: Tokenizer, max_size: int = MAX_HELD_TOK
     byte_ids = [vocab[f"<0x{b:02X}>"] for b in IN_CHARACTERS if f"<0x{b:02X}>" in vocab]
     last = tokenizer.backend.get_vocab_size()
     some = st.one_of(
-        st.integers(0, last + 2), st.integers(last - len(WORDS) - 4, last - 1),
+        st.integers(0, last + 2),
+        st.integers(last - len(WORDS) - 4, last - 1),
         st.sampled_from(byte_ids or [*IN_CHARACTERS]),
-    )  # fmt: skip
+    )
     return data.draw(st.lists(some, max_size=max_size))
 
 

@@ -109,8 +109,10 @@ def test_the_prompts_are_those_of_transformers(folder: Path, add_generation_prom
         before = json.dumps(messages)
         kind, expected = _rendered(
             reference.apply_chat_template,
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt,
-        )  # fmt: skip
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
         got = _rendered(tokenizer.render_chat, messages, add_generation_prompt)
         assert got[0] == kind, (name, expected, got)
         if kind == "prompt":

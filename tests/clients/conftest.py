@@ -52,10 +52,22 @@ def assert_conforms(*command: str) -> None:
     """The program nanocore-conformance finds nothing wrong with a client's `stream` command."""
     done = subprocess.run(
         [
-            sys.executable, "-m", "nanocore.conformance", "--client", "--patience-s", "30", "--",
-            *command, "{endpoint}", "{prompt}", "{max_tokens}",
+            sys.executable,
+            "-m",
+            "nanocore.conformance",
+            "--client",
+            "--patience-s",
+            "30",
+            "--",
+            *command,
+            "{endpoint}",
+            "{prompt}",
+            "{max_tokens}",
         ],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 failed, 0 skipped" in done.stdout

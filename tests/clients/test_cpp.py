@@ -31,10 +31,13 @@ def missing_tools() -> list[str]:
         name
         for name in HEADERS
         if subprocess.run(
-            command, input=f"#if !__has_include(<{name}>)\n#error\n#endif\n".encode(),
-            capture_output=True, timeout=RUN_TIMEOUT_S, check=False,
+            command,
+            input=f"#if !__has_include(<{name}>)\n#error\n#endif\n".encode(),
+            capture_output=True,
+            timeout=RUN_TIMEOUT_S,
+            check=False,
         ).returncode
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -122,9 +122,15 @@ def test_a_chat_needs_only_the_endpoint_and_a_damaged_cache_is_noticed(
 def test_a_chat_ends_before_a_stop_string(chat: Chat, tmp_path: Path) -> None:
     stop = chat.answer[-2:]
     printed = node(
-        "examples/chat.mjs", chat.endpoint, QUESTION, "--temperature", "0", "--stop", stop,
+        "examples/chat.mjs",
+        chat.endpoint,
+        QUESTION,
+        "--temperature",
+        "0",
+        "--stop",
+        stop,
         env={"XDG_CACHE_HOME": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert printed == f"{chat.answer[: chat.answer.index(stop)]}\n"
 
 

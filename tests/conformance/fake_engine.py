@@ -207,9 +207,13 @@ class FakeEngine(threading.Thread):
         instance = f"{self._num_sessions:032x}" if self.has("instance-changes") else INSTANCE
         limits = msgspec.structs.replace(LIMITS, session_timeout_ms=int(1e3 * self._timeout_s))
         welcome = Welcome(
-            protocol=(1, minor), session=client.session, engine_instance=instance, model=card,
-            limits=limits, capabilities=["prefix_caching"],
-        )  # fmt: skip
+            protocol=(1, minor),
+            session=client.session,
+            engine_instance=instance,
+            model=card,
+            limits=limits,
+            capabilities=["prefix_caching"],
+        )
         self._send(client, welcome)
 
     def _handle(self, client: Client, message: Message) -> None:
@@ -261,9 +265,12 @@ class FakeEngine(threading.Thread):
         sampling = submit.sampling or EngineSamplingParams()
         seed = self._num_handles if sampling.seed is None else sampling.seed
         request = Request(
-            submit.request_id, self._num_handles, list(unpack_int32(submit.prompt_token_ids)),
-            sampling, seed,
-        )  # fmt: skip
+            submit.request_id,
+            self._num_handles,
+            list(unpack_int32(submit.prompt_token_ids)),
+            sampling,
+            seed,
+        )
         told = Accepted(request_id=submit.request_id, handle=request.handle, seed=seed)
         if self.has("seed-untold"):
             told = msgspec.structs.replace(told, seed=0)
@@ -312,14 +319,22 @@ class FakeEngine(threading.Thread):
     def _stats(self) -> Stats:
         running = sum(len(client.requests) for client in self._clients.values())
         return Stats(
-            num_requests_running=running, num_requests_waiting=0, kv_cache_usage_perc=0.0,
-            num_blocks=NUM_BLOCKS, num_free_blocks=NUM_BLOCKS, prefix_cache_queries=0,
+            num_requests_running=running,
+            num_requests_waiting=0,
+            kv_cache_usage_perc=0.0,
+            num_blocks=NUM_BLOCKS,
+            num_free_blocks=NUM_BLOCKS,
+            prefix_cache_queries=0,
             prefix_cache_hits=0,
-            num_preemptions=0, num_aborts=self._num_aborts, prompt_tokens=0,
+            num_preemptions=0,
+            num_aborts=self._num_aborts,
+            prompt_tokens=0,
             generation_tokens=0 if self.has("counters-stand") else self._num_tokens,
-            num_steps=self._num_steps, paused=bool(self._pauses), num_clients=len(self._clients),
+            num_steps=self._num_steps,
+            paused=bool(self._pauses),
+            num_clients=len(self._clients),
             num_protocol_errors=self._num_errors,
-        )  # fmt: skip
+        )
 
     def _step(self) -> None:
         self._num_steps += 1
@@ -355,14 +370,20 @@ class FakeEngine(threading.Thread):
                 events = [Event(handle=event.handle, num_cached_tokens=0), *events]
         self._num_tokens += len(tokens)
         return Output(
-            handles=pack_int32(handles), tokens=pack_int32(tokens),
-            counts=pack_int32(counts) if len(handles) % 2 else None, events=events,
-        )  # fmt: skip
+            handles=pack_int32(handles),
+            tokens=pack_int32(tokens),
+            counts=pack_int32(counts) if len(handles) % 2 else None,
+            events=events,
+        )
 
     def _refuse(
-        self, routing_id: bytes, code: str, text: str, request_id: str | None = None,
+        self,
+        routing_id: bytes,
+        code: str,
+        text: str,
+        request_id: str | None = None,
         retry_after_s: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if request_id is not None and not self.has("long-ids-returned"):
             request_id = returned_id(request_id)
         error = Error(code=code, message=text, request_id=request_id, retry_after_s=retry_after_s)

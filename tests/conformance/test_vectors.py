@@ -174,6 +174,8 @@ def test_the_schema_describes_every_valid_message() -> None:
     }
     # What a later version may say: it is taken, or answered, and not in this version's schema.
     assert unlike == {
-        "client-control-unknown-operation", "client-control-empty-operation",
-        "engine-error-of-a-later-version", "engine-welcome-file-of-a-later-version",
-    }  # fmt: skip
+        "client-control-unknown-operation",
+        "client-control-empty-operation",
+        "engine-error-of-a-later-version",
+        "engine-welcome-file-of-a-later-version",
+    }

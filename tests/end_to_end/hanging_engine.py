@@ -74,9 +74,15 @@ def main() -> int:
         process.GRACE_S = 1.0  # nobody can say goodbye: why wait for it
     config = parse_config(sys.argv[2:])
     card = ModelCard(
-        model="none", architecture="Hanging", dtype="none", vocab_size=50, max_model_len=64,
-        eos_token_ids=[], block_size=16, num_blocks=8,
-    )  # fmt: skip
+        model="none",
+        architecture="Hanging",
+        dtype="none",
+        vocab_size=50,
+        max_model_len=64,
+        eos_token_ids=[],
+        block_size=16,
+        num_blocks=8,
+    )
     socket = EngineSocket(config.endpoint)
     executor = HangingExecutor(sys.argv[1])
     return process.serve(

@@ -151,11 +151,12 @@ def test_an_engine_with_64_descriptors_and_two_places_outlives_endless_messages_
     tiny_model: Path, short_path: Path
 ) -> None:
     with (
-        limited_engine(
-            tiny_model, short_path, (64, 64), "--max-num-clients", "2"
-        ) as (process, endpoint),
+        limited_engine(tiny_model, short_path, (64, 64), "--max-num-clients", "2") as (
+            process,
+            endpoint,
+        ),
         ExitStack() as stack,
-    ):  # fmt: skip
+    ):
         one, two, third = (stack.enter_context(closing(PeerSocket(endpoint))) for _ in range(3))
         for peer in (one, two):
             say_hello(peer)

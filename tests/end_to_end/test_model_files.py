@@ -55,9 +55,13 @@ def test_a_process_without_the_model_chats(elsewhere: Engine, tmp_path: Path) ->
     work.mkdir()
     result = subprocess.run(
         [sys.executable, "-c", CHAT, elsewhere.endpoint, QUESTION],
-        cwd=work, env={**os.environ, "XDG_CACHE_HOME": str(cache_home)},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        cwd=work,
+        env={**os.environ, "XDG_CACHE_HOME": str(cache_home)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     assert "579" in result.stdout
     kept = [path.read_bytes() for path in (cache_home / "nanocore" / "files").iterdir()]

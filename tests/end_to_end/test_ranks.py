@@ -179,9 +179,14 @@ def test_a_rank_that_fails_when_nobody_listens_any_more_ends_without_a_word(
     board_fd = StatusBoard.create(1)
     start = RankStart(
         config=EngineConfig(device="cpu").worker_config(str(tmp_path), max_model_len=64),
-        rank=0, cores=[*os.sched_getaffinity(0)], board_fd=board_fd,
-        reduce_fd=-1, receive_fd=-1, send_fd=-1, rendezvous="",
-    )  # fmt: skip
+        rank=0,
+        cores=[*os.sched_getaffinity(0)],
+        board_fd=board_fd,
+        reduce_fd=-1,
+        receive_fd=-1,
+        send_fd=-1,
+        rendezvous="",
+    )
     rank = RankProcess(start, [board_fd])
     with socket.fromfd(rank.pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
         end.shutdown(socket.SHUT_RD)  # what it sends fails; that the engine is gone it cannot see

@@ -21,16 +21,16 @@ def running(tiny_model: Path) -> Iterator[Engine]:
     """One seat, room for three in the queue, and every option that changes who goes when."""
     with engine(
         tiny_model,
-        "--scheduling-policy", "priority",
-        "--max-num-seqs", "1",
-        "--max-num-queued-reqs", "3",
-        "--max-num-queued-tokens", "200",
-        "--long-prefill-token-threshold", "16",
-        "--max-num-partial-prefills", "1",
-        "--watermark", "0.01",
-        "--target-itl-ms", "50",
+        "--scheduling-policy=priority",
+        "--max-num-seqs=1",
+        "--max-num-queued-reqs=3",
+        "--max-num-queued-tokens=200",
+        "--long-prefill-token-threshold=16",
+        "--max-num-partial-prefills=1",
+        "--watermark=0.01",
+        "--target-itl-ms=50",
         "--salt-prefix-cache-by-session",
-    ) as started:  # fmt: skip
+    ) as started:
         yield started
 
 
@@ -108,9 +108,12 @@ def test_a_request_can_leave_the_cache_unread(running: Engine) -> None:
     async def main() -> None:
         async with connect(running) as client:
             unread = SamplingParams(
-                temperature=0, max_tokens=4, ignore_eos=True, detokenize=False,
+                temperature=0,
+                max_tokens=4,
+                ignore_eos=True,
+                detokenize=False,
                 skip_reading_prefix_cache=True,
-            )  # fmt: skip
+            )
             outputs = [await client.complete(PROMPT, params) for params in (GREEDY, unread, GREEDY)]
             assert [output.num_cached_tokens for output in outputs] == [0, 0, 32]
             assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1

@@ -19,10 +19,14 @@ def rank(
     num_blocks: int, block_bytes: int = 1000, device: str = "cpu", memory_bytes: int = 10**9
 ) -> WorkerInfo:
     return WorkerInfo(
-        device=device, dtype="float32", kernels="torch", weight_bytes=1,
-        kv_block_bytes=block_bytes, available_kv_bytes=num_blocks * block_bytes + block_bytes - 1,
+        device=device,
+        dtype="float32",
+        kernels="torch",
+        weight_bytes=1,
+        kv_block_bytes=block_bytes,
+        available_kv_bytes=num_blocks * block_bytes + block_bytes - 1,
         memory_bytes=memory_bytes,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -59,9 +63,15 @@ def test_a_length_that_does_not_fit_is_refused_with_need_have_longest_and_flags(
         size_cache(EngineConfig(), [rank(1000), rank(10, block_bytes=50_000)], 1024)
     message = str(caught.value)
     for word in (
-        "1024 tokens", "3.2 MB", "rank 1", "0.5 MB", "160 tokens", "--max-model-len 160 (or auto)",
-        "--kv-cache-memory-bytes 3200000", "--kv-cache-dtype int8",
-    ):  # fmt: skip
+        "1024 tokens",
+        "3.2 MB",
+        "rank 1",
+        "0.5 MB",
+        "160 tokens",
+        "--max-model-len 160 (or auto)",
+        "--kv-cache-memory-bytes 3200000",
+        "--kv-cache-dtype int8",
+    ):
         assert word in message
     assert "--gpu-memory-utilization" not in message
 

@@ -156,12 +156,25 @@ def test_a_flag_that_is_no_json_object_is_an_error_with_an_example(text: str) ->
 def test_the_workers_part_has_every_parameter_of_the_same_name_and_no_other() -> None:
     """A field of WorkerConfig that no parameter is named after is an error at once."""
     config = EngineConfig(
-        load_format="dummy", hf_overrides={"a": 1}, device="cpu", dtype="float32",
-        attention_backend="torch", quantization="int8", kv_cache_dtype="int8", block_size=32,
-        max_num_seqs=3, max_num_batched_tokens=17, gpu_memory_utilization=0.25, seed=7,
-        kv_cache_memory_bytes=99, tensor_parallel_size=2, pipeline_parallel_size=3,
-        enforce_eager=True, batch_invariant=True, async_scheduling=True,
-    )  # fmt: skip
+        load_format="dummy",
+        hf_overrides={"a": 1},
+        device="cpu",
+        dtype="float32",
+        attention_backend="torch",
+        quantization="int8",
+        kv_cache_dtype="int8",
+        block_size=32,
+        max_num_seqs=3,
+        max_num_batched_tokens=17,
+        gpu_memory_utilization=0.25,
+        seed=7,
+        kv_cache_memory_bytes=99,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=3,
+        enforce_eager=True,
+        batch_invariant=True,
+        async_scheduling=True,
+    )
     worker = msgspec.structs.asdict(config.worker_config("folder", 5))
     assert (worker.pop("folder"), worker.pop("max_model_len")) == ("folder", 5)
     assert worker == {name: getattr(config, name) for name in worker}

@@ -176,10 +176,22 @@ def test_the_trace_has_one_line_per_step_with_stable_keys(tmp_path: Path) -> Non
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert set(lines[0]) == {
-        "step", "t_s", "duration_ms", "scheduled", "computed", "new", "resumed", "preempted",
-        "finished", "cached", "num_running", "num_waiting", "free_blocks", "total_blocks",
+        "step",
+        "t_s",
+        "duration_ms",
+        "scheduled",
+        "computed",
+        "new",
+        "resumed",
+        "preempted",
+        "finished",
+        "cached",
+        "num_running",
+        "num_waiting",
+        "free_blocks",
+        "total_blocks",
         "token_budget",
-    }  # fmt: skip
+    }
     assert [line["scheduled"] for line in lines] == [{"r1": 8}, {"r1": 4}, {"r1": 1}]
     assert [line["computed"] for line in lines] == [{"r1": 0}, {"r1": 8}, {"r1": 12}]
     assert [line["finished"] for line in lines] == [["r2"], [], ["r1"]]

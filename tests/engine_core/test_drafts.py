@@ -40,8 +40,9 @@ class Engine:
 
     def __init__(self, num_drafts: int = 3, **limits: object) -> None:
         self.scheduler, self.executor = make_scheduler(
-            num_speculative_tokens=num_drafts, **limits  # type: ignore[arg-type]
-        )  # fmt: skip
+            num_speculative_tokens=num_drafts,
+            **limits,  # type: ignore[arg-type]
+        )
         self.executor.draft = next_token
         self.executor.has_columns = True
         self.deliveries = Deliveries()

@@ -86,8 +86,14 @@ class Client:
                 self.num_tokens[handle] = 0
             case Error(request_id=request_id, code=code):
                 self.settle("error" if request_id is None else request_id)
-                assert code in ("protocol_error", "unknown_op", "no_session", "overloaded",
-                                "invalid_request", "duplicate_request_id")  # fmt: skip
+                assert code in (
+                    "protocol_error",
+                    "unknown_op",
+                    "no_session",
+                    "overloaded",
+                    "invalid_request",
+                    "duplicate_request_id",
+                )
             case Output():
                 self._read_output(message)
             case Ping():

@@ -24,10 +24,16 @@ from tests.protocol.samples import ENGINE_MESSAGES
 FILES = ModelFiles(Path(__file__).parents[2] / "nanocore" / "demo_model")
 REQUEST_IDS = st.sampled_from(["r", "s", "\u202e", "\U0001f4a9" * 256, "x" * 257, "", "y" * 2000])
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=5),
-    st.binary(max_size=9), st.lists(st.integers(0, 3), max_size=3), REQUEST_IDS,
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=9),
+    st.lists(st.integers(0, 3), max_size=3),
+    REQUEST_IDS,
     st.sampled_from([[1] * 200, {"max_tokens": 3}, {"temperature": -1.0}, ["r", "s"], {}]),
-)  # fmt: skip
+)
 PROMPTS = st.sampled_from([struct.pack("<2i", 1, 2), b"", b"\1", b"\xff" * 4, b"\1\0\0\0" * 70])
 
 

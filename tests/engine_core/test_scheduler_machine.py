@@ -71,9 +71,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         withholds=st.booleans(),
     )
     def start(
-        self, limits: dict[str, Any], depth: int, has_stages: bool, collide: bool,
-        has_columns: bool, withholds: bool,
-    ) -> None:  # fmt: skip
+        self,
+        limits: dict[str, Any],
+        depth: int,
+        has_stages: bool,
+        collide: bool,
+        has_columns: bool,
+        withholds: bool,
+    ) -> None:
         self.num_groups = depth if has_stages else 1
         self.scheduler, executor = make_scheduler(**limits, num_groups=self.num_groups)
         executor.has_columns = has_columns
@@ -111,9 +116,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         goes_on=st.integers(0, 3).map(lambda n: n == 0),
     )
     def add(
-        self, stem: list[int], tail: list[int], max_tokens: int, priority: int, salt: str | None,
-        skip_reading: bool, stop_at: int | None, goes_on: bool,
-    ) -> None:  # fmt: skip
+        self,
+        stem: list[int],
+        tail: list[int],
+        max_tokens: int,
+        priority: int,
+        salt: str | None,
+        skip_reading: bool,
+        stop_at: int | None,
+        goes_on: bool,
+    ) -> None:
         handle = len(self.expected) + 1
         prompt = stem + tail
         if goes_on and self.expected:  # from where another one ends, whose blocks may be found
@@ -127,12 +139,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts[handle] = prompt
         self.scheduler.add(
             make_request(
-                handle, prompt, max_tokens, block_size=BLOCK_SIZE, cache_salt=salt,
-                priority=priority, skip_reading_prefix_cache=skip_reading, client=handle % 3,
-                eos=stops if handle % 2 else (), stop_token_ids=() if handle % 2 else stops,
-                max_model_len=MAX_MODEL_LEN, **self.digest,
+                handle,
+                prompt,
+                max_tokens,
+                block_size=BLOCK_SIZE,
+                cache_salt=salt,
+                priority=priority,
+                skip_reading_prefix_cache=skip_reading,
+                client=handle % 3,
+                eos=stops if handle % 2 else (),
+                stop_token_ids=() if handle % 2 else stops,
+                max_model_len=MAX_MODEL_LEN,
+                **self.digest,
             )
-        )  # fmt: skip
+        )
 
     @property
     def can_plan(self) -> bool:

@@ -79,10 +79,14 @@ def run(
                 del pending[handle]
                 scheduler.add(
                     make_request(
-                        handle, prompt, max_tokens, block_size=BLOCK_SIZE, cache_salt=salt,
+                        handle,
+                        prompt,
+                        max_tokens,
+                        block_size=BLOCK_SIZE,
+                        cache_salt=salt,
                         max_model_len=MAX_MODEL_LEN,
                     )
-                )  # fmt: skip
+                )
         if not pending and scheduler.num_requests == 0:
             break
         if scheduler.running.may_overlap or scheduler.next_group() is not None:
@@ -134,10 +138,13 @@ def test_drafts_change_no_token_whatever_is_accepted_of_them(
 ) -> None:
     limits = workload["limits"]
     run(
-        workload, depth=num_stages, num_groups=num_stages, withholds=withholds,
+        workload,
+        depth=num_stages,
+        num_groups=num_stages,
+        withholds=withholds,
         num_speculative_tokens=num_drafts,
         max_num_batched_tokens=limits["max_num_batched_tokens"] * (1 + num_drafts),
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -49,10 +49,14 @@ class Timed:
         prompt = [handle] * num_prompt
         self.scheduler.add(
             make_request(
-                handle, prompt, max_tokens, block_size=16, max_model_len=MAX_MODEL_LEN,
+                handle,
+                prompt,
+                max_tokens,
+                block_size=16,
+                max_model_len=MAX_MODEL_LEN,
                 skip_reading_prefix_cache=True,
             )
-        )  # fmt: skip
+        )
 
     def step(self) -> None:
         """One step: (decodes, prompt tokens, seconds) is noted, and the clock goes on."""
@@ -188,9 +192,12 @@ class Recorded:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
         self.now_s = 1.0
         config = SchedulerConfig(
-            max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, target_itl_ms=50.0,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            max_model_len=128,
+            target_itl_ms=50.0,
             **limits,
-        )  # type: ignore[arg-type] # fmt: skip
+        )  # type: ignore[arg-type]
         self.scheduler = Scheduler(config, KVCacheManager(64, 4), clock=lambda: self.now_s)
         self.executor = FakeExecutor(4, 64)
         self.observed: list[tuple[int, int, float]] = []

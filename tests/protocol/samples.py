@@ -66,12 +66,18 @@ SUBMIT = Submit(
     request_id="r1",
     prompt_token_ids=pack_int32([1, 2, 3]),
     sampling=EngineSamplingParams(
-        temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=7, max_tokens=16,
-        stop_token_ids=[5, 6], ignore_eos=True,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.05,
+        seed=7,
+        max_tokens=16,
+        stop_token_ids=[5, 6],
+        ignore_eos=True,
     ),
     priority=-3,
     cache_salt="pepper",
-)  # fmt: skip
+)
 
 CLIENT_MESSAGES: list[Message] = [
     Hello(protocol=(1, 0), client="test/1"),

@@ -82,12 +82,14 @@ def test_a_key_file_that_is_none_is_named(
         path.mkdir()
     elif damage != "missing":
         path.touch(mode=0o600)
-        path.write_bytes({
-            "empty": b"",
-            "binary": bytes(range(256)),
-            "short key": b'public-key = "' + b"x" * 39 + b'"\n',
-            "strange characters": b'public-key = "' + b"~" * 40 + b'"\n',
-        }[damage])  # fmt: skip
+        path.write_bytes(
+            {
+                "empty": b"",
+                "binary": bytes(range(256)),
+                "short key": b'public-key = "' + b"x" * 39 + b'"\n',
+                "strange characters": b'public-key = "' + b"~" * 40 + b'"\n',
+            }[damage]
+        )
     with pytest.raises(KeyFileError, match=words) as caught:
         load(keys)
     assert str(path) in str(caught.value)

@@ -169,8 +169,10 @@ def test_what_lies_in_the_sockets_place_and_is_none_is_left_alone(
     assert "choose another endpoint with --some-endpoint" in str(caught.value)
     after = path.lstat()
     assert (after.st_ino, after.st_mode, after.st_size) == (
-        before.st_ino, before.st_mode, before.st_size
-    )  # fmt: skip
+        before.st_ino,
+        before.st_mode,
+        before.st_size,
+    )
     (short_path / "engine.sock").rename(short_path / "away")
     EndpointLock(endpoint).release()
 

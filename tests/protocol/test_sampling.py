@@ -128,9 +128,12 @@ def test_one_stop_string_is_a_list_of_one() -> None:
 
 def test_what_is_sent_has_no_client_only_field() -> None:
     params = SamplingParams(
-        temperature=0.5, seed=3, stop="x", include_stop_str_in_output=True,
+        temperature=0.5,
+        seed=3,
+        stop="x",
+        include_stop_str_in_output=True,
         skip_special_tokens=False,
-    )  # fmt: skip
+    )
     sent = params.for_engine()
     assert type(sent) is EngineSamplingParams
     assert msgspec.to_builtins(sent) == {"temperature": 0.5, "seed": 3}

@@ -160,8 +160,9 @@ def test_a_length_that_is_announced_costs_nothing_before_its_bytes_have_come() -
 def test_the_largest_message_arrives_and_one_byte_more_is_an_error() -> None:
     reader = ready_reader()
     assert [len(f) for f in read(reader, packed(b"\x10", bytes(MAX_FRAME_BYTES)))[0]] == [
-        1, MAX_FRAME_BYTES,
-    ]  # fmt: skip
+        1,
+        MAX_FRAME_BYTES,
+    ]
     room = MAX_MESSAGE_BYTES - MAX_FRAME_BYTES - 3 * _FRAME_COST_BYTES
     head = b"\3" + MAX_FRAME_BYTES.to_bytes(8, "big")
     assert read(reader, head + bytes(MAX_FRAME_BYTES)) == []

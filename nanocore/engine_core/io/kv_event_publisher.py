@@ -128,8 +128,10 @@ class KVEventPublisher(threading.Thread):
         self._wake_up = -1
         logger.info(
             "kv events: %d batches published, %d dropped, %d malformed replay requests",
-            self.num_published, self.num_dropped, self.num_malformed_requests,
-        )  # fmt: skip
+            self.num_published,
+            self.num_dropped,
+            self.num_malformed_requests,
+        )
 
     def run(self) -> None:
         """The thread's body. Its failure costs the events, not the engine."""

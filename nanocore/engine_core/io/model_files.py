@@ -41,8 +41,10 @@ class ModelFiles:
                 if num_bytes > MAX_FILE_BYTES:
                     logger.warning(
                         "%s has %d bytes: files above %d are not served to clients",
-                        path, num_bytes, MAX_FILE_BYTES,
-                    )  # fmt: skip
+                        path,
+                        num_bytes,
+                        MAX_FILE_BYTES,
+                    )
                     continue
                 content = path.read_bytes()
             except OSError as error:

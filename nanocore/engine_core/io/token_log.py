@@ -48,8 +48,10 @@ class TokenLog:
         """All of them by request, each request's in their order; who came first goes first."""
         handles, first, owners, counts = np.unique(
             np.frombuffer(self._handles, np.uint32),
-            return_index=True, return_inverse=True, return_counts=True,
-        )  # fmt: skip
+            return_index=True,
+            return_inverse=True,
+            return_counts=True,
+        )
         by_arrival = np.argsort(first)
         order = np.argsort(np.argsort(by_arrival)[owners], kind="stable")
         columns = {

@@ -36,10 +36,14 @@ def check_engine(config: EngineConfig) -> None:
     logger.info("model %s (%s), %s", folder, model_config.architecture, describe_workers(ranks))
     for number, rank in enumerate(ranks):
         logger.info(
-            "rank %d: %.1f MB of weights, %.1f MB for KV", number, rank.weight_bytes / 1e6,
+            "rank %d: %.1f MB of weights, %.1f MB for KV",
+            number,
+            rank.weight_bytes / 1e6,
             num_blocks * rank.kv_block_bytes / 1e6,
-        )  # fmt: skip
+        )
     logger.info(
         "%d blocks of %d tokens, requests of %d tokens at most: an engine would start",
-        num_blocks, config.sizes.block_size, max_model_len,
-    )  # fmt: skip
+        num_blocks,
+        config.sizes.block_size,
+        max_model_len,
+    )

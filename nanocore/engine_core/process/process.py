@@ -87,9 +87,13 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         model_config = load_model_config(folder, config.hf_overrides)
         max_model_len = longest_request(config, model_config)
         logger.info(
-            "nanocore %s | model %s (%s) | %s | endpoint %s", __version__, folder,
-            model_config.architecture, _describe_ranks(config), config.endpoint,
-        )  # fmt: skip
+            "nanocore %s | model %s (%s) | %s | endpoint %s",
+            __version__,
+            folder,
+            model_config.architecture,
+            _describe_ranks(config),
+            config.endpoint,
+        )
         logger.info("imports %.2f s, since the process began", imports_s)
         executor = _executor(config, folder, model_config, max_model_len)
         stack.callback(executor.close)
@@ -239,8 +243,10 @@ def _engine_socket(config: EngineConfig) -> Iterator[EngineSocket]:
             if address.is_every_interface:
                 logger.warning(
                     "%s is every network that this machine is in; only clients with a key in %s "
-                    "are served", config.endpoint, keys.clients,
-                )  # fmt: skip
+                    "are served",
+                    config.endpoint,
+                    keys.clients,
+                )
         else:
             stack.callback(EndpointLock(config.endpoint).release)
         socket = stack.enter_context(closing(EngineSocket(config.endpoint, keys)))
