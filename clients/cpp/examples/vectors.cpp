@@ -36,12 +36,15 @@ vector<string> frames_of(const ordered_json& vector) {
     for (const auto& hex : vector.at("frames")) frames.push_back(from_hex(hex));
     return frames;
 }
-template <class T> string pack(const T& map) {
+template <class T>
+string pack(const T& map) {
     msgpack::sbuffer body;
     msgpack::pack(body, map);
     return string(body.data(), body.size());
 }
-Map unpack(const string& body) { return msgpack::unpack(body.data(), body.size())->as<Map>(); }
+Map unpack(const string& body) {
+    return msgpack::unpack(body.data(), body.size())->as<Map>();
+}
 
 // The vector's message as a Map, in its order.
 Map to_map(const ordered_json& message) {
@@ -50,14 +53,22 @@ Map to_map(const ordered_json& message) {
         if (bin_fields.count(name)) {
             const auto bytes = from_hex(value);
             map.put(name, vector<char>(bytes.begin(), bytes.end()));
-        } else if (value.is_object()) map.put(name, to_map(value));
-        else if (value.is_string()) map.put(name, value.get<string>());
-        else if (value.is_boolean()) map.put(name, value.get<bool>());
-        else if (value.is_number_float()) map.put(name, value.get<double>());
-        else if (value.is_number_unsigned()) map.put(name, value.get<uint64_t>());
-        else if (value.is_number_integer()) map.put(name, value.get<int64_t>());
-        else if (!value.empty() && value[0].is_string()) map.put(name, value.get<vector<string>>());
-        else map.put(name, value.get<vector<int64_t>>());
+        } else if (value.is_object())
+            map.put(name, to_map(value));
+        else if (value.is_string())
+            map.put(name, value.get<string>());
+        else if (value.is_boolean())
+            map.put(name, value.get<bool>());
+        else if (value.is_number_float())
+            map.put(name, value.get<double>());
+        else if (value.is_number_unsigned())
+            map.put(name, value.get<uint64_t>());
+        else if (value.is_number_integer())
+            map.put(name, value.get<int64_t>());
+        else if (!value.empty() && value[0].is_string())
+            map.put(name, value.get<vector<string>>());
+        else
+            map.put(name, value.get<vector<int64_t>>());
     }
     return map;
 }
@@ -94,8 +105,9 @@ bool same(const Map& map, const ordered_json& message) {
 class PlayedEngine {
 public:
     explicit PlayedEngine(vector<string> welcome)
-        : endpoint("ipc://" + (std::filesystem::temp_directory_path() / "nanocore-vectors-").string()
-                   + std::to_string(getpid())),
+        : endpoint("ipc://" +
+                   (std::filesystem::temp_directory_path() / "nanocore-vectors-").string() +
+                   std::to_string(getpid())),
           welcome_(std::move(welcome)) {
         socket_.set(zmq::sockopt::rcvtimeo, 20);
         socket_.set(zmq::sockopt::linger, 0);
@@ -120,7 +132,8 @@ private:
             if (op == "\x01") send(peer, opens ? next_ : welcome_);
             if (op != "\x10") continue;
             const auto id = unpack(message[2].to_string()).get<string>("request_id");
-            send(peer, {"\x11", pack(Map().put("request_id", id).put("handle", handle_).put("seed", 1))});
+            send(peer,
+                 {"\x11", pack(Map().put("request_id", id).put("handle", handle_).put("seed", 1))});
             if (!opens) send(peer, next_);
             const auto end = Map().put("handle", handle_).put("finish_reason", string("stop"));
             send(peer, {"\x12", pack(Map().put("events", vector<Map>{end}))});
@@ -168,7 +181,7 @@ Outcome play(PlayedEngine& played, const ordered_json& vector) try {
 } catch (const nanocore::ProtocolError& error) {
     const bool malformed = string(error.what()).rfind("malformed message: ", 0) == 0;
     return malformed ? Outcome::refused : Outcome::ended;  // not protocol 1, or REFUSED
-} catch (const nanocore::Error&) {  // ERROR, BYE
+} catch (const nanocore::Error&) {                         // ERROR, BYE
     return Outcome::ended;
 }
 
@@ -178,8 +191,8 @@ bool may_end_a_session(const ordered_json& vector) {
     if (op == "\x02") return vector.at("message").at("protocol")[0] != 1;
     if (op != "\x13") return op == "\x03" || op == "\x41";
     const auto& error = vector.at("message");
-    return !error.contains("request_id") || error["request_id"].is_null() || error["code"] == "engine_dead"
-        || error["code"] == "no_session";
+    return !error.contains("request_id") || error["request_id"].is_null() ||
+           error["code"] == "engine_dead" || error["code"] == "no_session";
 }
 
 }  // namespace
@@ -191,7 +204,8 @@ int main(int argc, char** argv) try {
     for (string line; std::getline(file, line);) vectors.push_back(ordered_json::parse(line));
     const auto plain = ordered_json{{"protocol", {1, 4}}};
     PlayedEngine played({"\x02", pack(to_map(plain))});
-    int num_decoded = 0, num_encoded = 0, num_refused = 0, num_lenient = 0, num_left_out = 0, num_wrong = 0;
+    int num_decoded = 0, num_encoded = 0, num_refused = 0, num_lenient = 0, num_left_out = 0,
+        num_wrong = 0;
     for (const auto& vector : vectors) {
         const auto frames = frames_of(vector);
         const bool by_engine = vector.at("sender") == "engine", valid = vector.contains("message");
@@ -205,7 +219,8 @@ int main(int argc, char** argv) try {
             }
             if (by_engine) {
                 const auto outcome = play(played, vector);
-                ok = ok && outcome == (may_end_a_session(vector) ? Outcome::ended : Outcome::passed);
+                ok =
+                    ok && outcome == (may_end_a_session(vector) ? Outcome::ended : Outcome::passed);
             }
         } else if (by_engine) {
             const auto outcome = play(played, vector);
@@ -220,9 +235,9 @@ int main(int argc, char** argv) try {
             ++num_wrong;
         }
     }
-    std::cout << "decoded " << num_decoded << ", encoded " << num_encoded << ", refused " << num_refused
-              << ", taken although marked strict " << num_lenient << ", left out " << num_left_out
-              << ", wrong " << num_wrong << "\n";
+    std::cout << "decoded " << num_decoded << ", encoded " << num_encoded << ", refused "
+              << num_refused << ", taken although marked strict " << num_lenient << ", left out "
+              << num_left_out << ", wrong " << num_wrong << "\n";
     return num_wrong || !num_decoded || !num_encoded || !num_refused ? 1 : 0;
 } catch (const std::exception& error) {
     std::cerr << error.what() << std::endl;

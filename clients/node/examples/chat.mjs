@@ -11,7 +11,12 @@ import { Tokenizer } from "./tokenizer.mjs";
 const text = { type: "string" };
 const { values, positionals } = parseArgs({
   allowPositionals: true,
-  options: { system: text, temperature: text, "max-tokens": text, stop: { ...text, multiple: true, default: [] } },
+  options: {
+    system: text,
+    temperature: text,
+    "max-tokens": text,
+    stop: { ...text, multiple: true, default: [] },
+  },
 });
 const [endpoint, question] = positionals;
 

@@ -15,7 +15,10 @@ let engine;
 try {
   engine = await Engine.connect(endpoint);
   const sampling = { temperature: 0, max_tokens: Number(maxTokens) };
-  for await (const { token_ids, finish_reason } of engine.generate(prompt.split(",").map(Number), sampling)) {
+  for await (const { token_ids, finish_reason } of engine.generate(
+    prompt.split(",").map(Number),
+    sampling,
+  )) {
     for (const tokenId of token_ids) console.log(tokenId);
     if (finish_reason) console.log(`finish_reason: ${finish_reason}`);
   }

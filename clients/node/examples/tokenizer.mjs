@@ -19,7 +19,8 @@ async function modelFile(engine, name) {
   const cached = await readFile(path).catch((error) => {
     if (error.code !== "ENOENT") throw error;
   });
-  if (cached && createHash("sha256").update(cached).digest("hex") === entry.sha256) return cached.toString();
+  if (cached && createHash("sha256").update(cached).digest("hex") === entry.sha256)
+    return cached.toString();
   const content = Buffer.from(await engine.readFile(name));
   await mkdir(CACHE, { recursive: true, mode: 0o700 });
   const unfinished = `${path}.${randomUUID()}`; // renamed when whole: others may read the cache meanwhile
@@ -45,7 +46,9 @@ export class Tokenizer {
   /** The tokenizer of an engine's model. */
   static async load(engine) {
     const [tokenizer, config, template] = await Promise.all(
-      ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"].map((name) => modelFile(engine, name)),
+      ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"].map((name) =>
+        modelFile(engine, name),
+      ),
     );
     if (tokenizer === undefined) throw new Error("this engine's model has no tokenizer.json");
     const parsed = JSON.parse(config ?? "{}");
@@ -58,7 +61,10 @@ export class Tokenizer {
 
   decode(tokenIds) {
     if (tokenIds.length === 0) return "";
-    return this.#backend.decode(tokenIds, { skip_special_tokens: true, clean_up_tokenization_spaces: false });
+    return this.#backend.decode(tokenIds, {
+      skip_special_tokens: true,
+      clean_up_tokenization_spaces: false,
+    });
   }
 
   /** Token ids of a conversation, ready for the model's answer. */
@@ -66,7 +72,10 @@ export class Tokenizer {
     if (!this.#template) throw new Error("this engine's model has no chat template");
     const { bos_token, eos_token } = this.#config;
     const text = this.#template.render({
-      messages, add_generation_prompt: true, bos_token: tokenText(bos_token), eos_token: tokenText(eos_token),
+      messages,
+      add_generation_prompt: true,
+      bos_token: tokenText(bos_token),
+      eos_token: tokenText(eos_token),
     });
     return this.encode(text, false);
   }

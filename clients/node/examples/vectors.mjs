@@ -13,7 +13,9 @@ const bytes = (hex) => new Uint8Array(Buffer.from(hex, "hex"));
 const hex = (bytes) => Buffer.from(bytes).toString("hex");
 /** A vector's message with its bin fields, which are there in hexadecimal, as bytes. */
 const body = (message) =>
-  Object.fromEntries(Object.entries(message).map(([k, v]) => [k, BIN.has(k) && v !== null ? bytes(v) : v]));
+  Object.fromEntries(
+    Object.entries(message).map(([k, v]) => [k, BIN.has(k) && v !== null ? bytes(v) : v]),
+  );
 /** What is decoded must say the same as the message; fields that are unknown it may have besides. */
 function compare(decoded, message) {
   if (decoded instanceof Uint8Array) return assert.equal(hex(decoded), message);
@@ -52,7 +54,14 @@ function* check({ sender, frames, message, canonical, error, strict }) {
   }
 }
 
-const counts = { decoded: 0, encoded: 0, refused: 0, "strict, refused": 0, "strict, taken": 0, failed: 0 };
+const counts = {
+  decoded: 0,
+  encoded: 0,
+  refused: 0,
+  "strict, refused": 0,
+  "strict, taken": 0,
+  failed: 0,
+};
 for (const line of readFileSync(process.argv[2], "utf8").trim().split("\n")) {
   const vector = JSON.parse(line);
   try {

@@ -5,13 +5,26 @@
 import { createHash, randomUUID } from "node:crypto";
 import { EventEmitter, on, once } from "node:events";
 import { Dealer } from "zeromq";
-import { EngineError, Op, PROTOCOL_VERSION, decode, encode, packInt32, unpackOutput } from "./wire.js";
+import {
+  EngineError,
+  Op,
+  PROTOCOL_VERSION,
+  decode,
+  encode,
+  packInt32,
+  unpackOutput,
+} from "./wire.js";
 import type { Output, Reply, SamplingParams, Stats, Welcome } from "./wire.js";
 
 export * from "./wire.js";
 /** Z85 text of 40 characters each, by zeromq's names: the engine's public key, and the client's own two. */
 export type CurveKeys = { curveServerKey: string; curvePublicKey: string; curveSecretKey: string };
-export type GenerateOptions = { request_id?: string; priority?: number; cache_salt?: string; signal?: AbortSignal };
+export type GenerateOptions = {
+  request_id?: string;
+  priority?: number;
+  cache_salt?: string;
+  signal?: AbortSignal;
+};
 
 const newEmitter = () => new EventEmitter().setMaxListeners(0).on("error", () => {}); // an error may have no listener
 
@@ -28,10 +41,21 @@ export class Engine {
   private constructor(private readonly socket: Dealer) {}
 
   /** Open a session. It fails when the engine refuses, or is silent for timeoutMs, now or later. */
-  static async connect(endpoint: string, { keys, timeoutMs = 10_000 }: { keys?: CurveKeys; timeoutMs?: number } = {}) {
-    if (endpoint.startsWith("tcp:") && !keys) throw new EngineError("invalid_request", `${endpoint} needs CURVE keys`);
-    const limits = { sendHighWaterMark: 1000, receiveHighWaterMark: 1000, maxMessageSize: 16 * 2 ** 20, linger: 200 };
-    const engine = new Engine(new Dealer({ ...limits, ...keys, sendTimeout: timeoutMs, receiveTimeout: timeoutMs }));
+  static async connect(
+    endpoint: string,
+    { keys, timeoutMs = 10_000 }: { keys?: CurveKeys; timeoutMs?: number } = {},
+  ) {
+    if (endpoint.startsWith("tcp:") && !keys)
+      throw new EngineError("invalid_request", `${endpoint} needs CURVE keys`);
+    const limits = {
+      sendHighWaterMark: 1000,
+      receiveHighWaterMark: 1000,
+      maxMessageSize: 16 * 2 ** 20,
+      linger: 200,
+    };
+    const engine = new Engine(
+      new Dealer({ ...limits, ...keys, sendTimeout: timeoutMs, receiveTimeout: timeoutMs }),
+    );
     engine.socket.connect(endpoint);
     engine.#receive().catch((error) => engine.#fail(error));
     engine.#send(Op.HELLO, { protocol: PROTOCOL_VERSION, client: "nanocore-client (node)" });
@@ -40,12 +64,22 @@ export class Engine {
   }
 
   /** Submit a request and stream its output. Leaving the loop aborts it; so does the signal, with an AbortError. */
-  async *generate(promptTokenIds: ArrayLike<number>, sampling?: SamplingParams, options: GenerateOptions = {}) {
+  async *generate(
+    promptTokenIds: ArrayLike<number>,
+    sampling?: SamplingParams,
+    options: GenerateOptions = {},
+  ) {
     const { request_id = randomUUID(), signal, ...fields } = options;
-    if (this.#streams.has(request_id)) throw new EngineError("duplicate_request_id", `${request_id} is in use`);
+    if (this.#streams.has(request_id))
+      throw new EngineError("duplicate_request_id", `${request_id} is in use`);
     const stream = newEmitter();
     const outputs = on(stream, "output", { signal });
-    this.#send(Op.SUBMIT, { request_id, prompt_token_ids: packInt32(promptTokenIds), sampling, ...fields });
+    this.#send(Op.SUBMIT, {
+      request_id,
+      prompt_token_ids: packInt32(promptTokenIds),
+      sampling,
+      ...fields,
+    });
     this.#streams.set(request_id, stream);
     try {
       for await (const [output] of outputs as AsyncIterable<[Output]>) {
@@ -53,7 +87,8 @@ export class Engine {
         if (output.finish_reason) return;
       }
     } finally {
-      if (this.#streams.get(request_id) === stream) this.#send(Op.ABORT, { request_ids: [request_id] });
+      if (this.#streams.get(request_id) === stream)
+        this.#send(Op.ABORT, { request_ids: [request_id] });
     }
   }
 
@@ -74,17 +109,24 @@ export class Engine {
 
   /** One of the model card's files, its digest verified. */
   async readFile(name: string): Promise<Uint8Array> {
-    const file = this.welcome.model.files?.find((file) => file.name === name && file.num_bytes <= 2 ** 26);
-    if (!file) throw new EngineError("invalid_request", `the model has no file ${name} of at most 64 MiB`);
+    const file = this.welcome.model.files?.find(
+      (file) => file.name === name && file.num_bytes <= 2 ** 26,
+    );
+    if (!file)
+      throw new EngineError("invalid_request", `the model has no file ${name} of at most 64 MiB`);
     const content = Buffer.alloc(file.num_bytes);
-    for (let offset = 0; offset < content.length; ) {
+    for (let offset = 0; offset < content.length;) {
       const { data, message } = await this.control("read_file", { file: name, offset });
-      if (!data?.length) throw new EngineError("protocol_error", `file ${name} ends at ${offset}: ${message}`);
+      if (!data?.length)
+        throw new EngineError("protocol_error", `file ${name} ends at ${offset}: ${message}`);
       content.set(data.subarray(0, content.length - offset), offset);
       offset += data.length;
     }
     if (createHash("sha256").update(content).digest("hex") === file.sha256) return content;
-    throw new EngineError("protocol_error", `file ${name} does not have the digest that the model card gives`);
+    throw new EngineError(
+      "protocol_error",
+      `file ${name} does not have the digest that the model card gives`,
+    );
   }
 
   /** Say BYE and close; open requests fail. Idempotent. */
@@ -98,7 +140,9 @@ export class Engine {
   #send(op: Op, body: object): void {
     if (this.#error) throw this.#error;
     const frames = encode(op, body);
-    this.#sending = this.#sending.then(() => this.socket.send(frames)).catch((error) => this.#fail(error));
+    this.#sending = this.#sending
+      .then(() => this.socket.send(frames))
+      .catch((error) => this.#fail(error));
   }
 
   async #receive(): Promise<void> {
@@ -108,17 +152,20 @@ export class Engine {
         for (const [handle, output] of unpackOutput(message)) {
           const requestId = this.#requestIds.get(handle) ?? "";
           this.#streams.get(requestId)?.emit("output", output);
-          if (output.finish_reason) this.#requestIds.delete(handle) && this.#streams.delete(requestId);
+          if (output.finish_reason)
+            this.#requestIds.delete(handle) && this.#streams.delete(requestId);
         }
       } else if (message.op === Op.PING) this.#send(Op.PONG, { nonce: message.nonce });
       else if (message.op === Op.ACCEPTED) this.#requestIds.set(message.handle, message.request_id);
       else if (message.op === Op.REPLY) this.#answers.emit(`${message.call_id}`, message);
       else if (message.op === Op.WELCOME) this.#answers.emit("welcome", message);
-      else if (message.op === Op.BYE) throw new EngineError("engine_dead", `engine stopped: ${message.reason ?? ""}`);
+      else if (message.op === Op.BYE)
+        throw new EngineError("engine_dead", `engine stopped: ${message.reason ?? ""}`);
       else if (message.op === Op.ERROR || message.op === Op.REFUSED) {
         const { code = message.retry_after_s == null ? "protocol_error" : "overloaded" } = message; // REFUSED has none
         const error = new EngineError(code, message.message, message.retry_after_s ?? undefined);
-        if (!message.request_id || error.code === "engine_dead" || error.code === "no_session") throw error;
+        if (!message.request_id || error.code === "engine_dead" || error.code === "no_session")
+          throw error;
         this.#streams.get(message.request_id)?.emit("error", error);
         this.#streams.delete(message.request_id);
       }
@@ -133,7 +180,8 @@ export class Engine {
     else if (cause.code === "EAGAIN") this.#error = new EngineError("engine_dead", silence);
     else this.#error = new EngineError("protocol_error", `the socket failed: ${cause.message}`);
     void lastWords.then(() => this.socket.close());
-    for (const emitter of [this.#answers, ...this.#streams.values()]) emitter.emit("error", this.#error);
+    for (const emitter of [this.#answers, ...this.#streams.values()])
+      emitter.emit("error", this.#error);
     this.#streams.clear();
   }
 }

@@ -6,28 +6,65 @@ import { decode as unpackBody, encode as packBody } from "@msgpack/msgpack";
 
 export const PROTOCOL_VERSION = [1, 4];
 export enum Op {
-  HELLO = 0x01, WELCOME = 0x02, REFUSED = 0x03, SUBMIT = 0x10, ACCEPTED = 0x11, OUTPUT = 0x12, ERROR = 0x13,
-  ABORT = 0x14, PING = 0x20, PONG = 0x21, CONTROL = 0x30, REPLY = 0x31, BYE = 0x41,
+  HELLO = 0x01,
+  WELCOME = 0x02,
+  REFUSED = 0x03,
+  SUBMIT = 0x10,
+  ACCEPTED = 0x11,
+  OUTPUT = 0x12,
+  ERROR = 0x13,
+  ABORT = 0x14,
+  PING = 0x20,
+  PONG = 0x21,
+  CONTROL = 0x30,
+  REPLY = 0x31,
+  BYE = 0x41,
 }
 
 export interface SamplingParams {
-  temperature?: number; top_p?: number; top_k?: number; min_p?: number; seed?: number | null;
-  max_tokens?: number | null; stop_token_ids?: number[]; ignore_eos?: boolean; skip_reading_prefix_cache?: boolean;
+  temperature?: number;
+  top_p?: number;
+  top_k?: number;
+  min_p?: number;
+  seed?: number | null;
+  max_tokens?: number | null;
+  stop_token_ids?: number[];
+  ignore_eos?: boolean;
+  skip_reading_prefix_cache?: boolean;
 }
 export interface ModelCard {
-  model: string; architecture: string; dtype: string; vocab_size: number; max_model_len: number;
-  eos_token_ids: number[]; block_size: number; num_blocks: number;
-  default_sampling?: SamplingParams; files?: { name: string; num_bytes: number; sha256: string }[];
+  model: string;
+  architecture: string;
+  dtype: string;
+  vocab_size: number;
+  max_model_len: number;
+  eos_token_ids: number[];
+  block_size: number;
+  num_blocks: number;
+  default_sampling?: SamplingParams;
+  files?: { name: string; num_bytes: number; sha256: string }[];
 }
 export interface Welcome {
-  protocol: [number, number]; session: string; engine_instance: string;
-  model: ModelCard; limits: Record<string, number | null>; capabilities?: string[];
+  protocol: [number, number];
+  session: string;
+  engine_instance: string;
+  model: ModelCard;
+  limits: Record<string, number | null>;
+  capabilities?: string[];
 }
 export type Stats = Record<string, number | boolean>;
-export type Reply = { ok?: boolean; message?: string | null; stats?: Stats | null; data?: Uint8Array | null };
+export type Reply = {
+  ok?: boolean;
+  message?: string | null;
+  stats?: Stats | null;
+  data?: Uint8Array | null;
+};
 /** News of a request: new tokens; with the first, how many of the prompt were cached; with the last, how it ended. */
 export interface Output {
-  token_ids: number[]; num_cached_tokens?: number | null; stop_reason?: number | null; message?: string | null;
+  token_ids: number[];
+  num_cached_tokens?: number | null;
+  stop_reason?: number | null;
+  message?: string | null;
   finish_reason?: "stop" | "length" | "abort" | "error" | null;
 }
 /** A message of an engine: its op, and the fields of its body. */
@@ -36,7 +73,11 @@ export type EngineMessage = { op: Op; [field: string]: any };
 /** What this package throws. code: section 12 of PROTOCOL.md. retryAfterS: if "overloaded", when to try again. */
 export class EngineError extends Error {
   override readonly name = "EngineError";
-  constructor(readonly code: string, message: string, readonly retryAfterS?: number) {
+  constructor(
+    readonly code: string,
+    message: string,
+    readonly retryAfterS?: number,
+  ) {
     super(message);
   }
 }
@@ -45,16 +86,20 @@ const EMPTY = new Uint8Array();
 const isMap = (value: unknown) => Object.getPrototypeOf(value ?? 0) === Object.prototype;
 const isText = (value: unknown) => typeof value === "string";
 const isCount = (value: any) => Number.isSafeInteger(value) && value >= 0;
-const isOurs = (version: any) => version?.length === 2 && version[0] === PROTOCOL_VERSION[0] && isCount(version[1]);
+const isOurs = (version: any) =>
+  version?.length === 2 && version[0] === PROTOCOL_VERSION[0] && isCount(version[1]);
 const isColumn = (value: any) => value instanceof Uint8Array && value.length % 4 === 0;
-const isEvent = (value: any) => isMap(value) && isCount(value.handle) && isText(value.finish_reason ?? "");
+const isEvent = (value: any) =>
+  isMap(value) && isCount(value.handle) && isText(value.finish_reason ?? "");
 /** What must hold for the bodies that engines send; they send no other ops. */
 const CHECKS: Partial<Record<Op, (body: any) => boolean>> = {
   [Op.WELCOME]: ({ protocol, model, limits }) => isOurs(protocol) && isMap(model) && isMap(limits),
   [Op.REFUSED]: () => true,
   [Op.ACCEPTED]: ({ request_id, handle }) => isText(request_id) && isCount(handle),
   [Op.OUTPUT]: ({ handles = EMPTY, tokens = EMPTY, counts, events = [] }) =>
-    [handles, tokens, counts ?? EMPTY].every(isColumn) && Array.isArray(events) && events.every(isEvent),
+    [handles, tokens, counts ?? EMPTY].every(isColumn) &&
+    Array.isArray(events) &&
+    events.every(isEvent),
   [Op.ERROR]: ({ code, message, request_id }) => [code, message, request_id ?? ""].every(isText),
   [Op.PING]: ({ nonce = 0 }) => isCount(nonce),
   [Op.PONG]: () => true,
@@ -73,7 +118,8 @@ export function decode([op, bytes, ...more]: Uint8Array[]): EngineMessage {
     if (op?.length !== 1 || !bytes || more.length) throw new Error("not one byte and a body");
     const body: any = unpackBody(bytes);
     const code = op[0] as Op;
-    if (!isMap(body) || !CHECKS[code]?.(body)) throw new Error(`no ${Op[code] ?? "op"} of protocol 1`);
+    if (!isMap(body) || !CHECKS[code]?.(body))
+      throw new Error(`no ${Op[code] ?? "op"} of protocol 1`);
     return { ...body, op: code };
   } catch (error) {
     throw new EngineError("protocol_error", `malformed message: ${(error as Error).message}`);
@@ -84,7 +130,8 @@ export function decode([op, bytes, ...more]: Uint8Array[]): EngineMessage {
 export function packInt32(values: ArrayLike<number>): Uint8Array {
   const column = Buffer.alloc(4 * values.length);
   Array.from(values).forEach((value, i) => {
-    if (value !== (value | 0)) throw new EngineError("invalid_request", `token id ${value} is no int32`);
+    if (value !== (value | 0))
+      throw new EngineError("invalid_request", `token id ${value} is no int32`);
     column.writeInt32LE(value, 4 * i);
   });
   return column;
@@ -96,16 +143,24 @@ function unpackColumn(column: Uint8Array, get: "getInt32" | "getUint32"): number
 }
 
 /** An OUTPUT's news by handle. Throws EngineError "protocol_error" if its columns do not fit together. */
-export function unpackOutput({ handles = EMPTY, tokens = EMPTY, counts, events = [] }: EngineMessage) {
+export function unpackOutput({
+  handles = EMPTY,
+  tokens = EMPTY,
+  counts,
+  events = [],
+}: EngineMessage) {
   const outputs = new Map<number, Output>();
   const tokenIds = unpackColumn(tokens, "getInt32");
   const numTokens = counts && unpackColumn(counts, "getUint32");
   let end = 0;
   unpackColumn(handles, "getUint32").forEach((handle, i) => {
-    outputs.set(handle, { token_ids: tokenIds.slice(end, (end += numTokens ? numTokens[i] ?? NaN : 1)) });
+    outputs.set(handle, {
+      token_ids: tokenIds.slice(end, (end += numTokens ? (numTokens[i] ?? NaN) : 1)),
+    });
   });
   if (end !== tokenIds.length || (counts ?? handles).length !== handles.length)
     throw new EngineError("protocol_error", "the columns of an OUTPUT do not fit together");
-  for (const { handle, ...event } of events) outputs.set(handle, { token_ids: [], ...outputs.get(handle), ...event });
+  for (const { handle, ...event } of events)
+    outputs.set(handle, { token_ids: [], ...outputs.get(handle), ...event });
   return outputs;
 }

@@ -21,7 +21,10 @@ test("the session opens with HELLO and tells what the engine said of itself", as
 
 test("an engine that refuses is told in an error", async (context) => {
   const played = await PlayedEngine.start(context, { welcome: null });
-  const connecting = assert.rejects(Engine.connect(played.endpoint), { code: "protocol_error", message: "other version" });
+  const connecting = assert.rejects(Engine.connect(played.endpoint), {
+    code: "protocol_error",
+    message: "other version",
+  });
   await played.message(Op.HELLO);
   played.say(Op.REFUSED, { message: "other version", supported: [[2, 0]] });
   await connecting;
@@ -38,7 +41,10 @@ test("an engine that is full says when to try again", async (context) => {
 
 test("a WELCOME of another major version opens no session", async (context) => {
   const played = await PlayedEngine.start(context, { welcome: { ...welcome(), protocol: [2, 0] } });
-  await assert.rejects(Engine.connect(played.endpoint), { code: "protocol_error", message: /WELCOME/ });
+  await assert.rejects(Engine.connect(played.endpoint), {
+    code: "protocol_error",
+    message: /WELCOME/,
+  });
 });
 
 test("PING is answered with its nonce", async (context) => {
@@ -50,22 +56,36 @@ test("PING is answered with its nonce", async (context) => {
 
 test("each request gets its own tokens, with counts, and its end", async (context) => {
   const { played, engine } = await open(context);
-  const requests = ["a", "b"].map((request_id) => collect(engine.generate([1], { max_tokens: 3 }, { request_id })));
+  const requests = ["a", "b"].map((request_id) =>
+    collect(engine.generate([1], { max_tokens: 3 }, { request_id })),
+  );
   await played.accept(7, 0);
   await played.accept(9, 1);
   played.say(Op.OUTPUT, {
-    handles: column(9, 7, 5), tokens: column(1, 2, 0), events: [{ handle: 7, num_cached_tokens: 1 }],
+    handles: column(9, 7, 5),
+    tokens: column(1, 2, 0),
+    events: [{ handle: 7, num_cached_tokens: 1 }],
   });
   played.say(Op.OUTPUT, {
-    handles: column(7, 9), tokens: column(3, 4, 5), counts: column(2, 1),
-    events: [{ handle: 9, finish_reason: "stop", stop_reason: 5 }, { handle: 8, finish_reason: "stop" }],
+    handles: column(7, 9),
+    tokens: column(3, 4, 5),
+    counts: column(2, 1),
+    events: [
+      { handle: 9, finish_reason: "stop", stop_reason: 5 },
+      { handle: 8, finish_reason: "stop" },
+    ],
   });
   played.say(Op.OUTPUT, { events: [{ handle: 7, finish_reason: "length" }] });
   const [a, b] = await Promise.all(requests);
   assert.deepEqual(a, [
-    { token_ids: [2], num_cached_tokens: 1 }, { token_ids: [3, 4] }, { token_ids: [], finish_reason: "length" },
+    { token_ids: [2], num_cached_tokens: 1 },
+    { token_ids: [3, 4] },
+    { token_ids: [], finish_reason: "length" },
   ]);
-  assert.deepEqual(b, [{ token_ids: [1] }, { token_ids: [5], finish_reason: "stop", stop_reason: 5 }]);
+  assert.deepEqual(b, [
+    { token_ids: [1] },
+    { token_ids: [5], finish_reason: "stop", stop_reason: 5 },
+  ]);
   assert.deepEqual((await played.message(Op.SUBMIT)).sampling, { max_tokens: 3 });
   await engine.close();
   assert.equal(await played.count(Op.ABORT), 0);
@@ -85,7 +105,11 @@ test("leaving the loop aborts once, and not after the end", async (context) => {
   await played.ping(); // so the end was taken in, and the id is free
   const again = collect(engine.generate([1], undefined, { request_id: "a" }));
   await played.accept(8, 1);
-  played.say(Op.OUTPUT, { handles: column(8), tokens: column(4), events: [{ handle: 8, finish_reason: "stop" }] });
+  played.say(Op.OUTPUT, {
+    handles: column(8),
+    tokens: column(4),
+    events: [{ handle: 8, finish_reason: "stop" }],
+  });
   assert.deepEqual(await again, [{ token_ids: [4], finish_reason: "stop" }]);
   await engine.close();
   assert.equal(await played.count(Op.ABORT), 1);
@@ -101,7 +125,9 @@ test("a signal aborts at once and once, as an AbortError", async (context) => {
   await assert.rejects(outputs, { name: "AbortError", cause: reason });
   const { request_id } = await played.message(Op.SUBMIT);
   assert.deepEqual(await played.message(Op.ABORT), { request_ids: [request_id] });
-  await assert.rejects(engine.generate([1], undefined, { signal: controller.signal }).next(), { name: "AbortError" });
+  await assert.rejects(engine.generate([1], undefined, { signal: controller.signal }).next(), {
+    name: "AbortError",
+  });
   await engine.close();
   assert.deepEqual([await played.count(Op.SUBMIT), await played.count(Op.ABORT)], [1, 1]);
 });
@@ -110,8 +136,18 @@ test("an error about a request is its own, typed", async (context) => {
   const { played, engine } = await open(context);
   const refused = collect(engine.generate([1], undefined, { request_id: "a" }));
   await played.message(Op.SUBMIT);
-  played.say(Op.ERROR, { code: "overloaded", message: "full", request_id: "a", retry_after_s: 1.5 });
-  await assert.rejects(refused, { name: "EngineError", code: "overloaded", message: "full", retryAfterS: 1.5 });
+  played.say(Op.ERROR, {
+    code: "overloaded",
+    message: "full",
+    request_id: "a",
+    retry_after_s: 1.5,
+  });
+  await assert.rejects(refused, {
+    name: "EngineError",
+    code: "overloaded",
+    message: "full",
+    retryAfterS: 1.5,
+  });
   const next = collect(engine.generate([1], undefined, { request_id: "a" }));
   await played.accept(1, 1);
   played.say(Op.OUTPUT, { events: [{ handle: 1, finish_reason: "length" }] });
@@ -124,16 +160,28 @@ test("an id in use is refused here, and close fails what is open", async (contex
   const { played, engine } = await open(context);
   const first = engine.generate([1], undefined, { request_id: "a" }).next();
   await played.accept(1);
-  await assert.rejects(engine.generate([1], undefined, { request_id: "a" }).next(), { code: "duplicate_request_id" });
-  await Promise.all([assert.rejects(first, { code: "no_session" }), engine.close(), engine.close()]);
+  await assert.rejects(engine.generate([1], undefined, { request_id: "a" }).next(), {
+    code: "duplicate_request_id",
+  });
+  await Promise.all([
+    assert.rejects(first, { code: "no_session" }),
+    engine.close(),
+    engine.close(),
+  ]);
   assert.equal(await played.count(Op.SUBMIT), 1);
   assert.equal(await played.count(Op.BYE), 1);
 });
 
 const ends = {
   BYE: [(played) => played.say(Op.BYE, { reason: "told to stop" }), "engine_dead"],
-  "ERROR engine_dead": [(played) => played.say(Op.ERROR, { code: "engine_dead", message: "" }), "engine_dead"],
-  "an ERROR about nothing": [(played) => played.say(Op.ERROR, { code: "unknown_op", message: "" }), "unknown_op"],
+  "ERROR engine_dead": [
+    (played) => played.say(Op.ERROR, { code: "engine_dead", message: "" }),
+    "engine_dead",
+  ],
+  "an ERROR about nothing": [
+    (played) => played.say(Op.ERROR, { code: "unknown_op", message: "" }),
+    "unknown_op",
+  ],
   "a malformed message": [(played) => played.sayFrames([Uint8Array.of(0x12)]), "protocol_error"],
   "an unknown op": [(played) => played.say(0x40, {}), "protocol_error"],
 };
@@ -159,7 +207,10 @@ test("an engine that falls silent is dead, and a request and a call end", async 
   const played = await PlayedEngine.start(context);
   const engine = await Engine.connect(played.endpoint, { timeoutMs: 2000 });
   const dead = { code: "engine_dead", message: /silent for 2 s/ };
-  await Promise.all([assert.rejects(engine.generate([1]).next(), dead), assert.rejects(engine.stats(), dead)]);
+  await Promise.all([
+    assert.rejects(engine.generate([1]).next(), dead),
+    assert.rejects(engine.stats(), dead),
+  ]);
 });
 
 test("an endpoint where nobody answers fails in time", async (context) => {
@@ -172,8 +223,11 @@ test("a file is read in chunks, and its size and digest are verified", async (co
   const sha256 = createHash("sha256").update(content).digest("hex");
   const good = { name: "good", num_bytes: 10, sha256 };
   const files = [
-    good, { ...good, name: "bad", sha256: sha256.replace(/./, "x") }, { ...good, name: "long", num_bytes: 9 },
-    { ...good, name: "short", num_bytes: 11 }, { ...good, name: "huge", num_bytes: 2 ** 26 + 1 },
+    good,
+    { ...good, name: "bad", sha256: sha256.replace(/./, "x") },
+    { ...good, name: "long", num_bytes: 9 },
+    { ...good, name: "short", num_bytes: 11 },
+    { ...good, name: "huge", num_bytes: 2 ** 26 + 1 },
   ];
   const { played, engine } = await open(context, { files });
   const serve = async () => {
@@ -194,9 +248,17 @@ test("a file is read in chunks, and its size and digest are verified", async (co
 
 test("CURVE keys open a session over TCP, and without them there is none", async (context) => {
   const [server, client] = [curveKeyPair(), curveKeyPair()];
-  const curve = { curveServer: true, curveSecretKey: server.secretKey, endpoint: "tcp://127.0.0.1:*" };
+  const curve = {
+    curveServer: true,
+    curveSecretKey: server.secretKey,
+    endpoint: "tcp://127.0.0.1:*",
+  };
   const { endpoint } = await PlayedEngine.start(context, curve);
-  const keys = { curveServerKey: server.publicKey, curvePublicKey: client.publicKey, curveSecretKey: client.secretKey };
+  const keys = {
+    curveServerKey: server.publicKey,
+    curvePublicKey: client.publicKey,
+    curveSecretKey: client.secretKey,
+  };
   const engine = await Engine.connect(endpoint, { keys });
   assert.equal(engine.welcome.session, "s");
   await engine.close();

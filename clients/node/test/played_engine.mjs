@@ -8,13 +8,28 @@ import { Router } from "zeromq";
 import { encode, Engine, Op } from "nanocore-client";
 
 const card = {
-  model: "tiny", architecture: "T", dtype: "float32", vocab_size: 8, max_model_len: 64, eos_token_ids: [2],
-  block_size: 16, num_blocks: 4,
+  model: "tiny",
+  architecture: "T",
+  dtype: "float32",
+  vocab_size: 8,
+  max_model_len: 64,
+  eos_token_ids: [2],
+  block_size: 16,
+  num_blocks: 4,
 };
-const limits = { max_frame_bytes: 1000, max_num_seqs: 4, ping_interval_ms: 1000, session_timeout_ms: 30000 };
+const limits = {
+  max_frame_bytes: 1000,
+  max_num_seqs: 4,
+  ping_interval_ms: 1000,
+  session_timeout_ms: 30000,
+};
 
 export const welcome = (model = {}) => ({
-  protocol: [1, 4], session: "s", engine_instance: "i", model: { ...card, ...model }, limits,
+  protocol: [1, 4],
+  session: "s",
+  engine_instance: "i",
+  model: { ...card, ...model },
+  limits,
 });
 
 /** Integers below 256 as a column. */
@@ -70,7 +85,9 @@ export class PlayedEngine {
   async ping() {
     const nonce = ++this.#numPings;
     this.say(Op.PING, { nonce });
-    await this.#until(() => this.sent.find(({ op, body }) => op === Op.PONG && body.nonce === nonce));
+    await this.#until(() =>
+      this.sent.find(({ op, body }) => op === Op.PONG && body.nonce === nonce),
+    );
   }
 
   async #until(find) {

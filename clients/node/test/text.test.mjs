@@ -24,7 +24,13 @@ test("half a character at the end is not shown", () => {
 test("a stop string is found although it is cut, and nothing of it is shown", () => {
   const stops = new StopStrings(["STOP", "TO"]);
   const shown = [..."xSSTxSTyTO!"].map((piece) => stops.push(piece));
-  assert.equal(shown.map(({ text }) => text).slice(0, 10).join(""), "xSSTxSTy");
+  assert.equal(
+    shown
+      .map(({ text }) => text)
+      .slice(0, 10)
+      .join(""),
+    "xSSTxSTy",
+  );
   assert.equal(shown[9].stop, "TO");
 });
 

@@ -5,7 +5,10 @@ import { Engine } from "nanocore-client";
 import { PlayedEngine } from "./played_engine.mjs";
 
 const path = new URL("../../../nanocore/conformance/vectors.jsonl", import.meta.url);
-const vectors = readFileSync(path, "utf8").trim().split("\n").map((line) => JSON.parse(line));
+const vectors = readFileSync(path, "utf8")
+  .trim()
+  .split("\n")
+  .map((line) => JSON.parse(line));
 const malformed = vectors.filter(({ sender, error }) => sender === "engine" && error);
 
 test("after any malformed message a session either has failed or goes on", async (context) => {
@@ -15,7 +18,10 @@ test("after any malformed message a session either has failed or goes on", async
     engine ??= await Engine.connect(played.endpoint);
     failed ??= assert.rejects(engine.generate([1]).next(), { name: "EngineError" });
     played.sayFrames(frames.map((frame) => Buffer.from(frame, "hex")));
-    const outcome = await Promise.race([played.ping().then(() => "it goes on"), failed.then(() => "it failed")]);
+    const outcome = await Promise.race([
+      played.ping().then(() => "it goes on"),
+      failed.then(() => "it failed"),
+    ]);
     assert.ok(strict || outcome === "it failed", `${name}: ${outcome}`);
     if (outcome === "it failed") engine = failed = undefined;
   }

@@ -4,19 +4,29 @@ import { decode, encode, EngineError, Op, packInt32, unpackOutput } from "nanoco
 import { column } from "./played_engine.mjs";
 
 test("a column is little endian", () => {
-  assert.deepEqual([...packInt32([1, 258, 2 ** 31 - 1])], [1, 0, 0, 0, 2, 1, 0, 0, 255, 255, 255, 127]);
+  assert.deepEqual(
+    [...packInt32([1, 258, 2 ** 31 - 1])],
+    [1, 0, 0, 0, 2, 1, 0, 0, 255, 255, 255, 127],
+  );
 });
 
 test("a column is read at any alignment", () => {
   for (const reason of ["", "x", "xx", "xxx"]) {
-    const frames = encode(Op.OUTPUT, { reason, handles: column(7), tokens: Uint8Array.of(2, 1, 0, 0) });
+    const frames = encode(Op.OUTPUT, {
+      reason,
+      handles: column(7),
+      tokens: Uint8Array.of(2, 1, 0, 0),
+    });
     assert.deepEqual([...unpackOutput(decode(frames))], [[7, { token_ids: [258] }]]);
   }
 });
 
 test("what is no int32 is refused by its column", () => {
   for (const value of [1.5, 2 ** 31, NaN, "1", undefined]) {
-    assert.throws(() => packInt32([value]), (error) => error instanceof EngineError && error.code === "invalid_request");
+    assert.throws(
+      () => packInt32([value]),
+      (error) => error instanceof EngineError && error.code === "invalid_request",
+    );
   }
 });
 
@@ -26,8 +36,16 @@ test("undefined fields are not sent", () => {
 
 test("an OUTPUT's columns become tokens by handle, and handles have 32 bits", () => {
   const handles = Uint8Array.of(255, 255, 255, 255, 1, 0, 0, 0);
-  const message = decode(encode(Op.OUTPUT, { handles, tokens: column(3, 4, 5), counts: column(2, 1) }));
-  assert.deepEqual([...unpackOutput(message)], [[2 ** 32 - 1, { token_ids: [3, 4] }], [1, { token_ids: [5] }]]);
+  const message = decode(
+    encode(Op.OUTPUT, { handles, tokens: column(3, 4, 5), counts: column(2, 1) }),
+  );
+  assert.deepEqual(
+    [...unpackOutput(message)],
+    [
+      [2 ** 32 - 1, { token_ids: [3, 4] }],
+      [1, { token_ids: [5] }],
+    ],
+  );
 });
 
 test("columns that do not fit together are refused", () => {
@@ -39,6 +57,8 @@ test("columns that do not fit together are refused", () => {
 
 test("a malformed message is named in the error", () => {
   assert.throws(() => decode(encode(Op.REPLY, { call_id: "1" })), {
-    name: "EngineError", code: "protocol_error", message: /REPLY/,
+    name: "EngineError",
+    code: "protocol_error",
+    message: /REPLY/,
   });
 });

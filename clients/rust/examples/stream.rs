@@ -5,7 +5,10 @@ use std::error::Error;
 use std::io::{stdout, Write};
 
 fn stream(endpoint: &str, prompt: &str, max_tokens: &str) -> Result<(), Box<dyn Error>> {
-    let prompt = prompt.split(',').map(|id| id.trim().parse()).collect::<Result<Vec<i32>, _>>()?;
+    let prompt = prompt
+        .split(',')
+        .map(|id| id.trim().parse())
+        .collect::<Result<Vec<i32>, _>>()?;
     let max_tokens: u64 = max_tokens.parse()?;
     let mut engine = Engine::connect(endpoint, 10_000, None)?;
     let sampling = json!({ "temperature": 0, "max_tokens": max_tokens });

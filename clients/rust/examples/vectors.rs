@@ -24,8 +24,15 @@ fn read(path: &str) -> Vec<Vector> {
     let vector = |line| {
         let json: Json = serde_json::from_str(line).expect("a line is a JSON object");
         let frames = json["frames"].as_array().expect("frames");
-        let frames = frames.iter().map(|frame| unhex(frame.as_str().expect("hex"))).collect();
-        Vector { name: json["name"].as_str().expect("name").into(), frames, json }
+        let frames = frames
+            .iter()
+            .map(|frame| unhex(frame.as_str().expect("hex")))
+            .collect();
+        Vector {
+            name: json["name"].as_str().expect("name").into(),
+            frames,
+            json,
+        }
     };
     text.lines().map(vector).collect()
 }
@@ -37,9 +44,10 @@ fn is_canonical(vector: &Vector) -> bool {
 /// Encodes a client's message as a session does: with sorted keys, otherwise in the shortest forms.
 fn check_clients(vector: &Vector) -> Result<&'static str, String> {
     let mut raw: Raw = serde_json::from_value(vector.json["message"].clone()).expect("JSON is raw");
-    if let (Raw::Map(map), Some(hex)) =
-        (&mut raw, vector.json["message"]["prompt_token_ids"].as_str())
-    {
+    if let (Raw::Map(map), Some(hex)) = (
+        &mut raw,
+        vector.json["message"]["prompt_token_ids"].as_str(),
+    ) {
         map.insert("prompt_token_ids".into(), Raw::Bin(unhex(hex)));
     }
     let encoded = rmp_serde::to_vec(&raw).expect("memory takes every message");
@@ -50,7 +58,10 @@ fn check_clients(vector: &Vector) -> Result<&'static str, String> {
     }
     match encoded.len() == vector.frames[1].len() {
         true => Ok("client's, canonical: encoded as that, but for the order of keys"),
-        false => Err(format!("encoded {encoded:02x?}, not {:02x?}", vector.frames[1])),
+        false => Err(format!(
+            "encoded {encoded:02x?}, not {:02x?}",
+            vector.frames[1]
+        )),
     }
 }
 
@@ -63,7 +74,9 @@ fn serve(router: zmq::Socket, welcome: Frames, sessions: Vec<Vec<Frames>>) {
         }
         for mut frames in std::iter::once(welcome.clone()).chain(messages) {
             frames.insert(0, received[0].clone());
-            router.send_multipart(frames, 0).expect("room for a message");
+            router
+                .send_multipart(frames, 0)
+                .expect("room for a message");
         }
     }
 }
@@ -83,11 +96,20 @@ fn session(endpoint: &str) -> Error {
 fn check_sessions(vectors: &[&Vector]) -> Vec<Result<&'static str, String>> {
     let router = zmq::Context::new().socket(zmq::ROUTER).expect("a socket");
     router.bind("ipc://*").expect("a place for a socket");
-    let endpoint = router.get_last_endpoint().expect("an endpoint").expect("text");
-    let welcome = vectors.iter().find(|v| v.name == "engine-welcome-full").expect("a WELCOME");
+    let endpoint = router
+        .get_last_endpoint()
+        .expect("an endpoint")
+        .expect("text");
+    let welcome = vectors
+        .iter()
+        .find(|v| v.name == "engine-welcome-full")
+        .expect("a WELCOME");
     let welcome = welcome.frames.clone();
     let bye = vec![vec![0x41], vec![0x80]];
-    let sessions = vectors.iter().map(|v| vec![v.frames.clone(), bye.clone()]).collect();
+    let sessions = vectors
+        .iter()
+        .map(|v| vec![v.frames.clone(), bye.clone()])
+        .collect();
     let engine = thread::spawn(move || serve(router, welcome, sessions));
     let check = |vector: &&Vector| {
         let error = session(&endpoint);
@@ -110,7 +132,10 @@ fn main() {
     let valid = vectors.iter().filter(|v| v.json.get("message").is_some());
     let canonical = valid.filter(|v| v.json["sender"] == "client" && is_canonical(v));
     let mut results: Vec<_> = canonical.map(|v| (v, check_clients(v))).collect();
-    let engines: Vec<_> = vectors.iter().filter(|v| v.json["sender"] == "engine").collect();
+    let engines: Vec<_> = vectors
+        .iter()
+        .filter(|v| v.json["sender"] == "engine")
+        .collect();
     results.extend(engines.iter().copied().zip(check_sessions(&engines)));
     let mut counts = BTreeMap::new();
     for (vector, result) in &results {

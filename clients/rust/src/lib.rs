@@ -16,12 +16,23 @@ pub struct Error {
 }
 
 fn error(code: &str, message: impl ToString) -> Error {
-    Error { code: code.into(), message: message.to_string(), ..Error::default() }
+    Error {
+        code: code.into(),
+        message: message.to_string(),
+        ..Error::default()
+    }
 }
 
 impl From<zmq::Error> for Error {
     fn from(cause: zmq::Error) -> Error {
-        error(if cause == zmq::Error::EAGAIN { "silence" } else { "zmq" }, cause)
+        error(
+            if cause == zmq::Error::EAGAIN {
+                "silence"
+            } else {
+                "zmq"
+            },
+            cause,
+        )
     }
 }
 
@@ -95,12 +106,26 @@ impl Engine {
             socket.set_curve_publickey(public.as_bytes())?;
             socket.set_curve_secretkey(secret.as_bytes())?;
         } else if endpoint.starts_with("tcp://") {
-            return Err(error("refused", "tcp:// needs keys: anybody could answer there"));
+            return Err(error(
+                "refused",
+                "tcp:// needs keys: anybody could answer there",
+            ));
         }
         socket.connect(endpoint)?;
         let (welcome, streams, handles, replies, num_ids) = Default::default();
-        let mut new = Engine { welcome, socket, streams, handles, replies, num_ids, over: Ok(()) };
-        new.send(0x01, json!({ "protocol": [1, 4], "client": "nanocore-rust" }))?;
+        let mut new = Engine {
+            welcome,
+            socket,
+            streams,
+            handles,
+            replies,
+            num_ids,
+            over: Ok(()),
+        };
+        new.send(
+            0x01,
+            json!({ "protocol": [1, 4], "client": "nanocore-rust" }),
+        )?;
         while new.welcome.is_null() {
             new.poll(true)?;
         }
@@ -125,7 +150,13 @@ impl Engine {
     pub fn next(&mut self, request_id: &str) -> Result<Option<News>> {
         while let Some(stream) = self.streams.get_mut(request_id) {
             if let Some(told) = stream.pop_front() {
-                if !matches!(told, Ok(News { finish_reason: None, .. })) {
+                if !matches!(
+                    told,
+                    Ok(News {
+                        finish_reason: None,
+                        ..
+                    })
+                ) {
                     self.streams.remove(request_id); // nothing follows
                 }
                 return told.map(Some);
@@ -149,16 +180,23 @@ impl Engine {
         while !self.replies.contains_key(&self.num_ids) {
             self.poll(true)?;
         }
-        self.replies.remove(&self.num_ids).expect("the loop ends with it")
+        self.replies
+            .remove(&self.num_ids)
+            .expect("the loop ends with it")
     }
 
     /// Takes in one message, if need be after waiting for it; false if none came.
     pub fn poll(&mut self, wait: bool) -> Result<bool> {
         self.over.clone()?;
-        self.over = match self.socket.recv_multipart(if wait { 0 } else { zmq::DONTWAIT }) {
+        self.over = match self
+            .socket
+            .recv_multipart(if wait { 0 } else { zmq::DONTWAIT })
+        {
             Err(zmq::Error::EINTR) => return Ok(false), // a signal
             Err(zmq::Error::EAGAIN) if !wait => return Ok(false),
-            received => received.map_err(Error::from).and_then(|frames| self.take(&frames)),
+            received => received
+                .map_err(Error::from)
+                .and_then(|frames| self.take(&frames)),
         };
         self.over.clone().map(|()| true)
     }
@@ -166,24 +204,43 @@ impl Engine {
     fn send(&self, op: u8, body: impl Serialize) -> Result<()> {
         self.over.clone()?;
         let body = rmp_serde::to_vec(&body).map_err(|cause| error("refused", cause))?;
-        Ok(self.socket.send_multipart([vec![op], body], zmq::DONTWAIT)?)
+        Ok(self
+            .socket
+            .send_multipart([vec![op], body], zmq::DONTWAIT)?)
     }
 
     fn take(&mut self, frames: &[Vec<u8>]) -> Result<()> {
         let is_map = |body: &[u8]| matches!(body.first(), Some(0x80..=0x8f | 0xde | 0xdf));
         let (op, bytes) = match frames {
             [op, body] if op.len() == 1 && is_map(body) => (op[0], &body[..]),
-            _ => return Err(error("malformed", "not an op byte and a map, in two frames")),
+            _ => {
+                return Err(error(
+                    "malformed",
+                    "not an op byte and a map, in two frames",
+                ))
+            }
         };
         let body: Body = read(bytes)?;
-        let missing = || error("malformed", format!("op 0x{op:02x} without a field that it needs"));
+        let missing = || {
+            error(
+                "malformed",
+                format!("op 0x{op:02x} without a field that it needs"),
+            )
+        };
         let refused = error("refused", body.message.clone().unwrap_or_default());
         match op {
             0x02 if matches!(body.protocol, Some([1, _])) => {
                 self.welcome = json!(read::<Raw>(bytes)?)
             }
-            0x03 => return Err(Error { retry_after_s: body.retry_after_s, ..refused }),
-            0x11 => self.handles.extend([body.handle.zip(body.request_id).ok_or_else(missing)?]),
+            0x03 => {
+                return Err(Error {
+                    retry_after_s: body.retry_after_s,
+                    ..refused
+                })
+            }
+            0x11 => self
+                .handles
+                .extend([body.handle.zip(body.request_id).ok_or_else(missing)?]),
             0x12 => return self.deliver(body),
             0x13 => match read::<Error>(bytes)? {
                 why if why.request_id.is_none() || why.code == "engine_dead" => return Err(why),
@@ -193,26 +250,49 @@ impl Engine {
             0x21 => {} // PONG
             0x31 => {
                 let data = body.data.map_or_else(Vec::new, |data| data.to_vec());
-                let done = body.ok.unwrap_or(true).then_some((body.stats, data)).ok_or(refused);
+                let done = body
+                    .ok
+                    .unwrap_or(true)
+                    .then_some((body.stats, data))
+                    .ok_or(refused);
                 self.replies.insert(body.call_id.ok_or_else(missing)?, done);
             }
-            0x41 => return Err(Error { code: "bye".into(), ..refused }),
-            _ => return Err(error("malformed", "an op, or its version, that is unknown here")),
+            0x41 => {
+                return Err(Error {
+                    code: "bye".into(),
+                    ..refused
+                })
+            }
+            _ => {
+                return Err(error(
+                    "malformed",
+                    "an op, or its version, that is unknown here",
+                ))
+            }
         }
         Ok(())
     }
 
     fn deliver(&mut self, output: Body) -> Result<()> {
         let (handles, tokens) = (column(output.handles)?, column(output.tokens)?);
-        let counts = output.counts.map_or_else(|| Ok(vec![1; handles.len()]), |c| column(c))?;
+        let counts = output
+            .counts
+            .map_or_else(|| Ok(vec![1; handles.len()]), |c| column(c))?;
         let num_tokens: u64 = counts.iter().map(|&count| u64::from(count)).sum();
         if (counts.len(), num_tokens) != (handles.len(), tokens.len() as u64) {
-            return Err(error("malformed", "the columns of an OUTPUT do not fit together"));
+            return Err(error(
+                "malformed",
+                "the columns of an OUTPUT do not fit together",
+            ));
         }
         let mut tokens = tokens.into_iter().map(|token| token as i32);
         for (handle, count) in handles.into_iter().zip(counts) {
             let token_ids = tokens.by_ref().take(count as usize).collect();
-            self.tell(News { token_ids, handle, ..News::default() });
+            self.tell(News {
+                token_ids,
+                handle,
+                ..News::default()
+            });
         }
         output.events.into_iter().for_each(|event| self.tell(event));
         Ok(())

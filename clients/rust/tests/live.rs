@@ -9,7 +9,10 @@ fn connect() -> Engine {
 }
 
 fn control(engine: &mut Engine, operation: &str) -> Value {
-    engine.control(json!({ "operation": operation })).expect("a reply").0
+    engine
+        .control(json!({ "operation": operation }))
+        .expect("a reply")
+        .0
 }
 
 fn stat(engine: &mut Engine, name: &str) -> u64 {
@@ -70,7 +73,10 @@ fn one_aborted_and_one_left_are_both_aborted() {
 #[ignore = "needs an engine"]
 fn files_are_as_long_as_the_model_card_says() {
     let mut engine = connect();
-    let files = engine.welcome["model"]["files"].as_array().expect("files").clone();
+    let files = engine.welcome["model"]["files"]
+        .as_array()
+        .expect("files")
+        .clone();
     assert!(files.iter().any(|file| file["name"] == "tokenizer.json"));
     for file in files {
         let mut content = Vec::new();

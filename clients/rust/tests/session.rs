@@ -35,14 +35,19 @@ impl Peer {
     fn send(&self, op: u8, body: impl serde::Serialize) {
         let body = rmp_serde::to_vec(&body).expect("a body");
         let frames = [self.client.clone(), vec![op], body];
-        self.router.send_multipart(frames, 0).expect("room for a message");
+        self.router
+            .send_multipart(frames, 0)
+            .expect("room for a message");
     }
 
     /// Waits for a SUBMIT, and accepts it under this handle.
     fn accept(&mut self, handle: u32) -> Value {
         let submit = self.expect(0x10);
         let request_id = &submit["request_id"];
-        self.send(0x11, json!({ "request_id": request_id, "handle": handle, "seed": 0 }));
+        self.send(
+            0x11,
+            json!({ "request_id": request_id, "handle": handle, "seed": 0 }),
+        );
         submit
     }
 }
@@ -72,14 +77,23 @@ fn session_at(
     script: impl FnOnce(&mut Peer) + Send + 'static,
 ) -> (Engine, JoinHandle<()>) {
     router.bind(endpoint).expect("a place for a socket");
-    let endpoint = router.get_last_endpoint().expect("an endpoint").expect("text");
+    let endpoint = router
+        .get_last_endpoint()
+        .expect("an endpoint")
+        .expect("text");
     let peer = thread::spawn(move || {
-        let mut peer = Peer { router, client: Vec::new() };
+        let mut peer = Peer {
+            router,
+            client: Vec::new(),
+        };
         assert_eq!(peer.expect(0x01)["protocol"], json!([1, 4]));
         peer.send(WELCOME, welcome());
         script(&mut peer);
     });
-    (Engine::connect(&endpoint, 10_000, keys).expect("a session"), peer)
+    (
+        Engine::connect(&endpoint, 10_000, keys).expect("a session"),
+        peer,
+    )
 }
 
 fn router() -> zmq::Socket {
@@ -91,7 +105,12 @@ fn session(script: impl FnOnce(&mut Peer) + Send + 'static) -> (Engine, JoinHand
 }
 
 fn bin(values: &[u32]) -> Raw {
-    Raw::Bin(values.iter().flat_map(|value| value.to_le_bytes()).collect())
+    Raw::Bin(
+        values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect(),
+    )
 }
 
 fn map<const N: usize>(fields: [(&str, Raw); N]) -> Raw {
@@ -100,7 +119,11 @@ fn map<const N: usize>(fields: [(&str, Raw); N]) -> Raw {
 
 fn tokens(handles: &[u32], tokens: &[u32], counts: Option<&[u32]>) -> Raw {
     let counts = counts.map_or(Raw::Scalar(Value::Null), bin);
-    map([("handles", bin(handles)), ("tokens", bin(tokens)), ("counts", counts)])
+    map([
+        ("handles", bin(handles)),
+        ("tokens", bin(tokens)),
+        ("counts", counts),
+    ])
 }
 
 fn ends(handles: &[u32]) -> Value {
@@ -109,11 +132,19 @@ fn ends(handles: &[u32]) -> Value {
 }
 
 fn told(handle: u32, token_ids: &[i32]) -> Result<Option<News>, Error> {
-    Ok(Some(News { handle, token_ids: token_ids.into(), ..News::default() }))
+    Ok(Some(News {
+        handle,
+        token_ids: token_ids.into(),
+        ..News::default()
+    }))
 }
 
 fn ended(handle: u32) -> Result<Option<News>, Error> {
-    Ok(Some(News { handle, finish_reason: Some("length".into()), ..News::default() }))
+    Ok(Some(News {
+        handle,
+        finish_reason: Some("length".into()),
+        ..News::default()
+    }))
 }
 
 fn control(engine: &mut Engine, operation: &str) -> Result<(Value, Vec<u8>), Error> {
@@ -123,19 +154,34 @@ fn control(engine: &mut Engine, operation: &str) -> Result<(Value, Vec<u8>), Err
 #[test]
 fn outputs_reach_the_requests_they_are_for() {
     let (mut engine, peer) = session(|peer| {
-        assert_eq!(peer.accept(7)["prompt_token_ids"], json!([1, 0, 0, 0, 2, 1, 0, 0]));
+        assert_eq!(
+            peer.accept(7)["prompt_token_ids"],
+            json!([1, 0, 0, 0, 2, 1, 0, 0])
+        );
         assert_eq!(peer.accept(u32::MAX)["sampling"], json!({ "top_k": 4 }));
-        peer.send(OUTPUT, tokens(&[u32::MAX, 9, 7], &[1, 2, 3, 4, 5], Some(&[2, 1, 2])));
+        peer.send(
+            OUTPUT,
+            tokens(&[u32::MAX, 9, 7], &[1, 2, 3, 4, 5], Some(&[2, 1, 2])),
+        );
         peer.send(OUTPUT, tokens(&[7], &[u32::MAX], None));
-        peer.send(OUTPUT, json!({ "events": [{ "handle": 7, "num_cached_tokens": 16 }] }));
+        peer.send(
+            OUTPUT,
+            json!({ "events": [{ "handle": 7, "num_cached_tokens": 16 }] }),
+        );
         peer.send(OUTPUT, ends(&[7, u32::MAX]));
         peer.send(OUTPUT, tokens(&[7], &[1], None)); // of nobody any more
     });
     let first = engine.submit(&[1, 258], json!({})).unwrap();
-    let second = engine.submit(&[1], json!({ "sampling": { "top_k": 4 } })).unwrap();
+    let second = engine
+        .submit(&[1], json!({ "sampling": { "top_k": 4 } }))
+        .unwrap();
     assert_eq!(engine.next(&first), told(7, &[4, 5]));
     assert_eq!(engine.next(&first), told(7, &[-1]));
-    let cached = News { handle: 7, num_cached_tokens: Some(16), ..News::default() };
+    let cached = News {
+        handle: 7,
+        num_cached_tokens: Some(16),
+        ..News::default()
+    };
     assert_eq!(engine.next(&first), Ok(Some(cached)));
     assert_eq!(engine.next(&first), ended(7));
     assert_eq!(engine.next(&first), Ok(None));
@@ -153,7 +199,10 @@ fn columns_that_do_not_fit_together_end_the_session() {
     });
     let request = engine.submit(&[1], json!({})).unwrap();
     assert_eq!(engine.next(&request).unwrap_err().code, "malformed");
-    assert_eq!(engine.submit(&[1], json!({})).unwrap_err().code, "malformed");
+    assert_eq!(
+        engine.submit(&[1], json!({})).unwrap_err().code,
+        "malformed"
+    );
     peer.join().unwrap();
 }
 
@@ -181,7 +230,10 @@ fn an_error_of_one_request_is_told_once_and_leaves_the_others_alone() {
     let served = engine.submit(&[1], json!({})).unwrap();
     let error = engine.next(&refused).unwrap_err();
     assert_eq!(error.to_string(), "ERROR overloaded: why");
-    assert_eq!((&*error.code, error.retry_after_s), ("overloaded", Some(2.0)));
+    assert_eq!(
+        (&*error.code, error.retry_after_s),
+        ("overloaded", Some(2.0))
+    );
     assert_eq!(engine.next(&refused), Ok(None));
     assert_eq!(engine.next(&served), ended(2));
     peer.join().unwrap();
@@ -191,14 +243,22 @@ fn an_error_of_one_request_is_told_once_and_leaves_the_others_alone() {
 fn an_engine_that_is_full_says_when_to_try_again() {
     let router = router();
     router.bind("ipc://*").expect("a place for a socket");
-    let endpoint = router.get_last_endpoint().expect("an endpoint").expect("text");
+    let endpoint = router
+        .get_last_endpoint()
+        .expect("an endpoint")
+        .expect("text");
     let peer = thread::spawn(move || {
-        let mut peer = Peer { router, client: Vec::new() };
+        let mut peer = Peer {
+            router,
+            client: Vec::new(),
+        };
         peer.expect(0x01);
         let full = json!({ "message": "64 clients", "supported": [[1, 4]], "retry_after_s": 2 });
         peer.send(REFUSED, full);
     });
-    let error = Engine::connect(&endpoint, 10_000, None).err().expect("no session");
+    let error = Engine::connect(&endpoint, 10_000, None)
+        .err()
+        .expect("no session");
     assert_eq!((&*error.code, &*error.message), ("refused", "64 clients"));
     assert_eq!(error.retry_after_s, Some(2.0));
     peer.join().unwrap();
@@ -208,7 +268,10 @@ fn an_engine_that_is_full_says_when_to_try_again() {
 fn an_error_of_no_request_ends_the_session() {
     let (mut engine, peer) = session(|peer| {
         peer.accept(1);
-        peer.send(ERROR, json!({ "code": "engine_dead", "message": "why", "request_id": "1" }));
+        peer.send(
+            ERROR,
+            json!({ "code": "engine_dead", "message": "why", "request_id": "1" }),
+        );
     });
     let request = engine.submit(&[1], json!({})).unwrap();
     assert_eq!(engine.next(&request).unwrap_err().code, "engine_dead");
@@ -220,7 +283,10 @@ fn an_error_of_no_request_ends_the_session() {
 fn an_aborted_request_is_forgotten_and_its_late_outputs_are_ignored() {
     let (mut engine, peer) = session(|peer| {
         let submit = peer.accept(1);
-        assert_eq!(peer.expect(0x14)["request_ids"], json!([submit["request_id"]]));
+        assert_eq!(
+            peer.expect(0x14)["request_ids"],
+            json!([submit["request_id"]])
+        );
         peer.send(OUTPUT, tokens(&[1], &[5], None));
         peer.send(0x41, json!({ "reason": "done" }));
     });
@@ -237,7 +303,10 @@ fn a_ping_is_answered_whoever_waits() {
         peer.send(0x20, json!({ "nonce": 77 }));
         let call_id = &peer.expect(0x30)["call_id"];
         assert_eq!(peer.expect(0x21), json!({ "nonce": 77 }));
-        peer.send(REPLY, json!({ "call_id": call_id, "ok": false, "message": "no" }));
+        peer.send(
+            REPLY,
+            json!({ "call_id": call_id, "ok": false, "message": "no" }),
+        );
     });
     let refused = control(&mut engine, "resume").unwrap_err();
     assert_eq!((&*refused.code, &*refused.message), ("refused", "no"));
@@ -248,7 +317,10 @@ fn a_ping_is_answered_whoever_waits() {
 fn a_chunk_of_a_file_is_the_data_of_its_reply() {
     let (mut engine, peer) = session(|peer| {
         let call_id = Raw::Scalar(peer.expect(0x30)["call_id"].clone());
-        peer.send(REPLY, map([("call_id", call_id), ("data", Raw::Bin(b"abc".to_vec()))]));
+        peer.send(
+            REPLY,
+            map([("call_id", call_id), ("data", Raw::Bin(b"abc".to_vec()))]),
+        );
     });
     let chunk = engine.control(json!({ "operation": "read_file", "file": "tokenizer.json" }));
     assert_eq!(chunk, Ok((Value::Null, b"abc".to_vec())));
@@ -273,7 +345,10 @@ fn keys_open_a_session_with_an_engine_that_has_curve() {
     if zmq::has("curve") != Some(true) {
         return eprintln!("this libzmq has no CURVE: nothing was tested");
     }
-    let (engines, own) = (zmq::CurveKeyPair::new().unwrap(), zmq::CurveKeyPair::new().unwrap());
+    let (engines, own) = (
+        zmq::CurveKeyPair::new().unwrap(),
+        zmq::CurveKeyPair::new().unwrap(),
+    );
     let router = router();
     router.set_curve_server(true).unwrap();
     router.set_curve_secretkey(&engines.secret_key).unwrap();
@@ -291,6 +366,8 @@ fn keys_open_a_session_with_an_engine_that_has_curve() {
 #[test]
 fn silence_ends_it() {
     let nobody = std::env::temp_dir().join(format!("nanocore-nobody-{}", std::process::id()));
-    let error = Engine::connect(&format!("ipc://{}", nobody.display()), 1, None).err().unwrap();
+    let error = Engine::connect(&format!("ipc://{}", nobody.display()), 1, None)
+        .err()
+        .unwrap();
     assert_eq!(error.code, "silence");
 }

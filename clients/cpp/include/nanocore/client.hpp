@@ -1,6 +1,7 @@
-// A client of nanocore engines (PROTOCOL.md 1.4) on cppzmq and msgpack-c. An Engine is a session. It and its
-// Streams, which must go first, belong to one thread: whoever waits takes in what arrives for all and answers
-// PINGs. A program that waits for nothing calls Engine::poll, or the engine ends the session after 30 s.
+// A client of nanocore engines (PROTOCOL.md 1.4) on cppzmq and msgpack-c. An Engine is a session.
+// It and its Streams, which must go first, belong to one thread: whoever waits takes in what
+// arrives for all and answers PINGs. A program that waits for nothing calls Engine::poll, or the
+// engine ends the session after 30 s.
 #pragma once
 #include <chrono>
 #include <map>
@@ -16,45 +17,77 @@ using TokenIds = vector<int32_t>;
 using Bin = msgpack::type::raw_ref;
 
 enum class Op : unsigned char {
-    hello = 0x01, welcome = 0x02, refused = 0x03, submit = 0x10, accepted = 0x11, output = 0x12, error = 0x13,
-    abort = 0x14, ping = 0x20, pong = 0x21, control = 0x30, reply = 0x31, bye = 0x41,
+    hello = 0x01,
+    welcome = 0x02,
+    refused = 0x03,
+    submit = 0x10,
+    accepted = 0x11,
+    output = 0x12,
+    error = 0x13,
+    abort = 0x14,
+    ping = 0x20,
+    pong = 0x21,
+    control = 0x30,
+    reply = 0x31,
+    bye = 0x41,
 };
 
-struct Error : std::runtime_error { using runtime_error::runtime_error; };  // the base of the others
-struct ProtocolError : Error { using Error::Error; };  // a malformed message
-struct EngineDead : Error { using Error::Error; };     // it said so, said BYE, or says nothing
-struct EngineError : Error {                           // ERROR, usually of one request, or REFUSED
-    string code;                                       // PROTOCOL.md, section 12, or "refused"
+/// The base of the others.
+struct Error : std::runtime_error {
+    using runtime_error::runtime_error;
+};
+/// A malformed message.
+struct ProtocolError : Error {
+    using Error::Error;
+};
+/// The engine said so, said BYE, or says nothing.
+struct EngineDead : Error {
+    using Error::Error;
+};
+/// ERROR, usually of one request, or REFUSED.
+struct EngineError : Error {
+    string code;  // PROTOCOL.md, section 12, or "refused"
     optional<double> retry_after_s;
     EngineError(const string& text, const string& code_, optional<double> retry_after_s_)
         : Error(text), code(code_), retry_after_s(retry_after_s_) {}
 };
 
-/// A map that is sent, in the order of `put`, or was received. The functions msgpack_* are for msgpack-c.
+/// A map that is sent, in the order of `put`, or was received. The functions msgpack_* are for
+/// msgpack-c.
 struct Map {
-    template <class T> Map& put(const string& name, const T& value) {
+    template <class T>
+    Map& put(const string& name, const T& value) {
         fields_.emplace_back(name, msgpack::object(value, *memory_));
         return *this;
     }
-    template <class T> Map& put(const string& name, const optional<T>& value) {  // nullopt is left out
+    template <class T>
+    Map& put(const string& name, const optional<T>& value) {  // nullopt is left out
         return value ? put(name, *value) : *this;
     }
-    template <class T> T get(const string& name) const try {
+    template <class T>
+    T get(const string& name) const try {
         return find(name).as<T>();
     } catch (const msgpack::type_error&) {
         throw ProtocolError("malformed message: " + name + " is missing or has a wrong type");
     }
-    template <class T> T get(const string& name, T otherwise) const {  // if it is missing, or nil
+    template <class T>
+    T get(const string& name, T otherwise) const {  // if it is missing, or nil
         return find(name).is_nil() ? otherwise : get<T>(name);
     }
-    void msgpack_unpack(const msgpack::object& map) { msgpack::object(map, *memory_).convert(fields_); }
+    void msgpack_unpack(const msgpack::object& map) {
+        msgpack::object(map, *memory_).convert(fields_);
+    }
     void msgpack_object(msgpack::object* map, msgpack::zone& zone) const { *map = {fields_, zone}; }
-    template <class Packer> void msgpack_pack(Packer& packer) const { packer.pack(fields_); }
+    template <class Packer>
+    void msgpack_pack(Packer& packer) const {
+        packer.pack(fields_);
+    }
 
 private:
     msgpack::object find(const string& name) const {  // nil if it is missing; the last one counts
         msgpack::object value;
-        for (const auto& field : fields_) if (field.first == name) value = field.second;
+        for (const auto& field : fields_)
+            if (field.first == name) value = field.second;
         return value;
     }
     std::shared_ptr<msgpack::zone> memory_ = std::make_shared<msgpack::zone>();
@@ -63,7 +96,8 @@ private:
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "columns are copied as they are");
 /// The integers of a column, or `otherwise` if there is none.
-template <class T> vector<T> column(const Map& map, const string& name, const vector<T>& otherwise = {}) {
+template <class T>
+vector<T> column(const Map& map, const string& name, const vector<T>& otherwise = {}) {
     const auto bin = map.get<optional<Bin>>(name, {});
     if (!bin) return otherwise;
     if (bin->size % 4 != 0) throw ProtocolError("malformed message: " + name + " is cut");
@@ -72,7 +106,10 @@ template <class T> vector<T> column(const Map& map, const string& name, const ve
     return integers;
 }
 
-struct CurveKeys { string server_public, client_public, client_secret; };  // Z85, 40 characters
+/// Z85, of 40 characters each.
+struct CurveKeys {
+    string server_public, client_public, client_secret;
+};
 class Engine {
 public:
     /// The output of a request, which is aborted if its Stream goes before it has ended.
@@ -85,15 +122,21 @@ public:
         ~Stream() {
             if (finish_reason || error_) return;
             const auto abort = Map().put("request_ids", vector<string>{request_id});
-            try { engine_.send(Op::abort, abort); } catch (const std::exception&) {}  // the session is over
+            try {
+                engine_.send(Op::abort, abort);
+            } catch (const std::exception&) {  // the session is over
+            }
         }
-        bool ready() const { return finish_reason || error_ || !unread_.empty(); }  // `next` would not wait
-        /// Waits for tokens: one or more, or nullopt after the last. Throws if the request has failed.
+        /// Whether `next` would not wait.
+        bool ready() const { return finish_reason || error_ || !unread_.empty(); }
+        /// Waits for tokens: one or more, or nullopt after the last. Throws if the request has
+        /// failed.
         optional<TokenIds> next() {
             while (!ready()) engine_.poll();
             if (!unread_.empty()) return std::exchange(unread_, {});
             return error_ ? throw *error_ : std::nullopt;
         }
+
     private:
         friend class Engine;
         Engine& engine_;
@@ -102,7 +145,8 @@ public:
     };
     /// Opens a session; tcp:// needs keys.
     explicit Engine(const string& endpoint, const optional<CurveKeys>& keys = {}) {
-        if (!keys && endpoint.rfind("tcp://", 0) == 0) throw Error("tcp:// needs keys: anybody could answer");
+        if (!keys && endpoint.rfind("tcp://", 0) == 0)
+            throw Error("tcp:// needs keys: anybody could answer");
         if (keys) {
             socket_.set(zmq::sockopt::curve_serverkey, keys->server_public);
             socket_.set(zmq::sockopt::curve_publickey, keys->client_public);
@@ -112,27 +156,46 @@ public:
         socket_.set(zmq::sockopt::sndtimeo, 10'000);
         socket_.set(zmq::sockopt::linger, 200);  // an ABORT or BYE just sent still leaves
         socket_.connect(endpoint);
-        send(Op::hello, Map().put("protocol", std::pair(1, 4)).put("client", string("nanocore-cpp")));
+        send(Op::hello,
+             Map().put("protocol", std::pair(1, 4)).put("client", string("nanocore-cpp")));
         while (!welcome_) poll();
     }
-    ~Engine() { try { send(Op::bye, Map(), ZMQ_DONTWAIT); } catch (const std::exception&) {} }
+    ~Engine() {
+        try {
+            send(Op::bye, Map(), ZMQ_DONTWAIT);
+        } catch (const std::exception&) {
+        }
+    }
     const Map& welcome() const { return *welcome_; }
     /// `sampling`: PROTOCOL.md, section 9; without it the model card's default_sampling counts.
-    std::shared_ptr<Stream> submit(const TokenIds& prompt_token_ids, const optional<Map>& sampling = {},
-                                   optional<int32_t> priority = {}, optional<string> cache_salt = {}) {
-        const auto stream = std::make_shared<Stream>(*this, "cpp-" + std::to_string(++num_requests_));
-        const Bin prompt(reinterpret_cast<const char*>(prompt_token_ids.data()), 4 * prompt_token_ids.size());
-        send(Op::submit, Map().put("request_id", stream->request_id).put("prompt_token_ids", prompt)
-             .put("sampling", sampling).put("priority", priority).put("cache_salt", cache_salt));
+    std::shared_ptr<Stream> submit(const TokenIds& prompt_token_ids,
+                                   const optional<Map>& sampling = {},
+                                   optional<int32_t> priority = {},
+                                   optional<string> cache_salt = {}) {
+        const auto stream =
+            std::make_shared<Stream>(*this, "cpp-" + std::to_string(++num_requests_));
+        const Bin prompt(reinterpret_cast<const char*>(prompt_token_ids.data()),
+                         4 * prompt_token_ids.size());
+        send(Op::submit, Map()
+                             .put("request_id", stream->request_id)
+                             .put("prompt_token_ids", prompt)
+                             .put("sampling", sampling)
+                             .put("priority", priority)
+                             .put("cache_salt", cache_salt));
         unanswered_[stream->request_id] = stream;
         return stream;
     }
     /// The REPLY to an operation. Throws Error if it was not done.
-    Map control(const string& operation, optional<string> file = {}, optional<uint64_t> offset = {}) {
-        send(Op::control, Map().put("call_id", ++call_id_).put("operation", operation)
-             .put("file", file).put("offset", offset));
+    Map control(const string& operation, optional<string> file = {},
+                optional<uint64_t> offset = {}) {
+        send(Op::control, Map()
+                              .put("call_id", ++call_id_)
+                              .put("operation", operation)
+                              .put("file", file)
+                              .put("offset", offset));
         for (reply_.reset(); !reply_;) poll();
-        if (!reply_->get("ok", true)) throw Error(operation + ": " + reply_->get<string>("message", ""));
+        if (!reply_->get("ok", true))
+            throw Error(operation + ": " + reply_->get<string>("message", ""));
         return *reply_;
     }
     /// One of the files in the model card. Its sha256 is there for the caller to compare.
@@ -140,25 +203,31 @@ public:
         for (string content;;) {
             const auto chunk = control("read_file", name, content.size()).get<string>("data");
             if (chunk.empty()) return content;
-            if ((content += chunk).size() > 64 << 20) throw ProtocolError(name + " has more than 64 MiB");
+            if ((content += chunk).size() > 64 << 20)
+                throw ProtocolError(name + " has more than 64 MiB");
         }
     }
-    /// Takes in a message if one comes in time, and says if so. An Error thrown here ends the session.
+    /// Takes in a message if one comes in time, and says if so. An Error thrown here ends the
+    /// session.
     bool poll(milliseconds timeout = milliseconds(1000)) {
         if (failure_) std::rethrow_exception(failure_);
         zmq::pollitem_t item{socket_.handle(), 0, ZMQ_POLLIN, 0};
         const bool arrived = zmq::poll(&item, 1, timeout) > 0;
         try {
-            if (arrived) receive();
-            else if (steady_clock::now() - heard_ > milliseconds(10'000)) throw EngineDead("silent for 10 s");
+            if (arrived)
+                receive();
+            else if (steady_clock::now() - heard_ > milliseconds(10'000))
+                throw EngineDead("silent for 10 s");
             return arrived;
         } catch (const Error&) {
             failure_ = std::current_exception();
         } catch (const std::exception& error) {
-            failure_ = std::make_exception_ptr(ProtocolError(string("malformed message: ") + error.what()));
+            failure_ = std::make_exception_ptr(
+                ProtocolError(string("malformed message: ") + error.what()));
         }
         std::rethrow_exception(failure_);
     }
+
 private:
     void send(Op op, const Map& map, int flags = 0) {
         msgpack::sbuffer body;
@@ -172,47 +241,60 @@ private:
     void receive() {
         zmq::multipart_t frames(socket_);
         heard_ = steady_clock::now();
-        if (frames.size() != 2 || frames[0].size() != 1) throw msgpack::parse_error("not two frames");
-        const msgpack::unpack_limit limit(1 << 18, 1 << 10, 1 << 24, 1 << 24, 0, 32);  // the last: depth
+        if (frames.size() != 2 || frames[0].size() != 1)
+            throw msgpack::parse_error("not two frames");
+        const msgpack::unpack_limit limit(1 << 18, 1 << 10, 1 << 24, 1 << 24, 0,
+                                          32);  // the last: depth
         const auto [data, size] = std::pair(frames[1].data<char>(), frames[1].size());
         const auto body = msgpack::unpack(data, size, nullptr, nullptr, limit)->as<Map>();
         switch (Op{*frames[0].data<unsigned char>()}) {
-        case Op::welcome:
-            if (body.get<std::pair<int, int>>("protocol").first != 1) throw ProtocolError("not protocol 1");
-            welcome_ = body;
-            return;
-        case Op::refused:
-            throw EngineError("refused: " + body.get<string>("message", ""), "refused",
-                              body.get<optional<double>>("retry_after_s", {}));
-        case Op::accepted: {
-            const auto handle = body.get<uint32_t>("handle");
-            if (auto node = unanswered_.extract(body.get<string>("request_id"))) {
-                if (const auto stream = node.mapped().lock()) stream->seed = body.get("seed", stream->seed);
-                streams_[handle] = node.mapped();
+            case Op::welcome:
+                if (body.get<std::pair<int, int>>("protocol").first != 1)
+                    throw ProtocolError("not protocol 1");
+                welcome_ = body;
+                return;
+            case Op::refused:
+                throw EngineError("refused: " + body.get<string>("message", ""), "refused",
+                                  body.get<optional<double>>("retry_after_s", {}));
+            case Op::accepted: {
+                const auto handle = body.get<uint32_t>("handle");
+                if (auto node = unanswered_.extract(body.get<string>("request_id"))) {
+                    if (const auto stream = node.mapped().lock())
+                        stream->seed = body.get("seed", stream->seed);
+                    streams_[handle] = node.mapped();
+                }
+                return;
             }
-            return;
-        }
-        case Op::output: return deliver(body);
-        case Op::error: {
-            const auto code = body.get<string>("code"), message = code + ": " + body.get<string>("message");
-            if (code == "engine_dead" || code == "no_session") throw EngineDead(message);
-            const EngineError error(message, code, body.get<optional<double>>("retry_after_s", {}));
-            if (!body.get<optional<string>>("request_id", {})) throw error;
-            if (auto node = unanswered_.extract(body.get<string>("request_id")))
-                if (const auto stream = node.mapped().lock()) stream->error_ = error;
-            return;
-        }
-        case Op::ping: return send(Op::pong, Map().put("nonce", body.get<uint64_t>("nonce", 0)));
-        case Op::pong: return;
-        case Op::reply:
-            body.get<Bin>("data", {});  // of a wrong type it is malformed, whether asked for or not
-            if (body.get<uint64_t>("call_id") == call_id_) reply_ = body;
-            return;
-        case Op::bye: throw EngineDead("the engine said BYE: " + body.get<string>("reason", ""));
-        default: throw ProtocolError("malformed message: not an op of engines");
+            case Op::output:
+                return deliver(body);
+            case Op::error: {
+                const auto code = body.get<string>("code"),
+                           message = code + ": " + body.get<string>("message");
+                if (code == "engine_dead" || code == "no_session") throw EngineDead(message);
+                const EngineError error(message, code,
+                                        body.get<optional<double>>("retry_after_s", {}));
+                if (!body.get<optional<string>>("request_id", {})) throw error;
+                if (auto node = unanswered_.extract(body.get<string>("request_id")))
+                    if (const auto stream = node.mapped().lock()) stream->error_ = error;
+                return;
+            }
+            case Op::ping:
+                return send(Op::pong, Map().put("nonce", body.get<uint64_t>("nonce", 0)));
+            case Op::pong:
+                return;
+            case Op::reply:
+                body.get<Bin>("data",
+                              {});  // of a wrong type it is malformed, whether asked for or not
+                if (body.get<uint64_t>("call_id") == call_id_) reply_ = body;
+                return;
+            case Op::bye:
+                throw EngineDead("the engine said BYE: " + body.get<string>("reason", ""));
+            default:
+                throw ProtocolError("malformed message: not an op of engines");
         }
     }
-    std::shared_ptr<Stream> find(uint32_t handle) const {  // nullptr: unknown, or nobody wants it any more
+    std::shared_ptr<Stream> find(
+        uint32_t handle) const {  // nullptr: unknown, or nobody wants it any more
         return streams_.count(handle) ? streams_.at(handle).lock() : nullptr;
     }
     void deliver(const Map& output) {
@@ -230,7 +312,8 @@ private:
             const auto handle = event.get<uint32_t>("handle");
             const auto finish_reason = event.get<optional<string>>("finish_reason", {});
             if (const auto stream = find(handle)) {
-                stream->num_cached_tokens = event.get("num_cached_tokens", stream->num_cached_tokens);
+                stream->num_cached_tokens =
+                    event.get("num_cached_tokens", stream->num_cached_tokens);
                 stream->stop_reason = event.get("stop_reason", stream->stop_reason);
                 stream->message = event.get("message", stream->message);
                 stream->finish_reason = finish_reason;
