@@ -90,7 +90,7 @@ class EngineConnection:
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
         self._suspected_s: float | None = None  # the last sign of life when silence was noticed
-        self._timer = self._loop.call_later(ENGINE_TIMEOUT_S, self._check_silence)
+        self._timer = self._loop.call_later(ENGINE_TIMEOUT_S, self.check_silence)
         self._task = asyncio.create_task(self._receive_loop(), name="nanocore-receive")
 
     @classmethod
@@ -250,11 +250,11 @@ class EngineConnection:
 
     async def _receive(self) -> NoReturn:
         while True:
-            self._take(await self._socket.receive())
+            self.take(await self._socket.receive())
             for _ in range(_MAX_BATCH):
                 if (frames := self._socket.receive_nowait()) is None:
                     break
-                self._take(frames)
+                self.take(frames)
             else:
                 await asyncio.sleep(0)  # receiving did not wait, so nobody else had a turn
 
@@ -271,18 +271,23 @@ class EngineConnection:
     def _is_awaited(self) -> bool:
         return bool(self._streams or self._replies or self._pongs)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def take(self, frames: list[bytes]) -> None:
+        """A message of the engine, which is a sign of life, too.
+
+        Raises:
+            ProtocolError: it is none.
+        """
         self._heard_s = self._loop.time()
         self._handle(self._decoder.decode(frames))
 
-    def _check_silence(self) -> None:
+    def check_silence(self) -> None:
         """The timer's call: take an engine that has not been heard of for dead."""
         deadline_s = self._heard_s + ENGINE_TIMEOUT_S
         if self._loop.time() < deadline_s:
-            self._timer = self._loop.call_at(deadline_s, self._check_silence)
+            self._timer = self._loop.call_at(deadline_s, self.check_silence)
         elif self._suspected_s != self._heard_s:
             self._suspected_s = self._heard_s
-            self._timer = self._loop.call_later(GRACE_S, self._check_silence)
+            self._timer = self._loop.call_later(GRACE_S, self.check_silence)
         else:
             text = f"the engine has not been heard of for {ENGINE_TIMEOUT_S:.0f} s"
             self.fail(EngineDeadError(text))

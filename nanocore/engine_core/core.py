@@ -66,15 +66,16 @@ class EngineCore:
     def run(self) -> Shutdown:
         """Step until a Shutdown arrives; then end every request. Returns the Shutdown."""
         while self._shutdown is None:
-            self._drain_inbox(wait=self._is_idle)
-            if self._shutdown is None and not self._is_idle:
+            self.drain_inbox(wait=self.is_idle)
+            if self._shutdown is None and not self.is_idle:
                 self.step()
         if not self._shutdown.failure:  # else clients are told that the engine is dead
             self._send_ends(self.scheduler.abort_all(), "abort", self._shutdown.reason)
         return self._shutdown
 
     @property
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
+        """Whether nothing can be done before another event comes in."""
         nothing_to_begin = bool(self._pausing) or self.scheduler.num_requests == 0
         return not self._num_in_flight and nothing_to_begin
 
@@ -90,7 +91,7 @@ class EngineCore:
             self._submit(group)
         result = executor.collect()
         self._num_in_flight -= 1
-        self._drain_inbox(wait=False, in_step=True)
+        self.drain_inbox(wait=False, in_step=True)
         for output in scheduler.update(result):
             self._outbox.put(output)
         deferred, self._deferred = self._deferred, []
@@ -132,7 +133,7 @@ class EngineCore:
             paused=bool(self._pausing),
         )
 
-    def _drain_inbox(self, wait: bool, in_step: bool = False) -> None:
+    def drain_inbox(self, wait: bool, in_step: bool = False) -> None:
         """Handle what has arrived. Control operations run between steps: in one they wait."""
         if wait:
             self.clock.rest()

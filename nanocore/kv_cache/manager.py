@@ -40,6 +40,8 @@ class KVCacheManager:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
         enable_prefix_caching: whether full blocks are remembered and looked up.
+
+    pool: the blocks, which the manager alone takes and gives back.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.stats = PrefixCacheStats()
         self._index = PrefixIndex()
-        self._pool = BlockPool(num_blocks, on_evict=self._forget)
+        self.pool = BlockPool(num_blocks, on_evict=self._forget)
         self._holdings: dict[int, _Holding] = {}
         self._fenced: deque[tuple[int, list[Block]]] = deque()
         self._completed_step = 0
@@ -59,12 +61,21 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks nobody holds; some of them may still be found by their content."""
-        return self._pool.num_free
+        return self.pool.num_free
 
     @property
     def num_fenced_blocks(self) -> int:
         """References that steps in flight keep; they go when those steps are complete."""
         return sum(len(blocks) for _, blocks in self._fenced)
+
+    def fenced_block_ids(self) -> list[int]:
+        """Ids of those blocks, one for each reference."""
+        return [block.block_id for _, blocks in self._fenced for block in blocks]
+
+    @property
+    def handles(self) -> list[int]:
+        """The requests that hold blocks."""
+        return list(self._holdings)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -74,7 +85,7 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Share of the pool that is held, 0 to 1."""
-        return 1.0 - self._pool.num_free / self.num_blocks
+        return 1.0 - self.pool.num_free / self.num_blocks
 
     def block_ids(self, handle: int) -> list[int]:
         """Ids of the blocks a request holds, in the order of its tokens."""
@@ -104,7 +115,7 @@ class KVCacheManager:
         self, handle: int, num_tokens: int, hits: Sequence[Block] = (), num_reserved: int = 0
     ) -> bool:
         """Whether `allocate` would succeed, and leave num_reserved blocks free."""
-        num_available = self._pool.num_free - num_reserved
+        num_available = self.pool.num_free - num_reserved
         # A long prefix is looked through only if it matters how much of it is shared.
         if -(-num_tokens // self.block_size) <= num_available:
             return True
@@ -127,13 +138,13 @@ class KVCacheManager:
         assert not (blocks and hits), "a prefix is shared at admission only"
         num_before = len(blocks)
         if hits:
-            self._pool.hold(hits)
+            self.pool.hold(hits)
             blocks += hits
             holding.num_registered = len(hits)
             holding.last_key = hits[-1].key
         num_new = -(-num_tokens // self.block_size) - len(blocks)
         if num_new > 0:
-            blocks += self._pool.take(num_new)
+            blocks += self.pool.take(num_new)
         return [block.block_id for block in blocks[num_before:]]
 
     def register(self, handle: int, keys: Sequence[BlockKey], num_full: int) -> None:
@@ -176,17 +187,17 @@ class KVCacheManager:
         if after_step > self._completed_step:
             self._fenced.append((after_step, holding.blocks))
         else:
-            self._pool.release(reversed(holding.blocks))
+            self.pool.release(reversed(holding.blocks))
 
     def complete(self, step: int) -> None:
         """Steps up to this one are over: what only they held is free."""
         self._completed_step = step
         while self._fenced and self._fenced[0][0] <= step:
-            self._pool.release(reversed(self._fenced.popleft()[1]))
+            self.pool.release(reversed(self._fenced.popleft()[1]))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content. False, and nothing forgotten, while any block is held."""
-        if self._pool.num_free < self.num_blocks:
+        if self.pool.num_free < self.num_blocks:
             return False
         self._index.clear()
         if self._events is not None:
@@ -221,7 +232,7 @@ class KVCacheManager:
             self._events.stored(parent, [key])
         self._index.put([block], parent, [key])
         if other.ref_count == 0:
-            self._pool.take_next(other)
+            self.pool.take_next(other)
         return key
 
     def _forget(self, blocks: list[Block]) -> None:

@@ -84,7 +84,7 @@ class FakeEngine:
 
         On ipc nobody else sends it; libzmq, on TCP, has a thread for that.
         """
-        while getattr(self._socket._router, "_num_output_bytes", 0):
+        while getattr(self._socket.router, "num_output_bytes", 0):
             await asyncio.to_thread(self._socket.wait, 10)
 
     async def welcome(self, message: Message | None = None) -> Hello:

@@ -295,10 +295,10 @@ def test_an_engine_that_speaks_again_in_time_is_not_dead(
     async def scenario() -> None:
         connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
         for _ in range(3):
-            connection._check_silence()
-            connection._take(encode(Pong()))
-        connection._check_silence()
-        connection._check_silence()
+            connection.check_silence()
+            connection.take(encode(Pong()))
+        connection.check_silence()
+        connection.check_silence()
         with pytest.raises(EngineDeadError, match="not been heard of"):
             await connection.control("stats")
         await connection.close()

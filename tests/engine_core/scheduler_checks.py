@@ -99,18 +99,17 @@ def check_blocks(scheduler: Scheduler) -> None:
     owners: dict[int, set[int]] = {}
     for request in running.requests():
         block_ids = kv_cache.block_ids(request.handle)
-        held_tokens = running._table.held_tokens[request.row]
+        held_tokens = running.table.held_tokens[request.row]
         assert len(block_ids) * kv_cache.block_size == held_tokens
         assert len(set(block_ids)) == len(block_ids)
         for block_id in block_ids:
             holders[block_id] += 1
             owners.setdefault(block_id, set()).add(request.handle)
-    for _, fenced in kv_cache._fenced:
-        for block in fenced:
-            holders[block.block_id] += 1
-    blocks = kv_cache._pool.blocks
+    for block_id in kv_cache.fenced_block_ids():
+        holders[block_id] += 1
+    blocks = kv_cache.pool.blocks
     assert [block.ref_count for block in blocks] == holders
-    free_ids = kv_cache._pool.free_ids()
+    free_ids = kv_cache.pool.free_ids()
     assert len(free_ids) == len(set(free_ids)) == kv_cache.num_free_blocks == holders.count(0)
     for block_id, handles in owners.items():
         if len(handles) > 1:
@@ -134,9 +133,9 @@ def check_idle(scheduler: Scheduler) -> None:
     num_groups = scheduler.config.num_groups
     num_free = sum(running.row_counts(group)[1] for group in range(num_groups))
     assert num_free == scheduler.config.max_num_seqs
-    assert not running._table.clients
-    assert not running._table._stop_counts.any()
-    assert not kv_cache._holdings
+    assert not running.table.clients
+    assert not running.table.stop_counts.any()
+    assert not kv_cache.handles
     counters = scheduler.counters
     assert counters.dequeued_tokens == counters.prompt_tokens
     assert kv_cache.reset_prefix_cache()

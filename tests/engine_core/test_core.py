@@ -33,9 +33,11 @@ from tests.fakes import expected_tokens, make_request, make_scheduler
 class CoreUnderTest:
     """A core, and what it has sent."""
 
-    def __init__(self, trace: StepTrace | None = None, **limits: int) -> None:
+    def __init__(
+        self, trace: StepTrace | None = None, inbox: Inbox | None = None, **limits: int
+    ) -> None:
         self.scheduler, self.executor = make_scheduler(**limits)
-        self.inbox: Inbox = SimpleQueue()
+        self.inbox: Inbox = inbox or SimpleQueue()
         self.outbox = Outbox()
         self.core = EngineCore(self.scheduler, self, self.inbox, self.outbox, trace)
         self.during_step: list = []
@@ -65,7 +67,7 @@ class CoreUnderTest:
         """Put events and step until nothing is left."""
         for event in events:
             self.inbox.put(event)  # type: ignore[arg-type]
-        self.core._drain_inbox(wait=False)
+        self.core.drain_inbox(wait=False)
         while self.scheduler.num_requests:
             self.core.step()
         return self.outbox.drain()
@@ -245,14 +247,13 @@ class ScriptedInbox(SimpleQueue):  # type: ignore[type-arg]
 
 
 def test_a_paused_core_sleeps_on_its_inbox_and_runs_when_resumed() -> None:
-    core = CoreUnderTest()
     script = [
         ControlCall(1, 1, "pause"),
         AddRequest(make_request(1, [1, 2], 5)),
         ControlCall(1, 2, "resume"),  # the core sleeps although a request waits
         Shutdown("test"),  # and again when it has ended
     ]
-    core.core._inbox = ScriptedInbox(script)
+    core = CoreUnderTest(inbox=ScriptedInbox(script))
     core.core.run()
     outputs = core.outbox.drain()
     assert not script
@@ -274,15 +275,13 @@ class NotingSwitch:
 
 
 def test_the_dead_mans_switch_is_armed_in_steps_and_disarmed_before_the_core_sleeps() -> None:
-    core, switch = CoreUnderTest(), NotingSwitch()
+    script = [
+        AddRequest(make_request(1, [1, 2], 3)),
+        AddRequest(make_request(2, [1, 2], 3)),
+        Shutdown("test"),
+    ]
+    core, switch = CoreUnderTest(inbox=ScriptedInbox(script)), NotingSwitch()
     clock = core.core.clock = StepClock(switch)  # type: ignore[arg-type]
-    core.core._inbox = ScriptedInbox(
-        [
-            AddRequest(make_request(1, [1, 2], 3)),
-            AddRequest(make_request(2, [1, 2], 3)),
-            Shutdown("test"),
-        ]
-    )
     core.core.run()
     # Three steps each, of which the first one arms it: the others end soon.
     assert switch.uses == ["arm", "disarm", "arm", "disarm"]
@@ -290,7 +289,6 @@ def test_the_dead_mans_switch_is_armed_in_steps_and_disarmed_before_the_core_sle
 
 
 def test_a_session_resumes_its_own_pause_and_nobody_elses() -> None:
-    core = CoreUnderTest()
     script = [
         ControlCall(1, 1, "pause"),
         ControlCall(2, 2, "pause"),
@@ -303,7 +301,7 @@ def test_a_session_resumes_its_own_pause_and_nobody_elses() -> None:
         ControlCall(1, 8, "resume"),
         Shutdown("test"),  # asked for when the request has ended
     ]
-    core.core._inbox = ScriptedInbox(script)
+    core = CoreUnderTest(inbox=ScriptedInbox(script))
     core.core.run()
     outputs = core.outbox.drain()
     assert len(ends(outputs)) == 1
@@ -326,7 +324,7 @@ def test_kv_events_are_published_with_their_step_and_with_a_reset(core: CoreUnde
     batches: list[KVEventBatch] = []
     core.scheduler.kv_cache.subscribe(batches.append)
     core.inbox.put(AddRequest(make_request(1, [1] * 5, 4)))
-    core.core._drain_inbox(wait=False)
+    core.core.drain_inbox(wait=False)
     sizes = []
     while core.scheduler.num_requests:
         core.core.step()
@@ -334,7 +332,7 @@ def test_kv_events_are_published_with_their_step_and_with_a_reset(core: CoreUnde
     # Step 1 fills the first block; step 4, the last, computes token 8, which fills the second.
     assert sizes == [[1], [1], [1], [1, 1]]
     core.inbox.put(ControlCall(1, 1, "reset_prefix_cache"))
-    core.core._drain_inbox(wait=False)
+    core.core.drain_inbox(wait=False)
     assert batches[-1].events == [AllBlocksCleared()]
 
 
@@ -345,11 +343,11 @@ def test_what_an_abort_makes_findable_is_published_before_the_core_sleeps(
     batches: list[KVEventBatch] = []
     kv_cache.subscribe(batches.append)
     core.inbox.put(AddRequest(make_request(1, [1] * 5, 20)))
-    core.core._drain_inbox(wait=False)
+    core.core.drain_inbox(wait=False)
     for _ in range(4):  # the last one fills a second block
         core.core.step()
     core.inbox.put(AbortRequests([1]))
-    core.core._drain_inbox(wait=False)
+    core.core.drain_inbox(wait=False)
     assert core.scheduler.num_requests == 0
     stored = [event for batch in batches for event in batch.events]
     assert all(isinstance(event, BlockStored) for event in stored)
@@ -378,12 +376,12 @@ def test_a_pause_lets_the_steps_in_flight_end_and_begins_no_more() -> None:
     core.during_step = [ControlCall(1, 1, "pause")]
     for handle in (1, 2):
         core.inbox.put(AddRequest(make_request(handle, [handle] * 5, 5)))
-    core.core._drain_inbox(wait=False)
+    core.core.drain_inbox(wait=False)
     core.core.step()
     assert len(core.results) == 1
     core.core.step()
     assert len(core.results) == 0
-    assert core.core._is_idle
+    assert core.core.is_idle
     core.inbox.put(ControlCall(1, 2, "resume"))
     outputs = core.finish()
     assert len(ends(outputs)) == 2

@@ -333,14 +333,14 @@ def test_a_crowd_of_subscribers_is_bounded_and_those_who_subscribed_stay(
 ) -> None:
     router = routers.subscriber(endpoint)
     number = router.join(publisher)
-    sockets = publisher._socket._router
+    sockets = publisher._socket.router
     with ExitStack() as crowd:
         for _ in range(MAX_OBSERVERS + 20):
             crowd.enter_context(ZmtpPeer(endpoint))
-        while sockets._num_accepted < MAX_OBSERVERS + 21:
+        while sockets.num_accepted < MAX_OBSERVERS + 21:
             publisher.publish(numbered(number))
             number += 1
             router.receive()
-        assert len(sockets._connections) <= MAX_OBSERVERS
+        assert len(sockets.connections) <= MAX_OBSERVERS
         publisher.publish(numbered(number))
         assert router.sequences_to(number)[-1] == number

@@ -183,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_blocks(self.scheduler)
         kv_cache = self.scheduler.kv_cache
         kv_cache.publish_events()
-        assert self.findable == {block.key[0] for block in kv_cache._pool.blocks if block.key}
+        assert self.findable == {block.key[0] for block in kv_cache.pool.blocks if block.key}
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())

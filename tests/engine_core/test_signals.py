@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 import pytest
 
 from nanocore.engine_core.mailbox import Inbox
-from nanocore.engine_core.process.process import _handle_signals
+from nanocore.engine_core.process.process import handle_signals
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def inbox() -> Iterator[Inbox]:
 
 def test_a_terminal_that_is_gone_ends_the_engine(inbox: Inbox) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    _handle_signals(inbox)
+    handle_signals(inbox)
     os.kill(os.getpid(), signal.SIGHUP)
     assert inbox.get_nowait().reason == "SIGHUP"  # type: ignore[union-attr]
 
 
 def test_under_nohup_it_does_not(inbox: Inbox) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    _handle_signals(inbox)
+    handle_signals(inbox)
     os.kill(os.getpid(), signal.SIGHUP)
     with pytest.raises(Empty):
         inbox.get_nowait()

@@ -53,11 +53,11 @@ def test_a_failed_allocation_touches_nothing() -> None:
     kv_cache = KVCacheManager(3, BLOCK_SIZE)
     assert run(kv_cache, 1, [1] * 8) == 0
     kv_cache.free(1)
-    before = kv_cache._pool.free_ids()
+    before = kv_cache.pool.free_ids()
     hits = kv_cache.find_prefix(keys_of([1] * 16).keys, 16)
     assert len(hits) == 2
     assert kv_cache.allocate(2, 16, hits) is None
-    assert kv_cache._pool.free_ids() == before
+    assert kv_cache.pool.free_ids() == before
     assert kv_cache.block_ids(2) == []
 
 
@@ -146,7 +146,7 @@ def test_copies_are_not_cached_twice_and_a_held_one_takes_over_from_a_free_one()
     kv_cache.register(3, chain.keys, 1)
     (found,) = kv_cache.find_prefix(keys_of([1] * 5).keys, 5)
     assert [found.block_id] == kv_cache.block_ids(3)
-    assert kv_cache._pool.free_ids()[0] == 0  # the free copy is taken next
+    assert kv_cache.pool.free_ids()[0] == 0  # the free copy is taken next
 
 
 def test_blocks_wait_for_the_last_step_that_may_write_them() -> None:

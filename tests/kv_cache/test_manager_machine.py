@@ -228,14 +228,14 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def matches_the_model(self) -> None:
         model, kv_cache = self.model, self.kv_cache
-        assert kv_cache._pool.free_ids() == model.free
+        assert kv_cache.pool.free_ids() == model.free
         assert kv_cache.num_free_blocks == len(model.free)
-        assert [block.ref_count for block in kv_cache._pool.blocks] == model.refs
+        assert [block.ref_count for block in kv_cache.pool.blocks] == model.refs
         assert kv_cache.num_cached_blocks == len(model.entries)
         for handle, request in model.requests.items():
             assert kv_cache.block_ids(handle) == request.block_ids
         kv_cache.publish_events()
-        findable = {block.key[0] for block in kv_cache._pool.blocks if block.key}
+        findable = {block.key[0] for block in kv_cache.pool.blocks if block.key}
         assert findable == self.mirror
 
 

@@ -366,8 +366,8 @@ def test_nobody_is_admitted_while_no_doorkeeper_answers(
     engine: EngineSocket, endpoint: str, keys: KeyFolders
 ) -> None:
     """Left to its defaults, libzmq admits everybody then."""
-    assert isinstance(engine._router, CurveRouter)
-    assert engine._router._authenticator is not None
-    engine._router._authenticator.close()
+    assert isinstance(engine.router, CurveRouter)
+    assert engine.router.authenticator is not None
+    engine.router.authenticator.close()
     with stranger(endpoint, keys.client_keys("client").options):
         assert engine.receive() is None

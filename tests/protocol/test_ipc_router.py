@@ -95,7 +95,7 @@ def test_a_message_without_end_costs_its_sender_the_connection_and_us_little_mem
         taken = serve(router, lambda: attacker.send_endless_message(frame))
         assert taken < 2 * MAX_MESSAGE_BYTES
         assert resident_bytes() - before < 100 * MB
-        assert router._num_input_bytes == 0
+        assert router.num_input_bytes == 0
         chat(router, bystander)
 
 
@@ -113,7 +113,7 @@ def test_sixty_frames_of_15_mb_from_a_dealer_are_not_gathered(
             frame = bytes(15 * MB)
             attacker.send_multipart([frame] * 60, copy=False)
             until(
-                router, lambda: peaks.append(resident_bytes()) or router._num_accepted >= 3
+                router, lambda: peaks.append(resident_bytes()) or router.num_accepted >= 3
             )  # it was hung up on, and came again
             chat(router, bystander)
     # All 60 frames are one piece of memory on the sender's side, which is in this process, too.
@@ -134,11 +134,11 @@ def test_unfinished_messages_of_many_peers_are_bounded_together_and_the_largest_
         head = b"\2" + MAX_FRAME_BYTES.to_bytes(8, "big")
         for peer in greedy:
             serve(router, lambda peer=peer: peer.socket.sendall(head + bytes(4 * MB)))  # type: ignore[misc]
-        until(router, lambda: len(router._connections) == 3)
-        assert router._num_input_bytes <= 10 * MB
+        until(router, lambda: len(router.connections) == 3)
+        assert router.num_input_bytes <= 10 * MB
         serve(router, lambda: modest.socket.sendall(bytes(MB)))
-        until(router, lambda: router._num_input_bytes <= 8 * MB)
-        assert len(router._connections) == 3, "the modest one has finished its message"
+        until(router, lambda: router.num_input_bytes <= 8 * MB)
+        assert len(router.connections) == 3, "the modest one has finished its message"
 
 
 def test_what_waits_for_all_peers_is_bounded_together_and_the_largest_goes(
@@ -158,12 +158,12 @@ def test_what_waits_for_all_peers_is_bounded_together_and_the_largest_goes(
         for _ in range(4):
             for routing_id in greedy:
                 router.send(routing_id, [bytes(MB)])
-        assert router._num_output_bytes <= 10 * MB
-        assert modest in router._connections
-        assert 0 < len(router._connections) < 5
-        for routing_id in list(router._connections):
-            router._drop(router._connections[routing_id])
-        assert router._num_output_bytes == 0
+        assert router.num_output_bytes <= 10 * MB
+        assert modest in router.connections
+        assert 0 < len(router.connections) < 5
+        for routing_id in list(router.connections):
+            router.drop(router.connections[routing_id])
+        assert router.num_output_bytes == 0
 
 
 def test_a_flood_of_frames_leaves_others_their_turn(router: IpcRouter, endpoint: str) -> None:
@@ -219,8 +219,8 @@ def test_what_waits_for_a_peer_that_pings_and_never_reads_is_bounded(
             pass
         pings = command_frame(b"\4PING\0\1") * 10_000
         serve(router, lambda: peer.socket.sendall(pings))
-        until(router, lambda: router._connections[routing_id].reader.is_drained)
-        assert len(router._connections[routing_id].unsent) <= PEER_HIGH_WATER_MARK
+        until(router, lambda: router.connections[routing_id].reader.is_drained)
+        assert len(router.connections[routing_id].unsent) <= PEER_HIGH_WATER_MARK
 
 
 # -- who may stay ---------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_of_300_silent_connections_the_latest_stay_and_a_client_comes_in(
     router.max_connections = 50
     with ExitStack() as stack, closing(PeerSocket(endpoint)) as early:
         chat(router, early)
-        router.admit(next(iter(router._connections)))
+        router.admit(next(iter(router.connections)))
         silent: list[ZmtpPeer] = []
 
         def crowd() -> None:
@@ -243,13 +243,13 @@ def test_of_300_silent_connections_the_latest_stay_and_a_client_comes_in(
                         silent[-1].greet()
 
         serve(router, crowd)
-        until(router, lambda: router._num_accepted == 301)
-        assert len(router._connections) <= 50
+        until(router, lambda: router.num_accepted == 301)
+        assert len(router.connections) <= 50
         serve(router, silent[0].await_end)
         chat(router, early)
         with closing(PeerSocket(endpoint)) as late:
             chat(router, late)
-        assert len(router._connections) <= 50
+        assert len(router.connections) <= 50
 
 
 def test_who_does_not_finish_the_handshake_is_hung_up_on(
@@ -260,7 +260,7 @@ def test_who_does_not_finish_the_handshake_is_hung_up_on(
         monkeypatch.setattr(module, "HANDSHAKE_S", 0.0)
         serve(router, silent.await_end)
         chat(router, friend)
-        assert router._num_accepted == 2
+        assert router.num_accepted == 2
 
 
 def test_a_guest_is_hung_up_on_in_time_and_who_was_admitted_is_not(
@@ -292,7 +292,7 @@ def test_an_admitted_peers_disappearance_is_told_at_once_and_a_guests_is_not(
             peer.send(b"x")
             ids.append(receive(router)[0])
         router.admit(ids[0])
-    until(router, lambda: not router._connections)
+    until(router, lambda: not router.connections)
     assert router.take_gone() == ids[:1]
     assert router.take_gone() == []
 
@@ -310,7 +310,7 @@ def test_a_peer_that_leaves_with_much_unread_and_unsaid_takes_nobody_with_it(
                     pass
                 leaver.send_all([[b"y"]] * 10)
         chat(router, friend)
-        assert len(router._connections) == 1
+        assert len(router.connections) == 1
 
 
 def test_what_a_peer_said_before_it_left_arrives(router: IpcRouter, endpoint: str) -> None:
@@ -438,7 +438,7 @@ def test_a_peer_of_another_kind_is_turned_away(
         until(router, lambda: monitor.poll(0))
         peer.disable_monitor()
         monitor.close()
-    until(router, lambda: not router._connections)
+    until(router, lambda: not router.connections)
 
 
 # -- its own end ----------------------------------------------------------------------------------
@@ -454,7 +454,7 @@ def test_closing_sends_what_is_queued_to_a_peer_that_reads_late(
         serve(router, peer.await_handshake)
         for i in range(20):
             assert router.send(routing_id, [b"%02d" % i + bytes(50_000)]) is SendResult.SENT
-        assert router._connections[routing_id].unsent, "more than the kernel keeps"
+        assert router.connections[routing_id].unsent, "more than the kernel keeps"
         thread = threading.Thread(target=router.close)
         thread.start()
         words = [peer.read(9 + 50_002)[9:11] for _ in range(20)]

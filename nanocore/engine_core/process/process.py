@@ -97,11 +97,11 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         logger.info("imports %.2f s, since the process began", imports_s)
         executor = _executor(config, folder, model_config, max_model_len)
         stack.callback(executor.close)
-        with _phase("load") as notes:
+        with phase("load") as notes:
             ranks = executor.load_model()
             num_bytes = sum(rank.weight_bytes for rank in ranks)
             notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
-        with _phase("kv cache") as notes:
+        with phase("kv cache") as notes:
             num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
             executor.allocate_kv_cache(num_blocks, max_model_len)
             num_bytes = num_blocks * sum(rank.kv_block_bytes for rank in ranks)
@@ -156,7 +156,7 @@ def serve(
     core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch))
     io_thread = _io_thread(config, socket, card, files, core, inbox, outbox)
     watchdog = Watchdog(core, config.step_timeout_s, executor.blame, outbox, io_thread)
-    interrupted = _handle_signals(inbox)
+    interrupted = handle_signals(inbox)
     if parent is not None:
         parent.on_orphaned(lambda: inbox.put(Shutdown("the launching client is gone")))
     gc.collect()
@@ -167,7 +167,7 @@ def serve(
     logger.info("ready in %.1f s", time.monotonic() - started_s)
     if parent is not None:
         parent.report_ready()
-    farewell, exit_code = _run(core)
+    farewell, exit_code = run_core(core)
     watchdog.stop()
     outbox.put(farewell)
     io_thread.join()
@@ -215,7 +215,7 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
-def _run(core: EngineCore) -> tuple[Farewell, int]:
+def run_core(core: EngineCore) -> tuple[Farewell, int]:
     """Run the step loop to its end; what clients are told of it, and the exit code."""
     try:
         shutdown = core.run()
@@ -266,7 +266,7 @@ def _kv_event_publisher(config: EngineConfig) -> KVEventPublisher | None:
     )
 
 
-def _handle_signals(inbox: Inbox) -> list[int]:
+def handle_signals(inbox: Inbox) -> list[int]:
     """Let signals end the step loop, and a second SIGTERM or SIGINT the process.
 
     Returns the SIGINTs seen. SIGHUP says that the terminal or the launching client is gone.
@@ -333,7 +333,7 @@ def _log_generation_defaults(model: ModelConfig) -> None:
 
 
 @contextmanager
-def _phase(name: str) -> Iterator[list[str]]:
+def phase(name: str) -> Iterator[list[str]]:
     """Log a start-up phase with its seconds and what it notes."""
     notes: list[str] = []
     start_s = time.monotonic()

@@ -31,7 +31,8 @@ class RowTable:
     decoding: rows that take their next token in every step, in the order in which they began to;
     the array is replaced, never changed, because steps in flight refer to it. prefilling: rows with
     tokens to compute before they can, in admission order. finishing: rows that wait for their last
-    token. clients: rows per client.
+    token. clients: rows per client. stop_counts: rows that end at a token id, by id; its last
+    element stands for all larger ids.
 
     Rows are dealt out to num_groups groups (row modulo their number), of which a step serves one.
     """
@@ -58,8 +59,7 @@ class RowTable:
         self._free_rows = [list(range(i, max_num_seqs, num_groups)) for i in range(num_groups)]
         self._group_sizes = [len(rows) for rows in self._free_rows]
         self._num_rows = 0
-        # How many rows end at a token id, by id; the last element stands for all larger ids.
-        self._stop_counts = np.zeros(1, np.int32)
+        self.stop_counts = np.zeros(1, np.int32)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -159,7 +159,7 @@ class RowTable:
 
     def may_stop(self, token_ids: NDArray[np.int32]) -> list[int]:
         """Indices of those tokens that are EOS or a stop id of some row, perhaps another one."""
-        counts = self._stop_counts
+        counts = self.stop_counts
         if len(counts) == 1:
             return []
         hits: list[int] = counts.take(token_ids, mode="clip").nonzero()[0].tolist()
@@ -167,9 +167,9 @@ class RowTable:
 
     def _count_stop_ids(self, request: Request, change: int) -> None:
         for token_id in {*request.eos_token_ids, *request.sampling.stop_token_ids}:
-            if token_id + 2 > len(self._stop_counts):
-                self._stop_counts = np.append(
-                    self._stop_counts[:-1],
-                    np.zeros(token_id + 3 - len(self._stop_counts), np.int32),
+            if token_id + 2 > len(self.stop_counts):
+                self.stop_counts = np.append(
+                    self.stop_counts[:-1],
+                    np.zeros(token_id + 3 - len(self.stop_counts), np.int32),
                 )
-            self._stop_counts[token_id] += change
+            self.stop_counts[token_id] += change

@@ -34,6 +34,8 @@ class RunningSet:
     Args:
         config: the limits. kv_cache: where their blocks are.
         precedence: sort key of requests; the largest is preempted first.
+
+    table: the rows, which the running set alone writes.
     """
 
     def __init__(
@@ -48,8 +50,8 @@ class RunningSet:
         """Whether a step may be planned while others are in flight that its rows are in."""
         self._num_groups = config.num_groups
         self._num_drafts = config.num_speculative_tokens
-        self._table = RowTable(config.max_num_seqs, config.max_model_len, config.num_groups)
-        self._results = ResultReader(self._table)
+        self.table = RowTable(config.max_num_seqs, config.max_model_len, config.num_groups)
+        self._results = ResultReader(self.table)
         self._in_flight: deque[StepOutcome] = deque()
         self._stalled: set[int] = set()  # rows that wait for blocks
         self._removed_rows: list[int] = []  # since the last plan; workers learn of them with it
@@ -58,7 +60,7 @@ class RunningSet:
         self._precedence = precedence
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.table)
 
     @property
     def num_in_flight(self) -> int:
@@ -78,17 +80,17 @@ class RunningSet:
     @property
     def decoding(self) -> IntArray:
         """Rows that take their next token in every step; replaced, never changed."""
-        return self._table.decoding
+        return self.table.decoding
 
     @property
     def prefilling(self) -> Sequence[int]:
         """Rows with tokens to compute before they can, in admission order."""
-        return self._table.prefilling
+        return self.table.prefilling
 
     @property
     def finishing(self) -> Sequence[int]:
         """Rows that wait for their last token."""
-        return self._table.finishing
+        return self.table.finishing
 
     @property
     def is_short_of_blocks(self) -> bool:
@@ -102,28 +104,28 @@ class RunningSet:
 
     def has_work(self, group: int) -> bool:
         """Whether a step of this group, of which none is in flight, has anything to compute."""
-        num_taken, _ = self._table.row_counts(group)
-        return num_taken > 0 or any(self.next_chunk(row, group) for row in self._table.prefilling)
+        num_taken, _ = self.table.row_counts(group)
+        return num_taken > 0 or any(self.next_chunk(row, group) for row in self.table.prefilling)
 
     def row_counts(self, group: int) -> tuple[int, int]:
         """(rows of the group that requests own, rows that none does)."""
-        return self._table.row_counts(group)
+        return self.table.row_counts(group)
 
     def requests(self) -> list[Request]:
         """The requests that own rows, by row."""
-        return self._table.running()
+        return self.table.running()
 
     def request(self, row: int) -> Request:
         """The request that owns this row."""
-        return self._table.request(row)
+        return self.table.request(row)
 
     def known_tokens(self, row: int) -> NDArray[np.int32]:
         """A view of the row's prompt and output tokens so far."""
-        return self._table.known_tokens(row)
+        return self.table.known_tokens(row)
 
     def num_computed_tokens(self, row: int) -> int:
         """Tokens whose KV is computed or planned to be; may have passed those known."""
-        return int(self._table.num_computed[row])
+        return int(self.table.num_computed[row])
 
     def decode_load(self, group: int) -> tuple[int, int]:
         """(tokens, context) of what decoding rows would compute in a step of the group."""
@@ -137,7 +139,7 @@ class RunningSet:
         The last token, which samples, is for the row's own group: other steps may be in flight
         beside this one, and the next one of the group is planned when this one's tokens are known.
         """
-        table = self._table
+        table = self.table
         num_left = int(table.num_tokens[row] - table.num_computed[row])
         return min(num_left - (row % self._num_groups != group), self.max_chunk)
 
@@ -147,7 +149,7 @@ class RunningSet:
         Each round either provides for all rows or lets one of them go, whose tokens return to the
         budget; nothing is settled before the last round.
         """
-        table = self._table
+        table = self.table
         plan = StepPlan(number, token_budget, group, self._num_groups)
         assert self.may_overlap or group not in self.groups_in_flight, (
             f"step {number} of group {group} needs what its last one, in flight, samples"
@@ -187,7 +189,7 @@ class RunningSet:
         assert block_ids is not None, "the whole prompt fits, so its first chunk does"
         token_ids = request.give_tokens()
         held_tokens = len(block_ids) * block_size
-        row = self._table.add(request, token_ids, num_cached, held_tokens, plan.group)
+        row = self.table.add(request, token_ids, num_cached, held_tokens, plan.group)
         new = NewRow(
             row=row,
             token_ids=token_ids.tobytes(),
@@ -210,7 +212,7 @@ class RunningSet:
     def begin(self, plan: StepPlan) -> SchedulerOutput:
         """The plan is complete and in flight from here on; returns it as workers are told it."""
         if plan.started:
-            self._table.start_decoding(plan.started)
+            self.table.start_decoding(plan.started)
         self._in_flight.append(StepOutcome(plan))
         removed_rows, self._removed_rows = self._removed_rows, []
         sampled, self._sampled = self._sampled, []
@@ -224,7 +226,7 @@ class RunningSet:
         Raises:
             ValueError: the result does not fit the step.
         """
-        table = self._table
+        table = self.table
         outcome = self._in_flight.popleft()
         plan, dead_rows = outcome.plan, outcome.dead_rows
         self._kv_cache.complete(plan.number)
@@ -253,7 +255,7 @@ class RunningSet:
         The last of those is to be computed next, so that it samples. Blocks stay held; what was
         computed into them is overwritten, and nobody finds it: it is not of known tokens.
         """
-        self._table.num_computed[rows] = self._table.num_tokens[rows] - 1
+        self.table.num_computed[rows] = self.table.num_tokens[rows] - 1
 
     def leave(self, request: Request, keeps_blocks: bool = True) -> None:
         """Take a request's row and blocks; steps in flight may write those until they are over.
@@ -262,10 +264,10 @@ class RunningSet:
         """
         row = request.row
         if keeps_blocks:
-            self._register(request, int(self._table.num_computed[row]))
+            self._register(request, int(self.table.num_computed[row]))
         else:
             self._kv_cache.forget(request.handle)
-        self._table.remove(row)
+        self.table.remove(row)
         self._stalled.discard(row)
         self._removed_rows.append(row)
         for outcome in self._in_flight:
@@ -278,7 +280,7 @@ class RunningSet:
 
         None stands for one each. Drafts are computed only as far as all would be wanted.
         """
-        table = self._table
+        table = self.table
         decoding, num_groups = table.decoding, self._num_groups
         if num_groups > 1:
             decoding = decoding[decoding % num_groups == group]
@@ -292,7 +294,7 @@ class RunningSet:
 
     def _idle_rows(self, plan: StepPlan) -> list[int]:
         """The group's rows of which the plan computes nothing."""
-        table = self._table
+        table = self.table
         if len(plan.decoding) + len(plan.chunks) == len(table):
             return []
         served = {chunk.row for chunk in plan.chunks}.union(plan.last)
@@ -301,7 +303,7 @@ class RunningSet:
 
     def _share_budget(self, plan: StepPlan, budget: int) -> tuple[list[tuple[int, int]], int]:
         """(row, its computed tokens after the step) of running prompts, and the rest of budget."""
-        table = self._table
+        table = self.table
         chunks = []
         for row in table.prefilling:
             count = min(self.next_chunk(row, plan.group), budget)
@@ -312,7 +314,7 @@ class RunningSet:
 
     def _provide(self, plan: StepPlan, row: int, num_tokens: int) -> bool:
         """Let a running row hold blocks for num_tokens; False if another round must be tried."""
-        table = self._table
+        table = self.table
         held_tokens = int(table.held_tokens[row])
         if num_tokens <= held_tokens:
             return True
@@ -328,7 +330,7 @@ class RunningSet:
 
     def _make_room(self, plan: StepPlan, row: int, num_tokens: int) -> None:
         """Let the row wait, if steps in flight are about to release blocks; else preempt."""
-        table, kv_cache = self._table, self._kv_cache
+        table, kv_cache = self.table, self._kv_cache
         num_needed = kv_cache.num_free_needed(table.request(row).handle, num_tokens)
         ending = [table.request(finishing).handle for finishing in table.finishing]
         num_held = sum(len(kv_cache.block_ids(handle)) for handle in ending)
@@ -345,7 +347,7 @@ class RunningSet:
         find again. The one that would cost most stays, so there is always progress.
         """
         priority, arrival, handle = self._precedence(request)
-        num_computed, num_cached = self._table.num_computed, self._table.num_cached
+        num_computed, num_cached = self.table.num_computed, self.table.num_cached
         return priority, arrival, int(num_cached[request.row] - num_computed[request.row]), handle
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
@@ -359,7 +361,7 @@ class RunningSet:
 
     def _compute_chunk(self, plan: StepPlan, row: int, computed: int, end: int) -> None:
         """Plan a prefilling row's tokens from number `computed` up to `end`."""
-        table = self._table
+        table = self.table
         plan.chunks.append(Chunk(row, end - computed, computed))
         table.num_computed[row] = end
         # At once, so that the next request admitted in this very step can share the blocks.
@@ -385,7 +387,7 @@ class RunningSet:
         num_full = num_computed // block_size
         keys = request.key_chain.keys
         if len(keys) < num_full:  # output tokens have filled a block
-            table, row = self._table, request.row
+            table, row = self.table, request.row
             end = min(num_computed, int(table.num_tokens[row]))
             request.key_chain.extend(table.token_ids[row, len(keys) * block_size : end].tobytes())
             num_full = min(num_full, len(keys))

@@ -47,9 +47,9 @@ class CurveRouter:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, PEER_HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, PEER_HIGH_WATER_MARK)
-        self._authenticator: ClientAuthenticator | None = None
+        self.authenticator: ClientAuthenticator | None = None
         if keys is not None:
-            self._authenticator = ClientAuthenticator(self._context, keys.clients)
+            self.authenticator = ClientAuthenticator(self._context, keys.clients)
         self._guard = TcpGuard(self._socket) if endpoint.startswith(TCP) else None
         self._is_cut = False  # the rest of a message with too many frames is still to be skipped
         self._poller = zmq.Poller()
@@ -86,8 +86,8 @@ class CurveRouter:
     def wait(self, timeout_ms: int) -> set[int]:
         end_s = math.inf if timeout_ms < 0 else time.monotonic() + timeout_ms / 1e3
         while True:
-            if self._authenticator is not None:
-                self._authenticator.check()
+            if self.authenticator is not None:
+                self.authenticator.check()
             if self._guard is not None:
                 self._guard.sweep()
             left_s = min(SWEEP_INTERVAL_S, max(0.0, end_s - time.monotonic()))
@@ -146,6 +146,6 @@ class CurveRouter:
         if self._guard is not None:
             self._guard.close()
         self._socket.close()
-        if self._authenticator is not None:
-            self._authenticator.close()
+        if self.authenticator is not None:
+            self.authenticator.close()
         self._context.term()

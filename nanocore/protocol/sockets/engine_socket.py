@@ -24,19 +24,19 @@ class EngineSocket:
     """
 
     def __init__(self, endpoint: str, keys: EngineKeys | None = None) -> None:
-        self._router: IpcRouter | CurveRouter
+        self.router: IpcRouter | CurveRouter
         if endpoint.startswith(IPC) and keys is None:
-            self._router = IpcRouter(ipc_address(endpoint).path)
+            self.router = IpcRouter(ipc_address(endpoint).path)
         else:
-            self._router = CurveRouter(endpoint, keys)
+            self.router = CurveRouter(endpoint, keys)
 
     def limit(self, max_connections: int, guest_timeout_s: float) -> None:
         """Let so many connect at once, and guests stay for so long; as made, that is for ever."""
-        self._router.limit(max_connections, guest_timeout_s)
+        self.router.limit(max_connections, guest_timeout_s)
 
     def watch(self, fd: int) -> None:
         """Let `wait` return when this descriptor becomes readable, too."""
-        self._router.watch(fd)
+        self.router.watch(fd)
 
     def wait(self, timeout_ms: int) -> set[int]:
         """Sleep until something is ready; returns the ready watched descriptors. -1: no limit.
@@ -44,12 +44,12 @@ class EngineSocket:
         Raises:
             RuntimeError: no new client can come in any more.
         """
-        return self._router.wait(timeout_ms)
+        return self.router.wait(timeout_ms)
 
     @property
     def is_busy(self) -> bool:
         """Whether something has arrived that `receive` has not looked at."""
-        return self._router.is_busy
+        return self.router.is_busy
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """(routing id, frames) of the next message, or None when there is none now.
@@ -57,24 +57,24 @@ class EngineSocket:
         Of a message with very many frames only the first are returned. A call never takes long: it
         may return None and leave something to look at (`is_busy`).
         """
-        return self._router.receive()
+        return self.router.receive()
 
     def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult:
         """Queue a message for one client; never blocks."""
-        return self._router.send(routing_id, frames)
+        return self.router.send(routing_id, frames)
 
     def admit(self, routing_id: bytes) -> None:
         """The connection may stay."""
-        self._router.admit(routing_id)
+        self.router.admit(routing_id)
 
     def dismiss(self, routing_id: bytes) -> None:
         """It is a guest again."""
-        self._router.dismiss(routing_id)
+        self.router.dismiss(routing_id)
 
     def take_gone(self) -> list[bytes]:
         """The admitted that have disconnected since the last call."""
-        return self._router.take_gone()
+        return self.router.take_gone()
 
     def close(self) -> None:
         """Send what is queued, for at most a second, and close. Idempotent."""
-        self._router.close()
+        self.router.close()

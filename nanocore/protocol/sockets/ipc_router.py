@@ -45,7 +45,9 @@ _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 class IpcRouter:
     """Bound at construction; see `EngineSocket` for the methods that it shares.
 
-    high_water_mark: messages that may wait for one peer.
+    high_water_mark: messages that may wait for one peer. connections: those that are open, by
+    routing id; num_accepted: all that ever were. num_input_bytes: of all unfinished messages.
+    num_output_bytes: of all that waits for peers.
 
     Raises:
         ConfigError: it cannot be bound. AddressInUseError: there is a socket already.
@@ -64,14 +66,14 @@ class IpcRouter:
         self._epoll.register(self._listener, _IN)
         self._is_accepting = True
         self._watched: set[int] = set()
-        self._connections: dict[bytes, IpcConnection] = {}
+        self.connections: dict[bytes, IpcConnection] = {}
         self._by_fd: dict[int, IpcConnection] = {}
         self._guests: Guests[bytes] = Guests()
         self._ready: deque[IpcConnection] = deque()
         self._gone: list[bytes] = []
-        self._num_accepted = 0
-        self._num_input_bytes = 0  # of all unfinished messages
-        self._num_output_bytes = 0  # of all that waits for peers
+        self.num_accepted = 0
+        self.num_input_bytes = 0
+        self.num_output_bytes = 0
         self._scratch = memoryview(bytearray(_READ_BYTES))
         self._num_looks = 0  # until it is time to see who else has sent something
         self._next_sweep_s = 0.0
@@ -120,7 +122,7 @@ class IpcRouter:
         return None
 
     def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult:
-        connection = self._connections.get(routing_id)
+        connection = self.connections.get(routing_id)
         if connection is None:
             return SendResult.GONE
         unsent = connection.unsent
@@ -129,12 +131,12 @@ class IpcRouter:
                 return SendResult.GONE
             if len(unsent) >= self._high_water_mark:
                 return SendResult.FULL
-        self._num_output_bytes += connection.append(pack_message(frames))
+        self.num_output_bytes += connection.append(pack_message(frames))
         if len(unsent) == 1 and not self._write(connection):
             return SendResult.GONE
-        if self._num_output_bytes > MAX_OUTPUT_BYTES:
-            self._drop(max(self._connections.values(), key=lambda one: one.num_unsent_bytes))
-        return SendResult.SENT if routing_id in self._connections else SendResult.GONE
+        if self.num_output_bytes > MAX_OUTPUT_BYTES:
+            self.drop(max(self.connections.values(), key=lambda one: one.num_unsent_bytes))
+        return SendResult.SENT if routing_id in self.connections else SendResult.GONE
 
     def take_gone(self) -> list[bytes]:
         gone, self._gone = self._gone, []
@@ -144,7 +146,7 @@ class IpcRouter:
         self._guests.remove(routing_id)
 
     def dismiss(self, routing_id: bytes) -> None:
-        if routing_id in self._connections:
+        if routing_id in self.connections:
             self._guests.add(routing_id, time.monotonic())
 
     def close(self) -> None:
@@ -153,20 +155,20 @@ class IpcRouter:
         self._path.unlink(missing_ok=True)
         self._listener.close()
         deadline_s = time.monotonic() + LINGER_S
-        for connection in list(self._connections.values()):
+        for connection in list(self.connections.values()):
             if connection.unsent:
                 self._epoll.modify(connection.fd, _OUT)
             else:
-                self._drop(connection)
-        while self._connections and (left_s := deadline_s - time.monotonic()) > 0:
+                self.drop(connection)
+        while self.connections and (left_s := deadline_s - time.monotonic()) > 0:
             for fd, _ in self._epoll.poll(left_s):
                 closing = self._by_fd.get(fd)
                 if closing is None:
                     self._epoll.unregister(fd)  # one that was watched
                 elif self._write(closing) and not closing.unsent:
-                    self._drop(closing)
-        for connection in list(self._connections.values()):
-            self._drop(connection)
+                    self.drop(closing)
+        for connection in list(self.connections.values()):
+            self.drop(connection)
         self._epoll.close()
 
     def _poll(self, timeout_s: float | None) -> set[int]:
@@ -197,7 +199,7 @@ class IpcRouter:
     def _accept(self) -> None:
         """Let those in who knock, as long as there is room for them."""
         for _ in range(BACKLOG):
-            if len(self._connections) >= self.max_connections and not self._make_room():
+            if len(self.connections) >= self.max_connections and not self._make_room():
                 return
             try:
                 accepted, _address = self._listener.accept()
@@ -207,10 +209,10 @@ class IpcRouter:
                 if error.errno in _NO_ROOM and not self._make_room():
                     return
                 continue  # or the peer has left already
-            self._num_accepted += 1
-            connection = IpcConnection(accepted, self._num_accepted.to_bytes(8, "big"), self._role)
-            self._num_output_bytes += connection.num_unsent_bytes
-            self._connections[connection.routing_id] = connection
+            self.num_accepted += 1
+            connection = IpcConnection(accepted, self.num_accepted.to_bytes(8, "big"), self._role)
+            self.num_output_bytes += connection.num_unsent_bytes
+            self.connections[connection.routing_id] = connection
             self._by_fd[connection.fd] = connection
             self._guests.add(connection.routing_id, time.monotonic())
             self._epoll.register(connection.fd, _IN)
@@ -224,16 +226,16 @@ class IpcRouter:
                 self._is_accepting = False
                 self._epoll.unregister(self._listener)
             return False
-        self._drop(self._connections[oldest])
+        self.drop(self.connections[oldest])
         return True
 
     def _sweep(self, now_s: float) -> None:
         """Hang up on guests whose time is over, and open the door again if it was shut."""
         for routing_id in self._guests.older_than(now_s - HANDSHAKE_S):
-            if not self._connections[routing_id].reader.is_ready:
-                self._drop(self._connections[routing_id])
+            if not self.connections[routing_id].reader.is_ready:
+                self.drop(self.connections[routing_id])
         for routing_id in self._guests.older_than(now_s - self.guest_timeout_s):
-            self._drop(self._connections[routing_id])
+            self.drop(self.connections[routing_id])
         if not self._is_accepting:
             self._is_accepting = True
             self._epoll.register(self._listener, _IN)
@@ -246,7 +248,7 @@ class IpcRouter:
                 return None
             frames = reader.next_message()
         except (ProtocolError, OSError):
-            self._drop(connection)
+            self.drop(connection)
             return None
         if reader.answers and not self._answer(connection):
             return None
@@ -263,16 +265,16 @@ class IpcRouter:
         connection.reader.answers.clear()
         if len(connection.unsent) >= self._high_water_mark:
             return True
-        self._num_output_bytes += connection.append([answer])
+        self.num_output_bytes += connection.append([answer])
         return self._write(connection)
 
     def _count(self, connection: IpcConnection) -> None:
         """Note what its unfinished message takes; if all together take too much, the most goes."""
         num_bytes = connection.reader.num_bytes
-        self._num_input_bytes += num_bytes - connection.num_bytes
+        self.num_input_bytes += num_bytes - connection.num_bytes
         connection.num_bytes = num_bytes
-        if self._num_input_bytes > MAX_INPUT_BYTES:
-            self._drop(max(self._connections.values(), key=lambda one: one.num_bytes))
+        if self.num_input_bytes > MAX_INPUT_BYTES:
+            self.drop(max(self.connections.values(), key=lambda one: one.num_bytes))
 
     def _write(self, connection: IpcConnection) -> bool:
         """Send what the peer takes now, and wait for room if something is left; False: gone."""
@@ -280,26 +282,26 @@ class IpcRouter:
         try:
             connection.write()
         except OSError:
-            self._num_output_bytes -= before - connection.num_unsent_bytes
-            self._drop(connection)
+            self.num_output_bytes -= before - connection.num_unsent_bytes
+            self.drop(connection)
             return False
-        self._num_output_bytes -= before - connection.num_unsent_bytes
+        self.num_output_bytes -= before - connection.num_unsent_bytes
         if bool(connection.unsent) is not connection.waits_for_room:
             connection.waits_for_room = not connection.waits_for_room
             self._epoll.modify(connection.fd, _IN | _OUT if connection.waits_for_room else _IN)
         return True
 
-    def _drop(self, connection: IpcConnection) -> None:
+    def drop(self, connection: IpcConnection) -> None:
         """Hang up. What it had sent and nobody has looked at is lost."""
-        del self._connections[connection.routing_id], self._by_fd[connection.fd]
+        del self.connections[connection.routing_id], self._by_fd[connection.fd]
         if connection.routing_id in self._guests:
             self._guests.remove(connection.routing_id)
         else:
             self._gone.append(connection.routing_id)
         if connection.is_queued:
             self._ready.remove(connection)
-        self._num_input_bytes -= connection.num_bytes
-        self._num_output_bytes -= connection.num_unsent_bytes
+        self.num_input_bytes -= connection.num_bytes
+        self.num_output_bytes -= connection.num_unsent_bytes
         self._epoll.unregister(connection.fd)
         connection.socket.close()
 

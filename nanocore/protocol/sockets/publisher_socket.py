@@ -28,29 +28,29 @@ class PublisherSocket:
     """
 
     def __init__(self, path: Path) -> None:
-        self._router = IpcRouter(path, PUB, SUBSCRIBER_HIGH_WATER_MARK)
-        self._router.limit(MAX_OBSERVERS, math.inf)
+        self.router = IpcRouter(path, PUB, SUBSCRIBER_HIGH_WATER_MARK)
+        self.router.limit(MAX_OBSERVERS, math.inf)
         self._topics: dict[bytes, set[bytes]] = {}
 
     def watch(self, fd: int) -> None:
         """Let `wait` return when this descriptor becomes readable, too."""
-        self._router.watch(fd)
+        self.router.watch(fd)
 
     def wait(self, timeout_ms: int) -> set[int]:
         """Sleep until something watched is ready; takes in subscriptions. -1: no limit."""
-        ready = self._router.wait(timeout_ms)
+        ready = self.router.wait(timeout_ms)
         for _ in range(MAX_SUBSCRIPTIONS):
-            if (received := self._router.receive()) is None:
+            if (received := self.router.receive()) is None:
                 break
             routing_id, frames = received
-            self._router.admit(routing_id)
+            self.router.admit(routing_id)
             topics = self._topics.setdefault(routing_id, set())
             action, topic = frames[0][:1], frames[0][1:]
             if action == b"\0":
                 topics.discard(topic)
             elif len(topics) < MAX_SUBSCRIPTIONS and len(topic) <= MAX_TOPIC_BYTES:
                 topics.add(topic)
-        for routing_id in self._router.take_gone():
+        for routing_id in self.router.take_gone():
             self._topics.pop(routing_id, None)
         return ready
 
@@ -58,9 +58,9 @@ class PublisherSocket:
         """Queue a message for all who want its topic; those at the high-water mark miss it."""
         for routing_id, topics in list(self._topics.items()):
             if any(frames[0].startswith(topic) for topic in topics):
-                if self._router.send(routing_id, frames) is SendResult.GONE:
+                if self.router.send(routing_id, frames) is SendResult.GONE:
                     del self._topics[routing_id]
 
     def close(self) -> None:
         """Send what is queued, for at most a second, and close. Idempotent."""
-        self._router.close()
+        self.router.close()
