@@ -270,7 +270,7 @@ class AsyncEngineClient:
 
     @property
     def endpoint(self) -> str:
-        """Where the engine listens."""
+        """Where the engine listens, as ipc:// or tcp://; of a launched one, a private place."""
         return self._endpoint or self._entered().endpoint
 
     @property
@@ -322,7 +322,7 @@ class AsyncEngineClient:
         await self._control("pause")
 
     async def resume(self) -> None:
-        """Step again."""
+        """End this session's pause; the engine steps again once nobody has paused it."""
         await self._control("resume")
 
     # -- inside -----------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class EngineConnection:
             self._socket.post(encode(Abort(request_ids=request_ids)))
 
     def leave(self, stream: RequestStream) -> None:
-        """End a request that nobody reads any more."""
+        """Forget a stream that is not read to its end, and abort its request."""
         self.abort([stream.request_id])
         self._streams.leave(stream)
 

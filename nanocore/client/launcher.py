@@ -121,7 +121,7 @@ class EngineProcess:
         return line
 
     async def _read(self) -> bytes:
-        """What the engine says; empty once its end is closed."""
+        """Some bytes of the engine's report; empty once its end is closed."""
         try:
             return await asyncio.get_running_loop().sock_recv(self._link, 65536)
         except ConnectionResetError:

@@ -87,7 +87,7 @@ class LLM:
         return self._client.model_card
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """The model's tokenizer, from the engine's own files."""
         return self._run(self._client.get_tokenizer())
 
     def generate(

@@ -65,7 +65,7 @@ class RequestStream:
     # -- called by the connection -----------------------------------------------------------------
 
     def push_token(self, token_id: int) -> None:
-        """A token has arrived."""
+        """Add one new token, and wake the reader if it waits for one."""
         if self._first_token_s is None:
             self._first_token_s = time.monotonic()
         self._token_ids.append(token_id)
@@ -73,14 +73,14 @@ class RequestStream:
             self._wake()
 
     def push_tokens(self, token_ids: Iterable[int]) -> None:
-        """Tokens have arrived."""
+        """Add new tokens, one or more, and wake the reader."""
         if self._first_token_s is None:
             self._first_token_s = time.monotonic()
         self._token_ids += token_ids
         self._wake()
 
     def push_event(self, event: Event) -> None:
-        """The request started or ended."""
+        """Take in what an event says: cached tokens at the start, or how the request ended."""
         if event.num_cached_tokens is not None:
             self._num_cached_tokens = event.num_cached_tokens
         if event.finish_reason is not None:
@@ -89,7 +89,7 @@ class RequestStream:
             self._wake_all()
 
     def fail(self, error: NanocoreError) -> None:
-        """The request was refused, or the engine is gone."""
+        """End the stream with an error, which is raised in its reader."""
         self._error = error
         self._wake_all()
 

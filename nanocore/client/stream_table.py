@@ -80,13 +80,13 @@ class StreamTable:
                 self.remove(stream)
 
     def refuse(self, request_id: str, error: NanocoreError) -> None:
-        """The engine has not accepted a request."""
+        """Fail the request that the engine has answered by an ERROR, and free its id."""
         stream = self._by_id.pop(request_id, None)
         if stream is not None:
             stream.fail(error)
 
     def fail(self, error: NanocoreError) -> None:
-        """The session is over: so is every request."""
+        """Fail every request, because the session is over."""
         for stream in self._by_id.values():
             stream.fail(error)
         self._by_id, self._by_handle = {}, {}

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The program."""
+    """Check a peer; exits with 0 if it conforms, 1 if not, or with the code of a StartError."""
     parser = build_parser()
     args = parser.parse_args(arguments)
     try:

@@ -162,7 +162,7 @@ class Peer:
     def complete(
         self, request_id: str, prompt: list[int] | None = None, **sampling: object
     ) -> Stream:
-        """A whole request."""
+        """Submit a request and read it to its end."""
         stream = self.submit(request_id, prompt, **sampling)
         self.finish(stream)
         return stream
@@ -189,7 +189,7 @@ class Peer:
         require(pong.nonce == self._nonce, f"PONG with nonce {self._nonce}", pong)
 
     def call(self, operation: str, call_id: int = 1, **fields: object) -> Reply:
-        """A CONTROL and its REPLY."""
+        """Send a CONTROL and wait for its REPLY, which must be of this call."""
         self.send(Op.CONTROL, {"call_id": call_id, "operation": operation} | fields)
         reply = self.expect(Reply, f"to {operation}")
         require(reply.call_id == call_id, f"REPLY with call_id {call_id}", reply)
@@ -202,5 +202,5 @@ class Peer:
         require(len(probe.token_ids) == 2, "a request of 2 tokens to go on as before", probe)
 
     def close(self) -> None:
-        """Leave without a word."""
+        """Close the connection without BYE."""
         self._socket.close()

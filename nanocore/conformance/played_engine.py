@@ -152,7 +152,7 @@ class PlayedEngine:
         return submit
 
     def open(self, max_tokens: int, handle: int = HANDLE) -> None:
-        """From HELLO to ACCEPTED."""
+        """Play the engine up to a request that runs: from HELLO to ACCEPTED."""
         self.hello()
         self.send(Op.WELCOME, WELCOME)
         request_id = self.submit(max_tokens).request_id

@@ -39,7 +39,7 @@ class Vector(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def data(self) -> list[bytes]:
-        """The frames."""
+        """The frames as bytes."""
         return [bytes.fromhex(frame) for frame in self.frames]
 
 

@@ -91,12 +91,12 @@ class EngineConfig(EngineParameters):
         self.scheduler_config(length if isinstance(length, int) else 2)
 
     def for_device(self, device_type: str) -> EngineConfig:
-        """With the sizes that were left open, as they suit this kind of device."""
+        """The configuration with no size left open. device_type: cpu or cuda."""
         return replace(self, **asdict(self._sizes_on(device_type)))
 
     @property
     def sizes(self) -> Sizes:
-        """Those given, or else a CPU's."""
+        """All sizes; those that were left open are a CPU's."""
         return self._sizes_on("cpu")
 
     def _sizes_on(self, device_type: str) -> Sizes:
@@ -117,12 +117,12 @@ class EngineConfig(EngineParameters):
 
     @property
     def address(self) -> IpcAddress | TcpAddress:
-        """What the endpoint names."""
+        """The endpoint in parts; which kind it is tells the transport."""
         return listen_address(self.endpoint)
 
     @property
     def capabilities(self) -> list[Capability]:
-        """What this engine does and others may not."""
+        """What WELCOME says that this engine can do, of what not every engine can."""
         given: dict[Capability, bool] = {
             "prefix_caching": self.enable_prefix_caching,
             "priority": self.scheduling_policy == "priority",

@@ -95,7 +95,7 @@ class Outbox:
             os.eventfd_write(self.fd, 1)
 
     def drain(self) -> list[OutboxEvent]:
-        """All events now in the queue."""
+        """Take all events out, in the order in which they were put; never waits."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         # In this order: what is appended before this line is taken now, and what is appended after

@@ -78,12 +78,12 @@ class DeadMansSwitch:
             raise OSError(number, os.strerror(number))
 
     def arm(self) -> None:
-        """Begin to count, from the start."""
+        """End the process in `timeout_s` from now, whatever was set before."""
         self._set(self._timeout_s)
         signal.setitimer(signal.ITIMER_REAL, self._timeout_s - 1)
 
     def disarm(self) -> None:
-        """Nothing happens until it is armed again."""
+        """Call it off until it is armed again."""
         self._set(0.0)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -105,18 +105,18 @@ class StepClock:
         self._armed_s: float | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins: its age counts from now, and the switch is armed if that is due."""
         self.began_s = now_s = time.monotonic()
         if self._switch and (self._armed_s is None or now_s - self._armed_s > _REARM_S):
             self._switch.arm()
             self._armed_s = now_s
 
     def end(self) -> None:
-        """It has ended."""
+        """The step has ended; the switch stays armed, because the next one follows soon."""
         self.began_s = None
 
     def rest(self) -> None:
-        """There is nothing to do for a while."""
+        """No step follows for a while: disarm the switch."""
         if self._switch and self._armed_s is not None:
             self._switch.disarm()
             self._armed_s = None

@@ -32,7 +32,7 @@ class EventLog:
         self._sequence = 0
 
     def stored(self, parent: BlockKey | None, keys: Sequence[BlockKey]) -> None:
-        """Consecutive blocks after this parent have become findable."""
+        """Note that consecutive blocks after this parent have become findable."""
         content = keys[0][1]
         split = len(content) - self._block_size * TOKEN_BYTES  # extra keys precede the tokens
         tokens = [content[split:], *(content for _, content in keys[1:])]
@@ -47,11 +47,11 @@ class EventLog:
         )
 
     def removed(self, keys: Sequence[BlockKey]) -> None:
-        """These contents cannot be found any more."""
+        """Note that these contents cannot be found any more."""
         self._events.append(BlockRemoved([digest for digest, _ in keys]))
 
     def cleared(self) -> None:
-        """Nothing can be found any more."""
+        """Note that nothing can be found any more; what was noted before stands."""
         self._events.append(AllBlocksCleared())
 
     def publish(self) -> None:

@@ -156,7 +156,7 @@ def memory_errors(where: str) -> Iterator[None]:
 
 
 def exception_for(code: str, message: str, retry_after_s: float | None = None) -> NanocoreError:
-    """The exception that a wire error code stands for."""
+    """The exception of a wire error's code; of one that is unknown here, ProtocolError."""
     if code in ("invalid_request", "duplicate_request_id"):
         return InvalidRequestError(message)
     if code == "context_length_exceeded":

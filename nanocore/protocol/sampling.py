@@ -117,11 +117,11 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
 
     @classmethod
     def from_engine(cls, params: EngineSamplingParams) -> SamplingParams:
-        """The same, for a client to use."""
+        """What an engine recommends, with the client's own parameters at their defaults."""
         return cls(**{name: getattr(params, name) for name in params.__struct_fields__})
 
     def for_engine(self) -> EngineSamplingParams:
-        """The part that is sent."""
+        """Without what only a client can do: what SUBMIT holds."""
         return EngineSamplingParams(
             **{name: getattr(self, name) for name in EngineSamplingParams.__struct_fields__}
         )

@@ -153,7 +153,7 @@ class FrontDesk:
                 self._send(session, Ping(), now_s)
 
     def peer_gone(self, routing_id: bytes) -> None:
-        """The peer has disconnected."""
+        """The peer has disconnected: close its session, if it has one, and abort its requests."""
         if (session := self.sessions.by_peer.get(routing_id)) is not None:
             self._close(session, "the client is gone")
 
@@ -164,7 +164,7 @@ class FrontDesk:
             self._close(session, reason)
 
     def say_bye(self, farewell: Farewell) -> None:
-        """The last words to every client."""
+        """Tell every client why the engine ends: BYE, after ERROR `engine_dead` if it failed."""
         self._log_closed()
         for session in list(self.sessions.by_peer.values()):
             if farewell.failure:

@@ -52,7 +52,7 @@ class Backlog:
         return before // _LOOK_BYTES != self.num_bytes // _LOOK_BYTES
 
     def add(self, output: ClientOutput) -> None:
-        """Merge a step's output."""
+        """Let a step's output for this client wait; `next` merges its tokens by request."""
         self._tokens.add(output)
         self._events += output.events
 

@@ -27,11 +27,11 @@ class SessionTable:
         return len(self.by_peer)
 
     def has(self, session: Session) -> bool:
-        """Whether it is open."""
+        """Whether the session has not been closed."""
         return self.by_client.get(session.client) is session
 
     def open(self, routing_id: bytes, now_s: float) -> Session:
-        """A new session, of a peer that has none."""
+        """Open a session for a peer, which must have none; its client number is new."""
         self._num_opened += 1
         session = Session(routing_id, self._num_opened, now_s)
         self.by_peer[routing_id] = self.by_client[session.client] = session
@@ -48,12 +48,12 @@ class SessionTable:
         return handles
 
     def add_request(self, session: Session, request_id: str, handle: int) -> None:
-        """A request of this session has been accepted."""
+        """Note an accepted request, so that it can be aborted by its id and named by its handle."""
         session.requests[request_id] = handle
         self.request_ids[handle] = request_id
 
     def end_request(self, session: Session, handle: int) -> None:
-        """It has ended, and its id is free again."""
+        """Forget a request, whose id can be used again; nothing if it has ended before."""
         request_id = self.request_ids.pop(handle, None)
         if request_id is not None:
             session.requests.pop(request_id)
@@ -65,6 +65,6 @@ class SessionTable:
         return session.backlog
 
     def catch_up(self, session: Session) -> None:
-        """Nothing waits for this client any more."""
+        """The client is slow no more: nothing waits for it, and its backlog goes."""
         session.backlog = None
         del self.slow[session.client]

@@ -32,7 +32,7 @@ class TokenLog:
         return len(self._token_ids) // TOKEN_DTYPE.itemsize
 
     def add(self, output: ClientOutput) -> None:
-        """Append a step's tokens."""
+        """Append a step's handles, counts and tokens, column by column."""
         num_before = len(self)
         self.client = output.client
         self._handles += output.handle_of_each().astype(np.uint32, copy=False).tobytes()

@@ -184,7 +184,7 @@ def _io_thread(
     inbox: Inbox,
     outbox: Outbox,
 ) -> IoThread:
-    """Not started. Arguments as in `serve`."""
+    """Made of its parts and not started; arguments as in `serve`."""
     counters, clock = core.scheduler.counters, core.clock
     queue_limit = QueueLimit(config.max_num_queued_reqs, config.max_num_queued_tokens, counters)
     client_limit = ClientLimit.of_this_process(config.max_num_clients)

@@ -62,7 +62,7 @@ class Watchdog(threading.Thread):
         self.join(GRACE_S)
 
     def run(self) -> None:
-        """The thread's body."""
+        """The thread's body: look at the step clock, and end the process when a step hangs."""
         tick_s = min(self._timeout_s / 4, _MAX_TICK_S)
         max_ticks = math.ceil(self._timeout_s / tick_s)
         began_s: float | None = None

@@ -41,7 +41,7 @@ class ClientOutput:
         return self.handles if self.counts is None else np.repeat(self.handles, self.counts)
 
     def tokens_by_handle(self) -> dict[int, list[int]]:
-        """The tokens of each request."""
+        """Each request's tokens in this step, as lists; for reading one output at a time."""
         parts: dict[int, list[int]] = {}
         handles = self.handle_of_each().tolist()
         for handle, token_id in zip(handles, self.token_ids.tolist(), strict=True):

@@ -105,7 +105,7 @@ class RowTable:
         return row
 
     def remove(self, row: int) -> Request:
-        """Take a row back from its request."""
+        """Free a row; returns the request that owned it."""
         request = self.request(row)
         request.row = -1
         self.requests[row] = None
@@ -146,7 +146,7 @@ class RowTable:
         return self.token_ids[row, : self.num_tokens[row]]
 
     def append(self, sampled: TokenColumns) -> None:
-        """Append sampled tokens to their rows."""
+        """Append sampled tokens to their rows, which have room for them."""
         rows, counts = sampled.owners, sampled.counts
         num_tokens = self.num_tokens[rows]
         if counts is None:

@@ -64,11 +64,11 @@ class EngineSocket:
         return self.router.send(routing_id, frames)
 
     def admit(self, routing_id: bytes) -> None:
-        """The connection may stay."""
+        """Keep the connection: it is no guest any more."""
         self.router.admit(routing_id)
 
     def dismiss(self, routing_id: bytes) -> None:
-        """It is a guest again."""
+        """Make the connection a guest again, as of now."""
         self.router.dismiss(routing_id)
 
     def take_gone(self) -> list[bytes]:

@@ -22,11 +22,11 @@ class Guests(Generic[Key]):
         return key in self._since_s
 
     def add(self, key: Key, now_s: float) -> None:
-        """It is one from now on, unless it is one already."""
+        """Make this connection the newest guest, unless it is a guest already."""
         self._since_s.setdefault(key, now_s)
 
     def remove(self, key: Key) -> None:
-        """It is none, or is gone."""
+        """This connection is no guest any more; nothing if it was none."""
         self._since_s.pop(key, None)
 
     def oldest(self) -> Key | None:

@@ -70,12 +70,12 @@ class TcpGuard:
         self._by_routing_id[routing_id] = connection
 
     def admit(self, routing_id: bytes) -> None:
-        """The connection may stay."""
+        """As `EngineSocket.admit`."""
         if (connection := self._by_routing_id.get(routing_id)) is not None:
             self._guests.remove(connection.fd)
 
     def dismiss(self, routing_id: bytes) -> None:
-        """It is a guest again."""
+        """As `EngineSocket.dismiss`."""
         if (connection := self._by_routing_id.get(routing_id)) is not None:
             self._guests.add(connection.fd, time.monotonic())
 
