@@ -134,11 +134,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gemma": ("GemmaForCausalLM", {"head_dim": 24, "hidden_act": "gelu"}),
-    "gemma_biased": (
-        "GemmaForCausalLM",
-        {"head_dim": 24, "attention_bias": True, "tie_word_embeddings": False},
-    ),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 24, "tie_word_embeddings": True}),
     "gemma3_image_text": (
         "Gemma3ForConditionalGeneration",
         image_text(
@@ -181,10 +177,10 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             partial_rotary_factor=0.5,
         ),
     ),
-    "seed_oss": ("SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": True}),
+    "seed_oss": ("SeedOssForCausalLM", {"head_dim": 24}),
     "seed_oss_other_biases": (
         "SeedOssForCausalLM",
-        {"head_dim": 24, "attention_bias": False, "mlp_bias": True},
+        {"head_dim": 24, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
     ),
 }
 """Architecture and settings by name; what is not said is in SIZES."""
