@@ -7,6 +7,7 @@ share every one of them. Weights are scaled as in `tests.tiny_models`.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import zlib
@@ -42,6 +43,21 @@ GEMMA: dict[str, Any] = {
     "query_pre_attn_scalar": 16,  # not head_dim, on purpose
     "tie_word_embeddings": True,
 }
+
+
+VISION: dict[str, dict[str, Any]] = {
+    "siglip_vision_model": {"image_size": 28, "patch_size": 14},
+    "pixtral": {"image_size": 32, "patch_size": 16, "head_dim": 8},
+}
+"""The part that sees, by its kind; as small as it gets."""
+
+
+def image_text(vision: str, text: str, settings: dict[str, Any], **whole: Any) -> dict[str, Any]:
+    """Settings of a model that also sees images. vision, text: the kinds of its parts."""
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    small |= {"num_attention_heads": 2, "model_type": vision}
+    text_config = SIZES | settings | {"model_type": text}
+    return {"text_config": text_config, "vision_config": small | VISION[vision], **whole}
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
@@ -118,11 +134,54 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 24, "tie_word_embeddings": True}),
+    "gemma3_image_text": (
+        "Gemma3ForConditionalGeneration",
+        image_text(
+            "siglip_vision_model",
+            "gemma3_text",
+            GEMMA | {"sliding_window": 32, "layer_types": [SLIDING, FULL, SLIDING]},
+            mm_tokens_per_image=4,
+        ),
+    ),
+    "ministral": (
+        "MinistralForCausalLM",
+        {"head_dim": 24, "sliding_window": 32, "layer_types": [SLIDING, FULL, SLIDING]},
+    ),
+    "ministral3": (
+        "Ministral3ForCausalLM",
+        {"head_dim": 24}
+        | rope(
+            "yarn",
+            factor=2.0,
+            original_max_position_embeddings=MAX_MODEL_LEN,
+            llama_4_scaling_beta=0.1,
+        ),
+    ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        image_text("pixtral", "mistral", {"head_dim": 24}, tie_word_embeddings=False),
+    ),
     "phi3": (
         "Phi3ForCausalLM",
         {"sliding_window": 40} | rope("default", partial_rotary_factor=0.5),
     ),
     "phi3_full": ("Phi3ForCausalLM", {"tie_word_embeddings": True}),
+    "phi3_longrope": (
+        "Phi3ForCausalLM",
+        {"original_max_position_embeddings": 256}
+        | rope(
+            "longrope",
+            short_factor=[1.0, 1.1, 1.5, 2.0],
+            long_factor=[1.2, 2.5, 6.0, 30.0],
+            partial_rotary_factor=0.5,
+        ),
+    ),
+    "seed_oss": ("SeedOssForCausalLM", {"head_dim": 24}),
+    "seed_oss_other_biases": (
+        "SeedOssForCausalLM",
+        {"head_dim": 24, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
 }
 """Architecture and settings by name; what is not said is in SIZES."""
 
@@ -133,15 +192,30 @@ def make_tiny(name: str, folder: Path) -> Path:
 
     architecture, settings = SPECS[name]
     model_class = getattr(transformers, architecture)
-    config = model_class.config_class(**(SIZES | settings))
+    sizes = {} if "text_config" in settings else SIZES
+    config = model_class.config_class(**copy.deepcopy(sizes | settings))
     config.dtype = torch.float32
     model = model_class(config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            parameter.copy_(_weight(parameter_name, parameter, architecture, config))
+            text_config = config.get_text_config()
+            parameter.copy_(_weight(parameter_name, parameter, architecture, text_config))
     model.save_pretrained(folder)
     write_byte_tokenizer(folder)
     return folder
+
+
+def reference_model(folder: Path, **arguments: Any) -> Any:
+    """transformers' model of a folder, of the class that config.json names."""
+    import transformers
+
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, name).from_pretrained(folder, **arguments)
+
+
+def text_model(model: Any) -> Any:
+    """The decoder in one of transformers' models."""
+    return getattr(model.model, "language_model", model.model)
 
 
 BUILDERS: dict[str, Callable[[Path], Path]] = {name: partial(make_tiny, name) for name in SPECS}
@@ -185,7 +259,7 @@ class Continuation:
 
 def greedy_continuations(
     folder: Path, prompts: list[list[int]], num_tokens: int, max_model_len: int = MAX_MODEL_LEN,
-    dtype: torch.dtype = torch.float32, **changes: Any,
+    dtype: torch.dtype = torch.float32, frequencies: Tensor | None = None, **changes: Any,
 ) -> list[Continuation]:  # fmt: skip
     """transformers' greedy text after each prompt, alone.
 
@@ -193,20 +267,26 @@ def greedy_continuations(
     cache: slow, and with nothing to go wrong. EOS ends nothing.
 
     Args:
-        folder: the model. max_model_len: what an engine would serve; it fixes dynamic RoPE.
+        folder: the model. max_model_len: what an engine would serve; it fixes dynamic RoPE, and
+            LongRoPE.
         dtype: of weights and activations.
+        frequencies: of the rotation, in place of the model's.
         changes: settings of config.json to override.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, **changes)
-    model = AutoModelForCausalLM.from_pretrained(
+    model = reference_model(
         folder, config=config, dtype=dtype, attn_implementation="eager",
         experts_implementation="eager",
     ).eval()  # fmt: skip
-    rotary = model.model.rotary_emb
+    rotary = text_model(model).rotary_emb
     if rotary.rope_type == "dynamic":
         _fix_dynamic_rope(rotary, max_model_len)
+    if rotary.rope_type == "longrope":
+        _fix_longrope(rotary, max_model_len)
+    if frequencies is not None:
+        rotary.inv_freq.copy_(frequencies)
     return [_greedy(model, prompt, num_tokens) for prompt in prompts]
 
 
@@ -227,6 +307,14 @@ def _fix_dynamic_rope(rotary: Any, max_model_len: int) -> None:
     rotary.inv_freq.copy_(inv_freq)
     rotary.max_seq_len_cached = max_model_len  # no growth below this
     rotary.original_max_seq_len = 0  # and no return
+
+
+def _fix_longrope(rotary: Any, max_model_len: int) -> None:
+    """Likewise; up to the original length nothing changes."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](rotary.config, "cpu", seq_len=max_model_len)
+    rotary.original_inv_freq.copy_(inv_freq)  # that of short texts
 
 
 def rewrite_config(folder: Path, edit: Callable[[dict[str, Any]], None]) -> Path:

@@ -99,13 +99,16 @@ def test_the_model_limits_the_length(model: ModelConfig) -> None:
         longest_request(EngineConfig(max_model_len=1025), model)
 
 
-def test_a_length_that_bends_all_positions_must_be_asked_for(tmp_path: Path) -> None:
-    """Dynamic NTK: with default flags a model says what it was trained to say."""
-    model = load_model_config(BUILDERS["llama_dynamic"](tmp_path))
-    assert longest_request(EngineConfig(), model) == 128
-    assert longest_request(EngineConfig(max_model_len="auto"), model) == 128
+@pytest.mark.parametrize(("name", "length"), [("llama_dynamic", 128), ("phi3_longrope", 256)])
+def test_a_length_that_bends_all_positions_must_be_asked_for(
+    tmp_path: Path, name: str, length: int
+) -> None:
+    """With default flags a model says what it was trained to say."""
+    model = load_model_config(BUILDERS[name](tmp_path))
+    assert longest_request(EngineConfig(), model) == length
+    assert longest_request(EngineConfig(max_model_len="auto"), model) == length
     assert longest_request(EngineConfig(max_model_len=1024), model) == 1024
-    with pytest.raises(ConfigError, match="made for 1024 positions"):
+    with pytest.raises(ConfigError, match="up to 1024 positions"):
         longest_request(EngineConfig(max_model_len=1025), model)
 
 

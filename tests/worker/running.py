@@ -130,10 +130,12 @@ def make_runner(
     kernels: Kernels | None = None,
     queue: DeviceQueue | None = None,
     quantization: Quantization | None = None,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> ModelRunner:
     """One rank, its weights loaded, ready for plans.
 
     model: to be loaded, or one is built. kernels: others than the backend's.
+    max_model_len: served positions.
     """
     model = model or build_model(load_model_config(folder), placement)
     load_weights(folder, model.slots(), model.slot_name)
@@ -141,7 +143,7 @@ def make_runner(
     runner.pack(quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
     runner.allocate(
-        kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS
+        kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, max_model_len, MAX_NUM_BATCHED_TOKENS
     )
     return runner
 

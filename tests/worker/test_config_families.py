@@ -13,7 +13,15 @@ from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.config.settings import Settings
 from nanocore.worker.layers.rotary import inverse_frequencies
 from nanocore.worker.models import read_model_config
-from tests.model_families import BUILDERS, FULL, SLIDING, SPECS, rewrite_config
+from tests.model_families import (
+    BUILDERS,
+    FULL,
+    SLIDING,
+    SPECS,
+    reference_model,
+    rewrite_config,
+    text_model,
+)
 from tests.tiny_models import EOS, MAX_MODEL_LEN
 
 
@@ -24,23 +32,22 @@ def parse(folder: Path) -> ModelConfig:
 
 
 def load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return reference_model(folder, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path) -> None:
     folder = BUILDERS[name](tmp_path)
     config, model = parse(folder), load(folder)
+    text_config, decoder = model.config.get_text_config(), text_model(model)
     assert config.architecture == type(model).__name__
     assert config.longest_model_len == MAX_MODEL_LEN
     assert config.eos_token_ids == (EOS,)
-    for i, layer in enumerate(model.model.layers):
+    for i, layer in enumerate(decoder.layers):
         attention, mlp = layer.self_attn, layer.mlp
         assert attention.head_dim == config.head_dim
         assert attention.scaling == config.query_scale
-        window = getattr(attention, "sliding_window", getattr(model.config, "sliding_window", 0))
+        window = getattr(attention, "sliding_window", getattr(text_config, "sliding_window", 0))
         assert (window or 0) == (config.sliding_window if config.layer_types[i] == SLIDING else 0)
         qkv = attention.q_proj if hasattr(attention, "q_proj") else attention.qkv_proj
         assert (qkv.bias is not None) == config.attention_bias
@@ -49,18 +56,18 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
         assert is_sparse == (config.moe is not None and i in config.moe.sparse_layers)
         if not is_sparse:
             assert (mlp.down_proj.bias is not None) == config.mlp_bias
-    scale = getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0)
+    scale = getattr(decoder.embed_tokens, "scalar_embed_scale", 1.0)
     assert config.embedding_scale == scale
-    assert config.tie_word_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
+    assert config.tie_word_embeddings == (model.lm_head.weight is decoder.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_rotation_is_read_as_transformers_builds_it(name: str, tmp_path: Path) -> None:
     folder = BUILDERS[name](tmp_path)
-    config, rotary = parse(folder), load(folder).model.rotary_emb
+    config, rotary = parse(folder), text_model(load(folder)).rotary_emb
     for layer_type, rope in config.rope.items():
         theirs = getattr(rotary, f"{layer_type}_inv_freq", getattr(rotary, "inv_freq", None))
-        own_length = MAX_MODEL_LEN // 8  # up to which dynamic NTK is plain
+        own_length = MAX_MODEL_LEN // 8  # up to which dynamic NTK is plain, and LongRoPE short
         assert torch.equal(inverse_frequencies(rope, own_length), theirs)
 
 
@@ -70,6 +77,7 @@ def test_the_old_schema_of_rotary_settings_reads_the_same(name: str, tmp_path: P
     new = parse(folder)
 
     def to_old(config: dict[str, Any]) -> None:
+        config = config.get("text_config", config)
         rope = config.pop("rope_parameters")
         config["rope_theta"] = rope.pop("rope_theta")
         if "partial_rotary_factor" in rope:

@@ -22,6 +22,7 @@ from nanocore.worker.models import load_model_config
 from tests.worker.test_model_config import EXPERTS, parse, write
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 HUGE = 10**12
 
@@ -36,6 +37,8 @@ OUT_OF_RANGE: list[tuple[str, str, list[Any]]] = [
     ("Gemma2", "sliding_window", [0, -1, HUGE, 4.5]),
     ("Mistral", "sliding_window", [0, -1, HUGE, "4096"]),
     ("Gemma3", "sliding_window_pattern", [0, -1]),
+    ("Gemma", "hidden_activation", ["gelu", "relu", 1]),
+    ("SeedOss", "attention_out_bias", [1, "yes"]),
     ("Llama", "head_dim", [0, -8, HUGE, 10**400, 16.5]),
     ("Llama", "hidden_size", [0, -64, HUGE, 10**400, "64", True, [64]]),
     ("Llama", "vocab_size", [0, -1, HUGE, 10**400]),
@@ -72,6 +75,26 @@ ROPE_OUT_OF_RANGE: list[tuple[dict[str, Any], str, list[Any]]] = [
     (YARN, "truncate", [1]),
     (YARN, "rope_theta", [0, 1, -1, 1e30]),
     (YARN, "partial_rotary_factor", [0, -1, 2]),
+    ({"rope_type": "ntk"}, "factor", [0, 0.5, -2, 1e30, 10**400]),
+    (
+        LONGROPE,
+        "short_factor",
+        [
+            [0.0] * 8,
+            [1.0] * 7,
+            [1.0] * 7 + [1e30],
+            [10**400] * 8,
+            [1.0] * 7 + ["1"],
+            [[1.0]] * 8,
+            1.0,
+            "1",
+            {},
+        ],
+    ),
+    (LONGROPE, "long_factor", [[-1.0] * 8, [1.0] * 9, [], [1.0] * 7 + [None], [5e-324] * 8]),
+    (LONGROPE, "factor", [0, 0.5, 1e30]),
+    (LONGROPE, "attention_factor", [0, -1, 1e30]),
+    (LONGROPE, "original_max_position_embeddings", [0, 1, -1, HUGE]),
     (LLAMA3, "low_freq_factor", [0, -1, 5.0, 1e30, 5e-324]),
     (LLAMA3, "high_freq_factor", [0, -1, 1.0, 1e30]),
 ]

@@ -71,17 +71,21 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
 
     values = BASE | {"num_hidden_layers": 30, "num_attention_heads": 32, "hidden_size": 256}
     values |= {"vocab_size": 40_000}  # the defaults of eos_token_id are in it
-    values |= {"architectures": [name]} | (EXPERTS if model_class(name).family.sparse else {})
+    values |= EXPERTS if model_class(name).family.sparse else {}
     del values["num_key_value_heads"]
+    if name.endswith("ForConditionalGeneration"):
+        values = {"text_config": values}
+    values |= {"architectures": [name]}
     config = read_model_config(
         Settings(Path("config.json"), values), Settings(Path("generation_config.json"), {})
     )
     config_class = getattr(transformers, name).config_class
-    reference = config_class(**{k: v for k, v in values.items() if k != "architectures"})
+    whole = config_class(**{k: v for k, v in values.items() if k != "architectures"})
+    reference = whole.get_text_config()
     assert config.num_kv_heads == reference.num_key_value_heads
     assert config.head_dim == (getattr(reference, "head_dim", None) or 256 // 32)
     assert config.rms_norm_eps == reference.rms_norm_eps
-    assert config.tie_word_embeddings == reference.tie_word_embeddings
+    assert config.tie_word_embeddings == whole.tie_word_embeddings
     activation = getattr(reference, model_class(name).family.activation_setting)
     assert config.hidden_act == {"silu": "silu", "gelu_pytorch_tanh": "gelu"}[activation]
     eos = reference.eos_token_id
@@ -121,6 +125,10 @@ def test_the_defaults_of_qwen3(tmp_path: Path) -> None:
         ("Qwen3", {"attention_bias": True}, True, True, False),
         ("Gemma3", {"attention_bias": True}, True, True, False),
         ("Mistral", {"attention_bias": False}, False, False, False),
+        ("Gemma", {"attention_bias": True}, True, True, False),
+        ("SeedOss", {}, True, False, False),
+        ("SeedOss", {"attention_bias": False, "mlp_bias": True}, False, False, True),
+        ("SeedOss", {"attention_bias": False, "attention_out_bias": True}, False, True, False),
     ],
 )
 def test_biases(family: str, changes: dict, qkv: bool, o_proj: bool, mlp: bool) -> None:
@@ -134,6 +142,9 @@ def test_biases(family: str, changes: dict, qkv: bool, o_proj: bool, mlp: bool) 
         ("Mistral", {"sliding_window": 40}, range(8), 40),
         ("Mistral", {}, range(8), 4096),
         ("Mistral", {"sliding_window": None}, (), 0),
+        ("Ministral", {"layer_types": [FULL, SLIDING] * 4}, (1, 3, 5, 7), 4096),
+        ("Ministral", {"sliding_window": 40}, range(8), 40),
+        ("Ministral3", {"sliding_window": 40}, range(8), 40),
         ("Phi3", {"sliding_window": 40}, range(8), 40),
         ("Phi3", {}, (), 0),
         ("Qwen2", {"sliding_window": 40}, (), 0),
@@ -217,12 +228,14 @@ def test_both_spellings_of_rope_are_read(tmp_path: Path, rope: dict) -> None:
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 256}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} | YARN
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
 
 @pytest.mark.parametrize(
     ("scaling", "top", "max_model_len"),
     [
         ({"rope_type": "linear", "factor": 2.0}, {}, 1024),
+        ({"rope_type": "ntk", "factor": 2.0}, {}, 1024),
         ({"rope_type": "yarn"} | YARN, {}, 1024),
         ({"type": "yarn", "factor": 4.0}, {}, 2048),
         ({"type": "yarn", "factor": 4.0}, {"original_max_position_embeddings": 128}, 512),
@@ -239,9 +252,51 @@ def test_the_served_length_follows_the_stretching(
     assert old.max_model_len == old.longest_model_len == max_model_len
 
 
-def test_dynamic_ntk_stretches_only_what_is_asked_for() -> None:
-    config = parse("Llama", rope_scaling={"type": "dynamic", "factor": 3.0})
-    assert (config.max_model_len, config.longest_model_len) == (512, 1536)
+@pytest.mark.parametrize(
+    ("family", "scaling", "top", "lengths"),
+    [
+        ("Llama", {"type": "dynamic", "factor": 3.0}, {}, (512, 1536)),
+        ("Phi3", LONGROPE, {"original_max_position_embeddings": 128}, (128, 512)),
+        ("Phi3", LONGROPE | {"type": "su"}, {"original_max_position_embeddings": 64}, (64, 512)),
+        ("Phi3", LONGROPE, {}, (512, 512)),
+        ("Phi3", LONGROPE, {"max_position_embeddings": 131_072}, (4096, 131_072)),
+        ("Llama", LONGROPE | {"original_max_position_embeddings": 128}, {}, (128, 512)),
+        ("Llama", LONGROPE, {}, (512, 512)),
+    ],
+)
+def test_what_bends_every_position_must_be_asked_for(
+    family: str, scaling: dict, top: dict, lengths: tuple[int, int]
+) -> None:
+    config = parse(family, rope_scaling=scaling, **top)
+    assert (config.max_model_len, config.longest_model_len) == lengths
+
+
+@pytest.mark.parametrize(("beta", "length"), [(0.1, 256), (0, 1024)])
+def test_ministral3_serves_what_its_queries_do_not_grow_in(beta: float, length: int) -> None:
+    rope = {"rope_type": "yarn", "max_position_embeddings": 512, "llama_4_scaling_beta": beta}
+    config = parse("Ministral3", rope_parameters=rope | YARN)
+    assert (config.max_model_len, config.longest_model_len) == (length, length)
+
+
+def test_mistral_small_3_has_heads_of_another_size_than_its_hidden_state_has_parts() -> None:
+    config = parse(
+        "Mistral", hidden_size=5120, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        rope_theta=1e8, max_position_embeddings=32_768, sliding_window=None, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert config.max_model_len == 32_768
+    assert config.sliding_window == 0
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
+def test_the_gelu_of_gemma_is_the_tanh_approximation(activation: str) -> None:
+    assert parse("Gemma", hidden_act=activation).hidden_act == "gelu"
+    both = {"hidden_act": activation, "hidden_activation": "gelu_pytorch_tanh"}
+    assert parse("Gemma", **both) == parse("Gemma", hidden_activation=None) == parse("Gemma")
+
+
+def test_a_head_dim_of_null_follows_from_the_other_sizes() -> None:
+    assert (parse("SeedOss").head_dim, parse("SeedOss", head_dim=None).head_dim) == (128, 16)
 
 
 def test_gemma3_has_a_rotation_per_layer_type_in_both_schemas() -> None:
@@ -283,8 +338,27 @@ def test_phi3_rotates_a_part_of_the_head() -> None:
         ("Qwen2", {"layer_types": [SLIDING] * 8}, "need a sliding_window"),
         ("Gemma3", {"layer_types": [FULL] * 7}, "must have 8 entries"),
         ("Gemma3", {"layer_types": ["chunked_attention"] * 8}, "known: full_attention, sliding"),
-        ("Llama", {"rope_scaling": {"rope_type": "longrope"}}, r"rope_scaling.rope_type = .longro"),
-        ("Phi3", {"rope_scaling": {"type": "longrope"}}, r"rope_scaling.type = .longrope"),
+        ("Llama", {"rope_scaling": {"rope_type": "xdrope"}}, r"rope_scaling.rope_type = .xdrope"),
+        ("Phi3", {"rope_scaling": {"type": "longrope"}}, "short_factor = null has 0 numbers; 8"),
+        ("Phi3", {"rope_scaling": LONGROPE | {"long_factor": [2.0] * 9}}, "has 9 numbers; 8 are"),
+        ("Phi3", {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.5}, "has 8 numbers; 4 are"),
+        (
+            "Phi3",
+            {"rope_scaling": LONGROPE | {"short_mscale": 1.1}},
+            "short_mscale = 1.1 is an unk",
+        ),
+        ("Phi3", {"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_type = yarn"),
+        ("Llama", {"rope_scaling": {"type": "ntk"}}, "factor = null is needed by rope_type ntk"),
+        ("Llama", {"rope_scaling": {"type": "ntk", "factor": 2, "mixed_b": 0.6}}, "mixed_b = 0.6"),
+        ("Mistral", {"rope_scaling": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta = 0.1"),
+        (
+            "Ministral3",
+            {"rope_parameters": {"llama_4_scaling_beta": -1}},
+            "rs.llama_4_scaling_beta = -1 must be",
+        ),
+        ("Gemma", {"hidden_activation": "gelu"}, 'hidden_activation = "gelu" is not implemented'),
+        ("Gemma", {"hidden_act": "gelu_new_"}, 'hidden_act = "gelu_new_" is not implemented'),
+        ("SeedOss", {"sliding_window": 9}, "sliding_window = 9 is not implemented for this arch"),
         ("Phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = linear"),
         ("Llama", {"rope_scaling": {"type": "linear"}}, "factor = null is needed by rope_type lin"),
         ("Llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor = 0.5 must be at"),
@@ -318,7 +392,7 @@ def test_what_is_not_implemented_is_refused_by_name(family: str, changes: dict, 
     [
         ({"architectures": []}, "none"),
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+        ({"architectures": ["LlavaForConditionalGeneration"]}, "LlavaForConditionalGeneration"),
     ],
 )
 def test_an_unknown_architecture_lists_the_known_ones(
@@ -336,6 +410,8 @@ def test_an_unknown_architecture_lists_the_known_ones(
         ("LlamaModel", "LlamaForCausalLM"),
         ("Gemma2ForCausalLn", "Gemma2ForCausalLM"),
         ("Phi4MMForCausalLM", "Phi3ForCausalLM"),
+        ("Gemma3ForCausalLn", "Gemma3ForCausalLM"),
+        ("Gemma3nForConditionalGeneration", "Gemma3ForConditionalGeneration"),
     ],
 )
 def test_an_unknown_architecture_names_the_one_spelled_most_alike(

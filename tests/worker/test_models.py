@@ -22,6 +22,7 @@ from tests.campaign import in_campaign
 from tests.model_families import BUILDERS, Continuation, greedy_continuations
 from tests.worker.running import Sample, Script, make_runner, run_runner, run_script, write_script
 
+CPU = torch.device("cpu")
 NUM_TOKENS = 8
 LENGTHS = [1, 2, 16, 17, 40, 63, 130, 200, 31, 100]
 MAX_DIFFERENCE = 3e-4
@@ -161,11 +162,62 @@ def test_an_int8_kv_cache_changes_logits_by_little(
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "phi3"])
 def test_weights_may_be_loaded_and_run_in_inference_mode(name: str, family: Families) -> None:
     """As the worker does: the model is built outside of it."""
-    saved, placement = family(name), Placement(torch.float32, torch.device("cpu"))
+    saved, placement = family(name), Placement(torch.float32, CPU)
     model = build_model(load_model_config(saved.folder), placement)
     with torch.inference_mode():
         runner = make_runner(saved.folder, placement, model=model)
         check(run_runner(runner, saved.script()), saved.expected)
+
+
+@pytest.mark.parametrize("name", ["gemma3_image_text", "mistral3"])
+def test_the_text_parts_tensors_may_have_their_new_names(
+    name: str, family: Families, tmp_path: Path
+) -> None:
+    """transformers reads both spellings, and saves the old one."""
+    saved = family(name)
+    tensors = load_file(saved.folder / "model.safetensors")
+    assert any(stored.startswith("vision_tower.") for stored in tensors)
+    renamed = {new_name(stored): tensor for stored, tensor in tensors.items()}
+    assert not renamed.keys() & tensors.keys()
+    save_file(renamed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((saved.folder / "config.json").read_text())
+    check(run_script(tmp_path, saved.script()), saved.expected)
+
+
+def new_name(stored: str) -> str:
+    if stored == "language_model.lm_head.weight":
+        return "lm_head.weight"
+    return "model." + stored.replace("language_model.model.", "language_model.")
+
+
+def test_up_to_its_original_length_longrope_says_what_transformers_says(family: Families) -> None:
+    """Of texts that are so short, where transformers too has one table for all of them."""
+    folder = family("phi3_longrope").folder
+    original = load_model_config(folder).max_model_len
+    assert original > max(LENGTHS) + NUM_TOKENS
+    short = Family(folder, greedy_continuations(folder, PROMPTS, NUM_TOKENS, original))
+    said = [text.token_ids for text in short.expected]
+    assert said != [text.token_ids for text in family("phi3_longrope").expected]
+    runner = make_runner(folder, Placement(torch.float32, CPU), max_model_len=original)
+    check(run_runner(runner, short.script()), short.expected)
+
+
+def test_static_ntk_by_an_override_says_what_transformers_says_at_its_frequencies(
+    family: Families,
+) -> None:
+    """transformers has no such kind."""
+    plain, factor = family("llama"), 4.0
+    config = load_model_config(plain.folder, {"rope_scaling": {"type": "ntk", "factor": factor}})
+    num_pairs = config.head_dim // 2
+    slower = torch.tensor([1e4 ** -(m / num_pairs) for m in range(num_pairs)])
+    slower /= torch.tensor([factor ** ((m + 1) / num_pairs) for m in range(num_pairs)])
+    stretched = Family(
+        plain.folder, greedy_continuations(plain.folder, PROMPTS, NUM_TOKENS, frequencies=slower)
+    )
+    assert stretched.expected[7].token_ids != plain.expected[7].token_ids
+    placement = Placement(torch.float32, CPU)
+    runner = make_runner(plain.folder, placement, model=build_model(config, placement))
+    check(run_runner(runner, stretched.script()), stretched.expected)
 
 
 def test_a_files_own_rotation_table_is_ignored(family: Families, tmp_path: Path) -> None:
@@ -192,7 +244,7 @@ class _CountingRank(SingleRank):
 @pytest.mark.parametrize("name", ["llama_biased", "qwen2_moe", "qwen3_moe", "gemma2"])
 def test_a_layer_sums_over_ranks_twice(name: str, family: Families) -> None:
     model, rank = family(name), _CountingRank()
-    placement = Placement(torch.float32, torch.device("cpu"), rank)
+    placement = Placement(torch.float32, CPU, rank)
     runner = make_runner(model.folder, placement, backend="torch")  # a replay would call nobody
     script = model.script()
     run_runner(runner, script)

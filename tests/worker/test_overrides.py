@@ -11,9 +11,14 @@ import pytest
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.models import load_model_config
 from tests.model_families import BUILDERS, rewrite_config
-from tests.worker.test_model_config import write
+from tests.worker.test_model_config import BASE, write
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+NTK = {"rope_type": "ntk", "factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+GEMMA3 = {"architectures": ["Gemma3ForConditionalGeneration"]}
+MISTRAL3 = {"architectures": ["Mistral3ForConditionalGeneration"]}
 NESTED = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
@@ -41,6 +46,58 @@ NESTED = {
             {"rope_theta": 5e5, "rope_scaling": YARN},
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
             {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        ),
+        ({}, {"rope_scaling": NTK}, {"rope_scaling": NTK}),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            {"rope_scaling": NTK},
+            {"rope_parameters": NTK | {"rope_theta": 5e5}},
+        ),
+        (
+            PHI3 | {"rope_theta": 5e5},
+            {"rope_scaling": LONGROPE, "original_max_position_embeddings": 256},
+            PHI3
+            | {
+                "rope_theta": 5e5,
+                "rope_scaling": LONGROPE,
+                "original_max_position_embeddings": 256,
+            },
+        ),
+        (
+            PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 256},
+            {"rope_scaling": None},
+            PHI3,
+        ),
+        (
+            GEMMA3 | {"text_config": BASE},
+            {"text_config": {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}},
+            GEMMA3
+            | {"text_config": BASE | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}},
+        ),
+        (
+            GEMMA3 | {"text_config": BASE | {"rope_parameters": NESTED}},
+            {"text_config": {"rope_scaling": YARN}},
+            GEMMA3
+            | {
+                "text_config": BASE
+                | {
+                    "rope_parameters": NESTED | {"full_attention": YARN | {"rope_theta": 5e5}},
+                },
+            },
+        ),
+        (
+            MISTRAL3 | {"text_config": BASE | {"rope_theta": 5e5}},
+            {"text_config": {"rope_scaling": NTK, "max_position_embeddings": 256}},
+            MISTRAL3
+            | {
+                "text_config": BASE
+                | {"rope_theta": 5e5, "rope_scaling": NTK, "max_position_embeddings": 256},
+            },
+        ),
+        (
+            MISTRAL3 | {"text_config": BASE, "eos_token_id": 3},
+            {"eos_token_id": [5], "tie_word_embeddings": False},
+            MISTRAL3 | {"text_config": BASE, "eos_token_id": 5, "tie_word_embeddings": False},
         ),
         (
             {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": NESTED},
@@ -90,6 +147,35 @@ def test_a_name_that_nothing_reads_is_refused(tmp_path: Path, name: str, remedy:
         load_model_config(write(tmp_path), {name: YARN})
     assert str(caught.value) == (
         f"--hf-overrides: {name} is no setting that this model reads{remedy}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            {"text_config": {"rope_scalling": NTK}},
+            "text_config.rope_scalling .*text_config.rope_sc",
+        ),
+        ({"rope_scaling": NTK}, "rope_scaling .*, the nearest is text_config.rope_scaling"),
+        ({"vision_config": {}}, "vision_config is no setting that this model reads"),
+        ({"text_config": {"tie_word_embeddings": True}}, "nearest is tie_word_embeddings"),
+    ],
+)
+def test_of_a_text_part_too_nothing_is_overridden_that_is_not_read(
+    tmp_path: Path, overrides: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_model_config(write(tmp_path, **GEMMA3, text_config=BASE), overrides)
+
+
+def test_a_wrong_value_of_a_text_part_is_named_with_its_place(tmp_path: Path) -> None:
+    folder = write(tmp_path, **GEMMA3, text_config=BASE)
+    with pytest.raises(ModelFileError) as caught:
+        load_model_config(folder, {"text_config": {"rope_scaling": NTK | {"factor": 0.5}}})
+    assert str(caught.value) == (
+        f"{folder}/config.json with --hf-overrides: text_config.rope_scaling.factor = 0.5 must be "
+        "at least 1 and at most 1000000"
     )
 
 

@@ -98,6 +98,56 @@ def test_dynamic_ntk_is_plain_up_to_the_models_length() -> None:
         assert torch.equal(inverse_frequencies(dynamic, served), inverse_frequencies(plain, served))
 
 
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 128}
+LONGROPES: list[dict[str, Any]] = [
+    LONGROPE | {"rope_theta": 10_000.0},
+    LONGROPE | {"rope_theta": 10_000.0, "factor": 32.0},
+    LONGROPE | {"rope_theta": 1e6, "attention_factor": 1.3},
+    LONGROPE | {"rope_theta": 10_000.0, "original_max_position_embeddings": MAX_LEN},
+    LONGROPE | {"rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+]
+
+
+@pytest.mark.parametrize("rope", LONGROPES, ids=str)
+def test_longrope_has_one_table_for_the_served_length(rope: dict[str, Any]) -> None:
+    """That of transformers' sequences of exactly this length."""
+    from transformers import Phi3Config
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    num_pairs = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+    rope = rope | {
+        "short_factor": [1.0 + 0.1 * i for i in range(num_pairs)],
+        "long_factor": [2.0**i for i in range(num_pairs)],
+    }
+    original = rope["original_max_position_embeddings"]
+    theirs = Phi3Config(
+        hidden_size=4 * HEAD_DIM, num_attention_heads=4, max_position_embeddings=MAX_LEN,
+        original_max_position_embeddings=original, rope_parameters=dict(rope),
+    )  # fmt: skip
+    reference, config = Phi3RotaryEmbedding(theirs), read(rope)
+    for served in (100, original, original + 1, MAX_LEN):
+        cos, sin = reference(torch.zeros(1), torch.arange(served)[None])
+        table = rotary_table(config, served, torch.float32, torch.device("cpu"))
+        for ours, expected in zip((table.cos, table.sin), (cos[0], sin[0]), strict=True):
+            assert torch.equal(ours, expected[:, :num_pairs])
+    assert attention_scaling(config) == reference.attention_scaling
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
+@pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
+def test_static_ntk_slows_the_last_pair_by_its_factor_and_others_by_a_root_of_it(
+    theta: float, factor: float
+) -> None:
+    """Pair m of n, counted from 1, by factor ** (m / n): transformers has no such kind."""
+    config = read({"rope_type": "ntk", "rope_theta": theta, "factor": factor})
+    n = HEAD_DIM // 2
+    expected = [theta ** -((m - 1) / n) / factor ** (m / n) for m in range(1, n + 1)]
+    for served in (1, MAX_LEN, 10 * MAX_LEN):
+        ours = inverse_frequencies(config, served)
+        torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-6, atol=0)
+    assert attention_scaling(config) == 1.0
+
+
 def test_a_partial_rotation_covers_its_part_of_the_head() -> None:
     from transformers import Phi3Config
     from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding

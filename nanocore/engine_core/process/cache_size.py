@@ -11,7 +11,7 @@ from nanocore.worker.messages import WorkerInfo
 def longest_request(config: EngineConfig, model: ModelConfig) -> int:
     """--max-model-len, or what the model serves where that is left out or "auto".
 
-    A model with dynamic NTK serves more if asked, and then rotates all it serves otherwise.
+    A model with dynamic NTK or LongRoPE serves more if asked, and then rotates all of it otherwise.
 
     Raises:
         ConfigError: the model does not serve so many positions.
@@ -20,9 +20,9 @@ def longest_request(config: EngineConfig, model: ModelConfig) -> int:
         return model.max_model_len
     if config.max_model_len > model.longest_model_len:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len}: the model was made for "
+            f"--max-model-len {config.max_model_len}: the model is served up to "
             f"{model.longest_model_len} positions (max_position_embeddings in config.json, times "
-            "the factor of its rotary embedding if it has one); lower it"
+            "the factor of its rotary embedding if it has one, or what its family says); lower it"
         )
     return config.max_model_len
 

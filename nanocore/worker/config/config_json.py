@@ -22,7 +22,7 @@ from nanocore.worker.config.layer_settings import (
     read_softcap,
 )
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.rope_settings import scaled_length
+from nanocore.worker.config.rope_settings import served_lengths
 from nanocore.worker.config.settings import Range, Settings
 from nanocore.worker.config.windows import read_layer_types
 
@@ -53,9 +53,7 @@ def parse_model_config(
     rope = read_rope(settings, family, head_dim)
     max_len = longest = settings.size("max_position_embeddings")
     if not family.rope_by_layer_type:  # Gemma 3's is already stretched
-        longest = scaled_length(rope["full_attention"], max_len)
-        if rope["full_attention"].kind != "dynamic":
-            max_len = longest
+        max_len, longest = served_lengths(rope["full_attention"], longest)
     attention_bias = read_attention_bias(settings, family)
     config = ModelConfig(
         architecture=architecture,

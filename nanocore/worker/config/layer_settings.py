@@ -42,9 +42,10 @@ def read_heads(settings: Settings, family: Family) -> tuple[int, int, int]:
         raise ModelFileError(
             f"{settings.source}: {num_heads} heads cannot share {num_kv_heads} KV heads evenly"
         )
-    if not settings.has("head_dim") and family.head_dim is None and hidden_size % num_heads:
+    default = None if settings.is_set("head_dim") else family.head_dim  # null is no default
+    if not settings.has("head_dim") and default is None and hidden_size % num_heads:
         raise settings.error("hidden_size", f"is not divisible by {num_heads} heads")
-    head_dim = settings.size("head_dim", family.head_dim or hidden_size // num_heads)
+    head_dim = settings.size("head_dim", default or hidden_size // num_heads)
     return num_heads, num_kv_heads, head_dim
 
 

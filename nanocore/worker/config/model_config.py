@@ -32,8 +32,8 @@ class ModelConfig:
     """A decoder-only transformer.
 
     max_model_len: positions that the model serves if nobody asks for more, and longest_model_len if
-    somebody does: dynamic NTK bends every position as soon as it is to serve more than the model
-    was trained for.
+    somebody does: dynamic NTK and LongRoPE bend every position as soon as they are to serve more
+    than the model was trained for.
     dtype: the checkpoint's, as torch spells it; "" if config.json does not name it.
     eos_token_ids: of generation_config.json, or else of config.json; each is in the vocabulary.
     hidden_act: of MLPs and of experts.

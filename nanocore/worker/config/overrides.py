@@ -41,11 +41,17 @@ def check_all_read(settings: Settings, overrides: Mapping[str, Any]) -> None:
         names += [f"{_TEXT}.{name}" for name in text]
     for name in names:
         if name not in settings.read_names:
-            near = get_close_matches(name, settings.read_names, n=1)
+            near = _elsewhere(name, settings) or get_close_matches(name, settings.read_names, n=1)
             raise ConfigError(
                 f"{FLAG}: {shorten(name)} is no setting that this model reads"
                 + (f", the nearest is {near[0]}" if near else "; remove it")
             )
+
+
+def _elsewhere(name: str, settings: Settings) -> list[str]:
+    """Where a setting of this name is read, if in another object of the file."""
+    last = name.rpartition(".")[2]
+    return sorted(read for read in settings.read_names if read.rpartition(".")[2] == last)
 
 
 def _replaced(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,14 +19,19 @@ _KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 _KNOWN = {
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
     "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
-    "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
+    "beta_slow", "truncate", "short_factor", "long_factor", "attention_factor", "mscale",
+    "mscale_all_dim",
     "finetuned",  # a remark, in some YaRN models
 }  # fmt: skip
+
+_OTHER_NAMES: dict[str, RopeKind] = {"su": "longrope"}  # of the first Phi-3 files
 
 # Far wider than any model, and narrow enough for the formulas to stay finite in float32.
 _THETA = Range(1, 1e15, exceeds_low=True)
 _FACTOR = Range(1, 1e6)
+_STRETCH = Range(1e-3, 1e6)
 _BAND = Range(1e-3, 1e6)
+_ORIGINAL = Range(2, MAX_SIZE)  # its logarithm divides
 _MSCALE = Range(0, 1e3)
 _ATTENTION_FACTOR = Range(1e-3, 1e3)
 _PART = Range(0, 1, exceeds_low=True)
@@ -66,14 +71,20 @@ def read_rope_by_layer_type(settings: Settings, head_dim: int) -> dict[LayerType
     }
 
 
-def scaled_length(rope: RopeConfig, max_position_embeddings: int) -> int:
-    """How many positions a model can serve: vLLM's rule for each kind of stretching."""
-    length = max_position_embeddings  # llama3's is already stretched
-    if rope.kind in ("linear", "dynamic"):
-        length = int(max_position_embeddings * rope.factor)
+def served_lengths(rope: RopeConfig, max_position_embeddings: int) -> tuple[int, int]:
+    """How many positions a model serves if nobody asks for more, and if somebody does.
+
+    vLLM's rules. Where more positions bend all of them, only the original ones are served unasked.
+    """
+    longest = max_position_embeddings  # longrope's and llama3's is already stretched
+    if rope.kind in ("linear", "ntk", "dynamic"):
+        longest = int(max_position_embeddings * rope.factor)
     if rope.kind == "yarn":
-        length = int(rope.original_max_position_embeddings * rope.factor)
-    return min(length, MAX_SIZE)
+        longest = int(rope.original_max_position_embeddings * rope.factor)
+    longest = min(longest, MAX_SIZE)
+    if rope.kind in ("dynamic", "longrope"):
+        return min(rope.original_max_position_embeddings, longest), longest
+    return longest, longest
 
 
 def _read(settings: Settings, rope: Settings, head_dim: int, theta: float) -> RopeConfig:
@@ -83,17 +94,23 @@ def _read(settings: Settings, rope: Settings, head_dim: int, theta: float) -> Ro
             raise rope.error(key, "is an unknown rotary setting")
     kind = _kind(rope)
     partial = settings.number("partial_rotary_factor", 1.0, _PART)
+    original_length = _original_length(settings, rope, kind)
+    factor = 1.0
+    if kind == "longrope":
+        factor = max(1.0, settings.size("max_position_embeddings") / original_length)
     config = RopeConfig(
         kind=kind,
         rotary_dim=int(head_dim * rope.number("partial_rotary_factor", partial, _PART)),
         theta=rope.number("rope_theta", theta, _THETA),
-        factor=rope.number("factor", 1.0, _FACTOR),
-        original_max_position_embeddings=_original_length(settings, rope, kind),
+        factor=rope.number("factor", factor, _FACTOR),
+        original_max_position_embeddings=original_length,
         low_freq_factor=rope.number("low_freq_factor", 1.0, _BAND),
         high_freq_factor=rope.number("high_freq_factor", 1.0, _BAND),
         beta_fast=rope.within("beta_fast", rope.get("beta_fast", float, 0.0) or 32.0, _BAND),
         beta_slow=rope.within("beta_slow", rope.get("beta_slow", float, 0.0) or 1.0, _BAND),
         truncate=rope.get("truncate", bool, True),
+        short_factor=tuple(rope.get("short_factor", list[float], [])),
+        long_factor=tuple(rope.get("long_factor", list[float], [])),
         attention_factor=_attention_factor(rope),
         mscale=rope.number("mscale", 0.0, _MSCALE),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0, _MSCALE),
@@ -110,6 +127,7 @@ def _attention_factor(rope: Settings) -> float | None:
 def _kind(rope: Settings) -> RopeKind:
     name = "rope_type" if rope.has("rope_type") else "type"
     value = rope.get(name, str, "default")
+    value = _OTHER_NAMES.get(value, value)
     for kind in _KINDS:
         if kind == value:
             return kind
@@ -119,7 +137,7 @@ def _kind(rope: Settings) -> RopeKind:
 def _original_length(settings: Settings, rope: Settings, kind: RopeKind) -> int:
     """The length before stretching; one at the top of the file comes first, as in transformers."""
     length = settings.size("max_position_embeddings")
-    if kind not in ("yarn", "llama3"):
+    if kind not in ("yarn", "longrope", "llama3"):
         return length
     length = rope.size("original_max_position_embeddings", length)
     return settings.size("original_max_position_embeddings", length)
@@ -135,8 +153,25 @@ def _check(settings: Settings, rope: Settings, config: RopeConfig, head_dim: int
             f"makes {config.rotary_dim} of head_dim = {head_dim} rotate: an even number is needed, "
             f"from {least} to head_dim",
         )
-    if config.kind != "default" and not rope.has("factor"):
+    if config.kind not in ("default", "longrope") and not rope.has("factor"):
         raise rope.error("factor", f"is needed by rope_type {config.kind}")
+    if config.kind == "longrope":
+        rope.within(
+            "original_max_position_embeddings", config.original_max_position_embeddings, _ORIGINAL
+        )
+        _check_factors(rope, "short_factor", config.short_factor, config.rotary_dim)
+        _check_factors(rope, "long_factor", config.long_factor, config.rotary_dim)
     if config.kind == "llama3":
         if not config.low_freq_factor < config.high_freq_factor:
             raise rope.error("high_freq_factor", "must exceed low_freq_factor")
+
+
+def _check_factors(rope: Settings, name: str, factors: tuple[float, ...], rotary_dim: int) -> None:
+    if len(factors) != rotary_dim // 2:
+        raise rope.error(
+            name,
+            f"has {len(factors)} numbers; {rotary_dim // 2} are needed, one for each pair of the "
+            f"{rotary_dim} values of a head that rotate",
+        )
+    for factor in factors:
+        rope.within(name, factor, _STRETCH)

@@ -6,6 +6,7 @@ in a `ModelFileError` that names the file, the setting, the value and the limit.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -43,11 +44,13 @@ class Settings:
 
     source: the file, as messages name it. values: by name. name: of the object inside the file,
     empty for the file itself. read_names: of all settings of the file that were asked for, dotted.
+    names_at_top: of values that stand, or would, at the file's top and not in the object.
     """
 
     def __init__(self, source: Path | str, values: dict[str, Any], name: str = "") -> None:
         self.source, self.values, self.name = str(source), values, name
         self.read_names: set[str] = set()
+        self.names_at_top: frozenset[str] = frozenset()
 
     @classmethod
     def read(cls, path: Path) -> Settings:
@@ -65,6 +68,16 @@ class Settings:
         """Other values in the same place of the same file, or under a name in it."""
         other = Settings(self.source, values, self.name if name is None else name)
         other.read_names = self.read_names
+        other.names_at_top = self.names_at_top if name is None else frozenset()
+        return other
+
+    def with_top(self, top: Settings, names: Iterable[str]) -> Settings:
+        """With these names' values from the top of the file, which come before those here."""
+        taken = {name: top.values[name] for name in names if top.has(name)}
+        other = self.with_values(self.values | taken)
+        other.names_at_top = frozenset(
+            name for name in names if name in taken or name not in self.values
+        )
         return other
 
     def is_set(self, name: str) -> bool:
@@ -117,7 +130,7 @@ class Settings:
         return ModelFileError(f"{self.source}: {self._full(name)} = {value:.200} {why}")
 
     def _full(self, name: str) -> str:
-        full = f"{self.name}.{name}" if self.name else name
+        full = f"{self.name}.{name}" if self.name and name not in self.names_at_top else name
         return f"{full:.200}"
 
     def _convert(self, name: str, kind: type[T]) -> T:

@@ -2,9 +2,9 @@
 
 Frequencies are computed in float32 in transformers' order of operations, so that both agree to the
 bit. Keys are cached rotated, so a position's rotation never changes while an engine runs. Dynamic
-NTK, which transformers recomputes as a sequence grows, is therefore fixed by the served length:
-up to the model's own length, which is served by default, it is the plain rotation; beyond, every
-sequence gets the base that transformers uses for one of exactly the served length (as vLLM does).
+NTK and LongRoPE, which transformers recomputes as a sequence grows, are therefore fixed by the
+served length, as in vLLM: up to the model's original length, which is served by default, every
+sequence is rotated as transformers does a short one; beyond, as one of exactly the served length.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rotary_table(
 ) -> Rotary:
     """cos and sin of every position below max_len, in dtype; they are computed in float32.
 
-    max_len: the served length (dynamic NTK depends on it).
+    max_len: the served length (dynamic NTK and LongRoPE depend on it).
     """
     positions = torch.arange(max_len, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(config, max_len))
@@ -40,19 +40,26 @@ def inverse_frequencies(config: RopeConfig, max_len: int) -> Tensor:
     periods = _periods(config, config.theta)
     if config.kind == "linear":
         return 1.0 / periods / config.factor
+    if config.kind == "ntk":
+        return _ntk(config)
     if config.kind == "yarn":
         return _yarn(config, periods)
+    if config.kind == "longrope":
+        return 1.0 / (_longrope_factors(config, max_len) * periods)
     if config.kind == "llama3":
         return _llama3(config, 1.0 / periods)
     return 1.0 / periods
 
 
 def attention_scaling(config: RopeConfig) -> float:
-    """What cos and sin are multiplied by: YaRN's temperature of the attention, otherwise 1."""
-    if config.kind != "yarn":
+    """What cos and sin are multiplied by: the attention's temperature in YaRN and LongRoPE."""
+    if config.kind not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
+    if config.kind == "longrope":
+        length = config.original_max_position_embeddings
+        return math.sqrt(1 + math.log(config.factor) / math.log(length))
     if config.mscale and config.mscale_all_dim:
         return _yarn_mscale(config, config.mscale) / _yarn_mscale(config, config.mscale_all_dim)
     return _yarn_mscale(config, 1.0)
@@ -66,6 +73,12 @@ def _periods(config: RopeConfig, theta: float) -> Tensor:
     """Positions per radian, float32 [rotary_dim / 2]."""
     dims = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32)
     return theta ** (dims / config.rotary_dim)
+
+
+def _ntk(config: RopeConfig) -> Tensor:
+    """The last pair slowed by the factor, those before it by less (fixed NTK: Su 2023)."""
+    frequencies = 1.0 / _periods(config, config.theta * config.factor)
+    return frequencies / config.factor ** (2 / config.rotary_dim)
 
 
 def _dynamic_theta(config: RopeConfig, max_len: int) -> float:
@@ -94,6 +107,12 @@ def _yarn(config: RopeConfig, periods: Tensor) -> Tensor:
     dims = torch.arange(config.rotary_dim // 2, dtype=torch.float32)
     keep = 1 - ((dims - low) / (high - low)).clamp(0, 1)
     return 1.0 / (config.factor * periods) * (1 - keep) + 1.0 / periods * keep
+
+
+def _longrope_factors(config: RopeConfig, max_len: int) -> Tensor:
+    """How far each pair is stretched, found by search (LongRoPE: Ding et al. 2024)."""
+    is_long = max_len > config.original_max_position_embeddings
+    return torch.tensor(config.long_factor if is_long else config.short_factor)
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:

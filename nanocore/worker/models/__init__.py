@@ -25,13 +25,19 @@ if TYPE_CHECKING:
 ARCHITECTURES: Final = {
     "Gemma2ForCausalLM": "gemma2.Gemma2Model",
     "Gemma3ForCausalLM": "gemma3.Gemma3Model",
+    "Gemma3ForConditionalGeneration": "gemma3_image_text.Gemma3ImageTextModel",
+    "GemmaForCausalLM": "gemma.GemmaModel",
     "LlamaForCausalLM": "llama.LlamaModel",
+    "Ministral3ForCausalLM": "ministral3.Ministral3Model",
+    "MinistralForCausalLM": "ministral.MinistralModel",
+    "Mistral3ForConditionalGeneration": "mistral3.Mistral3Model",
     "MistralForCausalLM": "mistral.MistralModel",
     "Phi3ForCausalLM": "phi3.Phi3Model",
     "Qwen2ForCausalLM": "qwen2.Qwen2Model",
     "Qwen2MoeForCausalLM": "qwen2_moe.Qwen2MoeModel",
     "Qwen3ForCausalLM": "qwen3.Qwen3Model",
     "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeModel",
+    "SeedOssForCausalLM": "seed_oss.SeedOssModel",
 }
 """The file and the class of each."""
 
@@ -94,9 +100,10 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
 
 def _nearest(architecture: str) -> str:
     """Words that name the known architecture that is spelled most alike, if one is."""
-    stems = {_stem(name): name for name in ARCHITECTURES}
-    near = get_close_matches(_stem(architecture), stems, n=1)
-    return f", the nearest that is served is {stems[near[0]]}" if near else ""
+    stem = get_close_matches(_stem(architecture), map(_stem, ARCHITECTURES), n=1)
+    names = [name for name in ARCHITECTURES if [_stem(name)] == stem]
+    near = get_close_matches(architecture, names, n=1, cutoff=0)
+    return f", the nearest that is served is {near[0]}" if near else ""
 
 
 def _stem(architecture: str) -> str:

@@ -1,11 +1,13 @@
 """Phi-3 and Phi-4 (Abdin et al. 2024): the common layer; part of a head may rotate.
 
-Checkpoints hold Q, K and V stacked, and gate and up, each as one tensor.
+Checkpoints hold Q, K and V stacked, and gate and up, each as one tensor. Long contexts are by
+LongRoPE.
 """
 
 from __future__ import annotations
 
 from nanocore.worker.config.family import Family
+from nanocore.worker.config.settings import Settings
 from nanocore.worker.config.windows import window_everywhere
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
@@ -28,6 +30,13 @@ class Phi3Layer(DecoderLayer):
         }
 
 
+def _with_original_length(settings: Settings) -> Settings:
+    """Where the file does not name it at its top, it is this, whatever its rotary settings say."""
+    if settings.is_set("original_max_position_embeddings"):
+        return settings
+    return settings.with_values(settings.values | {"original_max_position_embeddings": 4096})
+
+
 class Phi3Model(DecoderModel):
     """Stacked projections."""
 
@@ -35,7 +44,8 @@ class Phi3Model(DecoderModel):
         rms_norm_eps=1e-5,
         eos_token_id=32000,
         window=window_everywhere(None),
-        rope_kinds=("default",),
+        rope_kinds=("default", "longrope"),
         partial_rotary=True,
+        translate=_with_original_length,
     )
     layer_class = Phi3Layer

@@ -1,0 +1,30 @@
+"""Seed-OSS (ByteDance Seed 2025): Llama's layer, with biases of Q, K and V."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanocore.worker.config.family import Family
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.windows import no_window
+from nanocore.worker.layers.decoder import DecoderModel
+
+
+def _with_o_proj_bias(settings: Settings, config: ModelConfig) -> ModelConfig:
+    return replace(config, o_proj_bias=settings.get("attention_out_bias", bool, False))
+
+
+class SeedOssModel(DecoderModel):
+    """Checkpoints use the common names."""
+
+    family = Family(
+        num_kv_heads=8,
+        head_dim=128,
+        eos_token_id=2,
+        bias_setting="attention_bias",
+        attention_bias=True,
+        mlp_bias_setting=True,
+        window=no_window,
+        finish=_with_o_proj_bias,
+    )
