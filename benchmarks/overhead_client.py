@@ -40,7 +40,7 @@ from nanocore.client.stream import RequestStream
 from nanocore.client.stream_table import StreamTable
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.engine_core.io.session import output_frames
-from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import (
     client_decoder,
     encode,
@@ -130,15 +130,12 @@ def outputs_us(num_requests: int, repeats: int) -> list[float]:
 
 def outputs_both_ways(num_requests: int) -> Callable[[], Any]:
     """A call that encodes, decodes and unpacks a step's output of one token per request."""
-    output = ClientOutput(
-        client=1,
-        handles=np.arange(num_requests, dtype=np.uint32),
-        token_ids=np.arange(num_requests, dtype=np.int32),
-    )
+    numbers = np.arange(num_requests)
+    tokens = TokenColumns(numbers.astype(np.uint32), numbers.astype(np.int32))
     decode = client_decoder().decode
 
     def both_ways() -> Any:
-        message = decode(output_frames(output))
+        message = decode(output_frames(tokens, []))
         assert isinstance(message, Output)
         return unpack_output(message)
 

@@ -120,7 +120,7 @@ def step_us(num_requests: int, repeats: int) -> list[float]:
                 outputs = scheduler.update(result)
                 t3 = _now_ns()
                 spent_ns += t3 - t2 + t1 - t0
-                assert len(outputs[0].token_ids) == num_requests
+                assert len(outputs[0].tokens.token_ids) == num_requests
                 del plan, result, outputs
             figures.append(spent_ns / 1e3 / num_steps)
     return figures[1:]  # the first one warms up

@@ -19,9 +19,9 @@ import numpy as np
 import xxhash
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.kv_cache.block_key import DigestFunction
 from nanocore.protocol.codec import client_decoder
@@ -337,11 +337,12 @@ class Deliveries:
     def take(self, scheduler: Scheduler, result: ModelRunnerOutput) -> None:
         """Take in a step's result."""
         for output in scheduler.update(result):
-            assert len(set(output.handles.tolist())) == len(output.handles), "a handle twice"
-            for handle, tokens in output.tokens_by_handle().items():
+            handles = output.tokens.owners.tolist()
+            assert len(set(handles)) == len(handles), "a handle twice"
+            for handle, tokens in tokens_by_handle(output.tokens).items():
                 assert handle not in self.finish_reasons, "a token after the end"
                 self.tokens.setdefault(handle, []).extend(tokens)
-            self._take_columns(output)
+            self._take_columns(output.tokens)
             for event in output.events:
                 if event.num_cached_tokens is not None:
                     assert event.handle not in self.num_cached, "a request starts once"
@@ -352,13 +353,20 @@ class Deliveries:
                 if event.message is not None:
                     self.messages[event.handle] = event.message
 
-    def _take_columns(self, output: ClientOutput) -> None:
-        counts = np.ones_like(output.handles) if output.counts is None else output.counts
-        assert (counts > 0).all()
-        owners = np.repeat(output.handles, counts).tolist()
-        for name, column in output.columns.items():
-            for handle, number in zip(owners, column.tolist(), strict=True):
+    def _take_columns(self, tokens: TokenColumns) -> None:
+        assert tokens.counts is None or (tokens.counts > 0).all()
+        handles = tokens.owner_of_each().tolist()
+        for name, column in tokens.columns.items():
+            for handle, number in zip(handles, column.tolist(), strict=True):
                 self.columns.setdefault(name, {}).setdefault(handle, []).append(number)
+
+
+def tokens_by_handle(tokens: TokenColumns) -> dict[int, list[int]]:
+    """The tokens of each request."""
+    parts: dict[int, list[int]] = {}
+    for handle, token_id in zip(tokens.owner_of_each().tolist(), tokens.token_ids, strict=True):
+        parts.setdefault(handle, []).append(int(token_id))
+    return parts
 
 
 def _column(values: Iterable[float], dtype: str = "<i4") -> bytes:

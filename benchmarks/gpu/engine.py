@@ -128,8 +128,9 @@ class LocalEngine:
         seconds = time.perf_counter() - start_s
         for output in self._outbox.drain():
             assert isinstance(output, ClientOutput)
-            for handle, tokens in output.tokens_by_handle().items():
-                generated.tokens.setdefault(handle, []).extend(tokens)
+            handles, ids = output.tokens.owner_of_each().tolist(), output.tokens.token_ids.tolist()
+            for handle, token_id in zip(handles, ids, strict=True):
+                generated.tokens.setdefault(handle, []).append(token_id)
             generated.num_ended += sum(event.finish_reason is not None for event in output.events)
         return seconds
 

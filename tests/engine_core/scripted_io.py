@@ -22,6 +22,7 @@ from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTE
 from nanocore.engine_core.mailbox import AddRequest, Inbox, Outbox
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Hello, Message, ModelCard, Output, Submit, Welcome
 from tests.fakes import FakePeers
@@ -135,7 +136,8 @@ def step_output(
     """A client's share of a step, from (handle, token) pairs. finish: handles that end."""
     handles, ids = zip(*tokens, strict=True) if tokens else ((), ())
     events = [Event(handle=handle, finish_reason="length") for handle in finish]
-    return ClientOutput(client, np.array(handles, np.uint32), np.array(ids, np.int32), events)
+    columns = TokenColumns(np.array(handles, np.uint32), np.array(ids, np.int32))
+    return ClientOutput(client, columns, events)
 
 
 def held_back(session: Session | None) -> list[list[bytes]]:

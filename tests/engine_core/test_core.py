@@ -27,7 +27,7 @@ from nanocore.kv_cache.events import AllBlocksCleared, BlockStored, KVEventBatch
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Event
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
-from tests.fakes import expected_tokens, make_request, make_scheduler
+from tests.fakes import expected_tokens, make_request, make_scheduler, tokens_by_handle
 
 
 class CoreUnderTest:
@@ -79,7 +79,7 @@ def core() -> CoreUnderTest:
 
 
 def tokens(outputs: list) -> list[int]:
-    return [t for o in outputs if isinstance(o, ClientOutput) for t in o.token_ids.tolist()]
+    return [t for o in outputs if isinstance(o, ClientOutput) for t in o.tokens.token_ids.tolist()]
 
 
 def ends(outputs: list) -> list[Event]:
@@ -392,6 +392,5 @@ def tokens_of(outputs: list, handle: int) -> list[int]:
         token
         for output in outputs
         if isinstance(output, ClientOutput)
-        for h, token in zip(output.handles.tolist(), output.token_ids.tolist(), strict=True)
-        if h == handle
+        for token in tokens_by_handle(output.tokens).get(handle, [])
     ]

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.io.session import Backlog, output_frames
+from nanocore.engine_core.io.token_log import TokenLog
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import client_decoder, unpack_output
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Event, Output
@@ -25,6 +27,7 @@ from tests.fakes import (
     make_request,
     make_scheduler,
     next_token,
+    tokens_by_handle,
 )
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -124,13 +127,13 @@ def test_what_follows_a_stop_in_the_middle_of_a_step_is_not_delivered(as_eos: bo
     outputs = scheduler.update(engine.executor.execute(scheduler.schedule()))
     expected = {handle: expected_tokens(prompt, 5)[1:] for handle, prompt in others.items()}
     first, second = outputs
-    assert first.tokens_by_handle() == {1: TOKENS[1:3], 2: expected[2]}
-    assert first.counts is not None
-    assert first.counts.tolist() == [2, 4]
-    assert first.columns[CONTEXT_LENGTH].tolist() == [6, 7, 6, 7, 8, 9]
+    assert tokens_by_handle(first.tokens) == {1: TOKENS[1:3], 2: expected[2]}
+    assert first.tokens.counts is not None
+    assert first.tokens.counts.tolist() == [2, 4]
+    assert first.tokens.columns[CONTEXT_LENGTH].tolist() == [6, 7, 6, 7, 8, 9]
     assert [(event.handle, event.finish_reason) for event in first.events] == [(1, "stop")]
-    assert second.tokens_by_handle() == {3: expected[3]}
-    assert second.columns[CONTEXT_LENGTH].tolist() == [7, 8, 9, 10]
+    assert tokens_by_handle(second.tokens) == {3: expected[3]}
+    assert second.tokens.columns[CONTEXT_LENGTH].tolist() == [7, 8, 9, 10]
     assert scheduler.counters.generation_tokens == 3 + 2 + 4 + 4
     check_blocks(scheduler)
 
@@ -298,13 +301,13 @@ def test_a_prompt_that_is_complete_has_a_token() -> None:
 
 def output(tokens: dict[int, list[int]], **columns: list[float]) -> ClientOutput:
     counts = [len(ids) for ids in tokens.values()]
-    return ClientOutput(
-        1,
+    said = TokenColumns(
         np.array(list(tokens), np.uint32),
         np.array([token for ids in tokens.values() for token in ids], np.int32),
-        counts=None if set(counts) == {1} else np.array(counts),
+        counts=np.array(counts),
         columns={name: np.array(numbers, np.float32) for name, numbers in columns.items()},
     )
+    return ClientOutput(1, said)
 
 
 def sent(frames: list[bytes]) -> tuple[list[int], list[int] | None, list[int]]:
@@ -316,8 +319,12 @@ def sent(frames: list[bytes]) -> tuple[list[int], list[int] | None, list[int]]:
 
 
 def test_counts_are_on_the_wire_only_where_a_request_has_several_tokens() -> None:
-    assert sent(output_frames(output({7: [1], 9: [2]}))) == ([7, 9], None, [1, 2])
-    assert sent(output_frames(output({7: [1, 5], 9: [2]}))) == ([7, 9], [2, 1], [1, 5, 2])
+    assert sent(output_frames(output({7: [1], 9: [2]}).tokens, [])) == ([7, 9], None, [1, 2])
+    assert sent(output_frames(output({7: [1, 5], 9: [2]}).tokens, [])) == (
+        [7, 9],
+        [2, 1],
+        [1, 5, 2],
+    )
 
 
 def test_a_merged_output_says_no_counts_where_all_are_one() -> None:
@@ -330,22 +337,29 @@ def test_a_merged_output_says_no_counts_where_all_are_one() -> None:
 
 
 def test_a_backlog_merges_steps_with_one_and_with_several_tokens() -> None:
-    backlog = Backlog(since_s=0.0)
-    backlog.add(output({9: [1], 7: [2]}))
-    backlog.add(output({7: [3, 4], 9: [5]}, logprob=[0.3, 0.4, 0.5]))
-    backlog.add(output({8: [6, 7, 8]}))
     ended = output({7: [9]}, logprob=[0.9])
     ended.events.append(Event(handle=7, finish_reason="stop"))
-    backlog.add(ended)
-    merged = backlog.merged()
-    assert merged.tokens_by_handle() == {9: [1, 5], 7: [2, 3, 4, 9], 8: [6, 7, 8]}
+    steps = [
+        output({9: [1], 7: [2]}),
+        output({7: [3, 4], 9: [5]}, logprob=[0.3, 0.4, 0.5]),
+        output({8: [6, 7, 8]}),
+        ended,
+    ]
+    log, backlog = TokenLog(), Backlog(since_s=0.0)
+    for step in steps:
+        log.add(step.tokens)
+        backlog.add(step)
+    merged = log.merged()
+    assert tokens_by_handle(merged) == {9: [1, 5], 7: [2, 3, 4, 9], 8: [6, 7, 8]}
     said = merged.columns["logprob"]
     nan = np.nan
     expected = np.array([nan, 0.5, nan, 0.3, 0.4, 0.9, nan, nan, nan], np.float32)
     np.testing.assert_array_equal(said, expected)
-    assert [event.handle for event in merged.events] == [7]
     frames = backlog.next()
     assert frames is not None
+    message = client_decoder().decode(frames)
+    assert isinstance(message, Output)
+    assert [event.handle for event in message.events] == [7]
     assert sent(frames) == ([9, 7, 8], [2, 4, 3], [1, 5, 2, 3, 4, 9, 6, 7, 8])
     backlog.drop_next()
     assert backlog.next() is None

@@ -22,6 +22,7 @@ from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlCall, ControlReply
 from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import encode, unpack_output
 from nanocore.protocol.messages import (
     Abort,
@@ -293,8 +294,8 @@ class FrontDeskMachine(RuleBasedStateMachine):
                 continue
             is_slow = client in self.io.desk.sessions.slow
             handles, ids = zip(*tokens, strict=True) if tokens else ((), ())
-            columns = np.array(handles, np.uint32), np.array(ids, np.int32)
-            self.io.desk.deliver(ClientOutput(client, *columns, events), self.io.now_s)
+            columns = TokenColumns(np.array(handles, np.uint32), np.array(ids, np.int32))
+            self.io.desk.deliver(ClientOutput(client, columns, events), self.io.now_s)
             assert is_slow or client not in self.clients_gone(), "sending has told that it is gone"
             for event in events:
                 del self.running[event.handle]

@@ -13,8 +13,8 @@ def columns(outputs: list[ClientOutput]) -> dict[int, tuple[list[int], list[int]
     """(handles, token ids, handles of events) by client."""
     return {
         output.client: (
-            output.handles.tolist(),
-            output.token_ids.tolist(),
+            output.tokens.owners.tolist(),
+            output.tokens.token_ids.tolist(),
             [event.handle for event in output.events],
         )
         for output in outputs

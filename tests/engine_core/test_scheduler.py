@@ -200,7 +200,10 @@ def test_outputs_are_split_by_client() -> None:
     for handle, client in ((1, 7), (2, 8), (3, 7)):
         scheduler.add(make_request(handle, [handle], 4, client=client))
     outputs = scheduler.update(executor.execute(scheduler.schedule()))
-    assert {output.client: output.handles.tolist() for output in outputs} == {7: [1, 3], 8: [2]}
+    assert {output.client: output.tokens.owners.tolist() for output in outputs} == {
+        7: [1, 3],
+        8: [2],
+    }
 
 
 def test_different_salts_share_nothing() -> None:
@@ -230,7 +233,7 @@ def test_a_lone_clients_last_output_is_addressed_to_it() -> None:
     scheduler.add(make_request(1, [1], 2, client=7))
     for _ in range(2):
         outputs = scheduler.update(executor.execute(scheduler.schedule()))
-        assert [(o.client, o.handles.tolist()) for o in outputs] == [(7, [1])]
+        assert [(o.client, o.tokens.owners.tolist()) for o in outputs] == [(7, [1])]
     assert [event.finish_reason for event in outputs[0].events] == ["length"]
 
 

@@ -241,7 +241,9 @@ class FrontDesk:
                 self.sessions.end_request(session, event.handle)
         if session.backlog is not None:
             session.backlog.add(output)
-        elif self._try_send(session, output_frames(output)) is SendResult.FULL:
+            return
+        frames = output_frames(output.tokens, output.events)
+        if self._try_send(session, frames) is SendResult.FULL:
             self.sessions.hold_back(session, now_s).add(output)
 
     def _send(self, session: Session, message: Message, now_s: float) -> None:

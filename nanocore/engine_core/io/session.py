@@ -18,6 +18,7 @@ import numpy as np
 from nanocore.engine_core.io.token_log import TokenLog
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Output
 
@@ -53,7 +54,7 @@ class Backlog:
 
     def add(self, output: ClientOutput) -> None:
         """Let a step's output for this client wait; `next` merges its tokens by request."""
-        self._tokens.add(output)
+        self._tokens.add(output.tokens)
         self._events += output.events
 
     def next(self) -> list[bytes] | None:
@@ -64,7 +65,7 @@ class Backlog:
         if self._answers:
             return self._answers[0]
         if self._merged is None and (self._tokens or self._events):
-            self._merged = output_frames(self.merged())
+            self._merged = output_frames(self._tokens.merged(), self._events)
             self._tokens, self._events = TokenLog(), []
         return self._merged
 
@@ -74,12 +75,6 @@ class Backlog:
             self.num_bytes -= _num_bytes(self._answers.popleft())
         else:
             self._merged = None
-
-    def merged(self) -> ClientOutput:
-        """The tokens and events that wait, by request."""
-        output = self._tokens.merged()
-        output.events = self._events
-        return output
 
 
 @dataclass(slots=True)
@@ -115,14 +110,14 @@ def _num_bytes(frames: list[bytes]) -> int:
     return sum(map(len, frames)) + _MESSAGE_OVERHEAD_BYTES
 
 
-def output_frames(output: ClientOutput) -> list[bytes]:
-    """The OUTPUT message of one client's share of a step: two buffer copies."""
-    counts = output.counts
+def output_frames(tokens: TokenColumns, events: list[Event]) -> list[bytes]:
+    """The OUTPUT message of one client's tokens, by handle, and events: two buffer copies."""
+    counts = tokens.counts
     return encode(
         Output(
-            handles=output.handles.astype(HANDLE_DTYPE, copy=False).tobytes(),
-            tokens=output.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
+            handles=tokens.owners.astype(HANDLE_DTYPE, copy=False).tobytes(),
+            tokens=tokens.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
             counts=None if counts is None else counts.astype(HANDLE_DTYPE).tobytes(),
-            events=output.events,
+            events=events,
         )
     )

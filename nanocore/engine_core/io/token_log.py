@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 
 _NUMBER_DTYPE = np.dtype("<f4")
 
@@ -23,7 +23,6 @@ class TokenLog:
     Numbers that a step does not say of its tokens are NaN.
     """
 
-    client: int = 0
     _handles: bytearray = field(default_factory=bytearray)
     _token_ids: bytearray = field(default_factory=bytearray)
     _columns: dict[str, bytearray] = field(default_factory=dict)
@@ -31,20 +30,19 @@ class TokenLog:
     def __len__(self) -> int:
         return len(self._token_ids) // TOKEN_DTYPE.itemsize
 
-    def add(self, output: ClientOutput) -> None:
+    def add(self, tokens: TokenColumns) -> None:
         """Append a step's handles, counts and tokens, column by column."""
         num_before = len(self)
-        self.client = output.client
-        self._handles += output.handle_of_each().astype(np.uint32, copy=False).tobytes()
-        self._token_ids += output.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes()
-        for name in {**self._columns, **output.columns}:
+        self._handles += tokens.owner_of_each().astype(np.uint32, copy=False).tobytes()
+        self._token_ids += tokens.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes()
+        for name in {**self._columns, **tokens.columns}:
             column = self._columns.setdefault(name, bytearray(_unsaid(num_before)))
-            if name in output.columns:
-                column += output.columns[name].astype(_NUMBER_DTYPE, copy=False).tobytes()
+            if name in tokens.columns:
+                column += tokens.columns[name].astype(_NUMBER_DTYPE, copy=False).tobytes()
             else:
-                column += _unsaid(len(output.token_ids))
+                column += _unsaid(len(tokens.token_ids))
 
-    def merged(self) -> ClientOutput:
+    def merged(self) -> TokenColumns:
         """All of them by request, each request's in their order; who came first goes first."""
         handles, first, owners, counts = np.unique(
             np.frombuffer(self._handles, np.uint32),
@@ -59,9 +57,7 @@ class TokenLog:
             for name, column in self._columns.items()
         }
         token_ids = np.frombuffer(self._token_ids, TOKEN_DTYPE)[order]
-        return ClientOutput(
-            self.client, handles[by_arrival], token_ids, [], counts[by_arrival], columns
-        )
+        return TokenColumns(handles[by_arrival], token_ids, counts[by_arrival], columns)
 
 
 def _unsaid(num_tokens: int) -> bytes:

@@ -187,6 +187,8 @@ class RunningSet:
         end = num_cached + count
         block_ids = self._kv_cache.allocate(request.handle, end, hits)
         assert block_ids is not None, "the whole prompt fits, so its first chunk does"
+        resumed = request.num_cached_tokens is not None
+        self._kv_cache.stats.record(request.num_tokens, num_cached, resumed)
         token_ids = request.give_tokens()
         held_tokens = len(block_ids) * block_size
         row = self.table.add(request, token_ids, num_cached, held_tokens, plan.group)
@@ -200,11 +202,11 @@ class RunningSet:
             seed=request.seed,
         )
         plan.added.append(new)
-        if request.num_cached_tokens is None:
+        if resumed:
+            plan.resumed.append(request)
+        else:
             request.num_cached_tokens = num_cached
             plan.new.append(request)
-        else:
-            plan.resumed.append(request)
         if num_cached:
             plan.cached[request.request_id] = num_cached
         self._compute_chunk(plan, row, num_cached, end)

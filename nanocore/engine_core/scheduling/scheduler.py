@@ -286,9 +286,6 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
         """Give a waiting request a row and its first tokens."""
-        num_cached = len(hits) * self.kv_cache.block_size
-        resumed = request.num_cached_tokens is not None
-        self.kv_cache.stats.record(request.num_tokens, num_cached, resumed)
         self._count_dequeued(request)
         self.running.admit(plan, request, hits, count)
 

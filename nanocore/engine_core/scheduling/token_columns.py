@@ -20,16 +20,20 @@ NumberColumns = dict[str, NDArray[np.float32]]
 
 @dataclass(slots=True)
 class TokenColumns:
-    """Tokens by owner.
+    """Tokens by owner: a row, or the handle of a request.
 
-    owners: int [n], no one twice. token_ids: int32 [tokens], owner by owner. counts: int [n], each
-    at least 1, or None if all are 1. columns: float32 [tokens] each.
+    owners: integers [n], no one twice. token_ids: int32 [tokens], owner by owner. counts: int [n],
+    each at least 1; None if all are 1, also where they are given. columns: float32 [tokens] each.
     """
 
     owners: IntArray
     token_ids: NDArray[np.int32]
     counts: IntArray | None = None
     columns: NumberColumns = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.counts is not None and (self.counts == 1).all():
+            self.counts = None
 
     def take(self, chosen: IntArray | NDArray[np.bool_]) -> TokenColumns:
         """Some owners' tokens: by their indices, in that order, or by a mask."""
@@ -59,7 +63,7 @@ class TokenColumns:
         return zip(indices.tolist(), places.tolist(), strict=True)
 
     def owner_of_each(self) -> IntArray:
-        """Whose each token is; int [tokens]."""
+        """Whose each token is; integers [tokens]."""
         return self.owners if self.counts is None else np.repeat(self.owners, self.counts)
 
     def _with(
