@@ -16,7 +16,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import (
     check_batch_invariance,
-    check_quantization,
+    check_quantized_linear,
     dtype_name,
     make_kernels,
     select_device,
@@ -59,7 +59,7 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     device = select_device(config.device)
     model_config, dtype = read_model(config, device)
     kernels = make_kernels(config, device)
-    check_quantization(config.quantization, kernels, dtype, device)
+    check_quantized_linear(config.quantization, kernels, dtype, device)
     check_batch_invariance(config, model_config, kernels)
     models = [_build(config, model_config, dtype, rank) for rank in range(config.num_ranks)]
     check_files(config, models[0])

@@ -16,7 +16,7 @@ from nanocore.worker.communication.links import RankLinks, connect
 from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.device.device import (
     check_batch_invariance,
-    check_quantization,
+    check_quantized_linear,
     dtype_name,
     make_kernels,
     select_device,
@@ -70,7 +70,7 @@ class Worker:
             pp_size=config.pipeline_parallel_size,
         )
         self._kernels = make_kernels(config, device)
-        check_quantization(config.quantization, self._kernels, dtype, device)
+        check_quantized_linear(config.quantization, self._kernels, dtype, device)
         check_batch_invariance(config, model_config, self._kernels)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())

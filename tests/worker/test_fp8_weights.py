@@ -16,7 +16,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device import device
-from nanocore.worker.device.device import check_quantization
+from nanocore.worker.device.device import check_quantized_linear
 from nanocore.worker.dry_run import _weight_bytes
 from nanocore.worker.loading.checked_model import loaded_bytes
 from nanocore.worker.messages import Quantization
@@ -118,8 +118,8 @@ def test_it_is_refused_where_it_cannot_be_had(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     cuda = torch.device("cuda", 0)
     with pytest.raises(ConfigError, match=r"fp8: cuda:0 has no fp8 \(compute capability 8\.9\)"):
-        check_quantization("fp8", TorchKernels(), torch.bfloat16, cuda)
-    check_quantization("int8", TorchKernels(), torch.bfloat16, cuda)
+        check_quantized_linear("fp8", TorchKernels(), torch.bfloat16, cuda)
+    check_quantized_linear("int8", TorchKernels(), torch.bfloat16, cuda)
     with pytest.raises(ConfigError, match=r"--quantization fp8: .*leave --batch-invariant out"):
         EngineConfig(quantization="fp8", batch_invariant=True)
     native = select_kernels("cpu", CPU)
@@ -141,13 +141,13 @@ def test_a_product_is_tried_before_weights_are_read(monkeypatch: pytest.MonkeyPa
     """Torch's has been missing on some GPUs that have fp8, and for some dtypes."""
     monkeypatch.setattr(device, "_require_fp8", lambda *_: None)
     for kernels in (TorchKernels(), TritonKernels(CPU)):
-        check_quantization("fp8", kernels, torch.float16, CPU)
+        check_quantized_linear("fp8", kernels, torch.float16, CPU)
     kernels = WithoutProduct("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling\nmore")
     with pytest.raises(
         ConfigError, match=r"no such product of float16 \(CUDA error: CUBLAS"
     ) as told:
-        check_quantization("fp8", kernels, torch.float16, CPU)
+        check_quantized_linear("fp8", kernels, torch.float16, CPU)
     assert "int8 takes as little, or try --dtype bfloat16" in str(told.value)
     assert "\n" not in str(told.value)
     with pytest.raises(RuntimeError, match="out of memory"):
-        check_quantization("fp8", WithoutProduct("CUDA out of memory."), torch.float16, CPU)
+        check_quantized_linear("fp8", WithoutProduct("CUDA out of memory."), torch.float16, CPU)

@@ -45,7 +45,7 @@ from nanocore.kernels.interface import (
     Routing,
     SharedExpert,
 )
-from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization
+from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization_name
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 
@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 _KINDS: Final = {**_DTYPES, torch.int8: 2}
 _GATES: Final = {"silu": 1, "gelu": 2}
+_OF_LOGITS: Final = frozenset(("softcap", "best_token", "best_filtered_token"))
+"""Kernels whose rows are float32 always, so that they are told no dtype."""
 _TILE_COLUMNS = 32
 NATIVE_MULTIPLE = 16
 _PAGE_BYTES = 2 << 20
@@ -70,7 +72,7 @@ class CpuKernels(TorchKernels):
         self._recording: Recording | None = None
 
     def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
-        check_quantization(quantization, ("int8",))
+        check_quantization_name(quantization, ("int8",))
         out_features, in_features = weight_OI.shape
         dtype = weight_OI.dtype if quantization is None else torch.int8
         scale_O = None
@@ -109,7 +111,7 @@ class CpuKernels(TorchKernels):
         logits_RV = self._linear(x_RE, weight, None, torch.float32)
         if softcap:
             width = logits_RV.shape[1]
-            self._run("softcap", logits_RV, logits_RV.data_ptr(), width, softcap, dtype=None)
+            self._run("softcap", logits_RV, logits_RV.data_ptr(), width, softcap)
         return logits_RV
 
     def embedding(self, token_ids_T: Tensor, embedding: TokenEmbedding) -> Tensor:
@@ -212,7 +214,7 @@ class CpuKernels(TorchKernels):
                     noise.position_R.data_ptr())  # fmt: skip
         self._run(
             "best_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0), first_token,
-            *columns, value_R.data_ptr(), index_R.data_ptr(), dtype=None,
+            *columns, value_R.data_ptr(), index_R.data_ptr(),
         )  # fmt: skip
         if places is not None:
             places.write(index_R)
@@ -230,7 +232,7 @@ class CpuKernels(TorchKernels):
             "best_filtered_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0),
             noise.temperature_R.data_ptr(), noise.seed_R.data_ptr(), noise.position_R.data_ptr(),
             top_k_R.data_ptr(), top_p_R.data_ptr(), max_gap_R.data_ptr(), value_R.data_ptr(),
-            index_R.data_ptr(), dtype=None,
+            index_R.data_ptr(),
         )  # fmt: skip
         return value_R, index_R
 
@@ -286,10 +288,10 @@ class CpuKernels(TorchKernels):
         return torch.empty(len(like), width, dtype=dtype)
 
     def _run(
-        self, kernel: str, rows: Tensor, *arguments: Any, step: Any = None, dtype: Any = ...
+        self, kernel: str, rows: Tensor, *arguments: Any, step: StepStruct | None = None
     ) -> None:
         """Record a kernel, or run it at once on the rows of this tensor."""
-        head = () if dtype is None else (_DTYPES[rows.dtype],)
+        head = () if kernel in _OF_LOGITS else (_DTYPES[rows.dtype],)
         if self._recording is not None:
             self._recording.program.append(kernel, self._recording.rows, *head, *arguments)
             return

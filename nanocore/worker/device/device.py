@@ -80,7 +80,7 @@ def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) 
     return kv_cache_format(name, model_dtype, device.type)
 
 
-def check_quantization(
+def check_quantized_linear(
     name: Quantization | None, kernels: Kernels, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Check that weights can be stored so and multiplied, before they are read.
