@@ -85,17 +85,17 @@ def test_a_model_says_what_its_rounded_weights_and_activations_say(folder: Path,
 def test_the_two_ends_routers_and_experts_stay_as_they_are(folder: Path) -> None:
     runner = make_runner(folder, PLACEMENT, kernels=TorchKernels(), quantization="fp8")
     layer = runner.model.layers[0]
-    assert layer.attention.qkv_proj.packed.dtype == FP8
-    assert layer.attention.o_proj.packed.dtype == FP8
+    assert layer.attention.qkv_proj.weight.packed.dtype == FP8
+    assert layer.attention.o_proj.weight.packed.dtype == FP8
     assert runner.model.head is not None
-    assert runner.model.head.packed.dtype == torch.float32
+    assert runner.model.head.weight.packed.dtype == torch.float32
     assert runner.model.embedding is not None
-    assert runner.model.embedding.packed.dtype == torch.float32
+    assert runner.model.embedding.weight.packed.dtype == torch.float32
     mlp = layer.mlp
     if hasattr(mlp, "router"):
-        assert (mlp.router.dtype, mlp.gate_up_XIE.dtype) == (torch.float32, torch.float32)
+        assert (mlp.router.packed.dtype, mlp.gate_up_XIE.dtype) == (torch.float32, torch.float32)
     else:
-        assert mlp.gate_up_proj.packed.dtype == mlp.down_proj.packed.dtype == FP8
+        assert mlp.gate_up_proj.weight.packed.dtype == mlp.down_proj.weight.packed.dtype == FP8
 
 
 def test_a_check_reckons_with_the_bytes_that_an_engine_has(folder: Path) -> None:

@@ -43,7 +43,7 @@ class Layer(Protocol):
         ...
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        """Hand the loaded weights to the backend, once; `slots` is to be asked before."""
         ...
 
     def __call__(
@@ -61,7 +61,7 @@ class MLP(Protocol):
         ...
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        """Hand the loaded weights to the backend, once; `slots` is to be asked before."""
         ...
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor: ...
@@ -164,7 +164,7 @@ class DecoderModel:
         return frozenset(names)
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        """Hand the loaded weights to the backend, once; `slots` is to be asked before."""
         for layer in self.layers:
             layer.pack(packer)
         if self.head is not None:
