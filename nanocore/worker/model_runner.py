@@ -116,7 +116,7 @@ class ModelRunner:
         """
         self._device_steps = None
         self.release_kv_memory()  # what both took is needed for the new ones
-        layout = self._kv_layout(kv_format, block_size)
+        layout = KVLayout(self.model.kv_specs, kv_format, block_size)
         self.kv_memory = KVMemory(layout, num_blocks, self.device)
         self.kv_caches = self.kv_memory.layers()
         self.rotary = self.model.rotary_tables(max_model_len)
@@ -148,10 +148,6 @@ class ModelRunner:
         """Of the steps that `allocate` records, or compiles kernels for, the largest first."""
         support = self.kernels.graph_support
         return graph_shapes(support, max_num_seqs, max_num_batched_tokens, block_size)
-
-    def kv_block_bytes(self, kv_format: KVCacheFormat, block_size: int) -> int:
-        """Bytes that one block takes over this rank's layers, K and V."""
-        return self._kv_layout(kv_format, block_size).block_bytes
 
     def release_kv_memory(self) -> None:
         """Give the KV cache's memory back; no step can run until there is another."""
@@ -248,6 +244,3 @@ class ModelRunner:
         x_TE = self.model.embed(token_ids_T, self.kernels)
         hidden_RE = self._forward(x_TE, metadata, sample_index_R)
         return self.model.compute_logits(hidden_RE, self.kernels)
-
-    def _kv_layout(self, kv_format: KVCacheFormat, block_size: int) -> KVLayout:
-        return KVLayout([layer.kv_spec for layer in self.model.layers], kv_format, block_size)

@@ -32,6 +32,7 @@ from nanocore.worker.loading.checked_model import (
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
+from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.messages import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
@@ -111,12 +112,13 @@ class Worker:
             memory_bytes = torch.cuda.mem_get_info(self.device)[1]
         else:
             memory_bytes = cpu_memory_bytes(self._config.num_ranks)
+        layout = KVLayout(model.kv_specs, self._kv_format, self._config.block_size)
         return WorkerInfo(
             device=str(self.device),
             dtype=dtype_name(self._placement.dtype),
             kernels=self._kernels.name,
             weight_bytes=weight_bytes,
-            kv_block_bytes=self._runner.kv_block_bytes(self._kv_format, self._config.block_size),
+            kv_block_bytes=layout.block_bytes,
             available_kv_bytes=self._available_kv_bytes(memory_bytes),
             memory_bytes=memory_bytes,
         )

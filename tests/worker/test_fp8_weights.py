@@ -17,7 +17,7 @@ from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device import device
 from nanocore.worker.device.device import check_quantized_linear
-from nanocore.worker.dry_run import _weight_bytes
+from nanocore.worker.dry_run import packed_bytes
 from nanocore.worker.loading.checked_model import loaded_bytes
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import ModelRunner
@@ -106,7 +106,7 @@ def test_a_check_reckons_with_the_bytes_that_an_engine_has(folder: Path) -> None
     saved_bytes = ModelRunner(model, TritonKernels(CPU)).pack("fp8")
     assert saved_bytes > 0
     outline = build_model(model_config, PLACEMENT.on_meta())
-    assert _weight_bytes(config, outline) == num_bytes - saved_bytes
+    assert packed_bytes(config, outline) == num_bytes - saved_bytes
 
 
 def test_it_is_refused_where_it_cannot_be_had(

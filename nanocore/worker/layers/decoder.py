@@ -151,6 +151,11 @@ class DecoderModel:
         return slots
 
     @property
+    def kv_specs(self) -> list[KVSpec]:
+        """What each of this rank's layers keeps of a token."""
+        return [layer.kv_spec for layer in self.layers]
+
+    @property
     def ignored_tensors(self) -> frozenset[str]:
         """Checkpoint tensors that may be present and are not read.
 
