@@ -30,8 +30,10 @@ from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.messages import (
     AllocateCache,
-    CacheAllocated,
+    Capture,
+    Done,
     FailureKind,
+    Profile,
     RankFailure,
     RankStart,
     RunStep,
@@ -84,7 +86,8 @@ def _run(pipe: Pipe[ToRank]) -> None:
     torch.set_num_threads(len(start.cores))
     board = StatusBoard(start.board_fd, config.num_ranks)
     worker = Worker(config, start)
-    pipe.send(worker.load_model())
+    worker.load_model()
+    pipe.send(Done())
     # The first rank of the last stage answers for all.
     answers = rank == config.num_ranks - config.tensor_parallel_size
     begun: deque[tuple[int, PendingOutput]] = deque()
@@ -99,9 +102,14 @@ def _run(pipe: Pipe[ToRank]) -> None:
             if answers:
                 pipe.send(StepResult(output))
         match pipe.recv():
+            case Profile():
+                pipe.send(worker.profile())
             case AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len):
                 worker.allocate_kv_cache(num_blocks, max_model_len)
-                pipe.send(CacheAllocated())
+                pipe.send(Done())
+            case Capture():
+                worker.capture()
+                pipe.send(Done())
             case RunStep(plan):
                 board.begin(rank, plan.step)
                 begun.append((plan.step, worker.begin(plan)))

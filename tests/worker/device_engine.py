@@ -177,11 +177,10 @@ class Engine:
         self.deliveries = Deliveries()
 
     def allocate(self) -> None:
-        """Make the runner's KV cache and batch."""
-        self.runner.allocate(
-            kv_cache_format("auto", self.runner.placement.dtype), self.num_blocks, BLOCK_SIZE,
-            MAX_NUM_SEQS, MAX_MODEL_LEN, self.budget,
-        )  # fmt: skip
+        """Make the runner's KV cache and batch, and capture."""
+        kv_format = kv_cache_format("auto", self.runner.placement.dtype)
+        self.runner.allocate(kv_format, self.num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
+        self.runner.capture(self.budget)
 
     def run(self, wishes: list[Wish]) -> dict[int, list[int]]:
         """The tokens that each request gets."""

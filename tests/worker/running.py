@@ -140,9 +140,8 @@ def make_runner(
     runner = ModelRunner(model, kernels or make_kernels(backend), links, queue)
     runner.pack(quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
-    runner.allocate(
-        kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS
-    )
+    runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    runner.capture(MAX_NUM_BATCHED_TOKENS)
     return runner
 
 

@@ -122,7 +122,8 @@ def make_runner(
     runner = ModelRunner(model, kernels, links, device)
     runner.pack(way.quantization)
     kv_format = kv_cache_format(way.kv_cache_dtype, way.dtype)
-    runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, BUDGET)
+    runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    runner.capture(BUDGET)
     return runner
 
 

@@ -97,7 +97,7 @@ class InputBatch:
         num_groups: int = 1,
         has_tokens: bool = True,
     ) -> None:
-        self.block_size = block_size
+        self.max_num_seqs, self.block_size = max_num_seqs, block_size
         self.group = np.arange(max_num_seqs) % num_groups
         self.token_ids = np.zeros((max_num_seqs, max_model_len if has_tokens else 0), np.int32)
         self.blocks = BlockTable(max_num_seqs, -(-max_model_len // block_size))

@@ -26,8 +26,10 @@ from nanocore.worker.executors.rank_process import RankProcess
 from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.messages import (
     AllocateCache,
-    CacheAllocated,
+    Capture,
+    Done,
     FromRank,
+    Profile,
     RankFailure,
     RankStart,
     RunStep,
@@ -75,7 +77,7 @@ class ProcessExecutor:
         """Submitted and not collected."""
         self._closing = threading.Event()
 
-    def load_model(self) -> list[WorkerInfo]:
+    def load_model(self) -> None:
         """Start all ranks, each of which loads its part of the weights."""
         for rank in range(self.config.num_ranks):
             start = self._start_message(rank)
@@ -84,13 +86,23 @@ class ProcessExecutor:
             process = RankProcess(start, inherited_fds)
             self._ranks.append(process)
             self._poll.register(process.pipe, select.POLLIN)
+        self._gather(Done)
+
+    def profile(self) -> list[WorkerInfo]:
+        """What each rank has, in order of rank."""
+        self._send(encode_frame(Profile()))
         return self._gather(WorkerInfo)
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache and the persistent batch on every rank."""
         frame = encode_frame(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
         self._send(frame)
-        self._gather(CacheAllocated)
+        self._gather(Done)
+
+    def capture(self) -> None:
+        """Record steps to be replayed, or compile kernels for them, on every rank."""
+        self._send(encode_frame(Capture()))
+        self._gather(Done)
 
     def submit(self, plan: SchedulerOutput) -> None:
         """Send the plan to every rank."""
