@@ -35,7 +35,7 @@ EMULATED_DOT = "emulated_dot"
 @cache
 def runnable_libraries() -> dict[str, library.Library]:
     """By instruction set, the best first."""
-    return {compiled.instruction_set: compiled for compiled in library._libraries()}
+    return {compiled.instruction_set: compiled for compiled in library.runnable_libraries()}
 
 
 @cache

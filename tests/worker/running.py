@@ -163,7 +163,7 @@ def run_script(
     backend: str = "cpu",
 ) -> list[Sample]:
     """What the model says on tp_size ranks of each of the script's stages; all ranks must agree."""
-    world = _World(tp_size, script.num_groups)
+    world = World(tp_size, script.num_groups)
 
     def run(rank: Communicator) -> list[Sample]:
         placement, links = world.join(rank.rank, dtype)
@@ -179,7 +179,7 @@ def run_script(
     return whole
 
 
-class _World:
+class World:
     """The shared memory of all ranks."""
 
     def __init__(self, tp_size: int, pp_size: int) -> None:

@@ -35,7 +35,7 @@ from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import DeviceKernels
 from tests.worker.ranks import run_ranks
-from tests.worker.running import _World, make_kernels
+from tests.worker.running import World, make_kernels
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 14
@@ -186,7 +186,7 @@ def test_on_two_ranks(healthy: Path, damaged: Path) -> None:
 
 def test_on_two_stages(healthy: Path, damaged: Path) -> None:
     """The first learns of tokens from plans."""
-    world, plans = _World(1, 2), queue.SimpleQueue[SchedulerOutput | None]()
+    world, plans = World(1, 2), queue.SimpleQueue[SchedulerOutput | None]()
 
     def of_rank(rank: Communicator) -> Deliveries | None:
         placement, links = world.join(rank.rank, torch.float32)

@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
 
 @pytest.fixture(autouse=True)
 def _short_mixed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "_MIXED_TOKENS", (8, 24))
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (8, 24))
 
 
 def check(tokens: dict[int, list[int]], right: dict[int, list[int]], wishes: list[Wish]) -> None:
@@ -228,7 +228,7 @@ def test_decodes_of_every_row_have_a_graph_whatever_their_number() -> None:
 def test_mixed_graphs_have_room_for_every_row_and_for_padding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_graphs, "_MIXED_TOKENS", (256, 512, 1024, 2048))
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (256, 512, 1024, 2048))
     shapes = [s for s in graph_shapes("always", 256, 1024, 64) if not s.is_uniform]
     assert [shape.num_tokens for shape in shapes] == [1024, 512]
     assert shapes[1] == StepShape(512, 257, 257, 512 // 64 + 257, is_uniform=False)

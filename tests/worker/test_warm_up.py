@@ -105,7 +105,7 @@ def test_what_requests_need_was_compiled_at_the_start(
     batch_invariant: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_graphs, "_MIXED_TOKENS", (200, 300))
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (200, 300))
     folder = make_tiny_qwen3(tmp_path) if family == "qwen3" else BUILDERS[family](tmp_path)
     model = load_model(folder, dtype=torch.float16, quantization=quantization)
     kernels = TritonKernels(CPU, batch_invariant)

@@ -62,13 +62,17 @@ _PAGE_BYTES = 2 << 20
 
 
 class CpuKernels(TorchKernels):
-    """Implements `interface.Kernels`. cores: see `Workspace`."""
+    """Implements `interface.Kernels`; library: what it calls, in this workspace.
+
+    Args:
+        cores: see `Workspace`.
+    """
 
     name = "cpu"
 
     def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:
-        self._workspace = Workspace(library, cores)
-        self._library = library
+        self.workspace = Workspace(library, cores)
+        self.library = library
         self._recording: Recording | None = None
 
     def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
@@ -80,11 +84,11 @@ class CpuKernels(TorchKernels):
             scale_O = torch.empty(-(-out_features // _TILE_COLUMNS) * _TILE_COLUMNS)
         weight = LinearWeight(out_features, in_features, dtype, torch.empty(0), scale_O)
         struct = _weight_struct(weight)
-        packed = _huge_pages(self._library.call("packed_bytes", byref(struct)))
+        packed = huge_pages(self.library.call("packed_bytes", byref(struct)))
         struct.packed = packed.data_ptr()
         weight_OI = weight_OI.contiguous()
-        self._library.call(
-            "pack", self._workspace.handle, _DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
+        self.library.call(
+            "pack", self.workspace.handle, _DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
             byref(struct),
         )  # fmt: skip
         return LinearWeight(out_features, in_features, dtype, packed, scale_O)
@@ -245,7 +249,7 @@ class CpuKernels(TorchKernels):
             return compute(placeholder, None, placeholder)  # type: ignore[arg-type]
 
         try:
-            program, result = record(self._workspace, max_tokens, max_samples, run)
+            program, result = record(self.workspace, max_tokens, max_samples, run)
         except NotRecordable as reason:
             logger.info("kernels are called one by one, because a step has %s", reason)
             return None
@@ -295,7 +299,7 @@ class CpuKernels(TorchKernels):
         if self._recording is not None:
             self._recording.program.append(kernel, self._recording.rows, *head, *arguments)
             return
-        program = Program(self._workspace)
+        program = Program(self.workspace)
         program.append(kernel, len(rows), *head, *arguments)
         program.run(step or StepStruct())
 
@@ -330,7 +334,7 @@ def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
     return is_whole and cache.k_NSKD.dtype == dtype
 
 
-def _huge_pages(num_bytes: int) -> Tensor:
+def huge_pages(num_bytes: int) -> Tensor:
     """Memory in pages of 2 MiB where the system has them: weights are read as streams."""
     memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % _PAGE_BYTES

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanocore.kernels.triton.attention_plan import MERGE, Plan
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
-_BLOCK: Final = 32
+MERGE_BLOCK: Final = 32
 """Rows times parts that a program loads at once."""
 
 
@@ -121,6 +121,6 @@ class PartSums:
             self.sums, self.log_sums, plan.merges_M4, out_THD,
             KV_HEADS=num_kv_heads, GROUP=group, QUERIES=num_queries,
             HEAD_DIM=head_dim, HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
-            BLOCK_ROWS=block_rows, BLOCK_PARTS=_BLOCK // block_rows, num_warps=4,
+            BLOCK_ROWS=block_rows, BLOCK_PARTS=MERGE_BLOCK // block_rows, num_warps=4,
             **pdl(out_THD.device),
         )  # fmt: skip

@@ -29,7 +29,7 @@ end; where its sums go, or -1 if it is all of its item."""
 MERGE: Final = tl.constexpr(4)
 """Numbers of an item in parts: its first token; queries; where sums begin; parts, 0 if none."""
 
-_BLOCK: Final = 1024
+PLAN_BLOCK: Final = 1024
 """Items at once: about as many as there ever are."""
 
 
@@ -253,7 +253,7 @@ def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
         metadata.query_start_A, metadata.seq_lens_B,
         None if items.has_decodes else metadata.num_decodes_1, parts_P8, merges_M4,
         len(metadata.seq_lens), num_shares, items.min_tiles, max_parts, max_merges,
-        QUERIES=items.queries, WINDOW=items.window, TILE=items.keys, BLOCK=_BLOCK, num_warps=8,
+        QUERIES=items.queries, WINDOW=items.window, TILE=items.keys, BLOCK=PLAN_BLOCK, num_warps=8,
         **pdl(device),
     )  # fmt: skip
     return Plan(parts_P8, merges_M4, max_merges + max_splits)

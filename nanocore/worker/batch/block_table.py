@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_SPARE_COLUMNS = 64
+SPARE_COLUMNS = 64
 """Of a copy: for the blocks that its rows take before it must be made again."""
 
 
@@ -99,7 +99,7 @@ class BlockTable:
         if (np.diff(rows_B) == 1).all():
             first = int(rows_B[0])
             return _Selection(self._table[first : first + len(rows_B)], None)
-        used = self._table[:, : int(self.num_blocks[rows_B].max()) + _SPARE_COLUMNS]
+        used = self._table[:, : int(self.num_blocks[rows_B].max()) + SPARE_COLUMNS]
         place = np.full(len(self.ids), -1)
         place[rows_B] = np.arange(len(rows_B))
         return _Selection(used.index_select(0, torch.from_numpy(rows_B)), place)

@@ -50,7 +50,7 @@ class OneShotCommunicator:
 
 def with_one_shot(group: ProcessGroupCommunicator) -> Communicator:
     """The group with small sums in one kernel, if all of its ranks can; all must call it."""
-    buffer, reason = _shared_buffer(group)
+    buffer, reason = shared_buffer(group)
     everyone = group.all_gather(torch.tensor([reason == ""], device=group.device))
     if not everyone.all():
         logger.info("all-reduce by NCCL alone: %s", reason or "another rank cannot share memory")
@@ -64,7 +64,7 @@ def with_one_shot(group: ProcessGroupCommunicator) -> Communicator:
     return communicator
 
 
-def _shared_buffer(group: ProcessGroupCommunicator) -> tuple[Tensor | None, str]:
+def shared_buffer(group: ProcessGroupCommunicator) -> tuple[Tensor | None, str]:
     """(memory that all ranks can read, why there is none or "")."""
     if group.device.type != "cuda":
         return None, "the ranks are not on CUDA"

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-_MIXED_TOKENS: Final = (256, 512, 1024, 2048)
+MIXED_TOKENS: Final = (256, 512, 1024, 2048)
 
 
 class GraphRecorder(Protocol):
@@ -144,11 +144,11 @@ def graph_shapes(
     """The shapes to record, the largest first; decodes of every row that can run are among them."""
     if support == "never":
         return []
-    shapes = [StepShape(n, n, n, n, is_uniform=True) for n in _decode_sizes(max_num_seqs)]
+    shapes = [StepShape(n, n, n, n, is_uniform=True) for n in decode_sizes(max_num_seqs)]
     if support == "always":
         # One sequence more, for the padding: it may hold tokens when every row runs.
         num_seqs = max_num_seqs + 1
-        for num_tokens in _MIXED_TOKENS:
+        for num_tokens in MIXED_TOKENS:
             if num_seqs < num_tokens <= max_num_batched_tokens:
                 num_blocks = num_tokens // block_size + num_seqs
                 shape = StepShape(num_tokens, num_seqs, num_seqs, num_blocks, is_uniform=False)
@@ -156,7 +156,7 @@ def graph_shapes(
     return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
 
 
-def _decode_sizes(largest: int) -> list[int]:
+def decode_sizes(largest: int) -> list[int]:
     """Closer together where a step is short: padding costs more there, as a share."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest, 32)]
     return [size for size in sizes if size < largest] + [largest]

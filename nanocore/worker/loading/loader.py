@@ -30,7 +30,7 @@ from nanocore.worker.loading.weights import Index, Slots
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 HEAD = "lm_head.weight"
-_PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 4 * 2**20
 _MAX_THREADS = 4
 
 
@@ -157,7 +157,7 @@ def _cut(whole: _Piece) -> Iterator[_Piece]:
     start, stop, _ = whole.index[0].indices(num_rows) if whole.index else (0, num_rows, 1)
     shape, inner = tuple(row_shape), whole.index[1:]
     row_bytes = math.prod(shape) * whole.dtype.itemsize
-    if row_bytes > _PIECE_BYTES:
+    if row_bytes > PIECE_BYTES:
         for row in range(start, stop):
             offset = whole.file_offset + row * row_bytes
             target = whole.target[row - start]
@@ -165,7 +165,7 @@ def _cut(whole: _Piece) -> Iterator[_Piece]:
                 replace(whole, file_offset=offset, shape=shape, index=inner, target=target)
             )
         return
-    step = _PIECE_BYTES // row_bytes
+    step = PIECE_BYTES // row_bytes
     for row in range(start, stop, step):
         count = min(step, stop - row)
         yield replace(
@@ -212,7 +212,7 @@ class _Reader:
 
     def _buffer(self, *, pinned: bool) -> Tensor:
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            self._local.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned)
         buffer: Tensor = self._local.buffer
         return buffer
 

@@ -172,7 +172,7 @@ def _merge(name: str, *, group: int, queries: int, block_rows: int, head_dim: in
     constexprs = {
         "KV_HEADS": _KV_HEADS, "GROUP": group, "QUERIES": queries, "HEAD_DIM": head_dim,
         "HEAD_DIM_PAD": next_power_of_2(head_dim), "BLOCK_ROWS": block_rows,
-        "BLOCK_PARTS": attention_parts._BLOCK // block_rows,
+        "BLOCK_PARTS": attention_parts.MERGE_BLOCK // block_rows,
     }  # fmt: skip
     return _case(name, merge_parts_kernel, arguments, constexprs, 4, 3)
 
@@ -185,7 +185,7 @@ def _plan(name: str, *, queries: int, window: int = 0, is_invariant: bool = Fals
         "max_merges": "i32",
     }  # fmt: skip
     constexprs = {
-        "QUERIES": queries, "WINDOW": window, "TILE": 64, "BLOCK": attention_plan._BLOCK
+        "QUERIES": queries, "WINDOW": window, "TILE": 64, "BLOCK": attention_plan.PLAN_BLOCK
     }  # fmt: skip
     return _case(name, attention_plan_kernel, arguments, constexprs, 8, 3)
 

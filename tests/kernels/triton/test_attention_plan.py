@@ -226,24 +226,20 @@ def test_launches_of_one_step_serve_another_one_of_other_lengths(
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_layers_of_one_window_share_a_plan_and_others_have_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_of_one_window_share_a_plan_and_others_have_their_own() -> None:
     """As in Gemma: in one step, of the same lengths."""
-    windows: list[int] = []
-    enqueue = attention_plan._enqueue
-
-    def counted(metadata: AttentionMetadata, items: Items) -> Plan:
-        windows.append(items.window)
-        return enqueue(metadata, items)
-
-    monkeypatch.setattr(attention_plan, "_enqueue", counted)
     step = draw_step(HEADS, [250, 9], block_size=16)
+    plans: list[dict[int, Plan]] = []
     for window in (60, 0, 60, 0):
         layer = replace(step, spec=HEADS.spec(window))
         layer.metadata = step.metadata
         check(layer)
-    assert windows == [60, 0]
+        kept = step.metadata.scratch.items()
+        plans.append({items.window: plan for items, plan in kept if isinstance(plan, Plan)})
+    assert [list(kept) for kept in plans] == [[60], [60, 0], [60, 0], [60, 0]]
+    for kept in plans[1:]:
+        assert all(kept[window] is plan for window, plan in plans[1].items())
+        assert kept[60] is plans[0][60]
 
 
 def make_metadata(decodes: list[int], chunks: list[tuple[int, int]]) -> AttentionMetadata:
@@ -300,7 +296,7 @@ def test_each_tile_of_each_item_is_in_one_part_and_no_part_is_long(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(attention_plan, "_BLOCK", rng.choice([8, 16, 1024]))
+    monkeypatch.setattr(attention_plan, "PLAN_BLOCK", rng.choice([8, 16, 1024]))
     metadata = make_metadata(*random_steps(rng))
     queries, has_decodes = rng.choice([(0, False), (4, False), (4, True), (1, False)])
     max_items = metadata.query_start[-1] // (queries or 1) + len(metadata.seq_lens)

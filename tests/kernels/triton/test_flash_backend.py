@@ -108,7 +108,7 @@ MODULES: dict[str, dict[str, Callable[..., Tensor]]] = {
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Have these modules and none of the others; float32 is taken, so that results are exact."""
-    monkeypatch.setattr(flash_backend, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(flash_backend, "DTYPES", (torch.float32,))
 
     def have(*names: str) -> None:
         for name, functions in MODULES.items():
