@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanocore.worker.communication import one_shot, process_group
-from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes, connect
+from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_buffer_bytes, connect
 from nanocore.worker.communication.shm_channel import create_channel
 from nanocore.worker.messages import RankStart
 from tests.worker.configs import make_worker_config
@@ -57,7 +57,7 @@ def test_on_cuda_a_rank_is_joined_to_its_stage_and_its_neighbours(
 
 def test_on_a_cpu_the_largest_steps_hidden_states_pass_to_the_next_stage() -> None:
     config, hidden_size = start_message(0, 1, 2).config, 7
-    fd = create_channel(channel_slot_bytes(config, hidden_size), CHANNEL_DEPTH)
+    fd = create_channel(channel_buffer_bytes(config, hidden_size), CHANNEL_DEPTH)
     cpu = torch.device("cpu")
     first = connect(start_message(0, 1, 2, send_fd=fd), cpu, hidden_size)
     second = connect(start_message(1, 1, 2, receive_fd=fd), cpu, hidden_size)

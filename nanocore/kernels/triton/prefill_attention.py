@@ -74,7 +74,7 @@ def prefill_attention_kernel(
     """
     wait_for_inputs(PDL)
     head = tl.program_id(0)
-    token, count, position, seq, seq_len, first, end, slot = load_part(parts, tl.program_id(1))
+    token, count, position, seq, seq_len, first, end, sum_id = load_part(parts, tl.program_id(1))
     if count == 0:
         return
     rows, dims = tl.arange(0, QUERIES * GROUP_PAD), tl.arange(0, HEAD_DIM_PAD)
@@ -104,7 +104,7 @@ def prefill_attention_kernel(
             MASKED=span != 1,
         )  # fmt: skip
     store_rows(
-        acc, peak, total, out, sums, log_sums, token, slot, head, queries, heads, is_row,
+        acc, peak, total, out, sums, log_sums, token, sum_id, head, queries, heads, is_row,
         KV_HEADS, GROUP, QUERIES, HEAD_DIM, HEAD_DIM_PAD,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from nanocore.protocol.errors import StartError
-from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes
+from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_buffer_bytes
 from nanocore.worker.communication.shm_channel import create_channel
 from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, create_region, progress
 from nanocore.worker.device.device import select_device, steps_in_flight
@@ -64,9 +64,9 @@ class ProcessExecutor:
         self._reduce_fds = [-1] * pp_size
         self._channel_fds = [[-1] * tp_size for _ in range(pp_size - 1)]
         if device.type == "cpu":
-            slot_bytes = channel_slot_bytes(config, hidden_size)
+            buffer_bytes = channel_buffer_bytes(config, hidden_size)
             for fds in self._channel_fds:
-                fds[:] = [create_channel(slot_bytes, CHANNEL_DEPTH) for _ in fds]
+                fds[:] = [create_channel(buffer_bytes, CHANNEL_DEPTH) for _ in fds]
             if tp_size > 1:
                 self._reduce_fds = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
         else:

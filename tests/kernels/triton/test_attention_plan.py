@@ -339,26 +339,26 @@ def check_plan(metadata: AttentionMetadata, items: Items) -> None:
     share = max(-(-total // items.num_shares), items.min_tiles)
     parts = plan.parts_P8.tolist()
     merges = [] if plan.merges_M4 is None else [row for row in plan.merges_M4.tolist() if row[3]]
-    num_slots, num_whole, num_merges = 0, 0, 0
+    num_sums, num_whole, num_merges = 0, 0, 0
     for item, (first, end) in expected:
         num_parts = max(1, (end - first + share // 2) // share)
         if num_parts == 1:
             num_whole += 1
             assert parts[-num_whole] == [*item, first, end, -1]
             continue
-        own = parts[num_slots : num_slots + num_parts]
+        own = parts[num_sums : num_sums + num_parts]
         ends = [part[6] for part in own]
         assert [part[:6] for part in own] == [[*item, tile] for tile in (first, *ends[:-1])]
         assert ends[-1] == end
         assert all(1 <= part[6] - part[5] <= 1.5 * share for part in own)
-        assert [part[7] for part in own] == list(range(num_slots, num_slots + num_parts))
-        assert merges[num_merges] == [*item[:2], num_slots, num_parts]
-        num_slots, num_merges = num_slots + num_parts, num_merges + 1
-    assert [part[1] for part in parts[num_slots : len(parts) - num_whole]] == [0] * (
-        len(parts) - num_slots - num_whole
+        assert [part[7] for part in own] == list(range(num_sums, num_sums + num_parts))
+        assert merges[num_merges] == [*item[:2], num_sums, num_parts]
+        num_sums, num_merges = num_sums + num_parts, num_merges + 1
+    assert [part[1] for part in parts[num_sums : len(parts) - num_whole]] == [0] * (
+        len(parts) - num_sums - num_whole
     )
     assert len(merges) == num_merges
-    assert num_slots <= plan.num_slots
+    assert num_sums <= plan.num_sums
 
 
 @pytest.mark.parametrize(
