@@ -36,7 +36,7 @@ class LinearWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes."""
+        """Memory that values and scales take."""
         return self.data.nbytes + (self.scale_O.nbytes if self.scale_O is not None else 0)
 
 

@@ -74,7 +74,7 @@ def _places(slot_mapping_T: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _writer(slot_mapping_T: Tensor, block_size: int) -> Write:
-    """Without padding."""
+    """For distinct slots, none of them -1."""
     places = _places(slot_mapping_T, block_size)
 
     def write(cache_NS: Tensor, values_T: Tensor) -> None:

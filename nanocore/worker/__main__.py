@@ -47,7 +47,7 @@ _LOOK_AGAIN_S: Final = 50e-6
 
 
 def main() -> None:
-    """Run a rank to its end."""
+    """Serve the engine at the other end of the pipe until it is gone; 70 if the rank fails."""
     fd = int(sys.argv[1])
     signal_at_parent_death(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

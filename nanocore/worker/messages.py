@@ -97,7 +97,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class RunStep(msgspec.Struct, frozen=True, tag="run"):
-    """Run this plan."""
+    """Run this plan; the first rank of the last stage answers with a `StepResult`."""
 
     plan: SchedulerOutput
 

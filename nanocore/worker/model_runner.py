@@ -201,7 +201,7 @@ class ModelRunner:
             self._sampled.append((rows, places, token_ids))
 
     def _compute(self, step: BatchStep) -> PendingOutput:
-        """A step on the host."""
+        """Run a step on the host, replayed if it was captured; its output is done."""
         inputs = self.batch.inputs(step)
         compute = self._replay or self._embed_and_compute
         logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)

@@ -84,7 +84,7 @@ class Worker:
         )
 
     def _queue(self) -> DeviceQueue | None:
-        """Of a CUDA device."""
+        """What steps are given to; None where the host computes them."""
         if self.device.type != "cuda":
             return None
         torch.cuda.set_device(self.device)

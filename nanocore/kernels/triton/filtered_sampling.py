@@ -68,7 +68,7 @@ def _keys(values) -> tl.tensor:
 
 @triton.jit
 def _weight_of_key(key, best) -> tl.tensor:
-    """float64 of an int64 key."""
+    """exp(value - best), float64, of the value whose key this is (int64)."""
     bits = key.to(tl.int32)
     value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.exp(-_gaps(value, best)).to(tl.float64)

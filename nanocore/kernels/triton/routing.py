@@ -166,7 +166,7 @@ def route(routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def route_warps(block: int) -> int:
-    """Up to eight experts for each thread."""
+    """How many warps choose among `block` experts: eight of them a thread, 8 warps at most."""
     return min(8, max(1, block // 256))
 
 

@@ -51,7 +51,7 @@ class BlockTable:
         self._kept: dict[int, _Selection] = {}
 
     def set_row(self, row: int, block_ids: NDArray[np.int32]) -> None:
-        """Start a row anew."""
+        """The row has these blocks, from its first token on, and no others."""
         self.num_blocks[row] = len(block_ids)
         self.ids[row, : len(block_ids)] = block_ids
 

@@ -210,7 +210,7 @@ class InputBatch:
         return places.astype(np.int32)
 
     def _order(self, plan: SchedulerOutput) -> Order:
-        """Rows and tokens of this step."""
+        """The step's order: a kept one if all rows of the group decode."""
         if plan.chunk_rows:
             return self._make_order(plan)
         order = self._steady_orders.get(plan.group)
@@ -270,6 +270,6 @@ class InputBatch:
 
 
 def ints(column: bytes) -> NDArray[np.int32]:
-    """A plan's column."""
+    """A plan's column of int32, as an array of its own."""
     # A copy, because torch warns of numpy arrays that it could not write to.
     return np.frombuffer(column, _TOKEN_DTYPE).copy()

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepComputer(Protocol):
-    """A rank's part of the model."""
+    """A rank's part of the model, enqueued on the current stream without waiting for it."""
 
     def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
         """See `Kernels.begin_step`; hidden states are the first stage's to find."""

@@ -57,12 +57,12 @@ class HostBounds:
 
     @classmethod
     def of_step(cls, step: BatchStep) -> HostBounds:
-        """Those of a step that runs once."""
+        """What the host knows of a step that runs once: its own counts."""
         return cls(step.order.num_decodes, step.order.query_start, step.seq_lens_B.tolist())
 
     @classmethod
     def of_shape(cls, shape: StepShape, max_model_len: int) -> HostBounds:
-        """Those of any step of this shape."""
+        """What holds of any step of this shape: the most that each count can be."""
         num_seqs = shape.num_seqs
         starts = [0] + [shape.num_tokens] * num_seqs
         if shape.is_uniform:

@@ -24,10 +24,10 @@ Work = Callable[[], Tensors]
 
 
 class Pending(Protocol):
-    """Work that was begun."""
+    """Work that was begun and whose result may be on its way."""
 
     def is_done(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Whether `wait` would return at once."""
         ...
 
     def wait(self) -> Tensors:
@@ -87,4 +87,4 @@ class Stream(ABC):
 
     @abstractmethod
     def enqueue(self, work: Work) -> Pending:
-        """Begin work."""
+        """Begin work behind all that was begun before, and do not wait for it."""

@@ -19,7 +19,7 @@ class StepExecutor(Protocol):
     max_concurrent_steps: int
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Begin a step."""
+        """Begin a step; returns before it is done where a worker runs beside this thread."""
         ...
 
     def collect(self) -> ModelRunnerOutput:
@@ -64,5 +64,5 @@ class Executor(StepExecutor, Protocol):
         ...
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, whatever they do; nothing else may be called afterwards."""
         ...

@@ -51,4 +51,4 @@ class LocalExecutor:
         """Nothing can die here without the engine."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """The worker ends with the process."""

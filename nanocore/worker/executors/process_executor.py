@@ -105,7 +105,7 @@ class ProcessExecutor:
         self._gather(Done)
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Send the plan to every rank."""
+        """Send the plan to every rank. Raises StartError if one is gone."""
         self._steps.append(plan.step)
         self._send(encode_frame(RunStep(plan)))
 

@@ -54,7 +54,7 @@ class Layer(Protocol):
 
 
 class MLP(Protocol):
-    """What stands in an MLP's place."""
+    """What a layer has after attention: a gated MLP, or experts; [T, E] to [T, E]."""
 
     def slots(self, prefix: str) -> Slots:
         """Where the checkpoint's tensors with this prefix go."""
@@ -80,7 +80,7 @@ class DecoderLayer:
         self.post_attention_norm = RMSNorm(placement, config, config.hidden_size)
 
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
-        """The layer's MLP."""
+        """What stands after attention in this layer; families with experts override it."""
         return GatedMLP(placement, config, config.intermediate_size)
 
     def slots(self, prefix: str) -> Slots:
@@ -95,7 +95,7 @@ class DecoderLayer:
         self.mlp.pack(packer)
 
     def norm_slots(self, prefix: str) -> Slots:
-        """The norms' part of `slots`."""
+        """Where the norms' tensors with this prefix go; families with other norms override it."""
         return {
             **self.input_norm.slots(f"{prefix}input_layernorm"),
             **self.post_attention_norm.slots(f"{prefix}post_attention_layernorm"),

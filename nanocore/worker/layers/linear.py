@@ -26,7 +26,7 @@ class Rows:
 
     @property
     def kept(self) -> slice:
-        """This rank's, among all."""
+        """This rank's rows, as a slice of all."""
         return slice(self.start, self.start + self.size)
 
     @classmethod

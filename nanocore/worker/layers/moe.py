@@ -65,7 +65,7 @@ class SparseMLP:
         return self.tp.all_reduce(self.partial_sum(x_TE, context))
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        """What this rank adds to the result."""
+        """What this rank adds to the result, [T, E], before the ranks' all-reduce."""
         logits_TX = context.kernels.linear(x_TE, self.router.packed)
         return context.kernels.moe(
             x_TE, self.gate_up_XIE, self.down_XEI,

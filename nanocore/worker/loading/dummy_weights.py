@@ -76,7 +76,7 @@ def draw_on_host(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.d
 
 
 def draw_on_device(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.device) -> Tensor:
-    """Likewise, by the device."""
+    """What `draw_on_host` says, uniform too, by the device's own generator."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(repr(seeds).encode()))
     values = torch.empty(shape, device=device)
     return values.uniform_(-math.sqrt(3), math.sqrt(3), generator=generator)

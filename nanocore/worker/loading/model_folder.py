@@ -107,7 +107,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The first of a chain of causes."""
+    """The exception that this one was raised from, and that from, to the first."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
