@@ -118,9 +118,13 @@ class ModelRunner:
         self.kv_caches = self.kv_memory.layers()
         self.rotary = self.model.rotary_tables(max_model_len)
         self.batch = InputBatch(
-            max_num_seqs, max_model_len, block_size, self.config.vocab_size,
-            self.placement.pp_size, has_tokens=self._queue is None,
-        )  # fmt: skip
+            max_num_seqs,
+            max_model_len,
+            block_size,
+            self.config.vocab_size,
+            self.placement.pp_size,
+            has_tokens=self._queue is None,
+        )
         self.token_table = self.batch.token_table
         if self._queue is not None:
             rows = DeviceRows(max_num_seqs, max_model_len, block_size, self.device)

@@ -105,9 +105,12 @@ class Engine:
     def run(self, setting: Setting, requests: Sequence[int] = range(NUM_REQUESTS)) -> Outcome:
         """All of these requests, from an empty cache to their ends."""
         self.runner.allocate(
-            kv_cache_format("auto", self.dtype), setting.num_blocks, BLOCK_SIZE,
-            setting.max_num_seqs, MAX_MODEL_LEN,
-        )  # fmt: skip
+            kv_cache_format("auto", self.dtype),
+            setting.num_blocks,
+            BLOCK_SIZE,
+            setting.max_num_seqs,
+            MAX_MODEL_LEN,
+        )
         if setting.is_replayed:
             self.runner.capture(setting.max_num_batched_tokens)
         scheduler, _ = make_scheduler(
@@ -122,9 +125,12 @@ class Engine:
         while waiting or scheduler.num_requests:
             while waiting and scheduler.num_requests < setting.at_once:
                 request = make_request(
-                    waiting[0], PROMPTS[waiting.pop(0)], NUM_TOKENS, block_size=BLOCK_SIZE,
+                    waiting[0],
+                    PROMPTS[waiting.pop(0)],
+                    NUM_TOKENS,
+                    block_size=BLOCK_SIZE,
                     max_model_len=MAX_MODEL_LEN,
-                )  # fmt: skip
+                )
                 request.sampling = msgspec.structs.replace(request.sampling, temperature=0.0)
                 scheduler.add(request)
             deliveries.take(scheduler, said.execute(scheduler.schedule()))

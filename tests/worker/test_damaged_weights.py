@@ -132,9 +132,13 @@ def drive(
 ) -> Deliveries:
     """All requests, in few rows, steps and blocks: these are used again and again."""
     scheduler: Scheduler = make_scheduler(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=BUDGET, max_model_len=MAX_MODEL_LEN, num_groups=num_groups,
-    )[0]  # fmt: skip
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=BUDGET,
+        max_model_len=MAX_MODEL_LEN,
+        num_groups=num_groups,
+    )[0]
     for handle, prompt in enumerate(PROMPTS):
         request = make_request(
             handle, prompt, MAX_TOKENS, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN

@@ -73,11 +73,18 @@ MIXED = [
     Wish(prompt, max_tokens, EngineSamplingParams(temperature=heat, top_k=top_k, top_p=top_p))
     for prompt, (max_tokens, heat, top_k, top_p) in zip(
         prompts(1, 5, 23, 60, 9, 4, 30),
-        [(9, 0.0, 0, 1.0), (1, 0.9, 0, 1.0), (12, 0.0, 0, 1.0), (6, 1.3, 5, 1.0), (17, 0.7, 0, 0.8),
-         (3, 0.0, 0, 1.0), (8, 1.0, 3, 0.9)],
+        [
+            (9, 0.0, 0, 1.0),
+            (1, 0.9, 0, 1.0),
+            (12, 0.0, 0, 1.0),
+            (6, 1.3, 5, 1.0),
+            (17, 0.7, 0, 0.8),
+            (3, 0.0, 0, 1.0),
+            (8, 1.0, 3, 0.9),
+        ],
         strict=True,
     )
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

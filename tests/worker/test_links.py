@@ -18,9 +18,13 @@ from tests.worker.configs import make_worker_config
 def start_message(rank: int, tp_size: int, pp_size: int, **fds: int) -> RankStart:
     config = make_worker_config(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
     return RankStart(
-        config=config, rank=rank, cores=[0], board_fd=-1, rendezvous="/run/meet",
+        config=config,
+        rank=rank,
+        cores=[0],
+        board_fd=-1,
+        rendezvous="/run/meet",
         **{"reduce_fd": -1, "receive_fd": -1, "send_fd": -1} | fds,
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -49,8 +53,10 @@ def test_on_cuda_a_rank_is_joined_to_its_stage_and_its_neighbours(
     joined = connect(start_message(rank, tp_size=3, pp_size=3), torch.device("cuda", rank), 8)
     assert isinstance(joined.tp, FakeGroup)
     assert (joined.tp.path, joined.tp.world_rank, joined.tp.world_size) == (
-        Path("/run/meet"), rank, 9,
-    )  # fmt: skip
+        Path("/run/meet"),
+        rank,
+        9,
+    )
     assert joined.tp.groups == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert (joined.stages.receive, joined.stages.send) == (receive, send)
 

@@ -35,9 +35,15 @@ def pipes() -> Iterator[Pipes]:
 
 def make_plan(num_bytes: int = 8) -> SchedulerOutput:
     return SchedulerOutput(
-        step=3, removed_rows=b"", added=[], block_rows=bytes(num_bytes), block_ids=b"",
-        chunk_rows=b"", chunk_counts=b"", num_tokens=0,
-    )  # fmt: skip
+        step=3,
+        removed_rows=b"",
+        added=[],
+        block_rows=bytes(num_bytes),
+        block_ids=b"",
+        chunk_rows=b"",
+        chunk_counts=b"",
+        num_tokens=0,
+    )
 
 
 def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:

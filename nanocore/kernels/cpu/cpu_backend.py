@@ -214,8 +214,11 @@ class CpuKernels(TorchKernels):
         columns: tuple[int | None, ...] = (None, None, None)
         if noise is not None:
             noise = noise.contiguous()
-            columns = (noise.temperature_R.data_ptr(), noise.seed_R.data_ptr(),
-                    noise.position_R.data_ptr())  # fmt: skip
+            columns = (
+                noise.temperature_R.data_ptr(),
+                noise.seed_R.data_ptr(),
+                noise.position_R.data_ptr(),
+            )
         self._run(
             "best_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0), first_token,
             *columns, value_R.data_ptr(), index_R.data_ptr(),
@@ -344,9 +347,12 @@ def huge_pages(num_bytes: int) -> Tensor:
 def _weight_struct(weight: LinearWeight) -> LinearWeightStruct:
     scale = weight.scale_O
     return LinearWeightStruct(
-        _KINDS[weight.dtype], weight.data.data_ptr(), None if scale is None else scale.data_ptr(),
-        weight.in_features, weight.out_features,
-    )  # fmt: skip
+        _KINDS[weight.dtype],
+        weight.data.data_ptr(),
+        None if scale is None else scale.data_ptr(),
+        weight.in_features,
+        weight.out_features,
+    )
 
 
 def _norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:

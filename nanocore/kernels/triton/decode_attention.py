@@ -98,10 +98,15 @@ def decode_attention(
     block_size, num_kv_heads = cache.k_NSKD.shape[1:3]
     group, table_BM = num_heads // num_kv_heads, metadata.block_table_BM
     items = Items(
-        queries=0, keys=tiles.keys, window=spec.window, has_decodes=False,
-        max_items=metadata.num_decodes, block_size=block_size,
-        num_shares=num_shares, min_tiles=MIN_PART_TILES,
-    )  # fmt: skip
+        queries=0,
+        keys=tiles.keys,
+        window=spec.window,
+        has_decodes=False,
+        max_items=metadata.num_decodes,
+        block_size=block_size,
+        num_shares=num_shares,
+        min_tiles=MIN_PART_TILES,
+    )
     plan = plan_step(metadata, items)
     memory = PartSums.allocate(plan, num_kv_heads, group, out_THD)
     decode_attention_kernel[(num_kv_heads, len(plan.parts_P8))](

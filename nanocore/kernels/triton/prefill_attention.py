@@ -134,10 +134,15 @@ def prefill_attention(
     num_queries = max(1, tiles.rows // group_pad)
     table_BM = metadata.block_table_BM
     items = Items(
-        queries=num_queries, keys=tiles.keys, window=spec.window, has_decodes=has_decodes,
-        max_items=max_tokens // num_queries + max_seqs, block_size=block_size,
-        num_shares=num_shares, min_tiles=MIN_PART_TILES,
-    )  # fmt: skip
+        queries=num_queries,
+        keys=tiles.keys,
+        window=spec.window,
+        has_decodes=has_decodes,
+        max_items=max_tokens // num_queries + max_seqs,
+        block_size=block_size,
+        num_shares=num_shares,
+        min_tiles=MIN_PART_TILES,
+    )
     plan = plan_step(metadata, items)
     memory = PartSums.allocate(plan, num_kv_heads, num_queries * group, out_THD)
     prefill_attention_kernel[(num_kv_heads, len(plan.parts_P8))](

@@ -129,9 +129,14 @@ class TritonKernels(TorchKernels):
         activation: Activation = "silu",
     ) -> Tensor:
         return moe(
-            x_TE, gate_up_XIE, down_XEI, *route(routing), activation, shared,
+            x_TE,
+            gate_up_XIE,
+            down_XEI,
+            *route(routing),
+            activation,
+            shared,
             batch_invariant=self.batch_invariant,
-        )  # fmt: skip
+        )
 
     def rope_and_store_kv(
         self,
@@ -148,9 +153,13 @@ class TritonKernels(TorchKernels):
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         return attention.paged_attention(
-            q_THD, cache, metadata, spec,
-            num_sms=self.num_sms, batch_invariant=self.batch_invariant,
-        )  # fmt: skip
+            q_THD,
+            cache,
+            metadata,
+            spec,
+            num_sms=self.num_sms,
+            batch_invariant=self.batch_invariant,
+        )
 
     def best_token(
         self,

@@ -16,8 +16,10 @@ from nanocore.worker.messages import Quantization, WorkerConfig
 
 _FP8_CAPABILITY: Final = (8, 9)
 _DTYPES: Final = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def select_device(name: str, rank: int = 0) -> torch.device:

@@ -110,9 +110,11 @@ class StepGraphs(Generic[R]):
         self._uniform = [graph for graph in reversed(graphs) if graph.shape.is_uniform]
         self._mixed = [graph for graph in reversed(graphs) if not graph.shape.is_uniform]
         logger.info(
-            "graphs %.2f s: %d of decodes, %d of mixed steps", time.monotonic() - start_s,
-            len(self._uniform), len(self._mixed),
-        )  # fmt: skip
+            "graphs %.2f s: %d of decodes, %d of mixed steps",
+            time.monotonic() - start_s,
+            len(self._uniform),
+            len(self._mixed),
+        )
 
     def find(self, shape: StepShape) -> Graph[R] | None:
         """The smallest graph that steps of this shape fit, if there is one."""

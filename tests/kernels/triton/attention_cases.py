@@ -159,10 +159,15 @@ def _decode(
     constexprs |= _spec(head_dim, window, softcap)
     constexprs |= block_constants(cache, _KV_HEADS, head_dim, block_size)
     return _case(
-        name, decode_attention_kernel, arguments, constexprs, tiles.num_warps, tiles.num_stages,
+        name,
+        decode_attention_kernel,
+        arguments,
+        constexprs,
+        tiles.num_warps,
+        tiles.num_stages,
         instructions={} if dtype == "*fp32" else dict.fromkeys((80, 89, 90, 100), "mma.sync"),
         **options,
-    )  # fmt: skip
+    )
 
 
 def _merge(name: str, *, group: int, queries: int, block_rows: int, head_dim: int = 128) -> Case:
@@ -217,9 +222,14 @@ def _prefill(
     constexprs |= block_constants(cache, _KV_HEADS, head_dim, block_size)
     tensor_cores = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
     return _case(
-        name, prefill_attention_kernel, arguments, constexprs, tiles.num_warps, tiles.num_stages,
+        name,
+        prefill_attention_kernel,
+        arguments,
+        constexprs,
+        tiles.num_warps,
+        tiles.num_stages,
         instructions={} if dtype == "*fp32" else tensor_cores,
         # At head dims above 128 K, V and what they are converted to fill all registers.
         max_spill_bytes=112 if cache in _QUANTIZED and head_dim > 128 else 16,
         **options,
-    )  # fmt: skip
+    )

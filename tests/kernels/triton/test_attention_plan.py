@@ -301,10 +301,15 @@ def test_each_tile_of_each_item_is_in_one_part_and_no_part_is_long(
     queries, has_decodes = rng.choice([(0, False), (4, False), (4, True), (1, False)])
     max_items = metadata.query_start[-1] // (queries or 1) + len(metadata.seq_lens)
     items = Items(
-        queries=queries, keys=16, window=rng.choice([0, 1, 50]), has_decodes=has_decodes,
+        queries=queries,
+        keys=16,
+        window=rng.choice([0, 1, 50]),
+        has_decodes=has_decodes,
         max_items=max_items if queries else metadata.num_decodes,
-        block_size=1, num_shares=rng.choice([1, 2, 7, 33, 264]), min_tiles=rng.choice([1, 3]),
-    )  # fmt: skip
+        block_size=1,
+        num_shares=rng.choice([1, 2, 7, 33, 264]),
+        min_tiles=rng.choice([1, 3]),
+    )
     check_plan(metadata, items)
 
 
@@ -390,10 +395,16 @@ def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(
 
     monkeypatch.setattr(torch, "empty", with_guards)
     metadata = AttentionMetadata(
-        bounds.num_decodes, bounds.query_start, bounds.seq_lens, step.num_decodes_1,
-        step.query_start_A, step.seq_lens_B, torch.zeros(num_seqs, 24, dtype=torch.int32),
-        step.positions_T, step.slots_T,
-    )  # fmt: skip
+        bounds.num_decodes,
+        bounds.query_start,
+        bounds.seq_lens,
+        step.num_decodes_1,
+        step.query_start_A,
+        step.seq_lens_B,
+        torch.zeros(num_seqs, 24, dtype=torch.int32),
+        step.positions_T,
+        step.slots_T,
+    )
     q_THD = torch.randn(num_tokens, 4, 16)
     cache = layered(torch.zeros(2, block_size, 2, 16), torch.zeros(2, block_size, 2, 16))
     out_THD = paged_attention(

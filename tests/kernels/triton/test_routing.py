@@ -32,9 +32,12 @@ def test_tokens_choose_the_experts_that_transformers_chooses(
 
     modules = {"Qwen2Moe": modeling_qwen2_moe, "Qwen3Moe": modeling_qwen3_moe}
     config = SimpleNamespace(
-        num_experts_per_tok=chosen, num_experts=experts, num_local_experts=experts,
-        norm_topk_prob=is_normalized, hidden_size=16,
-    )  # fmt: skip
+        num_experts_per_tok=chosen,
+        num_experts=experts,
+        num_local_experts=experts,
+        norm_topk_prob=is_normalized,
+        hidden_size=16,
+    )
     router = getattr(modules[family], f"{family}TopKRouter")(config)
     with torch.no_grad():
         router.weight.copy_(draw(experts, 16))

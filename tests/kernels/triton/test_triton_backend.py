@@ -202,9 +202,15 @@ def test_outside_its_layers_a_decode_step_launches_six_kernels(
     two, one = (count_decode_step(engine, monkeypatch, n) for n in (2, 1))
     product = "linear_kernel" if batch_invariant else "linear"
     assert one - (two - one) == Counter(
-        ["begin_step_kernel", "attention_plan_kernel", "rms_norm_kernel", product,
-         "best_of_part_kernel", "best_of_parts_kernel"]
-    )  # fmt: skip
+        [
+            "begin_step_kernel",
+            "attention_plan_kernel",
+            "rms_norm_kernel",
+            product,
+            "best_of_part_kernel",
+            "best_of_parts_kernel",
+        ]
+    )
 
 
 @pytest.mark.campaign
