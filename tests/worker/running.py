@@ -185,7 +185,7 @@ class World:
     def __init__(self, tp_size: int, pp_size: int) -> None:
         self.tp_size, self.pp_size = tp_size, pp_size
         self.regions = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
-        # Slots shorter than a step's hidden states, which then travel in pieces.
+        # Buffers shorter than a step's hidden states, which then travel in pieces.
         self.channels = [create_channel(BUFFER_BYTES, 2) for _ in range(tp_size * (pp_size - 1))]
 
     def __del__(self) -> None:

@@ -26,9 +26,9 @@ def fill_dummy_weights(slots: Slots, seed: int = 0) -> int:
     """Fill every part of all slots; returns their bytes.
 
     Matrices have mean 0 and standard deviation 1 / sqrt(last dimension), biases 0 and 0.02, other
-    vectors (norms) 1 and 0.1; all are uniform. A slot's offset changes nothing: a norm is near 1
-    whatever a checkpoint would store. Memory beside the parameters: 1.5 MiB on a CPU and 16 MiB on
-    a GPU, or six or four bytes per element of a tensor's row, if that is more.
+    vectors (norms) 1 and 0.1; all are uniform. Offsets change nothing: a norm is near 1 whatever a
+    checkpoint would store. Memory beside the parameters: 1.5 MiB on a CPU and 16 MiB on a GPU, or
+    six or four bytes per element of a tensor's row, if that is more.
     """
     num_bytes = 0
     for name, slot in slots.items():

@@ -1,10 +1,10 @@
 """Weights from safetensors files into a model's parameters: strict, and straight to their place.
 
-A model says which slices of which checkpoint tensor it keeps and where (see `weights`);
-the loader fills every slot exactly once and accepts nothing else. What lies in the file as it lies
-in the parameter is read into it without a copy; the rest passes through a small buffer. Files are
-read, not mapped: mapped pages would count as this process's memory until the end. A few threads
-read at once, since the first touch of new memory costs more than reading does.
+A model says which slices of which checkpoint tensor it keeps and where (see `weights`); the loader
+fills each of these exactly once and accepts nothing else. What lies in the file as it lies in the
+parameter is read into it without a copy; the rest passes through a small buffer. Files are read,
+not mapped: mapped pages would count as this process's memory until the end. A few threads read at
+once, since the first touch of new memory costs more than reading does.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def load_weights(
 
     Args:
         folder: single `model.safetensors`, or an index with its shards.
-        slots: every tensor that the checkpoint must hold. Parts may be of any float dtype, on any
-            device.
-        ignored: names that may be present and are not needed (a tied lm_head); slots come first.
+        slots: every tensor that the checkpoint must hold. Parts may be of any float
+            dtype, on any device.
+        ignored: names that may be present and, but for those of slots, are not needed (a
+            tied lm_head).
         progress: show a bar on stderr, if that is a terminal.
 
     Returns:
@@ -111,7 +112,7 @@ def check_weights(folder: Path, slots: Slots, ignored: frozenset[str]) -> int:
 
 
 def _expected_tensors(folder: Path, slots: Slots, ignored: frozenset[str]) -> list[StoredTensor]:
-    """All tensors of `slots`, each with the shape it should have, in the order of the files."""
+    """The tensors of `slots`, of the shapes they should have, in the order of the files."""
     found = list(stored_tensors(folder, ignored.difference(slots)))
     for stored in found:
         where = f"{stored.path}: tensor {quoted(stored.name)}"
@@ -119,8 +120,9 @@ def _expected_tensors(folder: Path, slots: Slots, ignored: frozenset[str]) -> li
         if slot is None:
             raise ModelFileError(f"{where} is not part of this model: is it what config.json says?")
         if stored.shape != slot.shape:
+            implied = list(slot.shape)
             raise ModelFileError(
-                f"{where} has shape {list(stored.shape)}, config.json implies {list(slot.shape)}"
+                f"{where} has shape {list(stored.shape)}, config.json implies {implied}"
             )
         if stored.dtype not in _DTYPES:
             raise ModelFileError(
@@ -130,8 +132,8 @@ def _expected_tensors(folder: Path, slots: Slots, ignored: frozenset[str]) -> li
     missing = sorted(slots.keys() - {stored.name for stored in found})
     if missing:
         raise ModelFileError(
-            f"{folder}: {len(missing)} of {len(slots)} tensors are missing, e.g. {missing[0]!r}: "
-            "is it what config.json says?"
+            f"{folder}: {len(missing)} of {len(slots)} tensors are missing, "
+            f"e.g. {missing[0]!r}: is it what config.json says?"
             + (" tie_word_embeddings would make the embedding the head" * (missing == [HEAD]))
         )
     return found

@@ -239,9 +239,11 @@ def test_an_fp8_layer_is_two_kernels_and_nothing_waits_for_them(
     weight = kernels.pack_linear(torch.ones(64, 32), "fp8")
     with counting(monkeypatch) as launches:
         kernels.linear(x, weight)
-        assert launches.names == ["quantize_tokens_kernel", "_scaled_mm"]
+        assert Counter(launches.names) == Counter(["quantize_tokens_kernel", "_scaled_mm"])
+        launches.names.clear()
         kernels.gated_linear(x, weight)
-    assert launches.names[2:] == ["quantize_tokens_kernel", "_scaled_mm", "gated_kernel"]
+    needed = ["quantize_tokens_kernel", "_scaled_mm", "gated_kernel"]
+    assert Counter(launches.names) == Counter(needed)
 
 
 def sampled_logits(
