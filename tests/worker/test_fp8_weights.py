@@ -139,7 +139,7 @@ class WithoutProduct(TorchKernels):
 
 def test_a_product_is_tried_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's has been missing on some GPUs that have fp8, and for some dtypes."""
-    monkeypatch.setattr(device, "_require_fp8", lambda *_: None)
+    monkeypatch.setattr(device, "require_fp8", lambda *_: None)
     for kernels in (TorchKernels(), TritonKernels(CPU)):
         check_quantized_linear("fp8", kernels, torch.float16, CPU)
     kernels = WithoutProduct("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling\nmore")

@@ -23,7 +23,7 @@ MAX_BYTES: Final = 512 * 1024
 """Above, every rank reading everything costs more than NCCL's dealing it out."""
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)
-_OPERATION: Final = "one_shot_all_reduce_copy"
+OPERATION: Final = "one_shot_all_reduce_copy"
 
 
 class OneShotCommunicator:
@@ -41,7 +41,7 @@ class OneShotCommunicator:
         if x.nbytes > MAX_BYTES or x.dtype not in _DTYPES:
             return self._group.all_reduce(x)
         buffer = self._buffer.view(x.dtype)[: x.numel()].view(x.shape)
-        reduce = getattr(torch.ops.symm_mem, _OPERATION)
+        reduce = getattr(torch.ops.symm_mem, OPERATION)
         return reduce(buffer, x.contiguous(), "sum", self._group.name)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ def shared_buffer(group: ProcessGroupCommunicator) -> tuple[Tensor | None, str]:
         import torch.distributed._symmetric_memory as symmetric_memory
     except ImportError:
         return None, "this torch has no symmetric memory"
-    if not hasattr(torch.ops.symm_mem, _OPERATION):
-        return None, f"this torch has no {_OPERATION}"
+    if not hasattr(torch.ops.symm_mem, OPERATION):
+        return None, f"this torch has no {OPERATION}"
     peers = [i for i in range(torch.cuda.device_count()) if i != group.device.index]
     if not all(torch.cuda.can_device_access_peer(group.device, peer) for peer in peers):
         return None, "GPUs cannot read each other's memory"
