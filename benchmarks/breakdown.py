@@ -106,6 +106,7 @@ def run_rank(folder: str | Path, case: Case, quantization: str | None) -> dict[s
     worker = Worker(config.worker_config(str(folder), MAX_MODEL_LEN))
     worker.load_model()
     worker.allocate_kv_cache(NUM_BLOCKS, MAX_MODEL_LEN)
+    worker.capture()
     runner, watch = worker._runner, Stopwatch()
     assert isinstance(runner._replay, Captured), "steps of this model are not captured"
     vocab_size = runner.config.vocab_size

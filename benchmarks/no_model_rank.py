@@ -12,13 +12,13 @@ import argparse
 import socket
 
 from nanocore.worker.executors.pipe import Pipe, encode_frame
-from nanocore.worker.messages import CacheAllocated, ToRank
+from nanocore.worker.messages import Done, ToRank
 
 
 def answer_plans(end: socket.socket) -> None:
     """Decode what comes and answer, until the other end is closed."""
     pipe: Pipe[ToRank] = Pipe(end, ToRank)
-    answer = encode_frame(CacheAllocated())
+    answer = encode_frame(Done())
     try:
         while True:
             pipe.recv()

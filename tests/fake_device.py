@@ -54,7 +54,7 @@ class FakeStream(Stream):
         """There is nothing but this queue."""
 
     def enqueue(self, work: Work) -> Pending:
-        staged = self._slots[self._current]
+        staged = self.staged.memory
         pending = FakePending(self, work, staged, staged.clone())
         self.queue.append(pending)
         self.longest = max(self.longest, len(self.queue))

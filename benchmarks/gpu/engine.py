@@ -83,10 +83,12 @@ class LocalEngine:
         with self._phase("build"):
             executor = LocalExecutor(config.worker_config(str(folder), max_model_len))
         with self._phase("load"):
-            ranks = executor.load_model()
+            executor.load_model()
+            ranks = executor.profile()
         num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
         with self._phase("allocate and capture"):
             executor.allocate_kv_cache(num_blocks, max_model_len)
+            executor.capture()
         self.executor, self.kernels, self.num_blocks = executor, ranks[0].kernels, num_blocks
         self.block_size = config.sizes.block_size
         kv_cache = KVCacheManager(num_blocks, self.block_size, config.enable_prefix_caching)

@@ -110,7 +110,7 @@ class Noise:
     position_R: Tensor
 
     def of_rows(self, rows: Tensor | slice) -> Noise:
-        """That of some of the rows."""
+        """How these of the R rows sample; rows: indices, a mask or a slice."""
         return Noise(self.temperature_R[rows], self.seed_R[rows], self.position_R[rows])
 
     def contiguous(self) -> Noise:
@@ -133,7 +133,7 @@ class Filters:
     min_p_R: Tensor
 
     def of_rows(self, rows: Tensor | slice) -> Filters:
-        """Those of some of the rows."""
+        """The filters of these of the R rows; rows: indices, a mask or a slice."""
         return Filters(self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows])
 
 

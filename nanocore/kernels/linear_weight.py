@@ -36,7 +36,7 @@ class LinearWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes."""
+        """Memory that values and scales take."""
         return self.data.nbytes + (self.scale_O.nbytes if self.scale_O is not None else 0)
 
 
@@ -53,7 +53,7 @@ class TokenEmbedding:
     dtype: torch.dtype
 
 
-def check_quantization(name: str | None, known: tuple[str, ...] = ("int8", "fp8")) -> None:
+def check_quantization_name(name: str | None, known: tuple[str, ...] = ("int8", "fp8")) -> None:
     """Raises ValueError if weights cannot be stored so."""
     if name is not None and name not in known:
         raise ValueError(f"no quantization {name!r} here; there is: {', '.join(known)}")
@@ -64,7 +64,7 @@ def pack_rows(weight_OI: Tensor, quantization: str | None) -> LinearWeight:
 
     fp8 leaves a weight as it is whose sizes are no multiples of 16: no product could take it.
     """
-    check_quantization(quantization)
+    check_quantization_name(quantization)
     data, scale_O = weight_OI, None
     if quantization == "int8":
         data, scale_O = quantize_weight(weight_OI)

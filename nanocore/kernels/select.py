@@ -26,10 +26,10 @@ def select_kernels(name: str, device: torch.device, batch_invariant: bool = Fals
     Raises:
         ValueError: there is no such backend, or it cannot run here.
     """
-    if name not in _BACKENDS:
-        raise ValueError(f"no kernel backend {name!r}; there is: {', '.join(_BACKENDS)}")
     if name == "auto":
         name = _best(device)
+    if name not in _BACKENDS:
+        raise ValueError(f"no kernel backend {name!r}; there is: auto, {', '.join(_BACKENDS)}")
     if batch_invariant and name not in ("cpu", "triton"):
         raise ValueError("its results depend on the batch; --batch-invariant needs cpu or triton")
     return _BACKENDS[name](device, batch_invariant)
@@ -89,5 +89,8 @@ def _flash(device: torch.device, batch_invariant: bool) -> Kernels:
 _MIN_CAPABILITY: Final = (8, 0)
 _REMEDY: Final = "nanocore was installed without a C++ compiler: install g++, then nanocore again"
 _BACKENDS: Final[dict[str, Callable[[torch.device, bool], Kernels]]] = {
-    "auto": _torch, "cpu": _cpu, "triton": _triton, "flash": _flash, "torch": _torch,
-}  # fmt: skip
+    "cpu": _cpu,
+    "triton": _triton,
+    "flash": _flash,
+    "torch": _torch,
+}

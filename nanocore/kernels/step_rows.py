@@ -40,7 +40,7 @@ class StepRows:
         return self.block_table.index_select(0, self.rows_B)
 
     def token_ids(self) -> Tensor:
-        """Of the step's tokens, int64 [T]."""
+        """What the step computes on, from the token table, int64 [T]."""
         return self.token_table[self.rows_T, self.positions_T].long()
 
 
@@ -53,5 +53,5 @@ class TokenPlaces:
     positions_R: Tensor
 
     def write(self, token_ids_R: Tensor) -> None:
-        """Write these tokens, int64 [R]."""
+        """Write int64 [R], each to its place; rows are distinct, but for padding."""
         self.token_table[self.rows_R, self.positions_R] = token_ids_R.int()

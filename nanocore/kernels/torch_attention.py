@@ -106,7 +106,7 @@ def _attend_decodes(
         mask_BL[:, None, None],
     )
     if spec.softcap:
-        out_BKGD = _softcapped_attention(q_BKGD, k_BKLD, v_BKLD, mask_B11L, spec)
+        out_BKGD = softcapped_attention(q_BKGD, k_BKLD, v_BKLD, mask_B11L, spec)
     else:
         out_BKGD = F.scaled_dot_product_attention(
             q_BKGD, k_BKLD, v_BKLD, mask_B11L, scale=spec.scale
@@ -154,7 +154,7 @@ def _piece_attention(
     group = q_KGQD.shape[1]
     if spec.softcap:
         q_KXD, mask_XL = q_KGQD.flatten(1, 2), mask_QL.repeat(group, 1)
-        out_KXD = _softcapped_attention(q_KXD, k_KLD, v_KLD, mask_XL, spec)
+        out_KXD = softcapped_attention(q_KXD, k_KLD, v_KLD, mask_XL, spec)
         out_KGQD = out_KXD.unflatten(1, (group, -1))
     else:
         # The KV heads are a batch, and a group's heads share K, V and the mask without copies.
@@ -164,7 +164,7 @@ def _piece_attention(
     return out_KGQD.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _softcapped_attention(
+def softcapped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec
 ) -> Tensor:
     """[..., Q, D] queries over [..., L, D] keys and values, in float32, the scores written out.

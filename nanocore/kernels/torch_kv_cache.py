@@ -24,7 +24,7 @@ Write = Callable[[Tensor, Tensor], None]
 def store_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, slot_mapping_T: Tensor) -> None:
     """Write each token's K and V to its slot; slots are distinct, or -1."""
     k_NSKD, v_NSKD = cache.k_NSKD, cache.v_NSKD
-    make_writer = _repeating_writer
+    make_writer = repeating_writer
     if slot_mapping_T.device.type == "cpu":
         make_writer = _writer
         keep_T = slot_mapping_T >= 0
@@ -74,7 +74,7 @@ def _places(slot_mapping_T: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 
 
 def _writer(slot_mapping_T: Tensor, block_size: int) -> Write:
-    """Without padding."""
+    """For distinct slots, none of them -1."""
     places = _places(slot_mapping_T, block_size)
 
     def write(cache_NS: Tensor, values_T: Tensor) -> None:
@@ -83,7 +83,7 @@ def _writer(slot_mapping_T: Tensor, block_size: int) -> Write:
     return write
 
 
-def _repeating_writer(slot_mapping_T: Tensor, block_size: int) -> Write:
+def repeating_writer(slot_mapping_T: Tensor, block_size: int) -> Write:
     """Padding repeats the write of the first token that is none, or if all are, writes nothing new.
 
     Equal writes to one slot may come in any order.

@@ -30,8 +30,10 @@ from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.messages import (
     AllocateCache,
-    CacheAllocated,
+    Capture,
+    Done,
     FailureKind,
+    Profile,
     RankFailure,
     RankStart,
     RunStep,
@@ -45,7 +47,7 @@ _LOOK_AGAIN_S: Final = 50e-6
 
 
 def main() -> None:
-    """Run a rank to its end."""
+    """Serve the engine at the other end of the pipe until it is gone; 70 if the rank fails."""
     fd = int(sys.argv[1])
     signal_at_parent_death(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -84,7 +86,8 @@ def _run(pipe: Pipe[ToRank]) -> None:
     torch.set_num_threads(len(start.cores))
     board = StatusBoard(start.board_fd, config.num_ranks)
     worker = Worker(config, start)
-    pipe.send(worker.load_model())
+    worker.load_model()
+    pipe.send(Done())
     # The first rank of the last stage answers for all.
     answers = rank == config.num_ranks - config.tensor_parallel_size
     begun: deque[tuple[int, PendingOutput]] = deque()
@@ -99,9 +102,14 @@ def _run(pipe: Pipe[ToRank]) -> None:
             if answers:
                 pipe.send(StepResult(output))
         match pipe.recv():
+            case Profile():
+                pipe.send(worker.profile())
             case AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len):
                 worker.allocate_kv_cache(num_blocks, max_model_len)
-                pipe.send(CacheAllocated())
+                pipe.send(Done())
+            case Capture():
+                worker.capture()
+                pipe.send(Done())
             case RunStep(plan):
                 board.begin(rank, plan.step)
                 begun.append((plan.step, worker.begin(plan)))

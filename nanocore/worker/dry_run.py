@@ -16,7 +16,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import (
     check_batch_invariance,
-    check_quantization,
+    check_quantized_linear,
     dtype_name,
     make_kernels,
     select_device,
@@ -31,8 +31,8 @@ from nanocore.worker.loading.checked_model import (
     read_model,
 )
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes
+from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.messages import WorkerConfig, WorkerInfo
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
 
@@ -59,12 +59,12 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     device = select_device(config.device)
     model_config, dtype = read_model(config, device)
     kernels = make_kernels(config, device)
-    check_quantization(config.quantization, kernels, dtype, device)
+    check_quantized_linear(config.quantization, kernels, dtype, device)
     check_batch_invariance(config, model_config, kernels)
     models = [_build(config, model_config, dtype, rank) for rank in range(config.num_ranks)]
     check_files(config, models[0])
     check_memory(config, {rank: loaded_bytes(model) for rank, model in enumerate(models)})
-    weight_bytes = [_weight_bytes(config, model) for model in models]
+    weight_bytes = [packed_bytes(config, model) for model in models]
     memory = _memory(config, weight_bytes)
     return [
         _info(config, kernels, model, num_bytes, *rank_memory)
@@ -86,8 +86,8 @@ def _build(
     return build_model(model_config, placement)
 
 
-def _weight_bytes(config: WorkerConfig, model: DecoderModel) -> int:
-    """Of a model's weights once they are packed, which it has to itself."""
+def packed_bytes(config: WorkerConfig, model: DecoderModel) -> int:
+    """Of a rank's weights once they are packed; model: without memory, and packed by this."""
     num_bytes = loaded_bytes(model)
     packer = WeightPacker(TorchKernels(), config.quantization)
     model.pack(packer)
@@ -121,13 +121,13 @@ def _info(
 ) -> WorkerInfo:
     device = select_device(config.device)
     kv_format = select_kv_format(config.kv_cache_dtype, model.placement.dtype, device)
-    runner = ModelRunner(model, kernels)
+    layout = KVLayout(model.kv_specs, kv_format, config.block_size)
     return WorkerInfo(
         device=str(device),
         dtype=dtype_name(model.placement.dtype),
         kernels=kernels.name,
         weight_bytes=weight_bytes,
-        kv_block_bytes=runner.kv_block_bytes(kv_format, config.block_size),
+        kv_block_bytes=layout.block_bytes,
         available_kv_bytes=kv_bytes,
         memory_bytes=memory_bytes,
     )

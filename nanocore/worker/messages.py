@@ -1,8 +1,9 @@
 """What passes through the pipe between an engine and one of its worker processes.
 
-A rank is started with a `RankStart`, answers with its `WorkerInfo`, allocates its KV cache when
-told to, and then runs plans. One rank answers with results; every rank can send a `RankFailure`, at
-any time. The same structs configure the worker inside an engine of one rank, without a pipe.
+A rank is started with a `RankStart` and loads its weights; told to, it profiles, allocates its KV
+cache and captures, and answers each when it is done; and then it runs plans. One rank answers with
+results; every rank can send a `RankFailure`, at any time. The same structs configure the worker
+inside an engine of one rank, without a pipe.
 """
 
 from __future__ import annotations
@@ -70,19 +71,27 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     memory_bytes: int
 
 
+class Profile(msgspec.Struct, frozen=True, tag="profile"):
+    """Find out how much memory is left; the rank answers with its `WorkerInfo`."""
+
+
 class AllocateCache(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):
-    """Make the KV cache and the persistent batch; the rank answers with `CacheAllocated`."""
+    """Make the KV cache and the persistent batch; the rank answers with `Done`."""
 
     num_blocks: int
     max_model_len: int
 
 
-class CacheAllocated(msgspec.Struct, frozen=True, tag="allocated"):
-    """The rank is ready for plans."""
+class Capture(msgspec.Struct, frozen=True, tag="capture"):
+    """Record steps, or compile for them; the rank answers with `Done`, and is ready for plans."""
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The rank has done what it was told: to load, to allocate or to capture."""
 
 
 class RunStep(msgspec.Struct, frozen=True, tag="run"):
-    """Run this plan."""
+    """Run this plan; the first rank of the last stage answers with a `StepResult`."""
 
     plan: SchedulerOutput
 
@@ -125,5 +134,5 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     rendezvous: str
 
 
-ToRank = RankStart | AllocateCache | RunStep
-FromRank = WorkerInfo | CacheAllocated | StepResult | RankFailure
+ToRank = RankStart | Profile | AllocateCache | Capture | RunStep
+FromRank = Done | WorkerInfo | StepResult | RankFailure

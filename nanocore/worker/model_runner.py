@@ -106,24 +106,25 @@ class ModelRunner:
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
-        max_num_batched_tokens: int,
-        max_graphs: int | None = None,
     ) -> None:
-        """Allocate the KV cache and the persistent batch, compute the rotary tables, capture.
+        """Allocate the KV cache and the persistent batch, and compute the rotary tables.
 
-        Where there is no recorder, kernels are compiled instead, so that no request waits for it.
-        max_graphs: so many of the largest and no more.
+        Steps can run, kernel by kernel; those that were captured before are gone.
         """
-        self._device_steps = None
+        self._device_steps = self._replay = None
         self.release_kv_memory()  # what both took is needed for the new ones
-        layout = self._kv_layout(kv_format, block_size)
+        layout = KVLayout(self.model.kv_specs, kv_format, block_size)
         self.kv_memory = KVMemory(layout, num_blocks, self.device)
         self.kv_caches = self.kv_memory.layers()
         self.rotary = self.model.rotary_tables(max_model_len)
         self.batch = InputBatch(
-            max_num_seqs, max_model_len, block_size, self.config.vocab_size,
-            self.placement.pp_size, has_tokens=self._queue is None,
-        )  # fmt: skip
+            max_num_seqs,
+            max_model_len,
+            block_size,
+            self.config.vocab_size,
+            self.placement.pp_size,
+            has_tokens=self._queue is None,
+        )
         self.token_table = self.batch.token_table
         if self._queue is not None:
             rows = DeviceRows(max_num_seqs, max_model_len, block_size, self.device)
@@ -131,7 +132,17 @@ class ModelRunner:
             self._device_steps = DeviceSteps(
                 self.batch, rows, self, self.sampler, self._queue.stream
             )
-            shapes = self.step_shapes(max_num_seqs, max_num_batched_tokens, block_size)[:max_graphs]
+            self._queue.stream.join()
+
+    @torch.inference_mode()
+    def capture(self, max_num_batched_tokens: int, max_graphs: int | None = None) -> None:
+        """Record steps of up to so many tokens, to be replayed from now on.
+
+        Where a device has no recorder, kernels are compiled instead, so that no request waits for
+        it. max_graphs: so many of the largest and no more.
+        """
+        if self._device_steps is not None and self._queue is not None:
+            shapes = self.step_shapes(max_num_batched_tokens)[:max_graphs]
             if self._queue.recorder is not None:
                 self._device_steps.record(shapes, self._queue.recorder)
             else:
@@ -139,19 +150,20 @@ class ModelRunner:
             self._queue.stream.join()
         elif self.placement.num_ranks == 1 and not self._enforce_eager:
             self._replay = self.kernels.capture(
-                self._whole_step, max_num_batched_tokens, max_num_seqs
+                self._whole_step, max_num_batched_tokens, self.batch.max_num_seqs
             )
 
-    def step_shapes(
-        self, max_num_seqs: int, max_num_batched_tokens: int, block_size: int
-    ) -> list[StepShape]:
-        """Of the steps that `allocate` records, or compiles kernels for, the largest first."""
-        support = self.kernels.graph_support
-        return graph_shapes(support, max_num_seqs, max_num_batched_tokens, block_size)
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps on the host are replayed."""
+        return self._replay is not None
 
-    def kv_block_bytes(self, kv_format: KVCacheFormat, block_size: int) -> int:
-        """Bytes that one block takes over this rank's layers, K and V."""
-        return self._kv_layout(kv_format, block_size).block_bytes
+    def step_shapes(self, max_num_batched_tokens: int) -> list[StepShape]:
+        """Of the steps that `capture` records, or compiles kernels for, the largest first."""
+        batch = self.batch
+        return graph_shapes(
+            self.kernels.graph_support, batch.max_num_seqs, max_num_batched_tokens, batch.block_size
+        )
 
     def release_kv_memory(self) -> None:
         """Give the KV cache's memory back; no step can run until there is another."""
@@ -193,7 +205,7 @@ class ModelRunner:
             self._sampled.append((rows, places, token_ids))
 
     def _compute(self, step: BatchStep) -> PendingOutput:
-        """A step on the host."""
+        """Run a step on the host, replayed if it was captured; its output is done."""
         inputs = self.batch.inputs(step)
         compute = self._replay or self._embed_and_compute
         logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
@@ -248,6 +260,3 @@ class ModelRunner:
         x_TE = self.model.embed(token_ids_T, self.kernels)
         hidden_RE = self._forward(x_TE, metadata, sample_index_R)
         return self.model.compute_logits(hidden_RE, self.kernels)
-
-    def _kv_layout(self, kv_format: KVCacheFormat, block_size: int) -> KVLayout:
-        return KVLayout([layer.kv_spec for layer in self.model.layers], kv_format, block_size)

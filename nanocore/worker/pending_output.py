@@ -17,11 +17,11 @@ class PendingOutput(Protocol):
     """The result of a step that was begun."""
 
     def is_done(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Whether `wait` would return at once."""
         ...
 
     def wait(self) -> ModelRunnerOutput:
-        """Wait until the step is done."""
+        """What the step sampled, once it is done."""
         ...
 
 

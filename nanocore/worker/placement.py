@@ -36,7 +36,7 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole model."""
+        """Ranks that share the whole model: those of every stage."""
         return self.tp.size * self.pp_size
 
     @property

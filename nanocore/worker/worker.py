@@ -1,7 +1,7 @@
 """One rank: its device, its part of the model, its KV cache; in a process of its own or not.
 
-Set up in steps that the executor drives on all ranks together: load, tell the memory, allocate,
-then execute plans.
+Set up in steps that the executor drives on all ranks together: load, profile, allocate, capture;
+then it executes plans.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nanocore.worker.communication.links import RankLinks, connect
 from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.device.device import (
     check_batch_invariance,
-    check_quantization,
+    check_quantized_linear,
     dtype_name,
     make_kernels,
     select_device,
@@ -32,6 +32,7 @@ from nanocore.worker.loading.checked_model import (
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
+from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.messages import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
@@ -70,7 +71,7 @@ class Worker:
             pp_size=config.pipeline_parallel_size,
         )
         self._kernels = make_kernels(config, device)
-        check_quantization(config.quantization, self._kernels, dtype, device)
+        check_quantized_linear(config.quantization, self._kernels, dtype, device)
         check_batch_invariance(config, model_config, self._kernels)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
@@ -83,7 +84,7 @@ class Worker:
         )
 
     def _queue(self) -> DeviceQueue | None:
-        """Of a CUDA device."""
+        """What steps are given to; None where the host computes them."""
         if self.device.type != "cuda":
             return None
         torch.cuda.set_device(self.device)
@@ -93,11 +94,11 @@ class Worker:
         return DeviceQueue(CudaStream(depth, self.device), self._recorder)
 
     @torch.inference_mode()
-    def load_model(self) -> WorkerInfo:
-        """Read this rank's part of the weights, and see how much memory is left.
+    def load_model(self) -> None:
+        """Read this rank's part of the weights, and hand it to the kernel backend.
 
         Raises:
-            ModelFileError: see `loader.load_weights`. CacheMemoryError: nothing is left.
+            ModelFileError: see `loader.load_weights`.
         """
         model = self._runner.model
         if self._config.load_format == "dummy":
@@ -106,38 +107,58 @@ class Worker:
             weight_bytes = load_weights(
                 Path(self._config.folder), model.slots(), model.slot_name, self._progress
             )
-        weight_bytes -= self._runner.pack(self._config.quantization)
+        self._weight_bytes = weight_bytes - self._runner.pack(self._config.quantization)
+
+    def profile(self) -> WorkerInfo:
+        """See how much memory is left beside the weights.
+
+        On CUDA the largest steps are run, which compiles kernels, so that no request waits for it.
+
+        Raises:
+            CacheMemoryError: nothing is left.
+        """
         if self.device.type == "cuda":
             memory_bytes = torch.cuda.mem_get_info(self.device)[1]
         else:
             memory_bytes = cpu_memory_bytes(self._config.num_ranks)
+        layout = KVLayout(self._runner.model.kv_specs, self._kv_format, self._config.block_size)
         return WorkerInfo(
             device=str(self.device),
             dtype=dtype_name(self._placement.dtype),
             kernels=self._kernels.name,
-            weight_bytes=weight_bytes,
-            kv_block_bytes=self._runner.kv_block_bytes(self._kv_format, self._config.block_size),
+            weight_bytes=self._weight_bytes,
+            kv_block_bytes=layout.block_bytes,
             available_kv_bytes=self._available_kv_bytes(memory_bytes),
             memory_bytes=memory_bytes,
         )
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Make the KV cache and the persistent batch."""
+        """Make the KV cache and the persistent batch; what there was before is gone."""
         config = self._config
         self._runner.allocate(
-            self._kv_format, num_blocks, config.block_size, config.max_num_seqs, max_model_len,
-            config.max_num_batched_tokens,
-        )  # fmt: skip
+            self._kv_format, num_blocks, config.block_size, config.max_num_seqs, max_model_len
+        )
+
+    def capture(self) -> None:
+        """Record steps to be replayed, or compile kernels for them."""
+        self._runner.capture(self._config.max_num_batched_tokens)
 
     def begin(self, plan: SchedulerOutput) -> PendingOutput:
         """Begin a step; what it samples is there when it is done."""
         return self._runner.begin(plan)
 
+    @property
+    def kv_memory(self) -> KVMemory:
+        """What `allocate_kv_cache` made."""
+        memory = self._runner.kv_memory
+        assert memory is not None, "there is no KV cache yet"
+        return memory
+
     def _available_kv_bytes(self, memory_bytes: int) -> int:
         config = self._config
         if config.kv_cache_memory_bytes is not None:
             if self.device.type == "cuda":
-                self._run_largest_steps()  # compiles kernels, which no request should wait for
+                self._run_largest_steps()
             return config.kv_cache_memory_bytes
         if self.device.type != "cuda":
             return cpu_kv_bytes(memory_bytes, config.num_ranks)
@@ -151,9 +172,5 @@ class Worker:
         logger.info("largest steps, and kernels for them, %.2f s", time.monotonic() - start_s)
         if self._recorder is None:
             return 0
-        num_graphs = len(
-            runner.step_shapes(
-                config.max_num_seqs, config.max_num_batched_tokens, config.block_size
-            )
-        )
+        num_graphs = len(runner.step_shapes(config.max_num_batched_tokens))
         return self._recorder.last_bytes * max(0, num_graphs - NUM_PROFILED_GRAPHS)

@@ -41,7 +41,7 @@ def test_cuda_steps_give_the_tokens_of_a_cpu(
     batch_invariant: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_graphs, "_MIXED_TOKENS", (8, 24))
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (8, 24))
     device = torch.device("cuda", 0)
     queue = DeviceQueue(CudaStream(depth, device), CudaGraphRecorder() if has_graphs else None)
     kernels = TritonKernels(device, batch_invariant)

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.device.cuda_stream import CudaGraphRecorder
-from nanocore.worker.device.device import check_quantization
+from nanocore.worker.device.device import check_quantized_linear
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [
@@ -33,7 +33,7 @@ def draw(*shape: int) -> Tensor:
 
 def test_the_device_has_such_a_product() -> None:
     device = torch.device("cuda", 0)
-    check_quantization("fp8", TritonKernels(device), torch.bfloat16, device)
+    check_quantized_linear("fp8", TritonKernels(device), torch.bfloat16, device)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -173,7 +173,7 @@ def test_attention(kernels: TritonKernels, name: str, kv_cache: str) -> None:
     cache = layered(*(there(x, on_device) for x in parts(step.cache)))
     actual = paged_attention(
         there(step.q_THD(), DTYPE), cache, there(step.metadata), step.spec,
-        num_sms=kernels._num_sms, batch_invariant=kernels._batch_invariant,
+        num_sms=kernels.num_sms, batch_invariant=kernels.batch_invariant,
     )  # fmt: skip
     close(actual, step.expected().to(DEVICE))
 

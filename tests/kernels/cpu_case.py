@@ -35,7 +35,7 @@ EMULATED_DOT = "emulated_dot"
 @cache
 def runnable_libraries() -> dict[str, library.Library]:
     """By instruction set, the best first."""
-    return {compiled.instruction_set: compiled for compiled in library._libraries()}
+    return {compiled.instruction_set: compiled for compiled in library.runnable_libraries()}
 
 
 @cache
@@ -55,10 +55,22 @@ def start_compiling(to: Path, instruction_set: str, *flags: str) -> subprocess.P
     found = compiler()
     assert found is not None
     return subprocess.Popen(
-        [found, *COMPILE_FLAGS, "-O1", *INSTRUCTION_SETS[instruction_set], *flags, "-shared",
-         "-fPIC", str(SOURCE), "-o", str(to)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [
+            found,
+            *COMPILE_FLAGS,
+            "-O1",
+            *INSTRUCTION_SETS[instruction_set],
+            *flags,
+            "-shared",
+            "-fPIC",
+            str(SOURCE),
+            "-o",
+            str(to),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish_compiling(process: subprocess.Popen[str]) -> None:

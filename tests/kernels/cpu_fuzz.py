@@ -99,7 +99,7 @@ def attention(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> No
 
 def main() -> None:
     path, num_rounds = sys.argv[1], int(sys.argv[2])
-    cpu_backend._huge_pages = exactly
+    cpu_backend.huge_pages = exactly
     kernels = CpuKernels(Library(path, "sanitized"))
     rng = random.Random(0)
     torch.manual_seed(0)

@@ -103,9 +103,11 @@ class PagedCase:
         new_k = [k[n - c :] for k, (n, c) in zip(self.k, self.seqs, strict=True)]
         new_v = [v[n - c :] for v, (n, c) in zip(self.v, self.seqs, strict=True)]
         store_kv(
-            torch.cat([*new_k, padding]), torch.cat([*new_v, padding]), self.cache,
+            torch.cat([*new_k, padding]),
+            torch.cat([*new_v, padding]),
+            self.cache,
             metadata.slot_mapping_T,
-        )  # fmt: skip
+        )
         q_THD = torch.cat([*self.q, self.draw(self.num_padding, self.heads, HEAD_DIM)])
         return self.kernels.paged_attention(q_THD, self.cache, metadata, self.spec)
 

@@ -56,14 +56,26 @@ def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: Tensor | f
 
 @FEW
 @given(
-    rows=st.integers(0, 40), in_features=st.integers(1, 300), out_features=st.integers(1, 200),
-    has_bias=st.booleans(), gap=st.integers(0, 3), quantization=quantizations, dtype=dtypes,
+    rows=st.integers(0, 40),
+    in_features=st.integers(1, 300),
+    out_features=st.integers(1, 200),
+    has_bias=st.booleans(),
+    gap=st.integers(0, 3),
+    quantization=quantizations,
+    dtype=dtypes,
     seed=seeds,
-)  # fmt: skip
+)
 def test_linear(
-    kernels: CpuKernels, rows: int, in_features: int, out_features: int, has_bias: bool,
-    gap: int, quantization: Quantization | None, dtype: torch.dtype, seed: int,
-) -> None:  # fmt: skip
+    kernels: CpuKernels,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    has_bias: bool,
+    gap: int,
+    quantization: Quantization | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
     x = strided(draw(seed, rows, in_features, dtype=dtype), gap)
     weight = draw(seed + 1, out_features, in_features, dtype=dtype)
     bias = draw(seed + 2, out_features, dtype=dtype) if has_bias else None
@@ -78,13 +90,24 @@ def test_linear(
 
 @FEW
 @given(
-    rows=st.integers(1, 20), in_features=st.integers(1, 100), vocab=st.integers(1, 100),
-    softcap=st.sampled_from([0.0, 0.5, 30.0]), quantization=quantizations, dtype=dtypes, seed=seeds,
-)  # fmt: skip
+    rows=st.integers(1, 20),
+    in_features=st.integers(1, 100),
+    vocab=st.integers(1, 100),
+    softcap=st.sampled_from([0.0, 0.5, 30.0]),
+    quantization=quantizations,
+    dtype=dtypes,
+    seed=seeds,
+)
 def test_logits_are_float32(
-    kernels: CpuKernels, rows: int, in_features: int, vocab: int, softcap: float,
-    quantization: Quantization | None, dtype: torch.dtype, seed: int,
-) -> None:  # fmt: skip
+    kernels: CpuKernels,
+    rows: int,
+    in_features: int,
+    vocab: int,
+    softcap: float,
+    quantization: Quantization | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
     x, weight = draw(seed, rows, in_features, dtype=dtype), draw(seed, vocab, in_features)
     weight = weight.to(dtype)
     actual = kernels.logits(x, kernels.pack_linear(weight.clone(), quantization), softcap)
@@ -113,14 +136,26 @@ def test_a_layer_of_many_rows_and_a_layer_of_one_row_have_the_same_bits(
 
 @FEW
 @given(
-    num_tokens=st.integers(0, 30), width=st.integers(1, 130), vocab=st.integers(1, 70),
-    first_token=st.integers(0, 30), factor=st.sampled_from([1.0, 11.3125]),
-    quantization=quantizations, dtype=dtypes, seed=seeds,
-)  # fmt: skip
+    num_tokens=st.integers(0, 30),
+    width=st.integers(1, 130),
+    vocab=st.integers(1, 70),
+    first_token=st.integers(0, 30),
+    factor=st.sampled_from([1.0, 11.3125]),
+    quantization=quantizations,
+    dtype=dtypes,
+    seed=seeds,
+)
 def test_embedding_is_exact(
-    kernels: CpuKernels, num_tokens: int, width: int, vocab: int, first_token: int, factor: float,
-    quantization: Quantization | None, dtype: torch.dtype, seed: int,
-) -> None:  # fmt: skip
+    kernels: CpuKernels,
+    num_tokens: int,
+    width: int,
+    vocab: int,
+    first_token: int,
+    factor: float,
+    quantization: Quantization | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     token_ids = torch.randint(0, vocab + 40, (num_tokens,), generator=generator)
     weight = draw(seed, vocab, width, dtype=dtype)
@@ -134,14 +169,26 @@ def test_embedding_is_exact(
 
 @FEW
 @given(
-    rows=st.integers(0, 20), size=st.integers(1, 200), dtype=dtypes, has_float_weight=st.booleans(),
-    is_added=st.booleans(), gap=st.integers(0, 3), scale=st.sampled_from([1e-3, 1.0, 300.0]),
+    rows=st.integers(0, 20),
+    size=st.integers(1, 200),
+    dtype=dtypes,
+    has_float_weight=st.booleans(),
+    is_added=st.booleans(),
+    gap=st.integers(0, 3),
+    scale=st.sampled_from([1e-3, 1.0, 300.0]),
     seed=seeds,
-)  # fmt: skip
+)
 def test_norms(
-    kernels: CpuKernels, rows: int, size: int, dtype: torch.dtype, has_float_weight: bool,
-    is_added: bool, gap: int, scale: float, seed: int,
-) -> None:  # fmt: skip
+    kernels: CpuKernels,
+    rows: int,
+    size: int,
+    dtype: torch.dtype,
+    has_float_weight: bool,
+    is_added: bool,
+    gap: int,
+    scale: float,
+    seed: int,
+) -> None:
     x = strided((scale * draw(seed, rows, size)).to(dtype), gap)
     residual = strided((scale * draw(seed + 1, rows, size)).to(dtype), gap)
     weight = draw(seed + 2, size, dtype=torch.float32 if has_float_weight else dtype)
@@ -181,14 +228,24 @@ def test_the_norm_of_heads_is_of_the_last_dimension(kernels: CpuKernels) -> None
 
 @FEW
 @given(
-    rows=st.integers(0, 20), size=st.integers(1, 130) | st.sampled_from([32, 64, 96]),
-    scale=st.sampled_from([0.01, 1.0, 30.0]), activation=activations, gap=st.integers(0, 3),
-    dtype=dtypes, seed=seeds,
-)  # fmt: skip
+    rows=st.integers(0, 20),
+    size=st.integers(1, 130) | st.sampled_from([32, 64, 96]),
+    scale=st.sampled_from([0.01, 1.0, 30.0]),
+    activation=activations,
+    gap=st.integers(0, 3),
+    dtype=dtypes,
+    seed=seeds,
+)
 def test_gates(
-    kernels: CpuKernels, rows: int, size: int, scale: float, activation: Activation, gap: int,
-    dtype: torch.dtype, seed: int,
-) -> None:  # fmt: skip
+    kernels: CpuKernels,
+    rows: int,
+    size: int,
+    scale: float,
+    activation: Activation,
+    gap: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
     x = strided((scale * draw(seed, rows, 2 * size)).to(dtype), gap)
     itself = torch.eye(2 * size)
     packed = kernels.pack_linear(itself.to(dtype))
@@ -205,14 +262,26 @@ def test_gates(
 
 @FEW
 @given(
-    rows=st.integers(1, 60), in_features=st.integers(1, 200), num_tiles=st.integers(1, 4),
-    has_bias=st.booleans(), activation=activations, quantization=quantizations, dtype=dtypes,
+    rows=st.integers(1, 60),
+    in_features=st.integers(1, 200),
+    num_tiles=st.integers(1, 4),
+    has_bias=st.booleans(),
+    activation=activations,
+    quantization=quantizations,
+    dtype=dtypes,
     seed=seeds,
-)  # fmt: skip
+)
 def test_a_gate_within_a_linear_layer_has_the_bits_of_one_behind_it(
-    kernels: CpuKernels, rows: int, in_features: int, num_tiles: int, has_bias: bool,
-    activation: Activation, quantization: Quantization | None, dtype: torch.dtype, seed: int,
-) -> None:  # fmt: skip
+    kernels: CpuKernels,
+    rows: int,
+    in_features: int,
+    num_tiles: int,
+    has_bias: bool,
+    activation: Activation,
+    quantization: Quantization | None,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
     size = 32 * num_tiles
     x = draw(seed, rows, in_features, dtype=dtype)
     weight, bias = draw(seed + 1, 2, size, in_features), draw(seed + 2, 2, size)
@@ -349,7 +418,7 @@ def test_attention_takes_queries_of_any_stride(kernels: CpuKernels) -> None:
             return super().paged_attention(q_THD.contiguous(), *operands)
 
     case = PagedCase([(20, 1), (1, 5)], rotary_dim=32)
-    contiguous = Contiguous(kernels._library)
+    contiguous = Contiguous(kernels.library)
     for (_, out), (_, expected) in zip(case.run(contiguous), case.run(kernels), strict=True):
         assert torch.equal(out, expected)
 

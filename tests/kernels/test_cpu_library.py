@@ -89,7 +89,7 @@ def test_the_cpu_backend_on_another_device_is_an_error() -> None:
 def test_the_best_library_is_taken(name: str, caplog: pytest.LogCaptureFixture) -> None:
     kernels = select_kernels(name, CPU)
     assert isinstance(kernels, CpuKernels)
-    assert kernels._library.instruction_set == next(iter(runnable_libraries()))
+    assert kernels.library.instruction_set == next(iter(runnable_libraries()))
     assert not caplog.records
 
 
@@ -122,8 +122,8 @@ def test_an_instruction_set_that_cannot_run_here_is_an_error_that_names_those_th
 @needs_libraries
 def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     name, loaded = next(iter(runnable_libraries().items()))
-    version = library._ABI_VERSION
-    monkeypatch.setattr(library, "_ABI_VERSION", version + 1)
+    version = library.ABI_VERSION
+    monkeypatch.setattr(library, "ABI_VERSION", version + 1)
     path = library.importlib.util.find_spec(f"nanocore.kernels.cpu._{name}").origin
     with pytest.raises(RuntimeError, match=f"interface {version} and not {version + 1}.*again"):
         Library(path, name)

@@ -196,7 +196,7 @@ def test_memory_is_used_again_once_no_view_is_left(kernels: CpuKernels) -> None:
             addresses.append(result.data_ptr())
         return result
 
-    record(kernels._workspace, 4, 4, run)
+    record(kernels.workspace, 4, 4, run)
     # A result is let go of when its name gets the next one.
     assert len(set(addresses)) == 2
 
@@ -215,7 +215,7 @@ def test_memory_is_not_used_again_while_a_view_lives(kernels: CpuKernels) -> Non
         assert recording.empty(4, torch.float32).untyped_storage().data_ptr() != freed
         return kept[0]
 
-    record(kernels._workspace, 4, 4, run)
+    record(kernels.workspace, 4, 4, run)
 
 
 def test_a_recording_has_fewer_buffers_than_results(kernels: CpuKernels) -> None:
@@ -242,9 +242,9 @@ def test_rows_of_a_recording_are_the_most_a_step_can_have(kernels: CpuKernels) -
         recording.rows = SAMPLES
         return recording.empty(3, torch.float32)
 
-    assert record(kernels._workspace, 9, 4, run)[1].shape == (4, 3)
+    assert record(kernels.workspace, 9, 4, run)[1].shape == (4, 3)
 
 
 def test_the_refusal_names_the_operation(kernels: CpuKernels) -> None:
     with pytest.raises(NotRecordable, match=r"torch's .*mean"):
-        record(kernels._workspace, 4, 4, lambda recording: recording.empty(3, torch.float32).mean())
+        record(kernels.workspace, 4, 4, lambda recording: recording.empty(3, torch.float32).mean())

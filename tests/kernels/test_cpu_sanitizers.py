@@ -63,10 +63,20 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
     assert found is not None
     for name, flags in POOL_FLAGS.items():
         running[name] = subprocess.Popen(
-            [found, "-std=c++20", "-pthread", *flags, f"-I{SOURCE.parent}",
-             str(Path(__file__).with_name("pool_check.cpp")), "-o", str(folder / name)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            [
+                found,
+                "-std=c++20",
+                "-pthread",
+                *flags,
+                f"-I{SOURCE.parent}",
+                str(Path(__file__).with_name("pool_check.cpp")),
+                "-o",
+                str(folder / name),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     finished = set()
 
     def finish(name: str) -> Path:
@@ -97,8 +107,10 @@ def test_no_kernel_leaves_its_operands(compiled: Compiled, instruction_set: str)
     script = Path(__file__).with_name("cpu_fuzz.py")
     result = subprocess.run(
         [sys.executable, str(script), str(library), str(NUM_ROUNDS)],
-        capture_output=True, text=True, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert (result.returncode, result.stdout) == (0, f"{NUM_ROUNDS} rounds\n"), result.stderr[
         -4000:
     ]

@@ -108,14 +108,14 @@ def test_the_scores_of_a_softcapped_chunk_are_written_out_in_bounded_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     largest = 0
-    attend = torch_attention._softcapped_attention
+    attend = torch_attention.softcapped_attention
 
     def watch(q: torch.Tensor, k: torch.Tensor, *args: object) -> torch.Tensor:
         nonlocal largest
         largest = max(largest, q.shape[:-1].numel() * k.shape[-2])
         return attend(q, k, *args)
 
-    monkeypatch.setattr(torch_attention, "_softcapped_attention", watch)
+    monkeypatch.setattr(torch_attention, "softcapped_attention", watch)
     monkeypatch.setattr(torch_attention, "MAX_SCORES", 2000)
     PagedCase([(200, 150)], spec=replace(PLAIN, softcap=2.0)).run()
     assert 1000 < largest <= 2000

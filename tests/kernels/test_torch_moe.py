@@ -26,9 +26,13 @@ def make(tokens: int, experts: int, chosen: int, hidden: int, inner: int) -> lis
 
 
 def expected(
-    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
     activation: Callable[[Tensor], Tensor] = F.silu,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(len(x)):
         for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):

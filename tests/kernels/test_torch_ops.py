@@ -72,7 +72,7 @@ def test_a_slot_of_minus_one_writes_nothing(slots: list[int]) -> None:
     assert torch.equal(cache.v_NSKD.flatten(0, 1), expected_v)
 
     written = torch.full((3, 4, 2, 8), 7.0)  # as on devices whose memory the host does not see
-    torch_kv_cache._repeating_writer(torch.tensor(slots), block_size=4)(written, k)
+    torch_kv_cache.repeating_writer(torch.tensor(slots), block_size=4)(written, k)
     assert torch.equal(written.flatten(0, 1), expected_k)
 
 

@@ -73,11 +73,12 @@ def main(folder: Path) -> None:
     model = load_model(folder)
     wishes = [
         Wish(
-            prompt, MAX_TOKENS,
+            prompt,
+            MAX_TOKENS,
             NewParams(temperature=0.0, penalty_of_all=repetition, penalty_of_output=presence),
         )
         for prompt, (repetition, presence) in zip(PROMPTS, PENALTIES, strict=True)
-    ]  # fmt: skip
+    ]
     wishes += [
         Wish(PROMPTS[0], MAX_TOKENS, NewParams(temperature=0.0)),
         Wish(PROMPTS[1], MAX_TOKENS, NewParams(temperature=0.9, top_k=40, penalty_of_all=1.3)),

@@ -122,9 +122,13 @@ class Wish:
 
     def request(self, handle: int) -> Request:
         made = make_request(
-            handle, self.prompt, self.max_tokens, block_size=BLOCK_SIZE,
-            stop_token_ids=self.stop_token_ids, max_model_len=MAX_MODEL_LEN,
-        )  # fmt: skip
+            handle,
+            self.prompt,
+            self.max_tokens,
+            block_size=BLOCK_SIZE,
+            stop_token_ids=self.stop_token_ids,
+            max_model_len=MAX_MODEL_LEN,
+        )
         made.sampling = msgspec.structs.replace(
             self.sampling, max_tokens=self.max_tokens, stop_token_ids=list(self.stop_token_ids)
         )
@@ -170,18 +174,20 @@ class Engine:
         self.num_blocks, self.budget = num_blocks, budget
         self.allocate()
         self.scheduler, _ = make_scheduler(
-            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=budget, max_model_len=MAX_MODEL_LEN,
-        )  # fmt: skip
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+        )
         self.depth = max(1, depth)
         self.deliveries = Deliveries()
 
     def allocate(self) -> None:
-        """Make the runner's KV cache and batch."""
-        self.runner.allocate(
-            kv_cache_format("auto", self.runner.placement.dtype), self.num_blocks, BLOCK_SIZE,
-            MAX_NUM_SEQS, MAX_MODEL_LEN, self.budget,
-        )  # fmt: skip
+        """Make the runner's KV cache and batch, and capture."""
+        kv_format = kv_cache_format("auto", self.runner.placement.dtype)
+        self.runner.allocate(kv_format, self.num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
+        self.runner.capture(self.budget)
 
     def run(self, wishes: list[Wish]) -> dict[int, list[int]]:
         """The tokens that each request gets."""

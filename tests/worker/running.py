@@ -142,9 +142,8 @@ def make_runner(
     runner = ModelRunner(model, kernels or make_kernels(backend), links, queue)
     runner.pack(quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
-    runner.allocate(
-        kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, max_model_len, MAX_NUM_BATCHED_TOKENS
-    )
+    runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, max_model_len)
+    runner.capture(MAX_NUM_BATCHED_TOKENS)
     return runner
 
 
@@ -166,7 +165,7 @@ def run_script(
     backend: str = "cpu",
 ) -> list[Sample]:
     """What the model says on tp_size ranks of each of the script's stages; all ranks must agree."""
-    world = _World(tp_size, script.num_groups)
+    world = World(tp_size, script.num_groups)
 
     def run(rank: Communicator) -> list[Sample]:
         placement, links = world.join(rank.rank, dtype)
@@ -182,13 +181,13 @@ def run_script(
     return whole
 
 
-class _World:
+class World:
     """The shared memory of all ranks."""
 
     def __init__(self, tp_size: int, pp_size: int) -> None:
         self.tp_size, self.pp_size = tp_size, pp_size
         self.regions = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
-        # Slots shorter than a step's hidden states, which then travel in pieces.
+        # Buffers shorter than a step's hidden states, which then travel in pieces.
         self.channels = [create_channel(BUFFER_BYTES, 2) for _ in range(tp_size * (pp_size - 1))]
 
     def __del__(self) -> None:

@@ -105,11 +105,14 @@ class Engine:
     def run(self, setting: Setting, requests: Sequence[int] = range(NUM_REQUESTS)) -> Outcome:
         """All of these requests, from an empty cache to their ends."""
         self.runner.allocate(
-            kv_cache_format("auto", self.dtype), setting.num_blocks, BLOCK_SIZE,
-            setting.max_num_seqs, MAX_MODEL_LEN, setting.max_num_batched_tokens,
-        )  # fmt: skip
-        if not setting.is_replayed:
-            self.runner._replay = None
+            kv_cache_format("auto", self.dtype),
+            setting.num_blocks,
+            BLOCK_SIZE,
+            setting.max_num_seqs,
+            MAX_MODEL_LEN,
+        )
+        if setting.is_replayed:
+            self.runner.capture(setting.max_num_batched_tokens)
         scheduler, _ = make_scheduler(
             num_blocks=setting.num_blocks,
             block_size=BLOCK_SIZE,
@@ -122,9 +125,12 @@ class Engine:
         while waiting or scheduler.num_requests:
             while waiting and scheduler.num_requests < setting.at_once:
                 request = make_request(
-                    waiting[0], PROMPTS[waiting.pop(0)], NUM_TOKENS, block_size=BLOCK_SIZE,
+                    waiting[0],
+                    PROMPTS[waiting.pop(0)],
+                    NUM_TOKENS,
+                    block_size=BLOCK_SIZE,
                     max_model_len=MAX_MODEL_LEN,
-                )  # fmt: skip
+                )
                 request.sampling = msgspec.structs.replace(request.sampling, temperature=0.0)
                 scheduler.add(request)
             deliveries.take(scheduler, said.execute(scheduler.schedule()))
@@ -261,9 +267,10 @@ def test_in_any_order_and_any_size_of_engine(
 
 def test_replayed_or_kernel_by_kernel(engine: Engine) -> None:
     outcome = engine.run(Setting(is_replayed=False))
+    assert not engine.runner.is_captured
     assert num_different(outcome, engine.alone()) == 0
     engine.run(Setting(), [0])
-    assert engine.runner._replay is not None
+    assert engine.runner.is_captured
 
 
 def test_torch_differs_in_this_comparison(folders: Callable[[torch.dtype], Path]) -> None:

@@ -27,7 +27,7 @@ def make_table() -> BlockTable:
 @given(st.data())
 def test_selected_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_table, "_SPARE_COLUMNS", 1)
+        patch.setattr(block_table, "SPARE_COLUMNS", 1)
         table = make_table()
         expected: list[list[int]] = [[] for _ in range(NUM_ROWS)]
         rows_B, block_id = np.arange(NUM_ROWS), 0
@@ -49,33 +49,37 @@ def test_selected_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> N
                     expected[row] = [block_id, block_id + 1]
                     block_id += 2
                     table.set_row(row, ids(*expected[row]))
-                    rows_B = rows_B.copy()
+                    table.forget()
                 case "choose":
                     chosen = data.draw(st.lists(st.integers(0, NUM_ROWS - 1), unique=True))
                     rows_B = np.array(chosen or [0], np.int64)
-            selected = table.select(rows_B, 0)
-            assert len(selected) == len(rows_B)
+                    table.forget()
             for row, held in enumerate(expected):
                 assert table.ids[row, : len(held)].tolist() == held
-            for row, row_ids in zip(rows_B.tolist(), selected.tolist(), strict=True):
-                assert row_ids[: len(expected[row])] == expected[row]
-                assert set(row_ids) <= set(range(block_id)) | {0}
+            for selected in (table.select_kept(0, rows_B), table.select(rows_B)):
+                assert len(selected) == len(rows_B)
+                for row, row_ids in zip(rows_B.tolist(), selected.tolist(), strict=True):
+                    assert row_ids[: len(expected[row])] == expected[row]
+                    assert set(row_ids) <= set(range(block_id)) | {0}
 
 
 @pytest.mark.parametrize("rows", [[1, 2], [0, 2]])
-def test_a_table_is_kept_for_as_long_as_its_rows_are(rows: list[int]) -> None:
+def test_a_table_is_kept_until_it_is_forgotten(rows: list[int]) -> None:
     table, rows_B = make_table(), np.array(rows)
-    first = table.select(rows_B, 0)
+    first = table.select_kept(0, rows_B)
     table.append(ids(2), ids(7))
-    assert table.select(rows_B, 0) is first
-    assert table.select(rows_B[:1], 1).shape[0] == 1
-    assert table.select(rows_B, 0) is first
+    assert table.select_kept(0, rows_B) is first
+    assert table.select_kept(1, rows_B[:1]).shape[0] == 1
+    assert table.select(rows_B[:1]).shape[0] == 1
+    assert table.select_kept(0, rows_B) is first
     assert first[1, 0] == 7
+    table.forget()
+    assert table.select_kept(0, rows_B[1:])[:, 0].tolist() == [7]
 
 
 def test_a_copy_that_is_full_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_table, "_SPARE_COLUMNS", 1)
+    monkeypatch.setattr(block_table, "SPARE_COLUMNS", 1)
     table, rows_B = make_table(), np.array([0, 2])
-    assert table.select(rows_B, 0).shape == (2, 1)
+    assert table.select_kept(0, rows_B).shape == (2, 1)
     table.append(ids(0, 0, 2), ids(4, 5, 6))
-    assert table.select(rows_B, 0)[:, :2].tolist() == [[4, 5], [6, 0]]
+    assert table.select_kept(0, rows_B)[:, :2].tolist() == [[4, 5], [6, 0]]

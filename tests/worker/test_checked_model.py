@@ -144,7 +144,8 @@ def test_a_float16_checkpoint_runs_on_a_cpu_in_bfloat16_and_the_log_says_so(
     assert [record.message for record in caplog.records if "float16" in record.message] == [
         "the checkpoint's float16 is computed in bfloat16 here; --dtype float32 keeps every digit"
     ]
-    assert worker.load_model().dtype == "bfloat16"
+    worker.load_model()
+    assert worker.profile().dtype == "bfloat16"
     check_engine(EngineConfig(model=str(folder), device="cpu"))
 
 

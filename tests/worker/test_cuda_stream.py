@@ -1,22 +1,32 @@
-"""What CUDA is told, in which order, with a CUDA that notes it down: there may be no device."""
+"""What steps on a CUDA stream may count on, with a CUDA that is late: there may be no device.
+
+What a stream is given runs when somebody waits for it, and no earlier.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
-from nanocore.worker.device.stream import Tensors
+from nanocore.worker.device.stream import Tensors, Work
 from tests.fake_device import FakeGraphPools
 
 DEVICE = torch.device("cuda", 0)
+GRAPH_BYTES = 30
+Kernel = Callable[[], object]
+tensor_copy, torch_empty = Tensor.copy_, torch.empty
 
 
 @dataclass
@@ -29,34 +39,60 @@ class Result:
 
 
 class FakeCuda:
-    """Takes the place of parts of torch.cuda. log: what was done. ready: events that passed."""
+    """Takes the place of parts of torch.cuda.
+
+    loaded: kernels that ran. pinned: addresses of pinned memory. num_host_waits: how often the host
+    waited. cached_bytes: free, but torch's. capturing: the graph that is being recorded.
+    """
 
     def __init__(self) -> None:
-        self.log: list[str] = []
-        self.ready: set[int] = set()
-        self.num_events = 0
-        self.num_streams = 0
-        self.free_bytes = 1000
-        self.current = "default"
+        self.loaded: set[Kernel] = set()
+        self.pinned: set[int] = set()
+        self.num_host_waits = 0
+        self.free_bytes, self.cached_bytes = 1000, 0
+        self.default = self.current = FakeStream(self)
+        self.capturing: FakeGraph | None = None
         self.pools = FakeGraphPools()
 
+    def launch(self, kernel: Kernel) -> None:
+        """Give a kernel to the current stream, or to the graph that records it."""
+        if self.capturing is None:
+            self.current.queue.append(kernel)
+            return
+        assert kernel in self.loaded, "a kernel cannot be loaded while a graph is recorded"
+        self.capturing.kernels.append(kernel)
+
+    def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if not non_blocking:
+            return tensor_copy(target, source)
+        self.launch(lambda: tensor_copy(target, source))
+        if target.data_ptr() not in self.pinned:  # CUDA does not return before it is done
+            self.current.synchronize()
+        return target
+
+    def empty(self, *size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        memory = torch_empty(*size, **options)
+        if pin_memory:
+            is_allowed = self.capturing is None or self.capturing.mode == "thread_local"
+            assert is_allowed, "another thread's allocation spoils the capture"
+            self.pinned.add(memory.data_ptr())
+        return memory
+
     def Stream(self, device: torch.device | None = None) -> FakeStream:
-        self.num_streams += 1
-        return FakeStream(self, f"stream {self.num_streams}", device)
+        return FakeStream(self, device)
 
     def Event(self) -> FakeEvent:
-        self.num_events += 1
-        return FakeEvent(self, self.num_events)
+        return FakeEvent(self)
 
     def CUDAGraph(self) -> FakeGraph:
         return FakeGraph(self)
 
-    def current_stream(self, device: torch.device | None = None) -> str:
+    def current_stream(self, device: torch.device | None = None) -> FakeStream:
         return self.current
 
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream.name
+        before, self.current = self.current, stream
         try:
             yield
         finally:
@@ -66,163 +102,238 @@ class FakeCuda:
         return self.pools.new_handle()
 
     def empty_cache(self) -> None:
-        self.log.append("cache emptied")
+        self.free_bytes, self.cached_bytes = self.free_bytes + self.cached_bytes, 0
 
     def mem_get_info(self) -> tuple[int, int]:
         return self.free_bytes, 2000
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeStream:
-    cuda: FakeCuda
-    name: str
-    device: torch.device | None
+    """num_done: of the queue's kernels."""
 
-    def wait_stream(self, other: str) -> None:
-        self.cuda.log.append(f"{self.name} waits for {other}")
+    cuda: FakeCuda
+    device: torch.device | None = None
+    queue: list[Kernel] = field(default_factory=list)
+    num_done: int = 0
+
+    def run(self, count: int) -> None:
+        while self.num_done < count:
+            kernel = self.queue[self.num_done]
+            kernel()
+            self.cuda.loaded.add(kernel)
+            self.num_done += 1
+
+    def wait_stream(self, other: FakeStream) -> None:
+        count = len(other.queue)
+        self.queue.append(lambda: other.run(count))
 
     def synchronize(self) -> None:
-        self.cuda.log.append(f"host waits for {self.name}")
+        self.cuda.num_host_waits += 1
+        self.run(len(self.queue))
 
 
 @dataclass
 class FakeEvent:
     cuda: FakeCuda
-    number: int
+    stream: FakeStream | None = None
+    position: int = 0
 
     def record(self, stream: FakeStream) -> None:
-        self.cuda.log.append(f"event {self.number} on {stream.name}")
+        self.stream, self.position = stream, len(stream.queue)
 
     def query(self) -> bool:
-        return self.number in self.cuda.ready
+        return self.stream is None or self.stream.num_done >= self.position
 
     def synchronize(self) -> None:
-        self.cuda.log.append(f"host waits for event {self.number}")
-        self.cuda.ready.add(self.number)
+        self.cuda.num_host_waits += 1
+        if self.stream is not None:
+            self.stream.run(self.position)
 
 
 @dataclass(eq=False)
 class FakeGraph:
     cuda: FakeCuda
+    mode: str = ""
+    kernels: list[Kernel] = field(default_factory=list)
 
-    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
-        assert not gc.isenabled()
+    def capture_begin(self, pool: int, capture_error_mode: str = "global") -> None:
+        assert not gc.isenabled(), "what garbage frees could call what a capture forbids"
+        assert self.cuda.current is not self.cuda.default, "a capture needs a stream of its own"
         self.cuda.pools.enter(pool, self)
-        self.cuda.log.append(f"capture on {self.cuda.current}, pool {pool}, {capture_error_mode}")
+        self.mode, self.cuda.capturing = capture_error_mode, self
 
     def capture_end(self) -> None:
-        self.cuda.free_bytes -= 30
-        self.cuda.log.append("captured")
+        self.cuda.free_bytes -= GRAPH_BYTES
+        self.cuda.capturing = None
+
+    def __del__(self) -> None:
+        self.cuda.cached_bytes += GRAPH_BYTES
 
     def replay(self) -> None:
-        self.cuda.log.append("replay")
+        self.cuda.current.queue.extend(self.kernels)
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     for name in (
-        "Stream", "Event", "CUDAGraph", "current_stream", "stream", "graph_pool_handle",
-        "mem_get_info", "empty_cache",
-    ):  # fmt: skip
+        "Stream",
+        "Event",
+        "CUDAGraph",
+        "current_stream",
+        "stream",
+        "graph_pool_handle",
+        "mem_get_info",
+        "empty_cache",
+    ):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    empty = torch.empty
-
-    def pinned(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        if pin_memory:
-            fake.log.append(f"pinned {size}")
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch, "empty", fake.empty)
+    monkeypatch.setattr(Tensor, "copy_", lambda *args, **more: fake.copy(*args, **more))
     return fake
 
 
-def test_a_result_is_copied_behind_its_work_and_an_event_tells_when_it_is_there(
-    cuda: FakeCuda,
-) -> None:
-    stream = CudaStream(2, DEVICE)
-    cuda.log.clear()
+def computing(cuda: FakeCuda, values: list[float], done: list[str], name: str = "") -> Work:
+    """Work that computes these values on the device, and then notes its name."""
 
     def work() -> Tensors:
-        cuda.log.append(f"work on {cuda.current}")
-        return {"token_ids": torch.tensor([3, 1, 2]), "logprob": torch.tensor([0.5])}
+        result = torch.full((len(values),), -1.0)
 
-    first, second = stream.run(work), stream.run(dict)
-    assert cuda.log == [
-        "work on stream 1", "pinned (torch.Size([3]),)", "pinned (torch.Size([1]),)",
-        "event 1 on stream 1", "event 2 on stream 1",
-    ]  # fmt: skip
+        def kernel() -> None:
+            tensor_copy(result, torch.tensor(values))
+            done.append(name)
+
+        cuda.launch(kernel)
+        return {"values": result}
+
+    return work
+
+
+def test_a_result_is_there_when_it_was_waited_for_and_nobody_waits_for_later_work(
+    cuda: FakeCuda,
+) -> None:
+    stream, done = CudaStream(2, DEVICE), list[str]()
+    first = stream.run(computing(cuda, [3, 1, 2], done, "first"))
+    second = stream.run(computing(cuda, [0.5], done, "second"))
+    assert cuda.num_host_waits == 0
     assert not first.is_done()
-    result = {name: tensor.tolist() for name, tensor in first.wait().items()}
-    assert result == {"token_ids": [3, 1, 2], "logprob": [0.5]}
-    assert cuda.log[-1] == "host waits for event 1"
+    assert first.wait()["values"].tolist() == [3, 1, 2]
+    assert cuda.num_host_waits == 1
     assert first.is_done()
     assert not second.is_done()
-    assert second.wait() == {}
+    assert done == ["first"]
+    assert second.wait()["values"].tolist() == [0.5]
+
+
+def test_work_without_a_result_is_waited_for_like_any(cuda: FakeCuda) -> None:
+    stream, done = CudaStream(1, DEVICE), list[str]()
+
+    def work() -> Tensors:
+        computing(cuda, [1], done, "it")()
+        return {}
+
+    pending = stream.run(work)
+    assert not pending.is_done()
+    assert pending.wait() == {}
+    assert done == ["it"]
 
 
 def test_memory_is_pinned_grows_and_is_not_given_out_while_a_step_may_read_it(
     cuda: FakeCuda,
 ) -> None:
-    stream = CudaStream(1, DEVICE)
-    first = stream.stage(100)
-    stream.run(dict)
-    second = stream.stage(10)
+    stream, done = CudaStream(1, DEVICE), list[str]()
+    first = stream.stage(100).memory
+    stream.run(computing(cuda, [], done, "first"))
+    second = stream.stage(10).memory
+    stream.run(computing(cuda, [], done, "second"))
     assert first.data_ptr() != second.data_ptr()
-    stream.run(dict)
-    cuda.log.clear()
-    again = stream.stage(100)
-    assert cuda.log == ["host waits for event 1"]
+    assert done == []
+    again = stream.stage(100).memory
+    assert done == ["first"]
     assert again.data_ptr() == first.data_ptr()
-    stream.run(dict)
-    cuda.log.clear()
-    assert len(stream.stage(1000)) == 1000
-    assert cuda.log == ["host waits for event 2", "pinned (1250,)"]
+    stream.run(computing(cuda, [], done, "third"))
+    large = stream.stage(1000).memory
+    assert done == ["first", "second"]
+    assert len(large) >= 1000
+    again_later = stream.stage(10)
+    again_later.scratch["what"] = "made of it"
+    stream.stage(10)
+    assert stream.stage(10).scratch == {"what": "made of it"}
+    stream.stage(10)
+    assert stream.stage(len(again_later.memory) + 1).scratch == {}
+    assert {memory.data_ptr() for memory in (first, second, large)} <= cuda.pinned
 
 
 def test_later_work_waits_for_what_others_gave_the_device(cuda: FakeCuda) -> None:
-    stream = CudaStream(1, DEVICE)
+    stream, done = CudaStream(1, DEVICE), list[str]()
+    computing(cuda, [], done, "tables")()
     stream.join()
-    assert cuda.log[-1] == "stream 1 waits for default"
+    stream.run(computing(cuda, [], done, "step")).wait()
+    assert done == ["tables", "step"]
 
 
-def test_a_graph_is_recorded_after_warm_ups_in_the_common_pool(
+def at_its_address(span: Any, device: torch.device) -> Tensor:
+    """What `torch.as_tensor` makes of a CUDA array, for memory of the host."""
+    array = span.__cuda_array_interface__
+    address, is_readonly = array["data"]
+    assert not is_readonly
+    assert (array["version"], array["strides"]) == (2, None)
+    dtype = np.dtype(array["typestr"])
+    num_bytes = int(np.prod(array["shape"])) * dtype.itemsize
+    memory = np.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype)
+    return torch.from_numpy(memory.reshape(array["shape"]))
+
+
+def test_a_graph_repeats_its_work_and_leaves_the_result_where_it_was_recorded(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spans: list[Any] = []
-    as_tensor = torch.as_tensor
-    monkeypatch.setattr(
-        torch, "as_tensor", lambda span, device: (spans.append(span), as_tensor([1.0]))[1]
-    )
-    recorder = CudaGraphRecorder()
-    recorder.begin_set()
-    assert cuda.log.pop() == "cache emptied"
-    made: list[Result] = []
+    monkeypatch.setattr(torch, "as_tensor", at_its_address)
+    inputs = torch.zeros(2, dtype=torch.int64)
+    # The graph's memory, which it keeps whatever becomes of the tensors.
+    logits_memory, ids_memory = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
+    claims: list[weakref.ref[Tensor]] = []
+
+    def kernel() -> None:
+        ids_memory[:] = inputs.numpy() + 1
+        logits_memory[:] = inputs.numpy()[:, None]
 
     def work() -> Result:
-        cuda.log.append(f"work on {cuda.current}")
-        made.append(Result(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)))
-        return made[-1]
+        result = Result(torch.from_numpy(logits_memory), torch.from_numpy(ids_memory))
+        claims.extend(weakref.ref(tensor) for tensor in (result.logits, result.token_ids))
+        cuda.launch(kernel)
+        allocating = threading.Thread(target=lambda: torch.empty(1, pin_memory=True))
+        allocating.start()
+        allocating.join()
+        return result
 
+    recorder = CudaGraphRecorder()
+    recorder.begin_set()
     result, replay = recorder.record(work)
-    assert cuda.log == [
-        "stream 1 waits for default", "work on stream 1", "work on stream 1",
-        "host waits for stream 1", "capture on stream 1, pool 1, thread_local",
-        "work on stream 1", "captured",
-    ]  # fmt: skip
     assert gc.isenabled()
-    assert recorder.last_bytes == 30
+    assert recorder.last_bytes == GRAPH_BYTES
+    inputs[:] = torch.tensor([5, 7])
     replay()
-    assert cuda.log[-1] == "replay"
-    # The result is where the recording left it, and does not keep that memory from others.
-    assert [span.__cuda_array_interface__ for span in spans] == [
-        {"data": (made[-1].logits.data_ptr(), False), "shape": (2, 3), "strides": None,
-         "typestr": "<f4", "version": 2},
-        {"data": (made[-1].token_ids.data_ptr(), False), "shape": (2,), "strides": None,
-         "typestr": "<i8", "version": 2},
-    ]  # fmt: skip
+    cuda.current.synchronize()
+    assert result.token_ids.tolist() == [6, 8]
+    assert result.logits.tolist() == [[5.0] * 3, [7.0] * 3]
     assert result.name == "a step"
-    assert result.logits is not made[-1].logits
+    # Other graphs may use that memory too: nothing claims it.
+    gc.collect()
+    assert all(claim() is None for claim in claims)
+
+
+def test_a_graph_is_recorded_behind_what_others_gave_the_device(cuda: FakeCuda) -> None:
+    """Its inputs are written on another stream."""
+    done: list[str] = []
+    computing(cuda, [], done, "inputs")()
+
+    def kernel() -> None:
+        done.append("work")
+
+    recorder = CudaGraphRecorder()
+    recorder.begin_set()
+    recorder.record(lambda: cuda.launch(kernel))
+    assert done[0] == "inputs"
 
 
 def test_a_set_has_a_pool_of_its_own_for_that_of_graphs_that_are_gone_takes_no_more(
@@ -231,6 +342,7 @@ def test_a_set_has_a_pool_of_its_own_for_that_of_graphs_that_are_gone_takes_no_m
     recorder = CudaGraphRecorder()
     for pool in (1, 2):
         recorder.begin_set()
+        assert cuda.free_bytes == 1000, "what the set before took is the device's again"
         graphs = [recorder.record(lambda: None) for _ in range(3)]
         assert cuda.pools.num_graphs[pool] == 3
         del graphs
@@ -239,23 +351,26 @@ def test_a_set_has_a_pool_of_its_own_for_that_of_graphs_that_are_gone_takes_no_m
         recorder.record(lambda: None)
 
 
+@pytest.mark.parametrize("is_spoilt", [False, True])
 def test_a_failed_recording_ends_its_capture_and_leaves_the_collector_on(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_spoilt: bool
 ) -> None:
     def work() -> None:
-        if cuda.log[-1].startswith("capture on"):
+        if cuda.capturing is not None:
             raise ValueError("not permitted")
 
-    def spoilt(graph: FakeGraph) -> None:
-        end(graph)
-        raise RuntimeError("the capture was invalidated")
+    end = FakeGraph.capture_end
 
-    recorder, end = CudaGraphRecorder(), FakeGraph.capture_end
-    for capture_end in (end, spoilt):
-        recorder.begin_set()
-        monkeypatch.setattr(FakeGraph, "capture_end", capture_end)
-        with pytest.raises(ValueError, match="not permitted"):
-            recorder.record(work)
-        assert cuda.log[-1] == "captured"
-        assert cuda.current == "default"
-        assert gc.isenabled()
+    def capture_end(graph: FakeGraph) -> None:
+        end(graph)
+        if is_spoilt:
+            raise RuntimeError("the capture was invalidated")
+
+    monkeypatch.setattr(FakeGraph, "capture_end", capture_end)
+    recorder = CudaGraphRecorder()
+    recorder.begin_set()
+    with pytest.raises(ValueError, match="not permitted"):
+        recorder.record(work)
+    assert cuda.capturing is None
+    assert cuda.current is cuda.default
+    assert gc.isenabled()

@@ -35,7 +35,7 @@ from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import DeviceKernels
 from tests.worker.ranks import run_ranks
-from tests.worker.running import _World, make_kernels
+from tests.worker.running import World, make_kernels
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 14
@@ -122,7 +122,8 @@ def make_runner(
     runner = ModelRunner(model, kernels, links, device)
     runner.pack(way.quantization)
     kv_format = kv_cache_format(way.kv_cache_dtype, way.dtype)
-    runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN, BUDGET)
+    runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
+    runner.capture(BUDGET)
     return runner
 
 
@@ -131,9 +132,13 @@ def drive(
 ) -> Deliveries:
     """All requests, in few rows, steps and blocks: these are used again and again."""
     scheduler: Scheduler = make_scheduler(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=BUDGET, max_model_len=MAX_MODEL_LEN, num_groups=num_groups,
-    )[0]  # fmt: skip
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=BUDGET,
+        max_model_len=MAX_MODEL_LEN,
+        num_groups=num_groups,
+    )[0]
     for handle, prompt in enumerate(PROMPTS):
         request = make_request(
             handle, prompt, MAX_TOKENS, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
@@ -185,7 +190,7 @@ def test_on_two_ranks(healthy: Path, damaged: Path) -> None:
 
 def test_on_two_stages(healthy: Path, damaged: Path) -> None:
     """The first learns of tokens from plans."""
-    world, plans = _World(1, 2), queue.SimpleQueue[SchedulerOutput | None]()
+    world, plans = World(1, 2), queue.SimpleQueue[SchedulerOutput | None]()
 
     def of_rank(rank: Communicator) -> Deliveries | None:
         placement, links = world.join(rank.rank, torch.float32)

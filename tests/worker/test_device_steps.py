@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
 
 @pytest.fixture(autouse=True)
 def _short_mixed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "_MIXED_TOKENS", (8, 24))
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (8, 24))
 
 
 def check(tokens: dict[int, list[int]], right: dict[int, list[int]], wishes: list[Wish]) -> None:
@@ -73,11 +73,18 @@ MIXED = [
     Wish(prompt, max_tokens, EngineSamplingParams(temperature=heat, top_k=top_k, top_p=top_p))
     for prompt, (max_tokens, heat, top_k, top_p) in zip(
         prompts(1, 5, 23, 60, 9, 4, 30),
-        [(9, 0.0, 0, 1.0), (1, 0.9, 0, 1.0), (12, 0.0, 0, 1.0), (6, 1.3, 5, 1.0), (17, 0.7, 0, 0.8),
-         (3, 0.0, 0, 1.0), (8, 1.0, 3, 0.9)],
+        [
+            (9, 0.0, 0, 1.0),
+            (1, 0.9, 0, 1.0),
+            (12, 0.0, 0, 1.0),
+            (6, 1.3, 5, 1.0),
+            (17, 0.7, 0, 0.8),
+            (3, 0.0, 0, 1.0),
+            (8, 1.0, 3, 0.9),
+        ],
         strict=True,
     )
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -228,7 +235,7 @@ def test_decodes_of_every_row_have_a_graph_whatever_their_number() -> None:
 def test_mixed_graphs_have_room_for_every_row_and_for_padding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_graphs, "_MIXED_TOKENS", (256, 512, 1024, 2048))
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (256, 512, 1024, 2048))
     shapes = [s for s in graph_shapes("always", 256, 1024, 64) if not s.is_uniform]
     assert [shape.num_tokens for shape in shapes] == [1024, 512]
     assert shapes[1] == StepShape(512, 257, 257, 512 // 64 + 257, is_uniform=False)

@@ -24,11 +24,11 @@ def filled(name: str, *shape: int, index: Index = (), seed: int = 0) -> Tensor:
 def _drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU, and as on a GPU."""
     if request.param == "device":
-        monkeypatch.setattr(dummy_weights, "_draw", dummy_weights._draw_on_device)
+        monkeypatch.setattr(dummy_weights, "draw_on_host", dummy_weights.draw_on_device)
 
 
 def set_block_numel(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
-    monkeypatch.setattr(dummy_weights, "_BLOCK_NUMEL", {dummy_weights._draw: numel})
+    monkeypatch.setattr(dummy_weights, "BLOCK_NUMEL", {dummy_weights.draw_on_host: numel})
 
 
 @pytest.mark.parametrize("block_numel", [1, 8, 100, 2**18])

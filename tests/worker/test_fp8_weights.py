@@ -16,8 +16,8 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device import device
-from nanocore.worker.device.device import check_quantization
-from nanocore.worker.dry_run import _weight_bytes
+from nanocore.worker.device.device import check_quantized_linear
+from nanocore.worker.dry_run import packed_bytes
 from nanocore.worker.loading.checked_model import loaded_bytes
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import ModelRunner
@@ -85,17 +85,17 @@ def test_a_model_says_what_its_rounded_weights_and_activations_say(folder: Path,
 def test_the_two_ends_routers_and_experts_stay_as_they_are(folder: Path) -> None:
     runner = make_runner(folder, PLACEMENT, kernels=TorchKernels(), quantization="fp8")
     layer = runner.model.layers[0]
-    assert layer.attention.qkv_proj.packed.dtype == FP8
-    assert layer.attention.o_proj.packed.dtype == FP8
+    assert layer.attention.qkv_proj.weight.packed.dtype == FP8
+    assert layer.attention.o_proj.weight.packed.dtype == FP8
     assert runner.model.head is not None
-    assert runner.model.head.packed.dtype == torch.float32
+    assert runner.model.head.weight.packed.dtype == torch.float32
     assert runner.model.embedding is not None
-    assert runner.model.embedding.packed.dtype == torch.float32
+    assert runner.model.embedding.weight.packed.dtype == torch.float32
     mlp = layer.mlp
     if hasattr(mlp, "router"):
-        assert (mlp.router.dtype, mlp.gate_up_XIE.dtype) == (torch.float32, torch.float32)
+        assert (mlp.router.packed.dtype, mlp.gate_up_XIE.dtype) == (torch.float32, torch.float32)
     else:
-        assert mlp.gate_up_proj.packed.dtype == mlp.down_proj.packed.dtype == FP8
+        assert mlp.gate_up_proj.weight.packed.dtype == mlp.down_proj.weight.packed.dtype == FP8
 
 
 def test_a_check_reckons_with_the_bytes_that_an_engine_has(folder: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_check_reckons_with_the_bytes_that_an_engine_has(folder: Path) -> None
     saved_bytes = ModelRunner(model, TritonKernels(CPU)).pack("fp8")
     assert saved_bytes > 0
     outline = build_model(model_config, PLACEMENT.on_meta())
-    assert _weight_bytes(config, outline) == num_bytes - saved_bytes
+    assert packed_bytes(config, outline) == num_bytes - saved_bytes
 
 
 def test_it_is_refused_where_it_cannot_be_had(
@@ -118,8 +118,8 @@ def test_it_is_refused_where_it_cannot_be_had(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     cuda = torch.device("cuda", 0)
     with pytest.raises(ConfigError, match=r"fp8: cuda:0 has no fp8 \(compute capability 8\.9\)"):
-        check_quantization("fp8", TorchKernels(), torch.bfloat16, cuda)
-    check_quantization("int8", TorchKernels(), torch.bfloat16, cuda)
+        check_quantized_linear("fp8", TorchKernels(), torch.bfloat16, cuda)
+    check_quantized_linear("int8", TorchKernels(), torch.bfloat16, cuda)
     with pytest.raises(ConfigError, match=r"--quantization fp8: .*leave --batch-invariant out"):
         EngineConfig(quantization="fp8", batch_invariant=True)
     native = select_kernels("cpu", CPU)
@@ -139,15 +139,15 @@ class WithoutProduct(TorchKernels):
 
 def test_a_product_is_tried_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's has been missing on some GPUs that have fp8, and for some dtypes."""
-    monkeypatch.setattr(device, "_require_fp8", lambda *_: None)
+    monkeypatch.setattr(device, "require_fp8", lambda *_: None)
     for kernels in (TorchKernels(), TritonKernels(CPU)):
-        check_quantization("fp8", kernels, torch.float16, CPU)
+        check_quantized_linear("fp8", kernels, torch.float16, CPU)
     kernels = WithoutProduct("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling\nmore")
     with pytest.raises(
         ConfigError, match=r"no such product of float16 \(CUDA error: CUBLAS"
     ) as told:
-        check_quantization("fp8", kernels, torch.float16, CPU)
+        check_quantized_linear("fp8", kernels, torch.float16, CPU)
     assert "int8 takes as little, or try --dtype bfloat16" in str(told.value)
     assert "\n" not in str(told.value)
     with pytest.raises(RuntimeError, match="out of memory"):
-        check_quantization("fp8", WithoutProduct("CUDA out of memory."), torch.float16, CPU)
+        check_quantized_linear("fp8", WithoutProduct("CUDA out of memory."), torch.float16, CPU)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,9 @@ from tests.fakes import Deliveries, FakeExecutor, make_request, make_scheduler
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
+
+
+SAMPLING = EngineSamplingParams(temperature=0.7, top_p=0.9)
 
 
 def make_batch(max_num_seqs: int = 4) -> InputBatch:
@@ -91,17 +96,44 @@ def ints(column: bytes) -> list[int]:
     return np.frombuffer(column, "<i4").tolist()
 
 
+def new_row(row: int, sampling: EngineSamplingParams, seed: int, block_id: int = 0) -> NewRow:
+    """Of a prompt of one token."""
+    return NewRow(
+        row=row,
+        token_ids=np.ones(1, "<i4").tobytes(),
+        num_prompt_tokens=1,
+        num_computed_tokens=0,
+        block_ids=np.array([block_id], "<i4").tobytes(),
+        sampling=sampling,
+        seed=seed,
+    )
+
+
 def plan_adding(*rows: tuple[int, EngineSamplingParams]) -> SchedulerOutput:
-    added = [
-        NewRow(row=row, token_ids=b"\1\0\0\0", num_prompt_tokens=1,
-               num_computed_tokens=0, block_ids=b"\0\0\0\0",
-               sampling=sampling, seed=100 + row)
-        for row, sampling in rows
-    ]  # fmt: skip
+    added = [new_row(row, sampling, 100 + row) for row, sampling in rows]
+    return make_plan(len(rows), added=added)
+
+
+def make_plan(
+    num_tokens: int,
+    group: int = 0,
+    added: Sequence[NewRow] = (),
+    removed: Sequence[int] = (),
+    chunks: Mapping[int, int] | None = None,
+) -> SchedulerOutput:
+    """chunks: rows whose count is not one, with it."""
+    chunks = chunks or {}
     return SchedulerOutput(
-        step=1, removed_rows=b"", added=added, block_rows=b"", block_ids=b"",
-        chunk_rows=b"", chunk_counts=b"", num_tokens=len(rows),
-    )  # fmt: skip
+        step=1,
+        group=group,
+        removed_rows=np.array(removed, "<i4").tobytes(),
+        added=list(added),
+        block_rows=b"",
+        block_ids=b"",
+        chunk_rows=np.array(list(chunks), "<i4").tobytes(),
+        chunk_counts=np.array(list(chunks.values()), "<i4").tobytes(),
+        num_tokens=num_tokens,
+    )
 
 
 def sampling_of(batch: InputBatch, plan: SchedulerOutput) -> SampledRows:
@@ -132,6 +164,47 @@ def test_sampling_columns_follow_their_rows() -> None:
             "min_p": [0.0, 0.0, 0.125],
         }.items()
     )
+
+
+def test_what_follows_from_the_rows_is_made_once_until_one_comes_or_goes() -> None:
+    """Two groups of rows that decode; a request ends, and others take rows, its own too."""
+    batch, sampling = InputBatch(6, MAX_MODEL_LEN, BLOCK_SIZE, 50, num_groups=2), SAMPLING
+    seeds: dict[int, int] = {}
+
+    def run(plan: SchedulerOutput) -> tuple[StepInputs, SampledRows]:
+        for row in ints(plan.removed_rows):
+            del seeds[row]
+        seeds.update({new.row: new.seed for new in plan.added})
+        batch.apply(plan)
+        step = batch.advance(plan)
+        inputs, sampled = batch.inputs(step), batch.sampled_rows(step)
+        rows = step.order.rows_B.tolist()
+        assert set(rows) <= {row for row in seeds if row % 2 == plan.group}
+        assert inputs.attention.block_table_BM[:, 0].tolist() == [seeds[row] for row in rows]
+        assert sampled.columns["seed"].tolist() == [seeds[row] for row in rows]
+        batch.append(step.sample_rows, np.ones(len(rows), np.int64))
+        return inputs, sampled
+
+    def kept(before: tuple[StepInputs, SampledRows], group: int, count: int) -> bool:
+        inputs, sampled = run(make_plan(count, group))
+        same_table = inputs.attention.block_table_BM is before[0].attention.block_table_BM
+        assert same_table == (sampled is before[1])
+        return same_table
+
+    run(make_plan(2, added=[new_row(row, sampling, row + 10, row + 10) for row in (0, 4)]))
+    odd = run(make_plan(2, 1, added=[new_row(row, sampling, row + 20, row + 20) for row in (1, 5)]))
+    even = run(make_plan(2))
+    assert kept(even, 0, 2)
+    assert kept(odd, 1, 2)
+    # A row that sits a step out changes nothing for the steps after it.
+    run(make_plan(1, chunks={4: 0}))
+    assert kept(even, 0, 2)
+    # Another request in the same row: the rows are the same numbers.
+    run(make_plan(2, removed=[4], added=[new_row(4, sampling, 31, 31)]))
+    run(make_plan(2))
+    run(make_plan(2, 1))
+    run(make_plan(1, removed=[0]))
+    run(make_plan(2, added=[new_row(2, sampling, 32, 32)]))
 
 
 def test_a_temperature_above_every_float32_stays_finite() -> None:

@@ -83,14 +83,14 @@ def test_what_is_allocated_is_what_was_told(tiny_model: Path, kv_cache_dtype: st
         folder=str(tiny_model), kv_cache_dtype=kv_cache_dtype, load_format="auto"
     )
     worker = Worker(config)
-    info, (guess,) = worker.load_model(), dry_run(config)
+    worker.load_model()
+    info, (guess,) = worker.profile(), dry_run(config)
     worker.allocate_kv_cache(11, 64)
-    memory = worker._runner.kv_memory
-    assert memory is not None
+    memory = worker.kv_memory
     assert memory.num_bytes == 11 * info.kv_block_bytes == 11 * guess.kv_block_bytes
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for cache in worker._runner.kv_caches
+        for cache in memory.layers()
         for x in parts(cache)
     }
     assert list(storages.values()) == [memory.num_bytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.layers.linear import RowParallelLinear
 from nanocore.worker.layers.norm import RMSNorm
-from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.layers.packing import Weight, WeightPacker
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.models.gemma2 import Gemma2Model
 from nanocore.worker.placement import Placement
@@ -61,10 +64,42 @@ def test_bfloat16_embeddings_are_scaled_as_transformers_does(tmp_path: Path) -> 
     theirs = Gemma2TextScaledWordEmbedding(config.vocab_size, 72, 0, config.embedding_scale)
     theirs = theirs.bfloat16()
     assert model.embedding is not None
-    model.embedding.weight.copy_(theirs.weight.detach())
+    model.embedding.weight.parameter.copy_(theirs.weight.detach())
     ids = torch.arange(config.vocab_size)
     model.embedding.pack(WeightPacker(TorchKernels()))
     assert torch.equal(model.embed(ids, TorchKernels()), theirs(ids))
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_weights_are_filled_then_packed_once_and_filled_no_more(name: str, tmp_path: Path) -> None:
+    model = build_model(config_of(name, tmp_path), Placement(torch.float32, CPU))
+    packer = WeightPacker(TorchKernels())
+    assert model.slots()
+    model.pack(packer)
+    for use in (model.slots, lambda: model.pack(packer)):
+        with pytest.raises(AssertionError, match="packed, and filled no more"):
+            use()
+
+
+def test_a_weight_that_is_not_packed_multiplies_nothing() -> None:
+    placement = Placement(torch.float32, CPU)
+    layer = RowParallelLinear(placement, 4, 3, "the size")
+    with pytest.raises(AssertionError, match="not packed yet"):
+        layer(torch.ones(2, 4), TorchKernels())
+    layer.weight.parameter.fill_(2)
+    layer.pack(WeightPacker(TorchKernels()))
+    assert layer(torch.ones(2, 4), TorchKernels()).tolist() == [[8.0] * 3] * 2
+
+
+def test_a_packed_weight_holds_no_memory_but_the_backends() -> None:
+    class Copying(TorchKernels):
+        def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+            return super().pack_linear(weight_OI.clone(), quantization)
+
+    weight = Weight(torch.ones(3, 4))
+    parameter = weakref.ref(weight.parameter)
+    weight.pack(WeightPacker(Copying()).linear)
+    assert parameter() is None
 
 
 @pytest.mark.parametrize(

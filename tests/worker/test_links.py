@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanocore.worker.communication import one_shot, process_group
-from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes, connect
+from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_buffer_bytes, connect
 from nanocore.worker.communication.shm_channel import create_channel
 from nanocore.worker.messages import RankStart
 from tests.worker.configs import make_worker_config
@@ -18,9 +18,13 @@ from tests.worker.configs import make_worker_config
 def start_message(rank: int, tp_size: int, pp_size: int, **fds: int) -> RankStart:
     config = make_worker_config(tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size)
     return RankStart(
-        config=config, rank=rank, cores=[0], board_fd=-1, rendezvous="/run/meet",
+        config=config,
+        rank=rank,
+        cores=[0],
+        board_fd=-1,
+        rendezvous="/run/meet",
         **{"reduce_fd": -1, "receive_fd": -1, "send_fd": -1} | fds,
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -49,15 +53,17 @@ def test_on_cuda_a_rank_is_joined_to_its_stage_and_its_neighbours(
     joined = connect(start_message(rank, tp_size=3, pp_size=3), torch.device("cuda", rank), 8)
     assert isinstance(joined.tp, FakeGroup)
     assert (joined.tp.path, joined.tp.world_rank, joined.tp.world_size) == (
-        Path("/run/meet"), rank, 9,
-    )  # fmt: skip
+        Path("/run/meet"),
+        rank,
+        9,
+    )
     assert joined.tp.groups == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert (joined.stages.receive, joined.stages.send) == (receive, send)
 
 
 def test_on_a_cpu_the_largest_steps_hidden_states_pass_to_the_next_stage() -> None:
     config, hidden_size = start_message(0, 1, 2).config, 7
-    fd = create_channel(channel_slot_bytes(config, hidden_size), CHANNEL_DEPTH)
+    fd = create_channel(channel_buffer_bytes(config, hidden_size), CHANNEL_DEPTH)
     cpu = torch.device("cpu")
     first = connect(start_message(0, 1, 2, send_fd=fd), cpu, hidden_size)
     second = connect(start_message(1, 1, 2, receive_fd=fd), cpu, hidden_size)

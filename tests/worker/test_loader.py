@@ -77,7 +77,7 @@ def test_a_rank_has_its_slice_however_the_file_is_cut(
     dtype: torch.dtype,
     piece_bytes: int,
 ) -> None:
-    monkeypatch.setattr(loader, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(loader, "PIECE_BYTES", piece_bytes)
     stored = numbered(6, 7, 5).bfloat16()
     target = load_part(tmp_path, stored, index, dtype)
     assert torch.equal(target, stored[index].to(dtype))

@@ -146,10 +146,11 @@ def test_on_a_device_the_largest_graphs_are_recorded_to_be_counted(
     )
     run_largest_steps(runner, kv_format, config)
     assert recorder.num_records == NUM_PROFILED_GRAPHS
-    num_graphs = len(runner.step_shapes(8, 300, 16))
+    num_graphs = len(runner.step_shapes(300))
     assert num_graphs > NUM_PROFILED_GRAPHS
     assert runner.kv_caches == []
-    runner.allocate(kv_format, 20, 16, 8, 64, 300)
+    runner.allocate(kv_format, 20, 16, 8, 64)
+    runner.capture(300)
     gc.collect()  # a fake graph refers to what it repeats, and that to it
     assert recorder.pools.num_graphs == {1: 0, 2: num_graphs}
 
@@ -163,5 +164,6 @@ def test_a_graph_that_cannot_be_recorded_is_told_with_a_remedy(
     monkeypatch.setattr(FakeGraphRecorder, "record", fail)
     queue = DeviceQueue(FakeStream(1), FakeGraphRecorder())
     runner = ModelRunner(load_model(tiny_model), DeviceKernels(), queue=queue)
+    runner.allocate(kv_cache_format("auto", torch.float32), 20, 16, 8, 64)
     with pytest.raises(WorkerError, match=r"graph of 8 decodes.*shared memory.*--enforce-eager"):
-        runner.allocate(kv_cache_format("auto", torch.float32), 20, 16, 8, 64, 48)
+        runner.capture(48)

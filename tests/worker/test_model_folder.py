@@ -44,8 +44,11 @@ def resolve_apart(home: Path, *arguments: str, hub: str = NOWHERE, **variables: 
     environment = kept | {"HF_HOME": str(home), "HF_ENDPOINT": hub} | variables
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return result.stdout.strip()
 
 

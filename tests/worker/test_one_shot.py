@@ -53,9 +53,9 @@ class FakeKernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     fake = FakeKernel()
-    monkeypatch.setattr(torch.ops.symm_mem, one_shot._OPERATION, fake, raising=False)
+    monkeypatch.setattr(torch.ops.symm_mem, one_shot.OPERATION, fake, raising=False)
     buffer = torch.zeros(MAX_BYTES, dtype=torch.uint8)
-    monkeypatch.setattr(one_shot, "_shared_buffer", lambda group: (buffer, ""))
+    monkeypatch.setattr(one_shot, "shared_buffer", lambda group: (buffer, ""))
     return fake
 
 

@@ -11,7 +11,10 @@ import pytest
 from nanocore.worker.executors.pipe import Pipe, encode_frame
 from nanocore.worker.messages import (
     AllocateCache,
+    Capture,
+    Done,
     FromRank,
+    Profile,
     RankFailure,
     RunStep,
     StepResult,
@@ -32,18 +35,30 @@ def pipes() -> Iterator[Pipes]:
 
 def make_plan(num_bytes: int = 8) -> SchedulerOutput:
     return SchedulerOutput(
-        step=3, removed_rows=b"", added=[], block_rows=bytes(num_bytes), block_ids=b"",
-        chunk_rows=b"", chunk_counts=b"", num_tokens=0,
-    )  # fmt: skip
+        step=3,
+        removed_rows=b"",
+        added=[],
+        block_rows=bytes(num_bytes),
+        block_ids=b"",
+        chunk_rows=b"",
+        chunk_counts=b"",
+        num_tokens=0,
+    )
 
 
 def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
     engine, rank = pipes
-    for message in (AllocateCache(num_blocks=5, max_model_len=9), RunStep(make_plan())):
+    orders = (
+        Profile(),
+        AllocateCache(num_blocks=5, max_model_len=9),
+        Capture(),
+        RunStep(make_plan()),
+    )
+    for message in orders:
         engine.send(message)
-    assert rank.recv() == AllocateCache(num_blocks=5, max_model_len=9)
-    assert rank.recv() == RunStep(make_plan())
+    assert tuple(rank.recv() for _ in orders) == orders
     answers = (
+        Done(),
         StepResult(ModelRunnerOutput(rows=b"\0\0\0\0", token_ids=b"\1\0\0\0")),
         RankFailure(kind="memory", message="no more", traceback="line\n"),
         WorkerInfo(

@@ -1,4 +1,4 @@
-"""Tensors through a ring of slots: in order, in pieces, and never overtaking the reader."""
+"""Tensors through a ring of buffers: in order, in pieces, and never overtaking the reader."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.communication.shm_region import read_counters
 
 
-def ends(slot_bytes: int, depth: int) -> tuple[ShmChannel, ShmChannel, int]:
-    fd = create_channel(slot_bytes, depth)
-    return ShmChannel(fd, slot_bytes, depth), ShmChannel(fd, slot_bytes, depth), fd
+def ends(buffer_bytes: int, depth: int) -> tuple[ShmChannel, ShmChannel, int]:
+    fd = create_channel(buffer_bytes, depth)
+    return ShmChannel(fd, buffer_bytes, depth), ShmChannel(fd, buffer_bytes, depth), fd
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

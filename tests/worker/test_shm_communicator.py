@@ -125,8 +125,10 @@ def test_processes_that_inherit_the_descriptor_reduce() -> None:
     fd = create_region(2, 64)
     with subprocess.Popen(
         [sys.executable, "-c", OTHER_RANK, str(fd)],
-        pass_fds=[fd], stdout=subprocess.PIPE, text=True,
-    ) as other:  # fmt: skip
+        pass_fds=[fd],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
         communicator = ShmCommunicator(fd, 0, 2, 64)
         os.close(fd)
         total = torch.zeros(100)

@@ -105,16 +105,19 @@ def test_what_requests_need_was_compiled_at_the_start(
     batch_invariant: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_graphs, "_MIXED_TOKENS", (200, 300))
+    monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (200, 300))
     folder = make_tiny_qwen3(tmp_path) if family == "qwen3" else BUILDERS[family](tmp_path)
     model = load_model(folder, dtype=torch.float16, quantization=quantization)
     kernels = TritonKernels(CPU, batch_invariant)
     recorder = FakeGraphRecorder() if has_graphs else None
     engine = Engine(model, 2, recorder, num_blocks=2000, budget=BUDGET, kernels=kernels)
     start = make_worker_config(
-        folder=str(folder), max_model_len=LONGEST, max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=BUDGET, block_size=device_engine.BLOCK_SIZE,
-    )  # fmt: skip
+        folder=str(folder),
+        max_model_len=LONGEST,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=BUDGET,
+        block_size=device_engine.BLOCK_SIZE,
+    )
     run_largest_steps(engine.runner, kv_cache_format("auto", torch.float16), start)
     engine.allocate()
     before = set(compiler.compiled)

@@ -45,6 +45,10 @@ class ControlHandler:
                 text = f"operation {shorten(control.operation)!r} is not one of {names}"
                 return self._refusal(control, text)
 
+    def answered(self, session: Session) -> None:
+        """The step loop has answered one of the session's calls."""
+        session.num_calls -= 1
+
     def leave(self, session: Session) -> None:
         """The session has ended: its pause goes with it. Nobody is there for the answer."""
         if session.has_paused:

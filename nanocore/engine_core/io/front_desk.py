@@ -127,7 +127,7 @@ class FrontDesk:
         if isinstance(event, ClientOutput):
             self._send_output(session, event, now_s)
             return
-        session.num_calls -= 1
+        self._controls.answered(session)
         reply = event.reply
         if reply.stats is not None:
             stats = msgspec.structs.replace(

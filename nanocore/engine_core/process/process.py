@@ -98,12 +98,14 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         executor = _executor(config, folder, model_config, max_model_len)
         stack.callback(executor.close)
         with phase("load") as notes:
-            ranks = executor.load_model()
+            executor.load_model()
+            ranks = executor.profile()
             num_bytes = sum(rank.weight_bytes for rank in ranks)
             notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
         with phase("kv cache") as notes:
             num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
             executor.allocate_kv_cache(num_blocks, max_model_len)
+            executor.capture()
             num_bytes = num_blocks * sum(rank.kv_block_bytes for rank in ranks)
             notes.append(
                 f"{num_blocks} blocks of {config.sizes.block_size} tokens, "

@@ -9,8 +9,15 @@ from __future__ import annotations
 import platform
 from typing import Final
 
-_AVX512: Final = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
-                  "-mprefer-vector-width=512")  # fmt: skip
+_AVX512: Final = (
+    "-mavx2",
+    "-mfma",
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512dq",
+    "-mavx512vl",
+    "-mprefer-vector-width=512",
+)
 
 _X86: Final = {
     "avx512_bf16": (*_AVX512, "-mavx512bf16"),
@@ -24,6 +31,14 @@ INSTRUCTION_SETS: Final[dict[str, tuple[str, ...]]] = {
 }
 """Compiler flags by name."""
 
-COMPILE_FLAGS: Final = ("-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden",
-                        "-pthread", "-Wall", "-Wextra", "-Wno-psabi")  # fmt: skip
+COMPILE_FLAGS: Final = (
+    "-std=c++20",
+    "-O3",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+)
 LINK_FLAGS: Final = ("-pthread",)

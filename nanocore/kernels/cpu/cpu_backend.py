@@ -45,7 +45,7 @@ from nanocore.kernels.interface import (
     Routing,
     SharedExpert,
 )
-from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization
+from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization_name
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 
@@ -54,23 +54,29 @@ logger = logging.getLogger(__name__)
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 _KINDS: Final = {**_DTYPES, torch.int8: 2}
 _GATES: Final = {"silu": 1, "gelu": 2}
+_OF_LOGITS: Final = frozenset(("softcap", "best_token", "best_filtered_token"))
+"""Kernels whose rows are float32 always, so that they are told no dtype."""
 _TILE_COLUMNS = 32
 NATIVE_MULTIPLE = 16
 _PAGE_BYTES = 2 << 20
 
 
 class CpuKernels(TorchKernels):
-    """Implements `interface.Kernels`. cores: see `Workspace`."""
+    """Implements `interface.Kernels`; library: what it calls, in this workspace.
+
+    Args:
+        cores: see `Workspace`.
+    """
 
     name = "cpu"
 
     def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:
-        self._workspace = Workspace(library, cores)
-        self._library = library
+        self.workspace = Workspace(library, cores)
+        self.library = library
         self._recording: Recording | None = None
 
     def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
-        check_quantization(quantization, ("int8",))
+        check_quantization_name(quantization, ("int8",))
         out_features, in_features = weight_OI.shape
         dtype = weight_OI.dtype if quantization is None else torch.int8
         scale_O = None
@@ -78,11 +84,11 @@ class CpuKernels(TorchKernels):
             scale_O = torch.empty(-(-out_features // _TILE_COLUMNS) * _TILE_COLUMNS)
         weight = LinearWeight(out_features, in_features, dtype, torch.empty(0), scale_O)
         struct = _weight_struct(weight)
-        packed = _huge_pages(self._library.call("packed_bytes", byref(struct)))
+        packed = huge_pages(self.library.call("packed_bytes", byref(struct)))
         struct.packed = packed.data_ptr()
         weight_OI = weight_OI.contiguous()
-        self._library.call(
-            "pack", self._workspace.handle, _DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
+        self.library.call(
+            "pack", self.workspace.handle, _DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
             byref(struct),
         )  # fmt: skip
         return LinearWeight(out_features, in_features, dtype, packed, scale_O)
@@ -109,7 +115,7 @@ class CpuKernels(TorchKernels):
         logits_RV = self._linear(x_RE, weight, None, torch.float32)
         if softcap:
             width = logits_RV.shape[1]
-            self._run("softcap", logits_RV, logits_RV.data_ptr(), width, softcap, dtype=None)
+            self._run("softcap", logits_RV, logits_RV.data_ptr(), width, softcap)
         return logits_RV
 
     def embedding(self, token_ids_T: Tensor, embedding: TokenEmbedding) -> Tensor:
@@ -208,11 +214,14 @@ class CpuKernels(TorchKernels):
         columns: tuple[int | None, ...] = (None, None, None)
         if noise is not None:
             noise = noise.contiguous()
-            columns = (noise.temperature_R.data_ptr(), noise.seed_R.data_ptr(),
-                    noise.position_R.data_ptr())  # fmt: skip
+            columns = (
+                noise.temperature_R.data_ptr(),
+                noise.seed_R.data_ptr(),
+                noise.position_R.data_ptr(),
+            )
         self._run(
             "best_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0), first_token,
-            *columns, value_R.data_ptr(), index_R.data_ptr(), dtype=None,
+            *columns, value_R.data_ptr(), index_R.data_ptr(),
         )  # fmt: skip
         if places is not None:
             places.write(index_R)
@@ -230,7 +239,7 @@ class CpuKernels(TorchKernels):
             "best_filtered_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0),
             noise.temperature_R.data_ptr(), noise.seed_R.data_ptr(), noise.position_R.data_ptr(),
             top_k_R.data_ptr(), top_p_R.data_ptr(), max_gap_R.data_ptr(), value_R.data_ptr(),
-            index_R.data_ptr(), dtype=None,
+            index_R.data_ptr(),
         )  # fmt: skip
         return value_R, index_R
 
@@ -243,7 +252,7 @@ class CpuKernels(TorchKernels):
             return compute(placeholder, None, placeholder)  # type: ignore[arg-type]
 
         try:
-            program, result = record(self._workspace, max_tokens, max_samples, run)
+            program, result = record(self.workspace, max_tokens, max_samples, run)
         except NotRecordable as reason:
             logger.info("kernels are called one by one, because a step has %s", reason)
             return None
@@ -286,14 +295,14 @@ class CpuKernels(TorchKernels):
         return torch.empty(len(like), width, dtype=dtype)
 
     def _run(
-        self, kernel: str, rows: Tensor, *arguments: Any, step: Any = None, dtype: Any = ...
+        self, kernel: str, rows: Tensor, *arguments: Any, step: StepStruct | None = None
     ) -> None:
         """Record a kernel, or run it at once on the rows of this tensor."""
-        head = () if dtype is None else (_DTYPES[rows.dtype],)
+        head = () if kernel in _OF_LOGITS else (_DTYPES[rows.dtype],)
         if self._recording is not None:
             self._recording.program.append(kernel, self._recording.rows, *head, *arguments)
             return
-        program = Program(self._workspace)
+        program = Program(self.workspace)
         program.append(kernel, len(rows), *head, *arguments)
         program.run(step or StepStruct())
 
@@ -328,7 +337,7 @@ def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
     return is_whole and cache.k_NSKD.dtype == dtype
 
 
-def _huge_pages(num_bytes: int) -> Tensor:
+def huge_pages(num_bytes: int) -> Tensor:
     """Memory in pages of 2 MiB where the system has them: weights are read as streams."""
     memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % _PAGE_BYTES
@@ -338,9 +347,12 @@ def _huge_pages(num_bytes: int) -> Tensor:
 def _weight_struct(weight: LinearWeight) -> LinearWeightStruct:
     scale = weight.scale_O
     return LinearWeightStruct(
-        _KINDS[weight.dtype], weight.data.data_ptr(), None if scale is None else scale.data_ptr(),
-        weight.in_features, weight.out_features,
-    )  # fmt: skip
+        _KINDS[weight.dtype],
+        weight.data.data_ptr(),
+        None if scale is None else scale.data_ptr(),
+        weight.in_features,
+        weight.out_features,
+    )
 
 
 def _norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:

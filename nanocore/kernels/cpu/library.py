@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
-_ABI_VERSION: Final = 6
+ABI_VERSION: Final = 6
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -130,9 +130,9 @@ class Library:
         self.instruction_set = instruction_set
         loaded = ctypes.CDLL(path)
         version = loaded.nanocore_abi_version()
-        if version != _ABI_VERSION:
+        if version != ABI_VERSION:
             raise RuntimeError(
-                f"{path} has interface {version} and not {_ABI_VERSION}: it was compiled from "
+                f"{path} has interface {version} and not {ABI_VERSION}: it was compiled from "
                 "other sources; install nanocore again"
             )
         self.functions: dict[str, Callable[..., Any]] = {}
@@ -155,16 +155,16 @@ def find_library() -> Library | None:
         ValueError: NANOCORE_CPU_ISA names none that is here and can run.
     """
     wanted = os.environ.get("NANOCORE_CPU_ISA")
-    for library in _libraries():
+    for library in runnable_libraries():
         if wanted in (None, library.instruction_set):
             return library
     if wanted is not None:
-        runnable = ", ".join(library.instruction_set for library in _libraries()) or "none"
+        runnable = ", ".join(library.instruction_set for library in runnable_libraries()) or "none"
         raise ValueError(f"NANOCORE_CPU_ISA={wanted}: compiled and runnable here: {runnable}")
     return None
 
 
-def _libraries() -> Iterator[Library]:
+def runnable_libraries() -> Iterator[Library]:
     """Those that were compiled and that this machine can run, the best first."""
     for name in INSTRUCTION_SETS:
         spec = importlib.util.find_spec(f"nanocore.kernels.cpu._{name}")

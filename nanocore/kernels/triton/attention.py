@@ -56,12 +56,17 @@ def paged_attention(
         is_apart = not batch_invariant and metadata.query_start[num_decodes] == num_decodes
         apart = num_decodes if is_apart else 0
         prefill_attention(
-            q_THD, cache, metadata, spec, out_THD,
-            prefill_tiles(head_dim, q_THD.itemsize, capability), num_shares,
+            q_THD,
+            cache,
+            metadata,
+            spec,
+            out_THD,
+            prefill_tiles(head_dim, q_THD.itemsize, capability),
+            num_shares,
             max_tokens=num_tokens - apart,
             max_seqs=len(metadata.seq_lens) - apart,
             has_decodes=batch_invariant,
-        )  # fmt: skip
+        )
     return out_THD
 
 

@@ -18,32 +18,32 @@ from torch import Tensor
 from nanocore.kernels.triton.attention_plan import MERGE, Plan
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
-_BLOCK: Final = 32
+MERGE_BLOCK: Final = 32
 """Rows times parts that a program loads at once."""
 
 
 @triton.jit
 def store_rows(
-    acc, peak, total, out, sums, log_sums, token, slot, head, queries, heads, is_row,
+    acc, peak, total, out, sums, log_sums, token, sum_id, head, queries, heads, is_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
 ) -> None:  # fmt: skip
     """Rows as `attend` leaves them, of query token + queries and of these heads of the group.
 
-    out: [T, H, D]. sums: [slots, K, QUERIES * GROUP, D], and log_sums, log2 of the sum of weights,
-    without D; None if no item can be split.
+    out: [T, H, D]. sums: [num_sums, K, QUERIES * GROUP, D], and log_sums, log2 of the sum of
+    weights, without D; None if no item can be split.
     """
     dims = tl.arange(0, HEAD_DIM_PAD)
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     total = tl.where(total == 0, 1.0, total)
     result = acc / total[:, None]
-    if slot < 0:
+    if sum_id < 0:
         tile = out + token.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
         rows = (queries * KV_HEADS + head) * GROUP + heads
         pointers = tile + rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
     elif sums is not None:
-        rows = (slot * KV_HEADS + head) * (QUERIES * GROUP) + queries * GROUP + heads
+        rows = (sum_id * KV_HEADS + head) * (QUERIES * GROUP) + queries * GROUP + heads
         tl.store(sums + rows[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
         tl.store(log_sums + rows, peak + tl.log2(total), mask=is_row)
 
@@ -60,7 +60,7 @@ def merge_parts_kernel(
     wait_for_inputs(PDL)
     numbers = merges + tl.program_id(1) * MERGE
     token, count = tl.load(numbers), tl.load(numbers + 1)
-    slot, num_parts = tl.load(numbers + 2), tl.load(numbers + 3)
+    sum_id, num_parts = tl.load(numbers + 2), tl.load(numbers + 3)
     head, block = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     if (num_parts == 0) | (block * BLOCK_ROWS >= count * GROUP):
         return
@@ -71,7 +71,7 @@ def merge_parts_kernel(
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     for start in range(0, num_parts, BLOCK_PARTS):
         parts = start + tl.arange(0, BLOCK_PARTS)
-        places = ((slot + parts)[:, None] * KV_HEADS + head) * (QUERIES * GROUP) + rows[None, :]
+        places = ((sum_id + parts)[:, None] * KV_HEADS + head) * (QUERIES * GROUP) + rows[None, :]
         mask = (parts < num_parts)[:, None] & is_row[None, :]
         log_sum = tl.load(log_sums + places, mask=mask, other=-float("inf"))
         values = tl.load(
@@ -104,7 +104,7 @@ class PartSums:
         """For items of num_rows rows in each KV head."""
         if plan.merges_M4 is None:
             return cls(None, None)
-        shape, device = (plan.num_slots, num_kv_heads, num_rows), out_THD.device
+        shape, device = (plan.num_sums, num_kv_heads, num_rows), out_THD.device
         sums = torch.empty(*shape, out_THD.shape[2], dtype=torch.float32, device=device)
         return cls(sums, torch.empty(shape, dtype=torch.float32, device=device))
 
@@ -121,6 +121,6 @@ class PartSums:
             self.sums, self.log_sums, plan.merges_M4, out_THD,
             KV_HEADS=num_kv_heads, GROUP=group, QUERIES=num_queries,
             HEAD_DIM=head_dim, HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
-            BLOCK_ROWS=block_rows, BLOCK_PARTS=_BLOCK // block_rows, num_warps=4,
+            BLOCK_ROWS=block_rows, BLOCK_PARTS=MERGE_BLOCK // block_rows, num_warps=4,
             **pdl(out_THD.device),
         )  # fmt: skip

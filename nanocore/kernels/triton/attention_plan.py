@@ -29,7 +29,7 @@ end; where its sums go, or -1 if it is all of its item."""
 MERGE: Final = tl.constexpr(4)
 """Numbers of an item in parts: its first token; queries; where sums begin; parts, 0 if none."""
 
-_BLOCK: Final = 1024
+PLAN_BLOCK: Final = 1024
 """Items at once: about as many as there ever are."""
 
 
@@ -39,8 +39,8 @@ def load_part(parts, part) -> tuple:
     numbers = parts + part * PART
     token, count, position = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     seq, seq_len = tl.load(numbers + 3), tl.load(numbers + 4)
-    first, end, slot = tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 7)
-    return token, count, position, seq, seq_len, first, end, slot
+    first, end, sum_id = tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 7)
+    return token, count, position, seq, seq_len, first, end, sum_id
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def _key_tiles(position, count, WINDOW: tl.constexpr, TILE: tl.constexpr) -> tup
 
 @triton.jit
 def _store_part(
-    numbers, mask, token, count, position, seq, seq_len, first, end, slot
+    numbers, mask, token, count, position, seq, seq_len, first, end, sum_id
 ) -> None:  # fmt: skip
     """Write the numbers of a part, see `PART`."""
     tl.store(numbers, token, mask=mask)
@@ -105,15 +105,15 @@ def _store_part(
     tl.store(numbers + 4, seq_len, mask=mask)
     tl.store(numbers + 5, first, mask=mask)
     tl.store(numbers + 6, end, mask=mask)
-    tl.store(numbers + 7, slot, mask=mask)
+    tl.store(numbers + 7, sum_id, mask=mask)
 
 
 @triton.jit
-def _store_merge(numbers, mask, token, count, slot, num_parts) -> None:
+def _store_merge(numbers, mask, token, count, sum_id, num_parts) -> None:
     """Write the numbers of an item in parts, see `MERGE`."""
     tl.store(numbers, token, mask=mask)
     tl.store(numbers + 1, count, mask=mask)
-    tl.store(numbers + 2, slot, mask=mask)
+    tl.store(numbers + 2, sum_id, mask=mask)
     tl.store(numbers + 3, num_parts, mask=mask)
 
 
@@ -158,7 +158,7 @@ def attention_plan_kernel(
         total += tl.sum(tl.where(count > 0, end - first, 0), axis=0)
     share = tl.maximum(tl.cdiv(total, num_shares), min_tiles)
 
-    num_slots, num_whole, num_merges = 0, 0, 0
+    num_sums, num_whole, num_merges = 0, 0, 0
     for start in range(0, num_items, BLOCK):
         items = start + tl.arange(0, BLOCK)
         token, count, position, seq, seq_len = _find_items(
@@ -170,24 +170,24 @@ def attention_plan_kernel(
         pieces = tl.where(count > 0, tl.maximum((size + share // 2) // share, 1), 0)
         is_split, whole = pieces > 1, (pieces == 1).to(tl.int32)
         summed = tl.where(is_split, pieces, 0)
-        slot = num_slots + tl.cumsum(summed, axis=0) - summed
+        sum_id = num_sums + tl.cumsum(summed, axis=0) - summed
         rest = max_parts - (num_whole + tl.cumsum(whole, axis=0))
         for piece in range(tl.max(pieces, axis=0)):
             begin = first + size * piece // tl.maximum(pieces, 1)
             until = first + size * (piece + 1) // tl.maximum(pieces, 1)
             _store_part(
-                parts + tl.where(is_split, slot + piece, rest) * PART, piece < pieces,
+                parts + tl.where(is_split, sum_id + piece, rest) * PART, piece < pieces,
                 token, count, position, seq, seq_len, begin, until,
-                tl.where(is_split, slot + piece, -1),
+                tl.where(is_split, sum_id + piece, -1),
             )  # fmt: skip
         if merges is not None:
             merge = num_merges + tl.cumsum(is_split.to(tl.int32), axis=0) - 1
-            _store_merge(merges + merge * MERGE, is_split, token, count, slot, pieces)
+            _store_merge(merges + merge * MERGE, is_split, token, count, sum_id, pieces)
             num_merges += tl.sum(is_split.to(tl.int32), axis=0)
-        num_slots += tl.sum(summed, axis=0)
+        num_sums += tl.sum(summed, axis=0)
         num_whole += tl.sum(whole, axis=0)
 
-    _store_zeros(parts + 1, num_slots, max_parts - num_whole, PART, BLOCK)
+    _store_zeros(parts + 1, num_sums, max_parts - num_whole, PART, BLOCK)
     if merges is not None:
         _store_zeros(merges + 3, num_merges, max_merges, MERGE, BLOCK)
 
@@ -216,12 +216,12 @@ class Items:
 class Plan:
     """parts_P8: int32, see `PART`; merges_M4: see `MERGE`, None if nothing can be split.
 
-    num_slots: of which there are no more, for the sums of parts.
+    num_sums: of which there are no more, for the sums of parts.
     """
 
     parts_P8: Tensor
     merges_M4: Tensor | None
-    num_slots: int
+    num_sums: int
 
 
 def plan_step(metadata: AttentionMetadata, items: Items) -> Plan:
@@ -253,7 +253,7 @@ def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
         metadata.query_start_A, metadata.seq_lens_B,
         None if items.has_decodes else metadata.num_decodes_1, parts_P8, merges_M4,
         len(metadata.seq_lens), num_shares, items.min_tiles, max_parts, max_merges,
-        QUERIES=items.queries, WINDOW=items.window, TILE=items.keys, BLOCK=_BLOCK, num_warps=8,
+        QUERIES=items.queries, WINDOW=items.window, TILE=items.keys, BLOCK=PLAN_BLOCK, num_warps=8,
         **pdl(device),
     )  # fmt: skip
     return Plan(parts_P8, merges_M4, max_merges + max_splits)

@@ -57,7 +57,7 @@ def decode_attention_kernel(
     """
     wait_for_inputs(PDL)
     head = tl.program_id(0)
-    token, count, position, seq, seq_len, first, end, slot = load_part(parts, tl.program_id(1))
+    token, count, position, seq, seq_len, first, end, sum_id = load_part(parts, tl.program_id(1))
     if count == 0:
         return
     rows, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM_PAD)
@@ -76,7 +76,7 @@ def decode_attention_kernel(
         MASKED=True,
     )  # fmt: skip
     store_rows(
-        acc, peak, total, out, sums, log_sums, token, slot, head,
+        acc, peak, total, out, sums, log_sums, token, sum_id, head,
         tl.zeros([ROWS], tl.int32), rows, rows < GROUP, KV_HEADS, GROUP, 1, HEAD_DIM, HEAD_DIM_PAD,
     )  # fmt: skip
 
@@ -98,10 +98,15 @@ def decode_attention(
     block_size, num_kv_heads = cache.k_NSKD.shape[1:3]
     group, table_BM = num_heads // num_kv_heads, metadata.block_table_BM
     items = Items(
-        queries=0, keys=tiles.keys, window=spec.window, has_decodes=False,
-        max_items=metadata.num_decodes, block_size=block_size,
-        num_shares=num_shares, min_tiles=MIN_PART_TILES,
-    )  # fmt: skip
+        queries=0,
+        keys=tiles.keys,
+        window=spec.window,
+        has_decodes=False,
+        max_items=metadata.num_decodes,
+        block_size=block_size,
+        num_shares=num_shares,
+        min_tiles=MIN_PART_TILES,
+    )
     plan = plan_step(metadata, items)
     memory = PartSums.allocate(plan, num_kv_heads, group, out_THD)
     decode_attention_kernel[(num_kv_heads, len(plan.parts_P8))](

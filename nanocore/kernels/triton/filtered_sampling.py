@@ -29,9 +29,9 @@ from nanocore.kernels.triton.sampling import (
     noise_key,
 )
 
-_PART: Final = 2048
-_BLOCK: Final = 2048
-_MAX_CANDIDATES: Final = 16384
+PART_TOKENS: Final = 2048
+BLOCK_TOKENS: Final = 2048
+MAX_CANDIDATES: Final = 16384
 
 _NUM_LEVELS = tl.constexpr(16)
 _REST = tl.constexpr(14)  # the level of all that is further down
@@ -68,7 +68,7 @@ def _keys(values) -> tl.tensor:
 
 @triton.jit
 def _weight_of_key(key, best) -> tl.tensor:
-    """float64 of an int64 key."""
+    """exp(value - best), float64, of the value whose key this is (int64)."""
     bits = key.to(tl.int32)
     value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.exp(-_gaps(value, best)).to(tl.float64)
@@ -300,34 +300,34 @@ def best_filtered_token(logits_RV: Tensor, noise: Noise, filters: Filters) -> tu
     column_R = logits_RV.new_empty(num_rows, dtype=torch.int64)
     if num_rows == 0:
         return value_R, column_R
-    noise, num_parts = noise.contiguous(), triton.cdiv(width, _PART)
+    noise, num_parts = noise.contiguous(), triton.cdiv(width, PART_TOKENS)
     k, p, floor = (x.contiguous() for x in (filters.top_k_R, filters.top_p_R, filters.min_p_R))
     heat, stride, grid = noise.temperature_R, logits_RV.stride(0), (num_rows, num_parts)
     part_best = logits_RV.new_empty(num_rows, num_parts)
     part_column = torch.empty_like(part_best, dtype=torch.int32)
     best_of_part_kernel[grid](
         logits_RV, None, None, None, part_best, part_column, 0, width, stride,
-        HAS_NOISE=False, BLOCK=_PART, num_warps=4, **pdl(logits_RV.device),
+        HAS_NOISE=False, BLOCK=PART_TOKENS, num_warps=4, **pdl(logits_RV.device),
     )  # fmt: skip
     part_count = part_column.new_empty(num_rows, num_parts, _NUM_LEVELS.value)
     part_mass = torch.empty_like(part_count, dtype=torch.float32)
     sizes = {"PARTS": triton.next_power_of_2(num_parts)}
     survey_kernel[grid](
         logits_RV, heat, p, floor, part_best, part_count, part_mass, width, stride,
-        BLOCK=_PART, num_warps=4, **sizes, **pdl(logits_RV.device),
+        BLOCK=PART_TOKENS, num_warps=4, **sizes, **pdl(logits_RV.device),
     )  # fmt: skip
-    sizes["MAX_CANDIDATES"] = _MAX_CANDIDATES
-    candidates = logits_RV.new_empty(num_rows, _MAX_CANDIDATES)
+    sizes["MAX_CANDIDATES"] = MAX_CANDIDATES
+    candidates = logits_RV.new_empty(num_rows, MAX_CANDIDATES)
     ids = torch.empty_like(candidates, dtype=torch.int32)
     row_count = ids.new_empty(num_rows, 2)
     row_mass = logits_RV.new_empty(num_rows, dtype=torch.float64)
     gather_kernel[grid](
         logits_RV, heat, k, p, floor, part_best, part_count, part_mass, candidates, ids, row_count,
-        row_mass, width, stride, BLOCK=_PART, num_warps=4, **sizes, **pdl(logits_RV.device),
+        row_mass, width, stride, BLOCK=PART_TOKENS, num_warps=4, **sizes, **pdl(logits_RV.device),
     )  # fmt: skip
     choose_kernel[(num_rows,)](
         logits_RV, heat, noise.seed_R, noise.position_R, k, p, floor, part_best, candidates, ids,
         row_count, row_mass, value_R, column_R, width, num_parts, stride,
-        BLOCK=_BLOCK, num_warps=8, **sizes, **pdl(logits_RV.device),
+        BLOCK=BLOCK_TOKENS, num_warps=8, **sizes, **pdl(logits_RV.device),
     )  # fmt: skip
     return value_R, column_R

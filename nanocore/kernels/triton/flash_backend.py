@@ -22,7 +22,7 @@ from nanocore.kernels.triton.triton_backend import TritonKernels
 
 _MODULES: Final = {3: "flash_attn_interface", 2: "flash_attn"}
 _BLOCK_MULTIPLES: Final = {3: 1, 2: 256}
-_DTYPES: Final = (torch.bfloat16, torch.float16)
+DTYPES: Final = (torch.bfloat16, torch.float16)
 
 
 class FlashKernels(TritonKernels):
@@ -43,7 +43,7 @@ class FlashKernels(TritonKernels):
     def paged_attention(
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
-        if cache.k_scale_NSK is not None or cache.k_NSKD.dtype not in _DTYPES:
+        if cache.k_scale_NSK is not None or cache.k_NSKD.dtype not in DTYPES:
             return super().paged_attention(q_THD, cache, metadata, spec)
         attend = _attend_3 if self.version == 3 else _attend_2
         out_THD = torch.empty_like(q_THD)

@@ -262,9 +262,13 @@ def _launch(
     if x_TI.dtype != torch.float32:
         weight_bytes = weight.data.element_size()
         tile = choose_tile(
-            num_rows, num_columns, weight_bytes, is_gated, batch_invariant,
+            num_rows,
+            num_columns,
+            weight_bytes,
+            is_gated,
+            batch_invariant,
             max_shared_bytes(x_TI.device),
-        )  # fmt: skip
+        )
     grid = (triton.cdiv(num_rows, tile.block_t) * triton.cdiv(num_columns, tile.block_o),)
     linear_kernel[grid](
         x_TI, weight.data, weight.scale_O, bias_O, out, num_rows, num_columns, num_inputs,

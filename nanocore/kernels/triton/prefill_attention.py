@@ -74,7 +74,7 @@ def prefill_attention_kernel(
     """
     wait_for_inputs(PDL)
     head = tl.program_id(0)
-    token, count, position, seq, seq_len, first, end, slot = load_part(parts, tl.program_id(1))
+    token, count, position, seq, seq_len, first, end, sum_id = load_part(parts, tl.program_id(1))
     if count == 0:
         return
     rows, dims = tl.arange(0, QUERIES * GROUP_PAD), tl.arange(0, HEAD_DIM_PAD)
@@ -104,7 +104,7 @@ def prefill_attention_kernel(
             MASKED=span != 1,
         )  # fmt: skip
     store_rows(
-        acc, peak, total, out, sums, log_sums, token, slot, head, queries, heads, is_row,
+        acc, peak, total, out, sums, log_sums, token, sum_id, head, queries, heads, is_row,
         KV_HEADS, GROUP, QUERIES, HEAD_DIM, HEAD_DIM_PAD,
     )  # fmt: skip
 
@@ -134,10 +134,15 @@ def prefill_attention(
     num_queries = max(1, tiles.rows // group_pad)
     table_BM = metadata.block_table_BM
     items = Items(
-        queries=num_queries, keys=tiles.keys, window=spec.window, has_decodes=has_decodes,
-        max_items=max_tokens // num_queries + max_seqs, block_size=block_size,
-        num_shares=num_shares, min_tiles=MIN_PART_TILES,
-    )  # fmt: skip
+        queries=num_queries,
+        keys=tiles.keys,
+        window=spec.window,
+        has_decodes=has_decodes,
+        max_items=max_tokens // num_queries + max_seqs,
+        block_size=block_size,
+        num_shares=num_shares,
+        min_tiles=MIN_PART_TILES,
+    )
     plan = plan_step(metadata, items)
     memory = PartSums.allocate(plan, num_kv_heads, num_queries * group, out_THD)
     prefill_attention_kernel[(num_kv_heads, len(plan.parts_P8))](

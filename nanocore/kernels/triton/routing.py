@@ -23,8 +23,8 @@ from nanocore.kernels.interface import Routing
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 PLAN_WARPS: Final = 8
-_MIN_SPAN: Final = 256
-_MAX_SPANS: Final = 128
+MIN_SPAN: Final = 256
+MAX_SPANS: Final = 128
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def route_kernel(
 
 
 @triton.jit
-def _load_experts(expert_ids, pairs, end, NUM_EXPERTS: tl.constexpr) -> tl.tensor:
+def load_experts(expert_ids, pairs, end, NUM_EXPERTS: tl.constexpr) -> tl.tensor:
     """Each pair's expert; -1 for those past the end, and for ids that are none."""
     ids = tl.load(expert_ids + pairs, mask=pairs < end, other=-1)
     return tl.where(ids < NUM_EXPERTS, ids, -1).to(tl.int32)
@@ -75,7 +75,7 @@ def _count(
     bins = tl.arange(0, NUM_BINS)
     counts = tl.zeros([NUM_BINS], tl.int32)
     for first in range(start, end, STEP):
-        ids = _load_experts(expert_ids, first + tl.arange(0, STEP), end, NUM_EXPERTS)
+        ids = load_experts(expert_ids, first + tl.arange(0, STEP), end, NUM_EXPERTS)
         counts += tl.sum((ids[:, None] == bins[None, :]).to(tl.int32), axis=0)
     return counts
 
@@ -123,7 +123,7 @@ def plan_kernel(
 
     place = first_tile * BLOCK_T + before  # of each expert's next pair
     for first in range(start, end, STEP):
-        ids = _load_experts(expert_ids, first + steps, end, NUM_EXPERTS)
+        ids = load_experts(expert_ids, first + steps, end, NUM_EXPERTS)
         is_of = ids[:, None] == bins[None, :]
         is_like_before = (ids[:, None] == ids[None, :]) & (steps[:, None] > steps[None, :])
         rows = tl.sum(tl.where(is_of, place[None, :], 0), axis=1)
@@ -166,7 +166,7 @@ def route(routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def route_warps(block: int) -> int:
-    """Up to eight experts for each thread."""
+    """How many warps choose among `block` experts: eight of them a thread, 8 warps at most."""
     return min(8, max(1, block // 256))
 
 
@@ -186,7 +186,7 @@ def plan(expert_ids_TC: Tensor, num_experts: int, block_t: int) -> tuple[Tensor,
     )
     num_bins = triton.next_power_of_2(num_experts)
     step = plan_step(num_bins)
-    span = max(_MIN_SPAN, step * triton.cdiv(num_pairs, step * _MAX_SPANS))
+    span = max(MIN_SPAN, step * triton.cdiv(num_pairs, step * MAX_SPANS))
     num_spans = triton.cdiv(num_pairs, span)
     counts = None
     if num_spans > 1:

@@ -50,7 +50,7 @@ _INTERPRETED_SMS: Final = 4
 
 
 class TritonKernels(TorchKernels):
-    """Implements `interface.Kernels`.
+    """Implements `interface.Kernels`. num_sms: multiprocessors, among which attention is shared.
 
     Raises:
         ValueError: the device is not CUDA, and Triton does not interpret (TRITON_INTERPRET=1).
@@ -61,12 +61,12 @@ class TritonKernels(TorchKernels):
 
     def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
         if device.type == "cuda":
-            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         elif os.environ.get("TRITON_INTERPRET") == "1":
-            self._num_sms = _INTERPRETED_SMS
+            self.num_sms = _INTERPRETED_SMS
         else:
             raise ValueError(f"the device is {device}, and Triton's kernels are for CUDA; use auto")
-        self._batch_invariant = batch_invariant
+        self.batch_invariant = batch_invariant
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
         if weight.dtype == FP8:
@@ -86,7 +86,7 @@ class TritonKernels(TorchKernels):
             return gate.gated(fp8_linear(x_TI, weight, bias_O), activation)
         if self._is_ours(weight) or len(x_TI) <= FUSED_GATE_TOKENS:
             return matmul.gated_linear(
-                x_TI, weight, bias_O, activation, batch_invariant=self._batch_invariant
+                x_TI, weight, bias_O, activation, batch_invariant=self.batch_invariant
             )
         return gate.gated(F.linear(x_TI, weight.data, bias_O), activation)
 
@@ -129,9 +129,14 @@ class TritonKernels(TorchKernels):
         activation: Activation = "silu",
     ) -> Tensor:
         return moe(
-            x_TE, gate_up_XIE, down_XEI, *route(routing), activation, shared,
-            batch_invariant=self._batch_invariant,
-        )  # fmt: skip
+            x_TE,
+            gate_up_XIE,
+            down_XEI,
+            *route(routing),
+            activation,
+            shared,
+            batch_invariant=self.batch_invariant,
+        )
 
     def rope_and_store_kv(
         self,
@@ -148,9 +153,13 @@ class TritonKernels(TorchKernels):
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         return attention.paged_attention(
-            q_THD, cache, metadata, spec,
-            num_sms=self._num_sms, batch_invariant=self._batch_invariant,
-        )  # fmt: skip
+            q_THD,
+            cache,
+            metadata,
+            spec,
+            num_sms=self.num_sms,
+            batch_invariant=self.batch_invariant,
+        )
 
     def best_token(
         self,
@@ -168,7 +177,7 @@ class TritonKernels(TorchKernels):
 
     def _is_ours(self, weight: LinearWeight) -> bool:
         """Whether a product is not for cuBLAS."""
-        return self._batch_invariant or weight.scale_O is not None
+        return self.batch_invariant or weight.scale_O is not None
 
     def _multiply(
         self,
@@ -177,4 +186,4 @@ class TritonKernels(TorchKernels):
         bias_O: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        return matmul.linear(x_TI, weight, bias_O, out_dtype, batch_invariant=self._batch_invariant)
+        return matmul.linear(x_TI, weight, bias_O, out_dtype, batch_invariant=self.batch_invariant)

@@ -1,9 +1,10 @@
 """The KV blocks of every row, on the host: to find slots and, on a CPU, for attention.
 
 Attention wants the rows of a step in the step's order. Where they are consecutive that is a view;
-where ended rows have left gaps it is a copy, made once for a set of rows and then kept up to date
-by the same differences as the table. So a step writes the blocks that were appended, and nothing
-that grows with the contexts. Shape suffixes: see `nanocore.kernels.interface`.
+where ended rows have left gaps it is a copy. For rows that decode step after step it is made once
+and then kept up to date by the same differences as the table, until it is forgotten because a row
+came or went. So a step writes the blocks that were appended, and nothing that grows with contexts.
+Shape suffixes: see `nanocore.kernels.interface`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_SPARE_COLUMNS = 64
+SPARE_COLUMNS = 64
 """Of a copy: for the blocks that its rows take before it must be made again."""
 
 
@@ -23,7 +24,6 @@ _SPARE_COLUMNS = 64
 class _Selection:
     """Some rows' table. place: of every row its index in B, -1 for others; None for a view."""
 
-    rows_B: NDArray[np.int64]
     table_BM: Tensor
     place: NDArray[np.int64] | None
 
@@ -48,10 +48,10 @@ class BlockTable:
         self.ids = np.zeros((max_num_seqs, num_columns), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self._table = torch.from_numpy(self.ids)
-        self._selections: dict[int, _Selection] = {}
+        self._kept: dict[int, _Selection] = {}
 
     def set_row(self, row: int, block_ids: NDArray[np.int32]) -> None:
-        """Start a row anew."""
+        """The row has these blocks, from its first token on, and no others."""
         self.num_blocks[row] = len(block_ids)
         self.ids[row, : len(block_ids)] = block_ids
 
@@ -65,11 +65,11 @@ class BlockTable:
         columns = self.num_blocks[rows] + index - start
         self.num_blocks[rows] = columns + 1  # of equal rows the last one is kept
         self.ids[rows, columns] = block_ids
-        for key, selection in list(self._selections.items()):
+        for key, selection in list(self._kept.items()):
             if selection.place is None:
                 continue
             if columns.max() >= selection.table_BM.shape[1]:
-                del self._selections[key]
+                del self._kept[key]
                 continue
             place = selection.place[rows]
             among = place >= 0
@@ -77,22 +77,29 @@ class BlockTable:
                 selection.table_BM.numpy()[place[among], columns[among]] = block_ids[among]
         return AppendedBlocks(rows, columns.astype(np.int32), block_ids)
 
-    def select(self, rows_B: NDArray[np.int64], key: int) -> Tensor:
-        """Block ids of these rows, int32 [B, M], until the next change.
+    def select(self, rows_B: NDArray[np.int64]) -> Tensor:
+        """Block ids of these rows, int32 [B, M], until the next change."""
+        return self._select(rows_B).table_BM
 
-        The array that the last call with this key was given costs nothing; if one of its rows was
-        started anew since, it must be another array.
+    def select_kept(self, key: int, rows_B: NDArray[np.int64]) -> Tensor:
+        """Likewise, made once for a key and kept up to date with blocks that are appended.
+
+        rows_B: the same in every call with this key, until `forget`.
         """
-        selection = self._selections.get(key)
-        if selection is None or selection.rows_B is not rows_B:
-            selection = self._selections[key] = self._select(rows_B)
+        selection = self._kept.get(key)
+        if selection is None:
+            selection = self._kept[key] = self._select(rows_B)
         return selection.table_BM
+
+    def forget(self) -> None:
+        """Keep no selection any longer: rows were started anew, or a key stands for others now."""
+        self._kept.clear()
 
     def _select(self, rows_B: NDArray[np.int64]) -> _Selection:
         if (np.diff(rows_B) == 1).all():
             first = int(rows_B[0])
-            return _Selection(rows_B, self._table[first : first + len(rows_B)], None)
-        used = self._table[:, : int(self.num_blocks[rows_B].max()) + _SPARE_COLUMNS]
+            return _Selection(self._table[first : first + len(rows_B)], None)
+        used = self._table[:, : int(self.num_blocks[rows_B].max()) + SPARE_COLUMNS]
         place = np.full(len(self.ids), -1)
         place[rows_B] = np.arange(len(rows_B))
-        return _Selection(rows_B, used.index_select(0, torch.from_numpy(rows_B)), place)
+        return _Selection(used.index_select(0, torch.from_numpy(rows_B)), place)

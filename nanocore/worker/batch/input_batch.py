@@ -43,11 +43,14 @@ class StepInputs:
 class Order:
     """A step's rows in the order of its tokens, and what follows from their counts alone.
 
+    is_steady: these are all rows of the group, with a token each: the order is the same in every
+    such step until a row comes or goes, and so is all that follows from it.
     source_T: which of the B each token belongs to; offset_T: the how many-th of its row it is.
     last_token_B: the last token of each row. query_start_A, num_decodes_1: as in
     `AttentionMetadata`, on the host.
     """
 
+    is_steady: bool
     num_decodes: int
     rows_B: NDArray[np.int64]
     counts_B: NDArray[np.int64]
@@ -64,13 +67,15 @@ class Order:
 class BatchStep:
     """What a step computes, on the host.
 
-    group: of the plan. seq_lens_B: contexts with this step's tokens. slots_T: where their K and V
-    go. sample_index_R: which of the T tokens sample; sample_rows: their rows; sample_positions: the
-    positions that the sampled tokens will take. All int64.
+    group: of the plan. all_sample: every row of the order does. seq_lens_B: contexts with this
+    step's tokens. slots_T: where their K and V go. sample_index_R: which of the T tokens sample;
+    sample_rows: their rows; sample_positions: the positions that the sampled tokens will take.
+    Arrays are int64.
     """
 
     group: int
     order: Order
+    all_sample: bool
     seq_lens_B: NDArray[np.int64]
     positions_T: NDArray[np.int64]
     slots_T: NDArray[np.int64]
@@ -97,7 +102,7 @@ class InputBatch:
         num_groups: int = 1,
         has_tokens: bool = True,
     ) -> None:
-        self.block_size = block_size
+        self.max_num_seqs, self.block_size = max_num_seqs, block_size
         self.group = np.arange(max_num_seqs) % num_groups
         self.token_ids = np.zeros((max_num_seqs, max_model_len if has_tokens else 0), np.int32)
         self.blocks = BlockTable(max_num_seqs, -(-max_model_len // block_size))
@@ -106,11 +111,9 @@ class InputBatch:
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.sampling = RowColumns(max_num_seqs, vocab_size)
         self.token_table = torch.from_numpy(self.token_ids)
-        # Valid until a row is added or removed:
-        self._decode_orders: dict[int, Order] = {}
-        """By group, of steps in which all of the group's rows decode."""
-        self._sampled: dict[int, tuple[NDArray[np.int64], SampledRows]] = {}
-        """By group, with the rows they are of."""
+        self._steady_orders: dict[int, Order] = {}
+        self._steady_samples: dict[int, SampledRows] = {}
+        """Both by group, and made when they are first needed; see `_forget`."""
 
     def apply(self, plan: SchedulerOutput) -> AppendedBlocks:
         """Take in a plan's differences: rows removed, rows added, blocks appended.
@@ -118,8 +121,7 @@ class InputBatch:
         Returns the blocks that were appended to rows, but for those that came with new rows.
         """
         if plan.removed_rows or plan.added:
-            self._decode_orders.clear()
-            self._sampled.clear()
+            self._forget()
         self.is_active[ints(plan.removed_rows)] = False
         for new in plan.added:
             self._add(new)
@@ -137,17 +139,17 @@ class InputBatch:
         positions_T = before_B[order.source_T] + order.offset_T
         blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
         samples_B = seq_lens_B == self.num_tokens[rows_B]
-        # The order's own array if all sample, by which `sampled_rows` knows it again.
-        chosen = slice(None) if (all_sample := bool(samples_B.all())) else samples_B
+        all_sample = bool(samples_B.all())
         return BatchStep(
             group=plan.group,
             order=order,
+            all_sample=all_sample,
             seq_lens_B=seq_lens_B,
             positions_T=positions_T,
             slots_T=blocks_T.astype(np.int64) * self.block_size + positions_T % self.block_size,
-            sample_index_R=order.last_token_B if all_sample else order.last_token_B[chosen],
-            sample_rows=rows_B if all_sample else rows_B[chosen],
-            sample_positions=seq_lens_B if all_sample else seq_lens_B[chosen],
+            sample_index_R=order.last_token_B if all_sample else order.last_token_B[samples_B],
+            sample_rows=rows_B if all_sample else rows_B[samples_B],
+            sample_positions=seq_lens_B if all_sample else seq_lens_B[samples_B],
         )
 
     def inputs(self, step: BatchStep) -> StepInputs:
@@ -163,7 +165,7 @@ class InputBatch:
                 num_decodes_1=order.num_decodes_1,
                 query_start_A=order.query_start_A,
                 seq_lens_B=torch.from_numpy(step.seq_lens_B.astype(np.int32)),
-                block_table_BM=self.blocks.select(order.rows_B, step.group),
+                block_table_BM=self._block_table(step),
                 positions_T=torch.from_numpy(step.positions_T),
                 slot_mapping_T=torch.from_numpy(step.slots_T),
             ),
@@ -172,10 +174,13 @@ class InputBatch:
 
     def sampled_rows(self, step: BatchStep) -> SampledRows:
         """How the rows sample that the step does."""
-        rows, kept = step.sample_rows, self._sampled.get(step.group)
-        if kept is None or kept[0] is not rows:
-            kept = self._sampled[step.group] = rows, self.sampling.of_rows(rows)
-        return kept[1]
+        if not (step.order.is_steady and step.all_sample):
+            return self.sampling.of_rows(step.sample_rows)
+        samples = self._steady_samples.get(step.group)
+        if samples is None:
+            samples = self.sampling.of_rows(step.sample_rows)
+            self._steady_samples[step.group] = samples
+        return samples
 
     def places(self, step: BatchStep) -> TokenPlaces:
         """Of the tokens that the step samples, in these rows' own memory."""
@@ -205,13 +210,24 @@ class InputBatch:
         return places.astype(np.int32)
 
     def _order(self, plan: SchedulerOutput) -> Order:
-        """Rows and tokens of this step."""
+        """The step's order: a kept one if all rows of the group decode."""
         if plan.chunk_rows:
             return self._make_order(plan)
-        order = self._decode_orders.get(plan.group)
+        order = self._steady_orders.get(plan.group)
         if order is None:
-            order = self._decode_orders[plan.group] = self._make_order(plan)
+            order = self._steady_orders[plan.group] = self._make_order(plan)
         return order
+
+    def _block_table(self, step: BatchStep) -> Tensor:
+        if step.order.is_steady:
+            return self.blocks.select_kept(step.group, step.order.rows_B)
+        return self.blocks.select(step.order.rows_B)
+
+    def _forget(self) -> None:
+        """What followed from which rows there are, before one comes or goes."""
+        self._steady_orders.clear()
+        self._steady_samples.clear()
+        self.blocks.forget()
 
     def _make_order(self, plan: SchedulerOutput) -> Order:
         counts = (self.is_active & (self.group == plan.group)).astype(np.int64)
@@ -227,6 +243,7 @@ class InputBatch:
         source_T = np.repeat(np.arange(len(rows_B)), counts_B)
         starts = np.concatenate(([0], ends_B))
         return Order(
+            is_steady=not plan.chunk_rows,
             num_decodes=len(decodes),
             rows_B=rows_B,
             counts_B=counts_B,
@@ -253,6 +270,6 @@ class InputBatch:
 
 
 def ints(column: bytes) -> NDArray[np.int32]:
-    """A plan's column."""
+    """A plan's column of int32, as an array of its own."""
     # A copy, because torch warns of numpy arrays that it could not write to.
     return np.frombuffer(column, _TOKEN_DTYPE).copy()

@@ -26,7 +26,7 @@ class RankLinks:
     stages: StageLinks = StageLinks()
 
 
-def channel_slot_bytes(config: WorkerConfig, hidden_size: int) -> int:
+def channel_buffer_bytes(config: WorkerConfig, hidden_size: int) -> int:
     """Room for the hidden states of the largest step, in any dtype."""
     return 8 * -(-config.max_num_batched_tokens * hidden_size // 2)
 
@@ -40,10 +40,10 @@ def connect(start: RankStart, device: torch.device, hidden_size: int) -> RankLin
     if config.tensor_parallel_size > 1:
         rank, size = start.rank % config.tensor_parallel_size, config.tensor_parallel_size
         tp = ShmCommunicator(start.reduce_fd, rank, size, BUFFER_BYTES)
-    slot_bytes = channel_slot_bytes(config, hidden_size)
+    buffer_bytes = channel_buffer_bytes(config, hidden_size)
 
     def channel(fd: int) -> ShmChannel | None:
-        return None if fd < 0 else ShmChannel(fd, slot_bytes, CHANNEL_DEPTH)
+        return None if fd < 0 else ShmChannel(fd, buffer_bytes, CHANNEL_DEPTH)
 
     return RankLinks(tp, StageLinks(channel(start.receive_fd), channel(start.send_fd)))
 

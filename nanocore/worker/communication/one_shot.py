@@ -23,7 +23,7 @@ MAX_BYTES: Final = 512 * 1024
 """Above, every rank reading everything costs more than NCCL's dealing it out."""
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)
-_OPERATION: Final = "one_shot_all_reduce_copy"
+OPERATION: Final = "one_shot_all_reduce_copy"
 
 
 class OneShotCommunicator:
@@ -41,7 +41,7 @@ class OneShotCommunicator:
         if x.nbytes > MAX_BYTES or x.dtype not in _DTYPES:
             return self._group.all_reduce(x)
         buffer = self._buffer.view(x.dtype)[: x.numel()].view(x.shape)
-        reduce = getattr(torch.ops.symm_mem, _OPERATION)
+        reduce = getattr(torch.ops.symm_mem, OPERATION)
         return reduce(buffer, x.contiguous(), "sum", self._group.name)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class OneShotCommunicator:
 
 def with_one_shot(group: ProcessGroupCommunicator) -> Communicator:
     """The group with small sums in one kernel, if all of its ranks can; all must call it."""
-    buffer, reason = _shared_buffer(group)
+    buffer, reason = shared_buffer(group)
     everyone = group.all_gather(torch.tensor([reason == ""], device=group.device))
     if not everyone.all():
         logger.info("all-reduce by NCCL alone: %s", reason or "another rank cannot share memory")
@@ -64,7 +64,7 @@ def with_one_shot(group: ProcessGroupCommunicator) -> Communicator:
     return communicator
 
 
-def _shared_buffer(group: ProcessGroupCommunicator) -> tuple[Tensor | None, str]:
+def shared_buffer(group: ProcessGroupCommunicator) -> tuple[Tensor | None, str]:
     """(memory that all ranks can read, why there is none or "")."""
     if group.device.type != "cuda":
         return None, "the ranks are not on CUDA"
@@ -72,8 +72,8 @@ def _shared_buffer(group: ProcessGroupCommunicator) -> tuple[Tensor | None, str]
         import torch.distributed._symmetric_memory as symmetric_memory
     except ImportError:
         return None, "this torch has no symmetric memory"
-    if not hasattr(torch.ops.symm_mem, _OPERATION):
-        return None, f"this torch has no {_OPERATION}"
+    if not hasattr(torch.ops.symm_mem, OPERATION):
+        return None, f"this torch has no {OPERATION}"
     peers = [i for i in range(torch.cuda.device_count()) if i != group.device.index]
     if not all(torch.cuda.can_device_access_peer(group.device, peer) for peer in peers):
         return None, "GPUs cannot read each other's memory"

@@ -51,7 +51,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 class _CudaPending:
-    """Implements `Pending`."""
+    """Implements `Pending`: result is on the host once the event has passed."""
 
     def __init__(self, event: torch.cuda.Event, result: Tensors) -> None:
         self._event, self._result = event, result

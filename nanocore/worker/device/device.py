@@ -16,8 +16,10 @@ from nanocore.worker.messages import Quantization, WorkerConfig
 
 _FP8_CAPABILITY: Final = (8, 9)
 _DTYPES: Final = {
-    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def select_device(name: str, rank: int = 0) -> torch.device:
@@ -76,11 +78,11 @@ def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) 
         ConfigError: not on this device.
     """
     if name == "fp8":
-        _require_fp8("--kv-cache-dtype", device)
+        require_fp8("--kv-cache-dtype", device)
     return kv_cache_format(name, model_dtype, device.type)
 
 
-def check_quantization(
+def check_quantized_linear(
     name: Quantization | None, kernels: Kernels, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Check that weights can be stored so and multiplied, before they are read.
@@ -93,7 +95,7 @@ def check_quantization(
     """
     if name != "fp8":
         return
-    _require_fp8("--quantization", device)
+    require_fp8("--quantization", device)
     x_TI, bias_O = (torch.ones(*shape, dtype=dtype, device=device) for shape in ((1, 16), (16,)))
     try:
         weight = kernels.pack_linear(torch.ones(16, 16, dtype=dtype, device=device), name)
@@ -108,7 +110,8 @@ def check_quantization(
         ) from None
 
 
-def _require_fp8(flag: str, device: torch.device) -> None:
+def require_fp8(flag: str, device: torch.device) -> None:
+    """Raises ConfigError, naming the flag, if this device has no fp8."""
     if device.type != "cuda":
         raise ConfigError(f"{flag} fp8 needs CUDA; on a CPU int8 takes as little")
     if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:

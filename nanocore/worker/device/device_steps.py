@@ -24,7 +24,7 @@ from nanocore.worker.batch.input_batch import BatchStep, InputBatch
 from nanocore.worker.device.device_rows import DeviceRows, NewTokens
 from nanocore.worker.device.step_graphs import GraphRecorder, HostBounds, StepGraphs, padded_steps
 from nanocore.worker.device.step_memory import StepColumns, StepFields, StepShape, num_bytes
-from nanocore.worker.device.stream import Pending, Stream, Tensors
+from nanocore.worker.device.stream import Pending, StagingBuffer, Stream, Tensors
 from nanocore.worker.pending_output import make_output
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepComputer(Protocol):
-    """A rank's part of the model."""
+    """A rank's part of the model, enqueued on the current stream without waiting for it."""
 
     def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
         """See `Kernels.begin_step`; hidden states are the first stage's to find."""
@@ -91,7 +91,6 @@ class DeviceSteps:
         self._stream = stream
         self._device = rows.token_table.device
         self._graphs: StepGraphs[Sampled | None] | None = None
-        self._kept_columns: dict[tuple[int, StepShape], StepColumns] = {}
 
     def record(self, shapes: list[StepShape], recorder: GraphRecorder) -> None:
         """Record graphs of these shapes, to be replayed from now on."""
@@ -125,8 +124,10 @@ class DeviceSteps:
         graph = self._graphs.find(shape) if self._graphs is not None else None
         layout = shape if graph is None else graph.shape
         size = num_bytes(layout)
-        staged = self._stream.stage(size + (0 if new is None else new.column.nbytes))
-        columns = self._columns(staged, layout, is_graph=graph is not None)
+        num_staged = size + (0 if new is None else new.column.nbytes)
+        buffer = self._stream.stage(num_staged)
+        staged = buffer.memory[:num_staged]
+        columns = self._columns(buffer, layout, is_graph=graph is not None)
         sampling = self._batch.sampled_rows(step)
         columns.fill(step, appended, sampling)
         if new is not None:
@@ -157,14 +158,14 @@ class DeviceSteps:
             self._batch.append(step.sample_rows, None)
         return PendingStep(step.sample_rows, self._stream.run(work))
 
-    def _columns(self, staged: Tensor, shape: StepShape, is_graph: bool) -> StepColumns:
-        """Of staged memory; kept for shapes that come again, in any of the few slots there are."""
-        key = staged.data_ptr(), shape
-        columns = self._kept_columns.get(key)
+    def _columns(self, buffer: StagingBuffer, shape: StepShape, is_graph: bool) -> StepColumns:
+        """Of staged memory; kept for shapes that come again."""
+        key = shape, self._rows.spare_row
+        columns: StepColumns | None = buffer.scratch.get(key)
         if columns is None:
-            columns = StepColumns(staged, shape, self._rows.spare_row)
+            columns = StepColumns(buffer.memory, *key)
             if is_graph:
-                self._kept_columns[key] = columns
+                buffer.scratch[key] = columns
         return columns
 
     def _compute(self, step: StepFields, bounds: HostBounds) -> Sampled | None:

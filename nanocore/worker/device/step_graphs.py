@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-_MIXED_TOKENS: Final = (256, 512, 1024, 2048)
+MIXED_TOKENS: Final = (256, 512, 1024, 2048)
 
 
 class GraphRecorder(Protocol):
@@ -57,12 +57,12 @@ class HostBounds:
 
     @classmethod
     def of_step(cls, step: BatchStep) -> HostBounds:
-        """Those of a step that runs once."""
+        """What the host knows of a step that runs once: its own counts."""
         return cls(step.order.num_decodes, step.order.query_start, step.seq_lens_B.tolist())
 
     @classmethod
     def of_shape(cls, shape: StepShape, max_model_len: int) -> HostBounds:
-        """Those of any step of this shape."""
+        """What holds of any step of this shape: the most that each count can be."""
         num_seqs = shape.num_seqs
         starts = [0] + [shape.num_tokens] * num_seqs
         if shape.is_uniform:
@@ -110,9 +110,11 @@ class StepGraphs(Generic[R]):
         self._uniform = [graph for graph in reversed(graphs) if graph.shape.is_uniform]
         self._mixed = [graph for graph in reversed(graphs) if not graph.shape.is_uniform]
         logger.info(
-            "graphs %.2f s: %d of decodes, %d of mixed steps", time.monotonic() - start_s,
-            len(self._uniform), len(self._mixed),
-        )  # fmt: skip
+            "graphs %.2f s: %d of decodes, %d of mixed steps",
+            time.monotonic() - start_s,
+            len(self._uniform),
+            len(self._mixed),
+        )
 
     def find(self, shape: StepShape) -> Graph[R] | None:
         """The smallest graph that steps of this shape fit, if there is one."""
@@ -144,11 +146,11 @@ def graph_shapes(
     """The shapes to record, the largest first; decodes of every row that can run are among them."""
     if support == "never":
         return []
-    shapes = [StepShape(n, n, n, n, is_uniform=True) for n in _decode_sizes(max_num_seqs)]
+    shapes = [StepShape(n, n, n, n, is_uniform=True) for n in decode_sizes(max_num_seqs)]
     if support == "always":
         # One sequence more, for the padding: it may hold tokens when every row runs.
         num_seqs = max_num_seqs + 1
-        for num_tokens in _MIXED_TOKENS:
+        for num_tokens in MIXED_TOKENS:
             if num_seqs < num_tokens <= max_num_batched_tokens:
                 num_blocks = num_tokens // block_size + num_seqs
                 shape = StepShape(num_tokens, num_seqs, num_seqs, num_blocks, is_uniform=False)
@@ -156,7 +158,7 @@ def graph_shapes(
     return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
 
 
-def _decode_sizes(largest: int) -> list[int]:
+def decode_sizes(largest: int) -> list[int]:
     """Closer together where a step is short: padding costs more there, as a share."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, largest, 32)]
     return [size for size in sizes if size < largest] + [largest]

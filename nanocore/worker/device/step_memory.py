@@ -36,7 +36,7 @@ class StepShape:
 
     @classmethod
     def of(cls, step: BatchStep, appended: AppendedBlocks) -> StepShape:
-        """A step's own."""
+        """The shape of exactly this step, without padding."""
         num_seqs = len(step.order.rows_B)
         return cls(
             num_tokens=len(step.positions_T),
@@ -97,7 +97,7 @@ class StepColumns:
         self._spare_row = spare_row
 
     def fill(self, step: BatchStep, appended: AppendedBlocks, sampled: SampledRows) -> None:
-        """Write a step, and padding."""
+        """Write a step that fits the shape; what is left over becomes padding."""
         order = step.order
         self._write(
             rows_T=order.rows_T,
@@ -131,7 +131,7 @@ class StepColumns:
                 column[count:] = self._spare_row if name in _ROWS else _PADDING.get(name, 0)
 
     def _write_num_decodes(self, num_decodes: int) -> None:
-        """Padding among decodes is decodes."""
+        """In a shape of decodes alone, padding counts as decodes too."""
         self._columns["num_decodes_1"][0] = self._num_seqs if self._is_uniform else num_decodes
 
     def _write_query_starts(self, starts_A: NDArray[np.int32]) -> None:
@@ -145,7 +145,7 @@ class StepColumns:
 
 
 def num_bytes(shape: StepShape) -> int:
-    """Of a step's inputs."""
+    """How much memory the inputs of a step of this shape take."""
     return _aligned(_layout(shape)[-1][2])
 
 

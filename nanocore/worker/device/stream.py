@@ -1,15 +1,17 @@
 """A device's queue of work, as steps use it: work is begun here and its result is waited for later.
 
 The host runs ahead of the device by a step. So memory that a step's work reads on the host is not
-written again before that step is done: it comes from a ring with a slot for each step that may be
+written again before that step is done: it comes from a ring with a buffer for each step that may be
 in flight, and one to fill.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +24,10 @@ Work = Callable[[], Tensors]
 
 
 class Pending(Protocol):
-    """Work that was begun."""
+    """Work that was begun and whose result may be on its way."""
 
     def is_done(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Whether `wait` would return at once."""
         ...
 
     def wait(self) -> Tensors:
@@ -33,8 +35,21 @@ class Pending(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class StagingBuffer:
+    """One of the ring. memory: on the host, uint8. reader: work that may read it.
+
+    scratch: what its writer made of this memory, for it to find when the buffer comes round again;
+    gone with the memory when the buffer grows.
+    """
+
+    memory: Tensor
+    reader: Pending | None = None
+    scratch: dict[Hashable, Any] = field(default_factory=dict)
+
+
 class Stream(ABC):
-    """Runs work in the order in which it was given.
+    """Runs work in the order in which it was given. staged: what `stage` gave last.
 
     Args:
         depth: how many steps may be in flight at most.
@@ -42,24 +57,24 @@ class Stream(ABC):
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._slots = [self.allocate(0) for _ in range(depth + 1)]
-        self._readers: list[Pending | None] = [None] * len(self._slots)
-        self._current = 0
+        self._ring = deque(StagingBuffer(self.allocate(0)) for _ in range(depth + 1))
+        self.staged = self._ring[-1]
 
-    def stage(self, num_bytes: int) -> Tensor:
-        """Memory on the host that the next work may read, uint8 [num_bytes]."""
-        self._current = (self._current + 1) % len(self._slots)
-        reader = self._readers[self._current]
-        if reader is not None:
-            reader.wait()
-        if len(self._slots[self._current]) < num_bytes:
-            self._slots[self._current] = self.allocate(num_bytes * 5 // 4)
-        return self._slots[self._current][:num_bytes]
+    def stage(self, num_bytes: int) -> StagingBuffer:
+        """Memory of at least num_bytes on the host, that the next work may read."""
+        buffer = self._ring[0]
+        self._ring.rotate(-1)
+        if buffer.reader is not None:
+            buffer.reader.wait()
+        if len(buffer.memory) < num_bytes:
+            buffer.memory = self.allocate(num_bytes * 5 // 4)
+            buffer.scratch.clear()
+        self.staged = buffer
+        return buffer
 
     def run(self, work: Work) -> Pending:
         """Begin work, which may read what `stage` gave last."""
-        pending = self.enqueue(work)
-        self._readers[self._current] = pending
+        self.staged.reader = pending = self.enqueue(work)
         return pending
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -72,4 +87,4 @@ class Stream(ABC):
 
     @abstractmethod
     def enqueue(self, work: Work) -> Pending:
-        """Begin work."""
+        """Begin work behind all that was begun before, and do not wait for it."""

@@ -19,7 +19,7 @@ class StepExecutor(Protocol):
     max_concurrent_steps: int
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Begin a step."""
+        """Begin a step; returns before it is done where a worker runs beside this thread."""
         ...
 
     def collect(self) -> ModelRunnerOutput:
@@ -43,17 +43,26 @@ class StepExecutor(Protocol):
 class Executor(StepExecutor, Protocol):
     """The workers of an engine, from their start to their end.
 
+    They are set up by the first four calls, in this order; each returns when every rank is done.
     Errors at start are `StartError`s of the kind that the engine's exit code tells.
     """
 
-    def load_model(self) -> list[WorkerInfo]:
-        """Load the weights on every rank; what each rank has, in order of rank."""
+    def load_model(self) -> None:
+        """Load the weights on every rank."""
+        ...
+
+    def profile(self) -> list[WorkerInfo]:
+        """What each rank has, in order of rank; on CUDA its largest steps are run to find out."""
         ...
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache and the persistent batch on every rank."""
         ...
 
+    def capture(self) -> None:
+        """Record steps to be replayed, or compile kernels for them, on every rank."""
+        ...
+
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, whatever they do; nothing else may be called afterwards."""
         ...

@@ -26,11 +26,17 @@ class LocalExecutor:
         self.max_concurrent_steps = steps_in_flight(config, self._worker.device)
         self._steps: deque[PendingOutput] = deque()
 
-    def load_model(self) -> list[WorkerInfo]:
-        return [self._worker.load_model()]
+    def load_model(self) -> None:
+        self._worker.load_model()
+
+    def profile(self) -> list[WorkerInfo]:
+        return [self._worker.profile()]
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         self._worker.allocate_kv_cache(num_blocks, max_model_len)
+
+    def capture(self) -> None:
+        self._worker.capture()
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._steps.append(self._worker.begin(plan))
@@ -45,4 +51,4 @@ class LocalExecutor:
         """Nothing can die here without the engine."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """The worker ends with the process."""

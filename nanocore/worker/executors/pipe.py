@@ -34,7 +34,7 @@ class Pipe(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
 
     def fileno(self) -> int:
-        """For polling."""
+        """The socket's descriptor; readable when a message, or the end, is there."""
         return self._end.fileno()
 
     def send(self, message: msgspec.Struct) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from nanocore.protocol.errors import StartError
-from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_slot_bytes
+from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_buffer_bytes
 from nanocore.worker.communication.shm_channel import create_channel
 from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, create_region, progress
 from nanocore.worker.device.device import select_device, steps_in_flight
@@ -26,8 +26,10 @@ from nanocore.worker.executors.rank_process import RankProcess
 from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.messages import (
     AllocateCache,
-    CacheAllocated,
+    Capture,
+    Done,
     FromRank,
+    Profile,
     RankFailure,
     RankStart,
     RunStep,
@@ -62,9 +64,9 @@ class ProcessExecutor:
         self._reduce_fds = [-1] * pp_size
         self._channel_fds = [[-1] * tp_size for _ in range(pp_size - 1)]
         if device.type == "cpu":
-            slot_bytes = channel_slot_bytes(config, hidden_size)
+            buffer_bytes = channel_buffer_bytes(config, hidden_size)
             for fds in self._channel_fds:
-                fds[:] = [create_channel(slot_bytes, CHANNEL_DEPTH) for _ in fds]
+                fds[:] = [create_channel(buffer_bytes, CHANNEL_DEPTH) for _ in fds]
             if tp_size > 1:
                 self._reduce_fds = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
         else:
@@ -75,7 +77,7 @@ class ProcessExecutor:
         """Submitted and not collected."""
         self._closing = threading.Event()
 
-    def load_model(self) -> list[WorkerInfo]:
+    def load_model(self) -> None:
         """Start all ranks, each of which loads its part of the weights."""
         for rank in range(self.config.num_ranks):
             start = self._start_message(rank)
@@ -84,16 +86,26 @@ class ProcessExecutor:
             process = RankProcess(start, inherited_fds)
             self._ranks.append(process)
             self._poll.register(process.pipe, select.POLLIN)
+        self._gather(Done)
+
+    def profile(self) -> list[WorkerInfo]:
+        """What each rank has, in order of rank."""
+        self._send(encode_frame(Profile()))
         return self._gather(WorkerInfo)
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache and the persistent batch on every rank."""
         frame = encode_frame(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
         self._send(frame)
-        self._gather(CacheAllocated)
+        self._gather(Done)
+
+    def capture(self) -> None:
+        """Record steps to be replayed, or compile kernels for them, on every rank."""
+        self._send(encode_frame(Capture()))
+        self._gather(Done)
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Send the plan to every rank."""
+        """Send the plan to every rank. Raises StartError if one is gone."""
         self._steps.append(plan.step)
         self._send(encode_frame(RunStep(plan)))
 

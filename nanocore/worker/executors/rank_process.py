@@ -56,7 +56,7 @@ class RankProcess:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """How messages to users name the rank, with its pid."""
         return f"rank {self.rank} of {self._num_ranks} (pid {self._process.pid})"
 
     def error(self, failure: RankFailure) -> StartError:
@@ -79,7 +79,7 @@ class RankProcess:
         return WorkerError(f"{self.name} was killed by {name}{hint}")
 
     def close_pipe(self) -> None:
-        """Ask the rank to end."""
+        """Close our end of the pipe, at which the rank ends by itself."""
         self.pipe.close()
 
     def end(self) -> None:
@@ -91,6 +91,6 @@ class RankProcess:
         os.close(self.pidfd)
 
     def kill(self) -> None:
-        """End it at once, whatever it does."""
+        """SIGKILL it, and wait until it is gone."""
         self._process.kill()
         self._process.wait()

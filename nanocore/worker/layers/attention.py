@@ -56,7 +56,7 @@ class Attention:
         return slots
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        """See `Weight`."""
         self.qkv_proj.pack(packer)
         self.o_proj.pack(packer)
 

@@ -43,7 +43,7 @@ class Layer(Protocol):
         ...
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        """Hand the loaded weights to the backend, once; `slots` is to be asked before."""
         ...
 
     def __call__(
@@ -54,14 +54,14 @@ class Layer(Protocol):
 
 
 class MLP(Protocol):
-    """What stands in an MLP's place."""
+    """What a layer has after attention: a gated MLP, or experts; [T, E] to [T, E]."""
 
     def slots(self, prefix: str) -> Slots:
         """Where the checkpoint's tensors with this prefix go."""
         ...
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        """Hand the loaded weights to the backend, once; `slots` is to be asked before."""
         ...
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor: ...
@@ -80,7 +80,7 @@ class DecoderLayer:
         self.post_attention_norm = RMSNorm(placement, config, config.hidden_size)
 
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
-        """The layer's MLP."""
+        """What stands after attention in this layer; families with experts override it."""
         return GatedMLP(placement, config, config.intermediate_size)
 
     def slots(self, prefix: str) -> Slots:
@@ -95,7 +95,7 @@ class DecoderLayer:
         self.mlp.pack(packer)
 
     def norm_slots(self, prefix: str) -> Slots:
-        """The norms' part of `slots`."""
+        """Where the norms' tensors with this prefix go; families with other norms override it."""
         return {
             **self.input_norm.slots(f"{prefix}input_layernorm"),
             **self.post_attention_norm.slots(f"{prefix}post_attention_layernorm"),
@@ -150,6 +150,11 @@ class DecoderModel:
             slots |= self.norm.slots("model.norm")
         return slots
 
+    @property
+    def kv_specs(self) -> list[KVSpec]:
+        """What each of this rank's layers keeps of a token."""
+        return [layer.kv_spec for layer in self.layers]
+
     @classmethod
     def common_name(cls, stored: str) -> str | None:
         """What `slots` calls a checkpoint's tensor; None for one that no such model reads.
@@ -165,7 +170,7 @@ class DecoderModel:
         return None if name == HEAD and self.config.tie_word_embeddings else name
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        """Hand the loaded weights to the backend, once; `slots` is to be asked before."""
         for layer in self.layers:
             layer.pack(packer)
         if self.head is not None:

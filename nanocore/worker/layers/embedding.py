@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
+from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step_rows import StepRows
-from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.layers.packing import Weight, WeightPacker
 from nanocore.worker.loading.weights import Part
 from nanocore.worker.placement import Placement
 
@@ -25,23 +25,20 @@ class VocabParallelEmbedding:
         self.first_token = min(self.tp.rank * range_size, vocab_size)
         self.num_tokens = min(range_size, vocab_size - self.first_token)
         self.dtype = placement.dtype
-        self.weight = placement.empty(self.num_tokens, hidden_size)
-        self.packed: LinearWeight
+        self.weight = Weight(placement.empty(self.num_tokens, hidden_size))
 
     def parts(self) -> list[Part]:
         """What this rank keeps of the checkpoint's matrix."""
         rows = slice(self.first_token, self.first_token + self.num_tokens)
-        return [Part(self.weight, (rows,))]
+        return [Part(self.weight.parameter, (rows,))]
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weight for a packed one; `parts` names it no longer."""
-        self.packed = packer.head(self.weight)
-        del self.weight
+        """See `Weight`; for `embed` and `logits`."""
+        self.weight.pack(packer.head)
 
     def pack_as_embedding(self, packer: WeightPacker) -> None:
-        """Likewise, where nothing but `embed` needs it."""
-        self.packed = packer.unquantized(self.weight)
-        del self.weight
+        """See `Weight`; where nothing but `embed` needs it."""
+        self.weight.pack(packer.unquantized)
 
     def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:
         """Embeddings times factor, [T, E]."""
@@ -56,7 +53,7 @@ class VocabParallelEmbedding:
 
     def logits(self, hidden_RE: Tensor, softcap: float, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, num_tokens]; see `Kernels.logits`."""
-        return kernels.logits(hidden_RE, self.packed, softcap)
+        return kernels.logits(hidden_RE, self.weight.packed, softcap)
 
     def _tokens(self, factor: float) -> TokenEmbedding:
-        return TokenEmbedding(self.packed, self.first_token, factor, self.dtype)
+        return TokenEmbedding(self.weight.packed, self.first_token, factor, self.dtype)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.layers.packing import Weight, WeightPacker
 from nanocore.worker.loading.weights import Part, Slot, Slots, whole
 from nanocore.worker.placement import Placement
 
@@ -27,7 +26,7 @@ class Rows:
 
     @property
     def kept(self) -> slice:
-        """This rank's, among all."""
+        """This rank's rows, as a slice of all."""
         return slice(self.start, self.start + self.size)
 
     @classmethod
@@ -58,13 +57,13 @@ class ColumnParallelLinear:
         self.in_features = in_features
         self.parts = parts
         self.sizes = [rows.size for rows in parts]
-        self.weight = placement.empty(sum(self.sizes), in_features)
-        self.packed: LinearWeight
+        self.weight = Weight(placement.empty(sum(self.sizes), in_features))
         self.bias = placement.empty(sum(self.sizes)) if bias else None
 
     def slots(self, *names: str) -> Slots:
         """One checkpoint tensor per projection, in the order of `parts`."""
-        slots = self._slots(self.weight, (self.in_features,), [f"{name}.weight" for name in names])
+        weight_names = [f"{name}.weight" for name in names]
+        slots = self._slots(self.weight.parameter, (self.in_features,), weight_names)
         if self.bias is not None:
             slots |= self._slots(self.bias, (), [f"{name}.bias" for name in names])
         return slots
@@ -73,19 +72,19 @@ class ColumnParallelLinear:
         """One checkpoint tensor that stacks the projections whole, one after the other."""
         assert self.bias is None, "no family fuses biases"
         parts, offset = [], 0
-        for rows, target in zip(self.parts, self.weight.split(self.sizes), strict=True):
+        targets = self.weight.parameter.split(self.sizes)
+        for rows, target in zip(self.parts, targets, strict=True):
             start = offset + rows.start
             parts.append(Part(target, (slice(start, start + rows.size),)))
             offset += rows.total
         return {f"{name}.weight": Slot((offset, self.in_features), parts)}
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weight for a packed one; `slots` names it no longer."""
-        self.packed = packer.linear(self.weight)
-        del self.weight
+        """See `Weight`."""
+        self.weight.pack(packer.linear)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
-        return kernels.linear(x, self.packed, self.bias)
+        return kernels.linear(x, self.weight.packed, self.bias)
 
     def _slots(self, stacked: Tensor, rest: tuple[int, ...], names: list[str]) -> Slots:
         return {
@@ -112,29 +111,29 @@ class RowParallelLinear:
         self.tp = placement.tp
         self.in_features = in_features
         self.columns = Rows.share(placement, in_features, what)
-        self.weight = placement.empty(out_features, self.columns.size)
-        self.packed: LinearWeight
+        self.weight = Weight(placement.empty(out_features, self.columns.size))
         self.bias = placement.empty(out_features) if bias else None
 
     def slots(self, name: str) -> Slots:
         """The checkpoint's weight, and bias if there is one."""
-        num_rows = len(self.weight)
+        parameter = self.weight.parameter
+        num_rows = len(parameter)
         index = (slice(0, num_rows), self.columns.kept)
-        slots = {f"{name}.weight": Slot((num_rows, self.in_features), [Part(self.weight, index)])}
+        slots = {f"{name}.weight": Slot((num_rows, self.in_features), [Part(parameter, index)])}
         if self.bias is not None:
             slots[f"{name}.bias"] = whole(self.bias)
         return slots
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weight for a packed one; `slots` names it no longer."""
-        self.packed = packer.linear(self.weight)
-        del self.weight
+        """See `Weight`."""
+        self.weight.pack(packer.linear)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         is_alone = self.tp.size == 1  # then the bias is added before the result is rounded
-        y = self.tp.all_reduce(kernels.linear(x, self.packed, self.bias if is_alone else None))
+        bias = self.bias if is_alone else None
+        y = self.tp.all_reduce(kernels.linear(x, self.weight.packed, bias))
         return y if is_alone or self.bias is None else y + self.bias
 
     def partial_sum(self, x: Tensor, kernels: Kernels) -> Tensor:
         """What this rank adds to the sum, for callers that have more to add before reducing it."""
-        return kernels.linear(x, self.packed)
+        return kernels.linear(x, self.weight.packed)

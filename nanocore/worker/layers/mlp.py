@@ -39,7 +39,7 @@ class GatedMLP:
         }
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the loaded weights for packed ones; `slots` names them no longer."""
+        """See `Weight`."""
         self.gate_up_proj.pack(packer)
         self.down_proj.pack(packer)
 
@@ -52,4 +52,6 @@ class GatedMLP:
 
     def _inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
         gate_up = self.gate_up_proj
-        return context.kernels.gated_linear(x_TE, gate_up.packed, gate_up.bias, self.activation)
+        return context.kernels.gated_linear(
+            x_TE, gate_up.weight.packed, gate_up.bias, self.activation
+        )

@@ -13,12 +13,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from nanocore.kernels.interface import Routing, SharedExpert
-from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
 from nanocore.worker.layers.linear import Rows
-from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.layers.packing import Weight, WeightPacker
 from nanocore.worker.loading.weights import Part, Slot, Slots, whole
 from nanocore.worker.placement import Placement
 
@@ -38,14 +37,13 @@ class SparseMLP:
         self.norm_topk_prob = moe.norm_topk_prob
         self.activation = config.hidden_act
         self.rows = Rows.share(placement, moe.intermediate_size, "moe_intermediate_size")
-        self.router_XE = placement.empty(moe.num_experts, hidden_size)
-        self.router: LinearWeight
+        self.router = Weight(placement.empty(moe.num_experts, hidden_size))
         self.gate_up_XIE = placement.empty(moe.num_experts, 2 * self.rows.size, hidden_size)
         self.down_XEI = placement.empty(moe.num_experts, hidden_size, self.rows.size)
 
     def slots(self, prefix: str) -> Slots:
         """Checkpoints keep every expert's projections apart."""
-        slots = {f"{prefix}gate.weight": whole(self.router_XE)}
+        slots = {f"{prefix}gate.weight": whole(self.router.parameter)}
         hidden_size = self.down_XEI.shape[1]
         inner = self.rows.kept
         in_shape, out_shape = (self.rows.total, hidden_size), (hidden_size, self.rows.total)
@@ -60,16 +58,15 @@ class SparseMLP:
         return slots
 
     def pack(self, packer: WeightPacker) -> None:
-        """Give up the router for a packed one; `Kernels.moe` takes experts as they were loaded."""
-        self.router = packer.unquantized(self.router_XE)
-        del self.router_XE
+        """See `Weight`; of the router alone, for `Kernels.moe` takes experts as they are loaded."""
+        self.router.pack(packer.unquantized)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         return self.tp.all_reduce(self.partial_sum(x_TE, context))
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        """What this rank adds to the result."""
-        logits_TX = context.kernels.linear(x_TE, self.router)
+        """What this rank adds to the result, [T, E], before the ranks' all-reduce."""
+        logits_TX = context.kernels.linear(x_TE, self.router.packed)
         return context.kernels.moe(
             x_TE, self.gate_up_XIE, self.down_XEI,
             Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),

@@ -24,7 +24,7 @@ class RMSNorm:
         self.weight = placement.empty(size, dtype=torch.float32 if self.offset else None)
 
     def slots(self, name: str) -> Slots:
-        """The checkpoint's weight."""
+        """Where the checkpoint's weight goes, and what is added to it."""
         return {f"{name}.weight": whole(self.weight, self.offset)}
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:

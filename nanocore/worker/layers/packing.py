@@ -1,12 +1,41 @@
-"""Loaded weights, handed from the layers to the kernel backend once: packed, perhaps quantized."""
+"""A weight's two states: a parameter that is filled, and then what the kernel backend packed.
+
+Layers say where the parameter is filled from (`slots`) while it is there, and hand it to the
+backend once (`pack`); from then on kernels are called, and the parameter's memory is gone.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.worker.messages import Quantization
+
+
+class Weight:
+    """A layer's weight [O, I], first as a parameter and then packed: never both, never neither."""
+
+    def __init__(self, parameter_OI: Tensor) -> None:
+        self._state: Tensor | LinearWeight = parameter_OI
+
+    @property
+    def parameter(self) -> Tensor:
+        """[O, I], to be filled; before it is packed."""
+        assert isinstance(self._state, Tensor), "this weight is packed, and filled no more"
+        return self._state
+
+    @property
+    def packed(self) -> LinearWeight:
+        """As kernels take it; once it is packed."""
+        assert isinstance(self._state, LinearWeight), "this weight is not packed yet"
+        return self._state
+
+    def pack(self, pack: Callable[[Tensor], LinearWeight]) -> None:
+        """Give the parameter up for what one of `WeightPacker`'s methods makes of it; once."""
+        self._state = pack(self.parameter)
 
 
 class WeightPacker:

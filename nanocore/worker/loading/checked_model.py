@@ -42,8 +42,9 @@ def read_model(
     if log and model.tie_word_embeddings != named.tie_word_embeddings:
         logger.warning(
             "%s: the embedding is the head by tie_word_embeddings, and the files have an "
-            "lm_head.weight that is not the embedding: it is used", folder / "config.json",
-        )  # fmt: skip
+            "lm_head.weight that is not the embedding: it is used",
+            folder / "config.json",
+        )
     if log and config.dtype == "auto" and model.dtype == "float16" != dtype_name(dtype):
         logger.info(
             "the checkpoint's float16 is computed in %s here; --dtype float32 keeps every digit",

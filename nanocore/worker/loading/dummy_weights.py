@@ -26,9 +26,9 @@ def fill_dummy_weights(slots: Slots, seed: int = 0) -> int:
     """Fill every part of all slots; returns their bytes.
 
     Matrices have mean 0 and standard deviation 1 / sqrt(last dimension), biases 0 and 0.02, other
-    vectors (norms) 1 and 0.1; all are uniform. A slot's offset changes nothing: a norm is near 1
-    whatever a checkpoint would store. Memory beside the parameters: 1.5 MiB on a CPU and 16 MiB on
-    a GPU, or six or four bytes per element of a tensor's row, if that is more.
+    vectors (norms) 1 and 0.1; all are uniform. Offsets change nothing: a norm is near 1 whatever a
+    checkpoint would store. Memory beside the parameters: 1.5 MiB on a CPU and 16 MiB on a GPU, or
+    six or four bytes per element of a tensor's row, if that is more.
     """
     num_bytes = 0
     for name, slot in slots.items():
@@ -54,8 +54,8 @@ def _fill(
     num_rows, *row_shape = shape or (1,)
     start, stop, _ = part.index[0].indices(num_rows) if part.index else (0, num_rows, 1)
     target = part.target.view(1) if not shape else part.target
-    draw = _draw if target.device.type == "cpu" else _draw_on_device
-    block_rows = max(1, _BLOCK_NUMEL[draw] // max(1, math.prod(row_shape)))
+    draw = draw_on_host if target.device.type == "cpu" else draw_on_device
+    block_rows = max(1, BLOCK_NUMEL[draw] // max(1, math.prod(row_shape)))
     for block in range(start // block_rows, -(-stop // block_rows)):
         first = block * block_rows
         count = min(block_rows, num_rows - first)
@@ -66,7 +66,7 @@ def _fill(
         target[low - start : high - start].copy_(rows[(slice(None), *part.index[1:])])
 
 
-def _draw(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.device) -> Tensor:
+def draw_on_host(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.device) -> Tensor:
     """float32 with mean 0 and standard deviation 1. Sixteen random bits per value: more than a
     bfloat16 can hold, and cheap."""
     numel = math.prod(shape)
@@ -75,11 +75,11 @@ def _draw(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.device) 
     return values.mul_(1 / _INT16_STD).view(shape)
 
 
-def _draw_on_device(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.device) -> Tensor:
-    """Likewise, by the device."""
+def draw_on_device(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.device) -> Tensor:
+    """What `draw_on_host` says, uniform too, by the device's own generator."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(repr(seeds).encode()))
     values = torch.empty(shape, device=device)
     return values.uniform_(-math.sqrt(3), math.sqrt(3), generator=generator)
 
 
-_BLOCK_NUMEL = {_draw: 2**18, _draw_on_device: 2**22}
+BLOCK_NUMEL = {draw_on_host: 2**18, draw_on_device: 2**22}

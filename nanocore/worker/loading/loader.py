@@ -1,10 +1,10 @@
 """Weights from safetensors files into a model's parameters: strict, and straight to their place.
 
-A model says which slices of which checkpoint tensor it keeps and where (see `weights`);
-the loader fills every slot exactly once and accepts nothing else. What lies in the file as it lies
-in the parameter is read into it without a copy; the rest passes through a small buffer. Files are
-read, not mapped: mapped pages would count as this process's memory until the end. A few threads
-read at once, since the first touch of new memory costs more than reading does.
+A model says which slices of which checkpoint tensor it keeps and where (see `weights`); the loader
+fills each of these exactly once and accepts nothing else. What lies in the file as it lies in the
+parameter is read into it without a copy; the rest passes through a small buffer. Files are read,
+not mapped: mapped pages would count as this process's memory until the end. A few threads read at
+once, since the first touch of new memory costs more than reading does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nanocore.worker.loading.model_folder import display_name
 from nanocore.worker.loading.weights import HEAD, Index, Slot, Slots, TensorNames
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 4 * 2**20
 _MAX_THREADS = 4
 
 
@@ -117,8 +117,9 @@ def _expected_tensors(folder: Path, slots: Slots, names: TensorNames) -> dict[st
         if slot is None:
             raise ModelFileError(f"{where} is not part of this model: is it what config.json says?")
         if stored.shape != slot.shape:
+            implied = list(slot.shape)
             raise ModelFileError(
-                f"{where} has shape {list(stored.shape)}, config.json implies {list(slot.shape)}"
+                f"{where} has shape {list(stored.shape)}, config.json implies {implied}"
             )
         if stored.dtype not in _DTYPES:
             raise ModelFileError(
@@ -134,8 +135,8 @@ def _expected_tensors(folder: Path, slots: Slots, names: TensorNames) -> dict[st
     missing = sorted(slots.keys() - found.keys())
     if missing:
         raise ModelFileError(
-            f"{folder}: {len(missing)} of {len(slots)} tensors are missing, e.g. {missing[0]!r}: "
-            "is it what config.json says?"
+            f"{folder}: {len(missing)} of {len(slots)} tensors are missing, "
+            f"e.g. {missing[0]!r}: is it what config.json says?"
             + (" tie_word_embeddings would make the embedding the head" * (missing == [HEAD]))
         )
     return found
@@ -160,7 +161,7 @@ def _cut(whole: _Piece) -> Iterator[_Piece]:
     start, stop, _ = whole.index[0].indices(num_rows) if whole.index else (0, num_rows, 1)
     shape, inner = tuple(row_shape), whole.index[1:]
     row_bytes = math.prod(shape) * whole.dtype.itemsize
-    if row_bytes > _PIECE_BYTES:
+    if row_bytes > PIECE_BYTES:
         for row in range(start, stop):
             offset = whole.file_offset + row * row_bytes
             target = whole.target[row - start]
@@ -168,7 +169,7 @@ def _cut(whole: _Piece) -> Iterator[_Piece]:
                 replace(whole, file_offset=offset, shape=shape, index=inner, target=target)
             )
         return
-    step = _PIECE_BYTES // row_bytes
+    step = PIECE_BYTES // row_bytes
     for row in range(start, stop, step):
         count = min(step, stop - row)
         yield replace(
@@ -215,7 +216,7 @@ class _Reader:
 
     def _buffer(self, *, pinned: bool) -> Tensor:
         if not hasattr(self._local, "buffer"):
-            self._local.buffer = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            self._local.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned)
         buffer: Tensor = self._local.buffer
         return buffer
 

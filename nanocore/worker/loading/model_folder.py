@@ -86,11 +86,15 @@ def _download(hub_id: str, revision: str | None) -> Path:
             )
         )
     except errors.GatedRepoError:
-        remedy = (f"is gated: accept its terms at {hub.constants.ENDPOINT}/{hub_id}, then "
-                  "run `hf auth login` or set HF_TOKEN")  # fmt: skip
+        remedy = (
+            f"is gated: accept its terms at {hub.constants.ENDPOINT}/{hub_id}, then "
+            "run `hf auth login` or set HF_TOKEN"
+        )
     except errors.RepositoryNotFoundError:
-        remedy = ("does not exist on the hub, or is private: check the spelling; for a private one "
-                  "run `hf auth login` or set HF_TOKEN")  # fmt: skip
+        remedy = (
+            "does not exist on the hub, or is private: check the spelling; for a private one "
+            "run `hf auth login` or set HF_TOKEN"
+        )
     except errors.RevisionNotFoundError:
         remedy = "does not exist: see the branches and tags of the model's page"
     except errors.LocalEntryNotFoundError as error:
@@ -98,16 +102,16 @@ def _download(hub_id: str, revision: str | None) -> Path:
         if hub.constants.HF_HUB_OFFLINE:
             remedy += "HF_HUB_OFFLINE forbids downloading: unset it"
         else:
-            remedy += (f"{hub.constants.ENDPOINT} cannot be reached ({_root(error)}): check the "
-                       "network")  # fmt: skip
+            remedy += (
+                f"{hub.constants.ENDPOINT} cannot be reached ({_root(error)}): check the network"
+            )
     except Exception as error:  # the hub's HTTP library, and so its errors, change by version
-        remedy = (f"could not be downloaded ({type(error).__name__}: {error}); start again to "
-                  "resume")  # fmt: skip
+        remedy = f"could not be downloaded ({type(error).__name__}: {error}); start again to resume"
     raise ModelFileError(f"--model {what} {remedy}")
 
 
 def _root(error: BaseException) -> BaseException:
-    """The first of a chain of causes."""
+    """The exception that this one was raised from, and that from, to the first."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -54,5 +54,5 @@ def without_parts(slots: Slots) -> Slots:
 
 
 def whole(target: Tensor, offset: float = 0.0) -> Slot:
-    """A tensor that every rank keeps whole."""
+    """A tensor that every rank keeps whole, in target; offset: see `Slot`."""
     return Slot(tuple(target.shape), [Part(target, ())], offset)

@@ -17,9 +17,7 @@ from typing import Final
 
 from nanocore.protocol.errors import ConfigError
 
-_V1_FILES: Final = (
-    ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
-)  # fmt: skip
+_V1_FILES: Final = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 _V2_FILES: Final = ("memory.max", "memory.high"), "memory.current", "inactive_file"
 
 

@@ -92,7 +92,7 @@ class KVMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks."""
+        """Memory of all blocks, what lies between them included."""
         return self._memory.nbytes
 
     def layer(self, index: int) -> KVCache:
@@ -100,7 +100,7 @@ class KVMemory:
         return KVCache(*(part.of(self._memory) for part in self._layout.layers[index]))
 
     def layers(self) -> list[KVCache]:
-        """Those of every layer."""
+        """K and V of each of this rank's layers, in their order."""
         return [self.layer(index) for index in range(len(self._layout.layers))]
 
     def block(self, block_id: int) -> Tensor:

@@ -30,10 +30,8 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     """
     max_len = config.max_model_len
     num_tokens = min(config.max_num_batched_tokens, max_len - 1)
-    runner.allocate(
-        kv_format, 1, config.block_size, config.max_num_seqs, max_len,
-        config.max_num_batched_tokens, NUM_PROFILED_GRAPHS,
-    )  # fmt: skip
+    runner.allocate(kv_format, 1, config.block_size, config.max_num_seqs, max_len)
+    runner.capture(config.max_num_batched_tokens, NUM_PROFILED_GRAPHS)
     num_rows = config.max_num_seqs
     per_row = max(1, min(config.max_num_batched_tokens // num_rows, max_len - 1))
     rows = [_row(row, per_row, per_row, config.block_size) for row in range(num_rows)]

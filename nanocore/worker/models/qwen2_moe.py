@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanocore.kernels.interface import SharedExpert
-from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.worker.config.family import Family
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.config.windows import window_if_asked
@@ -17,7 +16,7 @@ from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.moe import SparseDecoderLayer, SparseMLP
-from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.layers.packing import Weight, WeightPacker
 from nanocore.worker.loading.weights import Slots, whole
 from nanocore.worker.placement import Placement
 
@@ -32,24 +31,22 @@ class SharedExpertMLP(SparseMLP):
             placement, config, config.moe.shared_intermediate_size,
             "shared_expert_intermediate_size",
         )  # fmt: skip
-        self.shared_gate_1E = placement.empty(1, config.hidden_size)
-        self.shared_gate: LinearWeight
+        self.shared_gate = Weight(placement.empty(1, config.hidden_size))
 
     def slots(self, prefix: str) -> Slots:
         return {
             **super().slots(prefix),
             **self.shared_expert.slots(f"{prefix}shared_expert."),
-            f"{prefix}shared_expert_gate.weight": whole(self.shared_gate_1E),
+            f"{prefix}shared_expert_gate.weight": whole(self.shared_gate.parameter),
         }
 
     def pack(self, packer: WeightPacker) -> None:
         super().pack(packer)
         self.shared_expert.pack(packer)
-        self.shared_gate = packer.unquantized(self.shared_gate_1E)
-        del self.shared_gate_1E
+        self.shared_gate.pack(packer.unquantized)
 
     def shared(self, x_TE: Tensor, context: StepContext) -> SharedExpert:
-        gate_T1 = context.kernels.linear(x_TE, self.shared_gate)
+        gate_T1 = context.kernels.linear(x_TE, self.shared_gate.packed)
         return SharedExpert(gate_T1, self.shared_expert.partial_sum(x_TE, context))
 
 

@@ -26,7 +26,7 @@ def make_candidates(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def nan_candidates(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Candidates above every token."""
+    """Candidates above every token: they stand for rows with a NaN, which get none."""
     return make_candidates(
         torch.full(shape, torch.nan, device=device),
         torch.zeros(shape, dtype=torch.int64, device=device),
@@ -42,13 +42,13 @@ def no_candidates(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def logits_of(candidates: Tensor) -> Tensor:
-    """float32, of the same shape."""
+    """The logits in them, float32, of the same shape."""
     ordered = (candidates >> 32).to(torch.int32)
     return (ordered ^ (ordered >> 31).bitwise_and_(0x7FFFFFFF)).view(torch.float32)
 
 
 def token_ids_of(candidates: Tensor) -> Tensor:
-    """int64, of the same shape."""
+    """The token ids in them, int64, of the same shape."""
     return _MAX_TOKEN_ID - (candidates & 0xFFFFFFFF)
 
 

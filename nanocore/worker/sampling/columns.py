@@ -64,7 +64,7 @@ class Column:
         assert self.kind != "logits" or self.costliest is not None, "memory is sized for it"
 
     def value(self, new: NewRow, vocab_size: int) -> float:
-        """Of a row that is added."""
+        """What the column holds of a row that is added; the default of filters in greedy rows."""
         if self.kind == "filter" and new.sampling.greedy:
             return self.default
         return getattr(new.sampling, self.name) if self.of is None else self.of(new, vocab_size)
@@ -129,7 +129,7 @@ class RowColumns:
         self._is_processed = np.zeros(num_rows, bool)
 
     def set_row(self, new: NewRow) -> None:
-        """A request takes a row."""
+        """Take in how the request samples that takes this row, instead of its last owner."""
         values = {column.name: column.value(new, self._vocab_size) for column in COLUMNS}
         is_processed = any(
             column.kind != "row" and values[column.name] != column.default for column in COLUMNS
@@ -142,7 +142,7 @@ class RowColumns:
         self._is_processed[new.row] = is_processed
 
     def of_rows(self, rows: NDArray[np.int64]) -> SampledRows:
-        """Those of some rows."""
+        """Copies of the columns of these rows, [R] in their order."""
         columns = {name: values[rows] for name, values in self._columns.items()}
         return SampledRows(columns, self._is_processed[rows])
 
@@ -161,12 +161,12 @@ class SamplingMetadata:
     index_R: Tensor | None = None
 
     def of_rows(self, index_R: Tensor) -> SamplingMetadata:
-        """That of some of the rows."""
+        """How these of the R rows sample; index_R on the device of the columns."""
         assert self.index_R is None
         return SamplingMetadata(self.columns, self.places, self.asked, index_R)
 
     def column(self, name: str) -> Tensor:
-        """[R], of the column's dtype."""
+        """A column's values of the rows that are meant, [R], of its dtype."""
         return self._chosen(self.columns[name])
 
     @property

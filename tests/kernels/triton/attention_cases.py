@@ -159,10 +159,15 @@ def _decode(
     constexprs |= _spec(head_dim, window, softcap)
     constexprs |= block_constants(cache, _KV_HEADS, head_dim, block_size)
     return _case(
-        name, decode_attention_kernel, arguments, constexprs, tiles.num_warps, tiles.num_stages,
+        name,
+        decode_attention_kernel,
+        arguments,
+        constexprs,
+        tiles.num_warps,
+        tiles.num_stages,
         instructions={} if dtype == "*fp32" else dict.fromkeys((80, 89, 90, 100), "mma.sync"),
         **options,
-    )  # fmt: skip
+    )
 
 
 def _merge(name: str, *, group: int, queries: int, block_rows: int, head_dim: int = 128) -> Case:
@@ -172,7 +177,7 @@ def _merge(name: str, *, group: int, queries: int, block_rows: int, head_dim: in
     constexprs = {
         "KV_HEADS": _KV_HEADS, "GROUP": group, "QUERIES": queries, "HEAD_DIM": head_dim,
         "HEAD_DIM_PAD": next_power_of_2(head_dim), "BLOCK_ROWS": block_rows,
-        "BLOCK_PARTS": attention_parts._BLOCK // block_rows,
+        "BLOCK_PARTS": attention_parts.MERGE_BLOCK // block_rows,
     }  # fmt: skip
     return _case(name, merge_parts_kernel, arguments, constexprs, 4, 3)
 
@@ -185,7 +190,7 @@ def _plan(name: str, *, queries: int, window: int = 0, is_invariant: bool = Fals
         "max_merges": "i32",
     }  # fmt: skip
     constexprs = {
-        "QUERIES": queries, "WINDOW": window, "TILE": 64, "BLOCK": attention_plan._BLOCK
+        "QUERIES": queries, "WINDOW": window, "TILE": 64, "BLOCK": attention_plan.PLAN_BLOCK
     }  # fmt: skip
     return _case(name, attention_plan_kernel, arguments, constexprs, 8, 3)
 
@@ -217,9 +222,14 @@ def _prefill(
     constexprs |= block_constants(cache, _KV_HEADS, head_dim, block_size)
     tensor_cores = {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
     return _case(
-        name, prefill_attention_kernel, arguments, constexprs, tiles.num_warps, tiles.num_stages,
+        name,
+        prefill_attention_kernel,
+        arguments,
+        constexprs,
+        tiles.num_warps,
+        tiles.num_stages,
         instructions={} if dtype == "*fp32" else tensor_cores,
         # At head dims above 128 K, V and what they are converted to fill all registers.
         max_spill_bytes=112 if cache in _QUANTIZED and head_dim > 128 else 16,
         **options,
-    )  # fmt: skip
+    )

@@ -127,11 +127,19 @@ def compile_case(case: Case, capability: int) -> Usage:
     wanted = case.instructions.get(capability)
     lacks = wanted is not None and wanted not in ptx
     return Usage(
-        case.name, capability, compiled.metadata.shared, registers, 32 * case.num_warps,
-        spill_bytes, case.max_spill_bytes, wanted if lacks else None,
+        case.name,
+        capability,
+        compiled.metadata.shared,
+        registers,
+        32 * case.num_warps,
+        spill_bytes,
+        case.max_spill_bytes,
+        wanted if lacks else None,
         SHARED_BYTES[capability] if case.max_shared_bytes is None else case.max_shared_bytes,
-        _slow_loads(ptx), options.get("launch_pdl", False), _accesses_early(ptx),
-    )  # fmt: skip
+        _slow_loads(ptx),
+        options.get("launch_pdl", False),
+        _accesses_early(ptx),
+    )
 
 
 def _accesses_early(ptx: str) -> bool:

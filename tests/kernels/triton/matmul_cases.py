@@ -35,9 +35,13 @@ def variants(max_shared_bytes: int) -> dict[Variant, list[Product]]:
                     is_fused = product.is_gated and rows <= FUSED_GATE_TOKENS
                     if weight == "*i8" or batch_invariant or is_fused:
                         tile = choose_tile(
-                            rows, product.columns, _BYTES[weight], product.is_gated,
-                            batch_invariant, max_shared_bytes,
-                        )  # fmt: skip
+                            rows,
+                            product.columns,
+                            _BYTES[weight],
+                            product.is_gated,
+                            batch_invariant,
+                            max_shared_bytes,
+                        )
                         variant = Variant(tile, weight, product.is_gated)
                         found.setdefault(variant, []).append(product)
     return found

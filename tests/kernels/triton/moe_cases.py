@@ -24,9 +24,12 @@ def variants(max_shared_bytes: int) -> dict[tuple[Tile, bool], list[Product]]:
         for batch_invariant in (False, True):
             for rows in ROWS:
                 tile = choose_tile(
-                    rows * num_experts, num_experts, product.is_gated, batch_invariant,
+                    rows * num_experts,
+                    num_experts,
+                    product.is_gated,
+                    batch_invariant,
                     max_shared_bytes,
-                )  # fmt: skip
+                )
                 found.setdefault((tile, product.is_gated), []).append(product)
     return found
 
@@ -72,9 +75,13 @@ def _case(tile: Tile, is_gated: bool, is_even: bool, capability: int) -> Case:
         kernel=grouped_kernel,
         signature=_TYPES,
         constexprs={
-            "PAIRS_PER_ROW": 8 if is_gated else 1, "BLOCK_T": tile.block_t,
-            "BLOCK_O": tile.block_o, "BLOCK_I": tile.block_i, "IS_EVEN": is_even,
-            "IS_GATED": is_gated, "IS_GELU": False,
+            "PAIRS_PER_ROW": 8 if is_gated else 1,
+            "BLOCK_T": tile.block_t,
+            "BLOCK_O": tile.block_o,
+            "BLOCK_I": tile.block_i,
+            "IS_EVEN": is_even,
+            "IS_GATED": is_gated,
+            "IS_GELU": False,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -85,4 +92,4 @@ def _case(tile: Tile, is_gated: bool, is_even: bool, capability: int) -> Case:
         },
         capabilities=(capability,),
         max_shared_bytes=tile.shared_bytes(2, is_gated),
-    )  # fmt: skip
+    )

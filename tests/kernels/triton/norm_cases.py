@@ -39,4 +39,4 @@ def _case(name: str, size: int, is_sum: bool, weight: str = "*bf16", selects: bo
         num_warps=num_warps,
         num_stages=3,
         aligned=("x", "residual", "weight", "out", "x_stride", "residual_stride"),
-    )  # fmt: skip
+    )

@@ -143,9 +143,13 @@ class PagedStep:
 
     def run(self, num_sms: int = 1, batch_invariant: bool = False) -> Tensor:
         return paged_attention(
-            self.q_THD(), self.cache, self.metadata, self.spec,
-            num_sms=num_sms, batch_invariant=batch_invariant,
-        )  # fmt: skip
+            self.q_THD(),
+            self.cache,
+            self.metadata,
+            self.spec,
+            num_sms=num_sms,
+            batch_invariant=batch_invariant,
+        )
 
     def expected(self) -> Tensor:
         """Dense attention in float64, [T, H, D]."""

@@ -34,12 +34,15 @@ def _route_case(name: str, experts: int, chosen: int, logits: str, is_normalized
         kernel=route_kernel,
         signature={"logits": logits, "expert_ids": "*i32", "weights": "*fp32", "stride": "i32"},
         constexprs={
-            "NUM_EXPERTS": experts, "NUM_CHOSEN": chosen, "IS_NORMALIZED": is_normalized,
-            "BLOCK": block, "CHOSEN_BLOCK": 1 << (chosen - 1).bit_length(),
+            "NUM_EXPERTS": experts,
+            "NUM_CHOSEN": chosen,
+            "IS_NORMALIZED": is_normalized,
+            "BLOCK": block,
+            "CHOSEN_BLOCK": 1 << (chosen - 1).bit_length(),
         },
         num_warps=route_warps(block),
         num_stages=3,
-    )  # fmt: skip
+    )
 
 
 def _count_case() -> Case:

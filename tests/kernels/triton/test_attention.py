@@ -240,10 +240,13 @@ def test_a_cache_of_more_elements_than_int32_counts(
     far_BM = step.metadata.block_table_BM.long()
     values[far_BM[0]] = step.cache.k_NSKD[near_BM[0]]
     expected = paged_attention(
-        step.q_THD(), KVCache(step.cache.k_NSKD, step.cache.k_NSKD),
-        replace(step.metadata, block_table_BM=near_BM.int()), step.spec,
-        num_sms=1, batch_invariant=False,
-    )  # fmt: skip
+        step.q_THD(),
+        KVCache(step.cache.k_NSKD, step.cache.k_NSKD),
+        replace(step.metadata, block_table_BM=near_BM.int()),
+        step.spec,
+        num_sms=1,
+        batch_invariant=False,
+    )
     step.cache = KVCache(values, values)
     assert torch.equal(step.run(), expected)
 
@@ -252,8 +255,15 @@ def test_kernels_of_chunks_and_of_decodes_agree() -> None:
     step = draw_step(HEADS, [50, 9, 33])
     out_THD = torch.full(step.q_THD().shape, torch.nan)
     prefill_attention(
-        step.q_THD(), step.cache, step.metadata, step.spec, out_THD,
-        PrefillTiles(32, 32, num_warps=4, num_stages=2), 1,
-        max_tokens=3, max_seqs=3, has_decodes=True,
-    )  # fmt: skip
+        step.q_THD(),
+        step.cache,
+        step.metadata,
+        step.spec,
+        out_THD,
+        PrefillTiles(32, 32, num_warps=4, num_stages=2),
+        1,
+        max_tokens=3,
+        max_seqs=3,
+        has_decodes=True,
+    )
     torch.testing.assert_close(out_THD, run_decodes(step, 32, 2), rtol=1e-5, atol=1e-6)

@@ -226,24 +226,20 @@ def test_launches_of_one_step_serve_another_one_of_other_lengths(
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_layers_of_one_window_share_a_plan_and_others_have_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_of_one_window_share_a_plan_and_others_have_their_own() -> None:
     """As in Gemma: in one step, of the same lengths."""
-    windows: list[int] = []
-    enqueue = attention_plan._enqueue
-
-    def counted(metadata: AttentionMetadata, items: Items) -> Plan:
-        windows.append(items.window)
-        return enqueue(metadata, items)
-
-    monkeypatch.setattr(attention_plan, "_enqueue", counted)
     step = draw_step(HEADS, [250, 9], block_size=16)
+    plans: list[dict[int, Plan]] = []
     for window in (60, 0, 60, 0):
         layer = replace(step, spec=HEADS.spec(window))
         layer.metadata = step.metadata
         check(layer)
-    assert windows == [60, 0]
+        kept = step.metadata.scratch.items()
+        plans.append({items.window: plan for items, plan in kept if isinstance(plan, Plan)})
+    assert [list(kept) for kept in plans] == [[60], [60, 0], [60, 0], [60, 0]]
+    for kept in plans[1:]:
+        assert all(kept[window] is plan for window, plan in plans[1].items())
+        assert kept[60] is plans[0][60]
 
 
 def make_metadata(decodes: list[int], chunks: list[tuple[int, int]]) -> AttentionMetadata:
@@ -300,15 +296,20 @@ def test_each_tile_of_each_item_is_in_one_part_and_no_part_is_long(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(attention_plan, "_BLOCK", rng.choice([8, 16, 1024]))
+    monkeypatch.setattr(attention_plan, "PLAN_BLOCK", rng.choice([8, 16, 1024]))
     metadata = make_metadata(*random_steps(rng))
     queries, has_decodes = rng.choice([(0, False), (4, False), (4, True), (1, False)])
     max_items = metadata.query_start[-1] // (queries or 1) + len(metadata.seq_lens)
     items = Items(
-        queries=queries, keys=16, window=rng.choice([0, 1, 50]), has_decodes=has_decodes,
+        queries=queries,
+        keys=16,
+        window=rng.choice([0, 1, 50]),
+        has_decodes=has_decodes,
         max_items=max_items if queries else metadata.num_decodes,
-        block_size=1, num_shares=rng.choice([1, 2, 7, 33, 264]), min_tiles=rng.choice([1, 3]),
-    )  # fmt: skip
+        block_size=1,
+        num_shares=rng.choice([1, 2, 7, 33, 264]),
+        min_tiles=rng.choice([1, 3]),
+    )
     check_plan(metadata, items)
 
 
@@ -343,26 +344,26 @@ def check_plan(metadata: AttentionMetadata, items: Items) -> None:
     share = max(-(-total // items.num_shares), items.min_tiles)
     parts = plan.parts_P8.tolist()
     merges = [] if plan.merges_M4 is None else [row for row in plan.merges_M4.tolist() if row[3]]
-    num_slots, num_whole, num_merges = 0, 0, 0
+    num_sums, num_whole, num_merges = 0, 0, 0
     for item, (first, end) in expected:
         num_parts = max(1, (end - first + share // 2) // share)
         if num_parts == 1:
             num_whole += 1
             assert parts[-num_whole] == [*item, first, end, -1]
             continue
-        own = parts[num_slots : num_slots + num_parts]
+        own = parts[num_sums : num_sums + num_parts]
         ends = [part[6] for part in own]
         assert [part[:6] for part in own] == [[*item, tile] for tile in (first, *ends[:-1])]
         assert ends[-1] == end
         assert all(1 <= part[6] - part[5] <= 1.5 * share for part in own)
-        assert [part[7] for part in own] == list(range(num_slots, num_slots + num_parts))
-        assert merges[num_merges] == [*item[:2], num_slots, num_parts]
-        num_slots, num_merges = num_slots + num_parts, num_merges + 1
-    assert [part[1] for part in parts[num_slots : len(parts) - num_whole]] == [0] * (
-        len(parts) - num_slots - num_whole
+        assert [part[7] for part in own] == list(range(num_sums, num_sums + num_parts))
+        assert merges[num_merges] == [*item[:2], num_sums, num_parts]
+        num_sums, num_merges = num_sums + num_parts, num_merges + 1
+    assert [part[1] for part in parts[num_sums : len(parts) - num_whole]] == [0] * (
+        len(parts) - num_sums - num_whole
     )
     assert len(merges) == num_merges
-    assert num_slots <= plan.num_slots
+    assert num_sums <= plan.num_sums
 
 
 @pytest.mark.parametrize(
@@ -394,10 +395,16 @@ def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(
 
     monkeypatch.setattr(torch, "empty", with_guards)
     metadata = AttentionMetadata(
-        bounds.num_decodes, bounds.query_start, bounds.seq_lens, step.num_decodes_1,
-        step.query_start_A, step.seq_lens_B, torch.zeros(num_seqs, 24, dtype=torch.int32),
-        step.positions_T, step.slots_T,
-    )  # fmt: skip
+        bounds.num_decodes,
+        bounds.query_start,
+        bounds.seq_lens,
+        step.num_decodes_1,
+        step.query_start_A,
+        step.seq_lens_B,
+        torch.zeros(num_seqs, 24, dtype=torch.int32),
+        step.positions_T,
+        step.slots_T,
+    )
     q_THD = torch.randn(num_tokens, 4, 16)
     cache = layered(torch.zeros(2, block_size, 2, 16), torch.zeros(2, block_size, 2, 16))
     out_THD = paged_attention(

@@ -160,11 +160,16 @@ def test_padding_belongs_to_the_spare_row_and_touches_no_other() -> None:
     )
     x_TE = check(rows, make_embedding())
     alone = replace(
-        rows, rows_T=rows.rows_T[:2], positions_T=rows.positions_T[:2], rows_B=rows.rows_B[:2],
-        seq_lens_B=rows.seq_lens_B[:2], block_rows_W=rows.block_rows_W[:1],
-        block_columns_W=rows.block_columns_W[:1], block_ids_W=rows.block_ids_W[:1],
+        rows,
+        rows_T=rows.rows_T[:2],
+        positions_T=rows.positions_T[:2],
+        rows_B=rows.rows_B[:2],
+        seq_lens_B=rows.seq_lens_B[:2],
+        block_rows_W=rows.block_rows_W[:1],
+        block_columns_W=rows.block_columns_W[:1],
+        block_ids_W=rows.block_ids_W[:1],
         block_table=rows.block_table.clone(),
-    )  # fmt: skip
+    )
     own = check(alone, make_embedding())
     assert x_TE is not None
     assert own is not None

@@ -29,9 +29,9 @@ pytestmark = [
 )
 def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs for each row of a small vocabulary."""
-    monkeypatch.setattr(filtered_sampling, "_PART", 128)
-    monkeypatch.setattr(filtered_sampling, "_BLOCK", 128)
-    monkeypatch.setattr(filtered_sampling, "_MAX_CANDIDATES", request.param)
+    monkeypatch.setattr(filtered_sampling, "PART_TOKENS", 128)
+    monkeypatch.setattr(filtered_sampling, "BLOCK_TOKENS", 128)
+    monkeypatch.setattr(filtered_sampling, "MAX_CANDIDATES", request.param)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -67,9 +67,16 @@ def chunks(q: Tensor, starts: Tensor, longest: int) -> list[Tensor]:
 
 
 def fa3_with_kvcache(
-    q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, page_table: Tensor,
-    cu_seqlens_q: Tensor, max_seqlen_q: int, **options: Any,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    **options: Any,
+) -> Tensor:
     parts = chunks(q, cu_seqlens_q, max_seqlen_q)
     return sequences(parts, (k, v), cache_seqlens, page_table, **options)
 
@@ -85,9 +92,17 @@ def fa2_with_kvcache(
 
 
 def fa2_varlen(
-    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-    max_seqlen_q: int, max_seqlen_k: int, block_table: Tensor, **options: Any,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    block_table: Tensor,
+    **options: Any,
+) -> Tensor:
     assert k.shape[1] % FA2_BLOCK == 0
     lengths = cu_seqlens_k.diff().to(torch.int32)
     assert int(lengths.max()) == max_seqlen_k
@@ -108,7 +123,7 @@ MODULES: dict[str, dict[str, Callable[..., Tensor]]] = {
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Have these modules and none of the others; float32 is taken, so that results are exact."""
-    monkeypatch.setattr(flash_backend, "_DTYPES", (torch.float32,))
+    monkeypatch.setattr(flash_backend, "DTYPES", (torch.float32,))
 
     def have(*names: str) -> None:
         for name, functions in MODULES.items():

@@ -30,21 +30,37 @@ def run(step: PagedStep, dtype: torch.dtype = torch.bfloat16, num_shares: int = 
     out_THD = torch.full(q_THD.shape, torch.nan)
     if step.num_decodes:
         decode_attention(
-            q_THD, step.cache, step.metadata, step.spec, out_THD,
-            DecodeTiles(TILE, num_warps=4, num_stages=2), num_shares,
-        )  # fmt: skip
+            q_THD,
+            step.cache,
+            step.metadata,
+            step.spec,
+            out_THD,
+            DecodeTiles(TILE, num_warps=4, num_stages=2),
+            num_shares,
+        )
     prefill_attention(
-        q_THD, step.cache, step.metadata, step.spec, out_THD,
-        PrefillTiles(32, TILE, num_warps=4, num_stages=2), 1,
-        max_tokens=len(q_THD), max_seqs=len(step.pieces), has_decodes=False,
-    )  # fmt: skip
+        q_THD,
+        step.cache,
+        step.metadata,
+        step.spec,
+        out_THD,
+        PrefillTiles(32, TILE, num_warps=4, num_stages=2),
+        1,
+        max_tokens=len(q_THD),
+        max_seqs=len(step.pieces),
+        has_decodes=False,
+    )
     return out_THD
 
 
 def scaled(
-    q: float | Tensor = 1.0, k: float = 1.0, v: float | Tensor = 1.0, kv_cache: str = "fp8",
-    softcap: float = 0.0, window: int = 0,
-) -> PagedStep:  # fmt: skip
+    q: float | Tensor = 1.0,
+    k: float = 1.0,
+    v: float | Tensor = 1.0,
+    kv_cache: str = "fp8",
+    softcap: float = 0.0,
+    window: int = 0,
+) -> PagedStep:
     """A step whose queries, keys and values are multiplied. Tensors: one factor for each token."""
     step = draw_step(HEADS, DECODES, CHUNKS, softcap=softcap, window=window)
     for piece in step.pieces:

@@ -175,9 +175,13 @@ def test_a_token_is_stored_as_the_same_numbers_for_a_gpu_as_for_a_cpu(kv_cache: 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (20, 6)])
 def test_an_int8_cache_holds_the_reference_s_bits(head_dim: int, rotary_dim: int) -> None:
     step = Step(
-        kv_cache="int8", head_dim=head_dim, rotary_dim=rotary_dim, slots=tuple(range(20)),
-        kv_heads=8, heads=8,
-    )  # fmt: skip
+        kv_cache="int8",
+        head_dim=head_dim,
+        rotary_dim=rotary_dim,
+        slots=tuple(range(20)),
+        kv_heads=8,
+        heads=8,
+    )
     step.qkv[3] = 0
     step.qkv[4] *= 1e-30
     step.qkv[5] *= 1e30

@@ -32,9 +32,12 @@ def test_tokens_choose_the_experts_that_transformers_chooses(
 
     modules = {"Qwen2Moe": modeling_qwen2_moe, "Qwen3Moe": modeling_qwen3_moe}
     config = SimpleNamespace(
-        num_experts_per_tok=chosen, num_experts=experts, num_local_experts=experts,
-        norm_topk_prob=is_normalized, hidden_size=16,
-    )  # fmt: skip
+        num_experts_per_tok=chosen,
+        num_experts=experts,
+        num_local_experts=experts,
+        norm_topk_prob=is_normalized,
+        hidden_size=16,
+    )
     router = getattr(modules[family], f"{family}TopKRouter")(config)
     with torch.no_grad():
         router.weight.copy_(draw(experts, 16))
@@ -129,8 +132,8 @@ def test_the_number_of_programs_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     ids = torch.randint(0, 9, (700, 1), generator=torch.Generator().manual_seed(0)).int()
     plans = []
     for most in (1, 3, 128):
-        monkeypatch.setattr(module, "_MAX_SPANS", most)
-        monkeypatch.setattr(module, "_MIN_SPAN", 64)
+        monkeypatch.setattr(module, "MAX_SPANS", most)
+        monkeypatch.setattr(module, "MIN_SPAN", 64)
         pair_of_row, expert_of_tile, num_tiles = plan(ids, 9, 16)
         plans.append((pair_of_row[: 16 * num_tiles], expert_of_tile[:num_tiles]))
     for rows, tiles in plans[1:]:
@@ -145,14 +148,14 @@ def test_pairs_are_looked_at_twice_however_many_experts_there_are(
     """Counted, and put in their places; 64 at a time."""
     num_looks = 0
     assert module.plan_step(64) == 64
-    load = module._load_experts
+    load = module.load_experts
 
     def counted(*args: object) -> object:
         nonlocal num_looks
         num_looks += 64
         return load(*args)
 
-    monkeypatch.setattr(module, "_load_experts", counted)
+    monkeypatch.setattr(module, "load_experts", counted)
     ids = torch.randint(0, 60, (num_pairs, 1), generator=torch.Generator().manual_seed(0)).int()
     plan(ids, 60, 16)
     assert num_looks == 2 * num_pairs
