@@ -123,6 +123,21 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 40} | rope("default", partial_rotary_factor=0.5),
     ),
     "phi3_full": ("Phi3ForCausalLM", {"tie_word_embeddings": True}),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 40},
+    ),
+    "smollm3_listed": (
+        "SmolLM3ForCausalLM",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": [FULL, SLIDING, FULL],
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
 }
 """Architecture and settings by name; what is not said is in SIZES."""
 

@@ -42,6 +42,7 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
         assert attention.scaling == config.query_scale
         window = getattr(attention, "sliding_window", getattr(model.config, "sliding_window", 0))
         assert (window or 0) == (config.sliding_window if config.layer_types[i] == SLIDING else 0)
+        assert bool(getattr(attention, "use_rope", True)) == (config.rotation(i) != "none")
         qkv = attention.q_proj if hasattr(attention, "q_proj") else attention.qkv_proj
         assert (qkv.bias is not None) == config.attention_bias
         assert (attention.o_proj.bias is not None) == config.o_proj_bias

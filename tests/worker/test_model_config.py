@@ -70,7 +70,7 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     import transformers
 
     values = BASE | {"num_hidden_layers": 30, "num_attention_heads": 32, "hidden_size": 256}
-    values |= {"vocab_size": 40_000}  # the defaults of eos_token_id are in it
+    values |= {"vocab_size": 200_000}  # the defaults of eos_token_id are in it
     values |= {"architectures": [name]} | (EXPERTS if model_class(name).family.sparse else {})
     del values["num_key_value_heads"]
     config = read_model_config(
@@ -148,6 +148,9 @@ def test_biases(family: str, changes: dict, qkv: bool, o_proj: bool, mlp: bool) 
         ("Gemma3", {"sliding_window_pattern": 4}, (0, 1, 2, 4, 5, 6), 4096),
         ("Gemma3", {"layer_types": [SLIDING] + [FULL] * 7}, (0,), 4096),
         ("Llama", {"layer_types": [FULL] * 8}, (), 0),
+        ("SmolLM3", {"sliding_window": 40}, (), 0),
+        ("SmolLM3", {"use_sliding_window": True, "sliding_window": 40}, (3, 7), 40),
+        ("SmolLM3", {"use_sliding_window": True}, (), 0),
     ],
 )
 def test_which_layers_have_a_window(
@@ -156,6 +159,21 @@ def test_which_layers_have_a_window(
     config = parse(family, **changes)
     assert sliding(config) == list(layers)
     assert config.sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, {3, 7}),
+        ({"no_rope_layer_interval": 3}, {2, 5}),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 1}, set(range(8))),
+        ({"no_rope_layers": [1, 0] * 5, "no_rope_layer_interval": 3}, {1, 3, 5, 7}),
+    ],
+)
+def test_which_layers_do_not_rotate(changes: dict, layers: set[int]) -> None:
+    config = parse("SmolLM3", **changes)
+    assert {i for i in range(8) if config.rotation(i) == "none"} == layers
+    assert parse("Llama", **changes).unrotated_layers == set()
 
 
 def test_gemma2_caps_scales_and_ties() -> None:
@@ -305,6 +323,13 @@ def test_phi3_rotates_a_part_of_the_head() -> None:
         ("Llama", {"eos_token_id": "</s>"}, "eos_token_id"),
         ("Llama", {"without": "hidden_size"}, "hidden_size is missing"),
         ("Qwen3Moe", {"without": "num_experts"}, "num_experts is missing"),
+        (
+            "SmolLM3",
+            {"no_rope_layers": [1] * 7},
+            "no_rope_layers = .1,1,1,1,1,1,1. must have 8 ent",
+        ),
+        ("SmolLM3", {"no_rope_layers": [2] * 8}, "0 for a layer that does not rotate"),
+        ("SmolLM3", {"layer_types": [SLIDING] * 8}, "need a sliding_window"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(family: str, changes: dict, words: str) -> None:

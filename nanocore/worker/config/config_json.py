@@ -52,7 +52,7 @@ def parse_model_config(
     )
     rope = read_rope(settings, family, head_dim)
     max_len = longest = settings.size("max_position_embeddings")
-    if not family.rope_by_layer_type:  # Gemma 3's is already stretched
+    if rope and not family.rope_by_layer_type:  # Gemma 3's is already stretched
         longest = scaled_length(rope["full_attention"], max_len)
         if rope["full_attention"].kind != "dynamic":
             max_len = longest
@@ -87,6 +87,7 @@ def parse_model_config(
         ),
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         rope=rope,
+        unrotated_layers=frozenset() if rope else frozenset(range(num_layers)),
         moe=read_moe(settings, family, num_layers),
         qk_norm=family.qk_norm,
         norm_offset=family.norm_offset,

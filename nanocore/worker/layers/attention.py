@@ -39,8 +39,8 @@ class Attention:
         )  # fmt: skip
         self.q_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
-        self.layer_type = config.layer_types[layer]
-        is_sliding = self.layer_type == "sliding_attention"
+        self.rotation = config.rotation(layer)
+        is_sliding = config.layer_types[layer] == "sliding_attention"
         self.spec = AttentionSpec(
             scale=config.query_scale,
             window=config.sliding_window if is_sliding else 0,
@@ -67,7 +67,7 @@ class Attention:
             qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q_THD = kernels.rope_and_store_kv(
             self.qkv_proj(x_TE, kernels), self.num_heads, qk_norm,
-            context.rotary[self.layer_type], cache, metadata,
+            context.rotary[self.rotation], cache, metadata,
         )  # fmt: skip
         out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
         return self.o_proj(out_THD.flatten(1), kernels)

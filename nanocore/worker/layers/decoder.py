@@ -178,10 +178,14 @@ class DecoderModel:
                 self.embedding.pack_as_embedding(packer)
 
     def rotary_tables(self, max_len: int) -> dict[str, Rotary]:
-        """cos and sin for positions below max_len, by layer type."""
-        dtype, device = self.placement.dtype, self.placement.device
-        rope, kinds = self.config.rope, dict.fromkeys(self.config.layer_types)
-        return {kind: rotary_table(rope[kind], max_len, dtype, device) for kind in kinds}
+        """cos and sin for positions below max_len, by `ModelConfig.rotation`."""
+        config, dtype, device = self.config, self.placement.dtype, self.placement.device
+        return {
+            name: rotary_table(
+                None if name == "none" else config.rope[name], max_len, dtype, device
+            )
+            for name in dict.fromkeys(map(config.rotation, range(config.num_layers)))
+        }
 
     def embed(self, token_ids_T: Tensor, kernels: Kernels) -> Tensor:
         """What the first layer gets, [T, E]; first stage only."""

@@ -32,6 +32,7 @@ ARCHITECTURES: Final = {
     "Qwen2MoeForCausalLM": "qwen2_moe.Qwen2MoeModel",
     "Qwen3ForCausalLM": "qwen3.Qwen3Model",
     "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeModel",
+    "SmolLM3ForCausalLM": "smollm3.SmolLM3Model",
 }
 """The file and the class of each."""
 
