@@ -118,6 +118,21 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 4.0,
+            "attention_multiplier": 0.125,  # not the root of head_dim, on purpose
+            "residual_multiplier": 0.7,
+            "logits_scaling": 3.0,
+            "rms_norm_eps": 0.1,
+        },
+    ),
+    "granite_biased": (
+        "GraniteForCausalLM",
+        {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.5}
+        | {"residual_multiplier": 1.5, "tie_word_embeddings": True},
+    ),
     "phi3": (
         "Phi3ForCausalLM",
         {"sliding_window": 40} | rope("default", partial_rotary_factor=0.5),

@@ -50,8 +50,11 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
         assert is_sparse == (config.moe is not None and i in config.moe.sparse_layers)
         if not is_sparse:
             assert (mlp.down_proj.bias is not None) == config.mlp_bias
+    residual = getattr(model.config, "residual_multiplier", 1.0)  # divides the whole stream
     scale = getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0)
-    assert config.embedding_scale == scale
+    assert config.embedding_scale == getattr(model.config, "embedding_multiplier", scale) / residual
+    assert config.rms_norm_eps == model.config.rms_norm_eps / residual**2
+    assert config.logits_divisor == getattr(model.config, "logits_scaling", 1.0)
     assert config.tie_word_embeddings == (model.lm_head.weight is model.model.embed_tokens.weight)
 
 

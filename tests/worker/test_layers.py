@@ -67,6 +67,17 @@ def test_bfloat16_embeddings_are_scaled_as_transformers_does(tmp_path: Path) -> 
     assert torch.equal(model.embed(ids, TorchKernels()), theirs(ids))
 
 
+def test_a_bfloat16_granite_rounds_its_scaled_embeddings_once(tmp_path: Path) -> None:
+    """Its factor is not rounded: 4 / 0.7 is no bfloat16."""
+    config = config_of("granite", tmp_path)
+    model = build_model(config, Placement(torch.bfloat16, CPU))
+    assert model.embedding is not None
+    weight = model.embedding.weight.copy_(values(config.vocab_size, config.hidden_size)).clone()
+    model.embedding.pack(WeightPacker(TorchKernels()))
+    scaled = (weight.double() * (4 / 0.7)).bfloat16()
+    assert torch.equal(model.embed(torch.arange(config.vocab_size), TorchKernels()), scaled)
+
+
 @pytest.mark.parametrize(
     ("name", "tp_size", "changes", "words"),
     [

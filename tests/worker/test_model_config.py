@@ -97,7 +97,7 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         assert getattr(config, cap) == (getattr(reference, cap, None) or 0.0)
     scalar = getattr(reference, "query_pre_attn_scalar", config.head_dim)
-    assert config.query_scale == scalar**-0.5
+    assert config.query_scale == getattr(reference, "attention_multiplier", scalar**-0.5)
 
 
 def test_the_defaults_of_qwen3(tmp_path: Path) -> None:
@@ -184,6 +184,13 @@ def test_gemma2_caps_scales_and_ties() -> None:
     assert config.tie_word_embeddings
     assert parse("Gemma2", attn_logit_softcapping=None).attn_logit_softcapping == 0.0
     assert parse("Gemma3", final_logit_softcapping=5).final_logit_softcapping == 5.0
+
+
+def test_granites_multipliers() -> None:
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
+    config = parse("Granite", **dict(zip(names, (12, 0.1, 0.25), strict=True)), logits_scaling=8)
+    assert (config.embedding_scale, config.query_scale, config.logits_divisor) == (48.0, 0.1, 8.0)
+    assert config.rms_norm_eps == 16 * parse("Llama").rms_norm_eps
 
 
 @pytest.mark.parametrize(
@@ -328,6 +335,8 @@ def test_phi3_rotates_a_part_of_the_head() -> None:
             {"no_rope_layers": [1] * 7},
             "no_rope_layers = .1,1,1,1,1,1,1. must have 8 ent",
         ),
+        ("Granite", {"residual_multiplier": 0}, "residual_multiplier = 0 must be at least 0.0001"),
+        ("Granite", {"logits_scaling": -8}, "logits_scaling = -8 must be at least 0.0001"),
         ("SmolLM3", {"no_rope_layers": [2] * 8}, "0 for a layer that does not rotate"),
         ("SmolLM3", {"layer_types": [SLIDING] * 8}, "need a sliding_window"),
     ],

@@ -130,7 +130,7 @@ def test_stages_of_one_layer_say_the_same(family: Families) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "qwen2_moe", "granite"])
 def test_bfloat16_rounds_no_worse_than_transformers_does(
     name: str, backend: str, family: Families
 ) -> None:

@@ -44,6 +44,7 @@ class ModelConfig:
     query_scale: what the products of queries and keys are multiplied by.
     attn_logit_softcapping, final_logit_softcapping: logits become cap * tanh(logits / cap); 0 is
     off.
+    logits_divisor: what logits are divided by, before they are capped.
     embedding_scale: what embeddings are multiplied by, once rounded to the model's dtype.
     rope: for both layer types, whether or not a layer has them; empty if no layer rotates.
     unrotated_layers: indices of those whose heads do not (NoPE: Kazemnejad et al. 2023).
@@ -74,6 +75,7 @@ class ModelConfig:
     query_scale: float
     attn_logit_softcapping: float
     final_logit_softcapping: float
+    logits_divisor: float
     embedding_scale: float
     rope: dict[LayerType, RopeConfig]
     unrotated_layers: frozenset[int]

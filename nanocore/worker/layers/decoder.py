@@ -168,6 +168,9 @@ class DecoderModel:
         """Give up the loaded weights for packed ones; `slots` names them no longer."""
         for layer in self.layers:
             layer.pack(packer)
+        if self.norm is not None and self.config.logits_divisor != 1.0:
+            # Which divides the logits, and costs nothing.
+            self.norm.weight = self.norm.weight / self.config.logits_divisor
         if self.head is not None:
             self.head.pack(packer)
         if self.embedding is not None and self.embedding is not self.head:

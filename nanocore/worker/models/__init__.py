@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ARCHITECTURES: Final = {
     "Gemma2ForCausalLM": "gemma2.Gemma2Model",
     "Gemma3ForCausalLM": "gemma3.Gemma3Model",
+    "GraniteForCausalLM": "granite.GraniteModel",
     "LlamaForCausalLM": "llama.LlamaModel",
     "MistralForCausalLM": "mistral.MistralModel",
     "Phi3ForCausalLM": "phi3.Phi3Model",
