@@ -101,6 +101,14 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralForCausalLM", {"head_dim": 24, "sliding_window": 32}),
     "mistral_full": ("MistralForCausalLM", {"sliding_window": None}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 8, "intermediate_size": 48, "head_dim": 24},
+    ),
+    "mixtral_window": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 40},
+    ),
     "gemma2": (
         "Gemma2ForCausalLM",
         GEMMA

@@ -136,6 +136,8 @@ def test_biases(family: str, changes: dict, qkv: bool, o_proj: bool, mlp: bool) 
         ("Mistral", {"sliding_window": None}, (), 0),
         ("Phi3", {"sliding_window": 40}, range(8), 40),
         ("Phi3", {}, (), 0),
+        ("Mixtral", {"sliding_window": 40}, range(8), 40),
+        ("Mixtral", {}, (), 0),
         ("Qwen2", {"sliding_window": 40}, (), 0),
         ("Qwen2", {"use_sliding_window": True, "max_window_layers": 6}, (6, 7), 4096),
         ("Qwen3", {"use_sliding_window": True, "max_window_layers": 0}, range(8), 4096),
@@ -216,6 +218,17 @@ def test_both_spellings_of_the_number_of_experts_are_read() -> None:
     assert moe is not None
     assert moe.num_experts == 16
     assert moe.norm_topk_prob
+
+
+def test_mixtral_has_experts_in_every_layer_and_normalizes_their_weights() -> None:
+    moe = parse("Mixtral", num_local_experts=4, num_experts_per_tok=3, norm_topk_prob=False).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.num_experts_per_tok, moe.intermediate_size) == (4, 3, 128)
+    assert moe.norm_topk_prob
+    assert moe.sparse_layers == set(range(8))
+    left_out = parse("Mixtral", without="num_experts_per_tok").moe
+    assert left_out is not None
+    assert (left_out.num_experts, left_out.num_experts_per_tok) == (8, 2)
 
 
 def test_qwen2_moe_has_a_shared_expert() -> None:

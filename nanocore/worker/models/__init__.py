@@ -28,6 +28,7 @@ ARCHITECTURES: Final = {
     "GraniteForCausalLM": "granite.GraniteModel",
     "LlamaForCausalLM": "llama.LlamaModel",
     "MistralForCausalLM": "mistral.MistralModel",
+    "MixtralForCausalLM": "mixtral.MixtralModel",
     "Phi3ForCausalLM": "phi3.Phi3Model",
     "Qwen2ForCausalLM": "qwen2.Qwen2Model",
     "Qwen2MoeForCausalLM": "qwen2_moe.Qwen2MoeModel",
