@@ -141,6 +141,8 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.5}
         | {"residual_multiplier": 1.5, "tie_word_embeddings": True},
     ),
+    "olmo2": ("Olmo2ForCausalLM", {"head_dim": 24, "attention_bias": True}),
+    "olmo2_ungrouped": ("Olmo2ForCausalLM", {"num_key_value_heads": None, "rms_norm_eps": 0.1}),
     "phi3": (
         "Phi3ForCausalLM",
         {"sliding_window": 40} | rope("default", partial_rotary_factor=0.5),

@@ -15,7 +15,7 @@ from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.models import build_model, load_model_config
+from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.models.gemma2 import Gemma2Model
 from nanocore.worker.placement import Placement
 from tests.model_families import BUILDERS
@@ -38,14 +38,16 @@ def values(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "llama"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "llama", "olmo2"])
 def test_a_bfloat16_norm_rounds_as_transformers_does(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = BUILDERS[name](tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).model.norm
     config = load_model_config(folder)
-    norm = RMSNorm(Placement(torch.bfloat16, CPU), config, config.hidden_size)
+    norm_class = model_class(config.architecture).layer_class.norm_class
+    norm = norm_class(Placement(torch.bfloat16, CPU), config, config.hidden_size)
+    assert isinstance(norm, RMSNorm)
     norm.weight.copy_(theirs.weight.detach().float() + norm.offset)
     x = 7 * values(100, config.hidden_size)
     assert torch.equal(norm(x, TorchKernels()), theirs(x))

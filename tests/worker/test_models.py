@@ -111,7 +111,7 @@ def test_it_says_what_transformers_says(
     check(run_script(model.folder, model.script(), tp_size, backend=backend), model.expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_biased", "qwen3_moe", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "llama_biased", "qwen3_moe", "gemma3", "phi3", "olmo2"])
 def test_four_ranks_share_two_kv_heads(name: str, family: Families) -> None:
     model = family(name)
     check(run_script(model.folder, model.script(), 4), model.expected)
@@ -130,7 +130,7 @@ def test_stages_of_one_layer_say_the_same(family: Families) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "qwen2_moe", "granite"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "qwen2_moe", "granite", "olmo2"])
 def test_bfloat16_rounds_no_worse_than_transformers_does(
     name: str, backend: str, family: Families
 ) -> None:

@@ -20,7 +20,7 @@ from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.embedding import VocabParallelEmbedding
 from nanocore.worker.layers.mlp import GatedMLP
-from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.layers.norm import Norm, RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.layers.rotary import rotary_table
 from nanocore.worker.loading.weights import EMBEDDING, HEAD, Slot, Slots, without_parts
@@ -31,9 +31,11 @@ from nanocore.worker.placement import Placement
 class Layer(Protocol):
     """One decoder layer. The residual stream is carried apart, so that norms can add it.
 
-    kv_spec: what it keeps of a token.
+    norm_class: of its norms, and of the one after the last layer. kv_spec: what it keeps of a
+    token.
     """
 
+    norm_class: ClassVar[type[Norm]]
     kv_spec: KVSpec
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None: ...
@@ -70,14 +72,20 @@ class MLP(Protocol):
 class DecoderLayer:
     """The common kind: attention and MLP, each after a norm."""
 
+    attention_class: ClassVar[type[Attention]] = Attention
+    norm_class: ClassVar[type[Norm]] = RMSNorm
     mlp: MLP
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
-        self.attention = Attention(placement, config, layer)
+        self.attention = self.attention_class(placement, config, layer)
         self.kv_spec = self.attention.kv_spec
         self.mlp = self.make_mlp(placement, config, layer)
-        self.input_norm = RMSNorm(placement, config, config.hidden_size)
-        self.post_attention_norm = RMSNorm(placement, config, config.hidden_size)
+        self.make_norms(placement, config)
+
+    def make_norms(self, placement: Placement, config: ModelConfig) -> None:
+        """Those that `norm_slots` names."""
+        self.input_norm = self.norm_class(placement, config, config.hidden_size)
+        self.post_attention_norm = self.norm_class(placement, config, config.hidden_size)
 
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
         """The layer's MLP."""
@@ -128,11 +136,11 @@ class DecoderModel:
         self.layers = [self.layer_class(placement, config, i) for i in self.layer_range]
         self.embedding = self._vocabulary() if placement.is_first_stage else None
         self.head: VocabParallelEmbedding | None = None
-        self.norm: RMSNorm | None = None
+        self.norm: Norm | None = None
         if placement.is_last_stage:
             tied = config.tie_word_embeddings
             self.head = (self.embedding if tied else None) or self._vocabulary()
-            self.norm = RMSNorm(placement, config, config.hidden_size)
+            self.norm = self.layer_class.norm_class(placement, config, config.hidden_size)
 
     def slots(self) -> Slots:
         """Every tensor the checkpoint must hold; those of other stages have no parts here."""
@@ -144,7 +152,7 @@ class DecoderModel:
                 slots |= self.layers[i - self.layer_range.start].slots(prefix)
             else:
                 slots |= without_parts(self.layer_class(meta, config, i).slots(prefix))
-        norm = RMSNorm(meta, config, config.hidden_size)
+        norm = self.layer_class.norm_class(meta, config, config.hidden_size)
         slots |= without_parts(norm.slots("model.norm"))
         if self.norm:
             slots |= self.norm.slots("model.norm")

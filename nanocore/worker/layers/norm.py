@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,30 @@ from nanocore.kernels.interface import Kernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.loading.weights import Slots, whole
 from nanocore.worker.placement import Placement
+
+
+class Norm(Protocol):
+    """A norm of hidden states over their last dimension."""
+
+    weight: Tensor
+
+    def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None: ...
+
+    def slots(self, name: str) -> Slots:
+        """Where the checkpoint's tensors with this name go."""
+        ...
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); without a residual x is it."""
+        ...
+
+    def select_add(
+        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
+    ) -> Tensor:
+        """norm(x + residual) of these rows, [R, E]."""
+        ...
 
 
 class RMSNorm:
@@ -24,14 +50,12 @@ class RMSNorm:
         self.weight = placement.empty(size, dtype=torch.float32 if self.offset else None)
 
     def slots(self, name: str) -> Slots:
-        """The checkpoint's weight."""
         return {f"{name}.weight": whole(self.weight, self.offset)}
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); without a residual x is it."""
         if residual is None:
             return kernels.rms_norm(x, self.weight, self.eps), x
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
@@ -39,5 +63,4 @@ class RMSNorm:
     def select_add(
         self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
     ) -> Tensor:
-        """norm(x + residual) of these rows, [R, E]."""
         return kernels.select_add_rms_norm(x_TE, residual_TE, index_R, self.weight, self.eps)

@@ -29,6 +29,7 @@ ARCHITECTURES: Final = {
     "LlamaForCausalLM": "llama.LlamaModel",
     "MistralForCausalLM": "mistral.MistralModel",
     "MixtralForCausalLM": "mixtral.MixtralModel",
+    "Olmo2ForCausalLM": "olmo2.Olmo2Model",
     "Phi3ForCausalLM": "phi3.Phi3Model",
     "Qwen2ForCausalLM": "qwen2.Qwen2Model",
     "Qwen2MoeForCausalLM": "qwen2_moe.Qwen2MoeModel",
