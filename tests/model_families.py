@@ -126,6 +126,11 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt2": ("GPT2LMHeadModel", {"n_inner": 160, "tie_word_embeddings": True}),
+    "gpt2_unscaled": (
+        "GPT2LMHeadModel",
+        {"scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 0.1},
+    ),
     "granite": (
         "GraniteForCausalLM",
         {
@@ -192,7 +197,7 @@ def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Ten
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(parameter.shape, generator=generator)
     is_gemma = architecture.startswith("Gemma")
-    if "norm" in name:
+    if parameter.dim() == 1 and name.endswith("weight"):
         scale = 1.0
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             scale = 2.0  # attention that looks at something
@@ -202,11 +207,14 @@ def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Ten
         return scale - stored_less + 0.1 * noise
     if name.endswith(".bias"):
         return 0.5 * noise
-    if "embed_tokens" in name or "lm_head" in name:
+    if "embed_tokens" in name or "wte" in name or "wpe" in name or "lm_head" in name:
         return 3.0 * noise / math.sqrt(config.hidden_size)
-    weight = noise / math.sqrt(parameter.shape[-1])
-    if "o_proj" in name or "down_proj" in name:
+    is_transposed = ".c_" in name
+    weight = noise / math.sqrt(parameter.shape[0 if is_transposed else -1])
+    if "o_proj" in name or "down_proj" in name or "c_proj" in name:
         weight *= 3.0  # as above
+    elif "c_attn" in name:
+        weight[:, : 2 * config.hidden_size] *= 2.0
     elif name.endswith(("q_proj.weight", "k_proj.weight", "mlp.gate.weight")):
         weight *= 2.0  # attention and routing that are decided
     elif "qkv_proj" in name:
@@ -244,8 +252,8 @@ def greedy_continuations(
         folder, config=config, dtype=dtype, attn_implementation="eager",
         experts_implementation="eager",
     ).eval()  # fmt: skip
-    rotary = model.model.rotary_emb
-    if rotary.rope_type == "dynamic":
+    rotary = getattr(model.base_model, "rotary_emb", None)
+    if getattr(rotary, "rope_type", "") == "dynamic":
         _fix_dynamic_rope(rotary, max_model_len)
     return [_greedy(model, prompt, num_tokens) for prompt in prompts]
 

@@ -13,7 +13,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.layers.norm import LayerNorm, RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.models.gemma2 import Gemma2Model
@@ -51,6 +51,23 @@ def test_a_bfloat16_norm_rounds_as_transformers_does(name: str, tmp_path: Path) 
     norm.weight.copy_(theirs.weight.detach().float() + norm.offset)
     x = 7 * values(100, config.hidden_size)
     assert torch.equal(norm(x, TorchKernels()), theirs(x))
+
+
+def test_a_bfloat16_layer_norm_rounds_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = BUILDERS["gpt2"](tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).transformer.ln_f
+    config = load_model_config(folder)
+    norm = LayerNorm(Placement(torch.bfloat16, CPU), config, config.hidden_size)
+    for name, slot in norm.slots("n").items():
+        slot.parts[0].target.copy_(getattr(theirs, name.removeprefix("n.")).detach())
+    x, residual = 7 * values(100, config.hidden_size), values(100, config.hidden_size) + 1
+    normed, total = norm.add(x, residual, TorchKernels())
+    assert torch.equal(total, residual + x)
+    assert torch.equal(normed, theirs(total))
+    rows = torch.tensor([7, 0, 7])
+    assert torch.equal(norm.select_add(x, residual, rows, TorchKernels()), normed[rows])
 
 
 def test_bfloat16_embeddings_are_scaled_as_transformers_does(tmp_path: Path) -> None:

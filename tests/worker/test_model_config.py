@@ -73,20 +73,24 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     values |= {"vocab_size": 200_000}  # the defaults of eos_token_id are in it
     values |= {"architectures": [name]} | (EXPERTS if model_class(name).family.sparse else {})
     del values["num_key_value_heads"]
+    config_class = getattr(transformers, name).config_class
+    values = {config_class.attribute_map.get(k, k): v for k, v in values.items()}
     config = read_model_config(
         Settings(Path("config.json"), values), Settings(Path("generation_config.json"), {})
     )
-    config_class = getattr(transformers, name).config_class
     reference = config_class(**{k: v for k, v in values.items() if k != "architectures"})
-    assert config.num_kv_heads == reference.num_key_value_heads
+    assert config.num_kv_heads == getattr(reference, "num_key_value_heads", 32)
     assert config.head_dim == (getattr(reference, "head_dim", None) or 256 // 32)
-    assert config.rms_norm_eps == reference.rms_norm_eps
+    eps = "rms_norm_eps" if hasattr(reference, "rms_norm_eps") else "layer_norm_epsilon"
+    assert config.rms_norm_eps == getattr(reference, eps)
     assert config.tie_word_embeddings == reference.tie_word_embeddings
     activation = getattr(reference, model_class(name).family.activation_setting)
-    assert config.hidden_act == {"silu": "silu", "gelu_pytorch_tanh": "gelu"}[activation]
+    kinds = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+    assert config.hidden_act == kinds[activation]
     eos = reference.eos_token_id
     assert config.eos_token_ids == (() if eos is None else (eos,))
-    ropes = reference.rope_parameters
+    ropes = getattr(reference, "rope_parameters", {})
+    assert bool(config.rope) == bool(ropes)
     for layer_type, rope in config.rope.items():
         assert rope.theta == ropes.get(layer_type, ropes)["rope_theta"]
     window = getattr(reference, "sliding_window", None)
@@ -358,6 +362,50 @@ def test_what_is_not_implemented_is_refused_by_name(family: str, changes: dict, 
     with pytest.raises(ModelFileError, match=words) as error:
         parse(family, **changes)
     assert str(error.value).startswith("config.json: ")
+
+
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "n_layer": 2,
+    "n_head": 4, "n_positions": 128, "n_ctx": 128, "n_inner": None,
+}  # fmt: skip
+
+
+def parse_gpt2(without: str = "", **changes: Any) -> ModelConfig:
+    values = {name: value for name, value in (GPT2 | changes).items() if name != without}
+    return read_model_config(
+        Settings(Path("config.json"), values), Settings(Path("generation_config.json"), {})
+    )
+
+
+def test_gpt2s_names_are_read() -> None:
+    config = parse_gpt2()
+    assert (config.hidden_size, config.intermediate_size, config.num_layers) == (64, 256, 2)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 4, 16)
+    assert config.max_model_len == config.longest_model_len == 128
+    assert (config.rope, config.unrotated_layers) == ({}, {0, 1})
+    assert config.query_scale == 0.25
+    assert parse_gpt2(scale_attn_weights=False).query_scale == 1.0
+    assert parse_gpt2(n_inner=100).intermediate_size == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_embd": 0}, "n_embd = 0 must be at least 1"),
+        ({"without": "n_positions"}, "n_positions is missing"),
+        ({"layer_norm_epsilon": 2}, "layer_norm_epsilon = 2 must be at least"),
+        ({"activation_function": "relu"}, 'activation_function = "relu" is not implemented'),
+        ({"activation_function": "gelu"}, 'activation_function = "gelu" is not implemented'),
+        ({"add_cross_attention": True}, "add_cross_attention = true is not implemented"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling"),
+        ({"rope_theta": 1e6}, "rope_theta = 1000000.0 is not implemented"),
+        ({"sliding_window": 32}, "sliding_window = 32"),
+    ],
+)
+def test_what_gpt2_cannot_do_is_refused_by_its_own_names(changes: dict, words: str) -> None:
+    with pytest.raises(ModelFileError, match=words):
+        parse_gpt2(**changes)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""Root mean square layer normalisation (Zhang and Sennrich 2019)."""
+"""Root mean square layer normalisation (Zhang and Sennrich 2019), and the older kind."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
@@ -64,3 +65,27 @@ class RMSNorm:
         self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
     ) -> Tensor:
         return kernels.select_add_rms_norm(x_TE, residual_TE, index_R, self.weight, self.eps)
+
+
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias (Ba et al. 2016), likewise."""
+
+    def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None:
+        self.eps = config.rms_norm_eps
+        self.weight = placement.empty(size)
+        self.bias = placement.empty(size)
+
+    def slots(self, name: str) -> Slots:
+        return {f"{name}.weight": whole(self.weight), f"{name}.bias": whole(self.bias)}
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else residual + x
+        return self(total, kernels), total
+
+    def select_add(
+        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
+    ) -> Tensor:
+        return self(residual_TE[index_R] + x_TE[index_R], kernels)

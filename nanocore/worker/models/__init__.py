@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nanocore.worker.placement import Placement
 
 ARCHITECTURES: Final = {
+    "GPT2LMHeadModel": "gpt2.GPT2Model",
     "Gemma2ForCausalLM": "gemma2.Gemma2Model",
     "Gemma3ForCausalLM": "gemma3.Gemma3Model",
     "GraniteForCausalLM": "granite.GraniteModel",
