@@ -428,15 +428,43 @@ def test_an_unknown_architecture_lists_the_known_ones(
     ("name", "nearest"),
     [
         ("Qwen3NextForCausalLM", "Qwen3ForCausalLM"),
-        ("LlamaModel", "LlamaForCausalLM"),
+        ("Qwen3VLMoeForConditionalGeneration", "Qwen3MoeForCausalLM"),
+        ("Qwen2_5_VLForConditionalGeneration", "Qwen2ForCausalLM"),
+        ("Gemma3nForConditionalGeneration", "Gemma3For"),
         ("Gemma2ForCausalLn", "Gemma2ForCausalLM"),
+        ("Phi3SmallForCausalLM", "Phi3ForCausalLM"),
         ("Phi4MMForCausalLM", "Phi3ForCausalLM"),
+        ("Olmo3ForCausalLM", "Olmo2ForCausalLM"),
+        ("OlmoForCausalLM", "Olmo2ForCausalLM"),
+        ("GraniteMoeForCausalLM", "GraniteForCausalLM"),
+        ("MllamaForConditionalGeneration", "LlamaForCausalLM"),
+        ("LLaMAForCausalLM", "LlamaForCausalLM"),
+        ("LlamaModel", "LlamaForCausalLM"),
+        ("Llama4ForConditionalGeneration", "LlamaForCausalLM"),
+        ("GPT2Model", "GPT2LMHeadModel"),
+        ("MistralModel", "MistralForCausalLM"),
+        ("MixtralModel", "MixtralForCausalLM"),
     ],
 )
 def test_an_unknown_architecture_names_the_one_spelled_most_alike(
     tmp_path: Path, name: str, nearest: str
 ) -> None:
-    with pytest.raises(ModelFileError, match=f"the nearest that is served is {nearest}; known:"):
+    with pytest.raises(
+        ModelFileError, match=rf"the nearest that is served is {nearest}\w*; known:"
+    ):
+        load_model_config(write(tmp_path, architectures=[name]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DeepseekV3ForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "GptOssForCausalLM",
+        "MambaForCausalLM", "JambaForCausalLM", "ErnieForCausalLM", "MiniMaxForCausalLM",
+        "Lfm2ForCausalLM", "FalconForCausalLM", "T5ForConditionalGeneration", "", "X" * 10**6,
+    ],
+)  # fmt: skip
+def test_an_unknown_architecture_that_nothing_is_like_names_none(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelFileError, match="is unknown; known: "):
         load_model_config(write(tmp_path, architectures=[name]))
 
 

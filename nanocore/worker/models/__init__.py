@@ -6,8 +6,9 @@ read: the names alone need no torch. CONTRIBUTING.md says how to add a family.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -39,6 +40,9 @@ ARCHITECTURES: Final = {
     "SmolLM3ForCausalLM": "smollm3.SmolLM3Model",
 }
 """The file and the class of each."""
+
+_MAX_NAME: Final = 80
+"""Of a name that is compared: characters of what a file may make as long as it likes."""
 
 
 def model_class(architecture: str) -> type[DecoderModel]:
@@ -98,12 +102,24 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
 
 
 def _nearest(architecture: str) -> str:
-    """Words that name the known architecture that is spelled most alike, if one is."""
-    stems = {_stem(name): name for name in ARCHITECTURES}
-    near = get_close_matches(_stem(architecture), stems, n=1)
-    return f", the nearest that is served is {stems[near[0]]}" if near else ""
+    """Words that name the served architecture that is spelled most alike, if one is alike."""
+    name = architecture[:_MAX_NAME]
+    near = [known for known in ARCHITECTURES if _are_alike(_stem(name), _stem(known))]
+    if not near:
+        return ""
+    return f", the nearest that is served is {max(near, key=lambda known: _likeness(name, known))}"
+
+
+def _are_alike(stem: str, known: str) -> bool:
+    """Whether they are one word in different versions (Olmo3), or differ by a letter or so."""
+    word, known_word = (re.split(r"\d", x)[0] for x in (stem, known))
+    return word == known_word or _likeness(stem, known) >= 0.8
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
 
 def _stem(architecture: str) -> str:
     """The family's part of the name."""
-    return architecture.split("For")[0].removesuffix("Model").lower()
+    return architecture.split("For")[0].removesuffix("Model").removesuffix("LMHead").lower()
