@@ -1,7 +1,7 @@
 """The model families, one file each: how it reads config.json, its layer, and what is odd about it.
 
 A model's file is found by the name in config.json's `architectures`, and imported when one is to be
-read: the names alone need no torch. CONTRIBUTING.md says how to add a family.
+read: the names alone need no torch. docs/add-a-model.md says how to add a family.
 """
 
 from __future__ import annotations
