@@ -117,6 +117,14 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralForCausalLM", {"head_dim": 24, "sliding_window": 32}),
     "mistral_full": ("MistralForCausalLM", {"sliding_window": None}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 8, "intermediate_size": 48, "head_dim": 24},
+    ),
+    "mixtral_window": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 40},
+    ),
     "gemma2": (
         "Gemma2ForCausalLM",
         GEMMA
@@ -162,6 +170,28 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         "Mistral3ForConditionalGeneration",
         image_text("pixtral", "mistral", {"head_dim": 24}, tie_word_embeddings=False),
     ),
+    "gpt2": ("GPT2LMHeadModel", {"n_inner": 160, "tie_word_embeddings": True}),
+    "gpt2_unscaled": (
+        "GPT2LMHeadModel",
+        {"scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 0.1},
+    ),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 4.0,
+            "attention_multiplier": 0.125,  # not the root of head_dim, on purpose
+            "residual_multiplier": 0.7,
+            "logits_scaling": 3.0,
+            "rms_norm_eps": 0.1,
+        },
+    ),
+    "granite_biased": (
+        "GraniteForCausalLM",
+        {"attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.5}
+        | {"residual_multiplier": 1.5, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {"head_dim": 24, "attention_bias": True}),
+    "olmo2_ungrouped": ("Olmo2ForCausalLM", {"num_key_value_heads": None, "rms_norm_eps": 0.1}),
     "phi3": (
         "Phi3ForCausalLM",
         {"sliding_window": 40} | rope("default", partial_rotary_factor=0.5),
@@ -181,6 +211,21 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss_other_biases": (
         "SeedOssForCausalLM",
         {"head_dim": 24, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 40},
+    ),
+    "smollm3_listed": (
+        "SmolLM3ForCausalLM",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": [FULL, SLIDING, FULL],
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
     ),
 }
 """Architecture and settings by name; what is not said is in SIZES."""
@@ -226,7 +271,7 @@ def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Ten
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(parameter.shape, generator=generator)
     is_gemma = architecture.startswith("Gemma")
-    if "norm" in name:
+    if parameter.dim() == 1 and name.endswith("weight"):
         scale = 1.0
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             scale = 2.0  # attention that looks at something
@@ -236,11 +281,14 @@ def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Ten
         return scale - stored_less + 0.1 * noise
     if name.endswith(".bias"):
         return 0.5 * noise
-    if "embed_tokens" in name or "lm_head" in name:
+    if "embed_tokens" in name or "wte" in name or "wpe" in name or "lm_head" in name:
         return 3.0 * noise / math.sqrt(config.hidden_size)
-    weight = noise / math.sqrt(parameter.shape[-1])
-    if "o_proj" in name or "down_proj" in name:
+    is_transposed = ".c_" in name
+    weight = noise / math.sqrt(parameter.shape[0 if is_transposed else -1])
+    if "o_proj" in name or "down_proj" in name or "c_proj" in name:
         weight *= 3.0  # as above
+    elif "c_attn" in name:
+        weight[:, : 2 * config.hidden_size] *= 2.0
     elif name.endswith(("q_proj.weight", "k_proj.weight", "mlp.gate.weight")):
         weight *= 2.0  # attention and routing that are decided
     elif "qkv_proj" in name:
@@ -280,10 +328,10 @@ def greedy_continuations(
         folder, config=config, dtype=dtype, attn_implementation="eager",
         experts_implementation="eager",
     ).eval()  # fmt: skip
-    rotary = text_model(model).rotary_emb
-    if rotary.rope_type == "dynamic":
+    rotary = getattr(text_model(model), "rotary_emb", None)
+    if getattr(rotary, "rope_type", "") == "dynamic":
         _fix_dynamic_rope(rotary, max_model_len)
-    if rotary.rope_type == "longrope":
+    if getattr(rotary, "rope_type", "") == "longrope":
         _fix_longrope(rotary, max_model_len)
     if frequencies is not None:
         rotary.inv_freq.copy_(frequencies)

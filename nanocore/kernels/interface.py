@@ -226,6 +226,10 @@ class Kernels(Protocol):
         """act(first half) * second half of what `linear` says; [T, O / 2]."""
         ...
 
+    def activate(self, x_TI: Tensor, activation: Activation) -> Tensor:
+        """act(x) in x's dtype, for MLPs without a gate; [T, I]."""
+        ...
+
     def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
         """x W^T as float32, [R, O]; with a softcap, softcap * tanh(logits / softcap)."""
         ...

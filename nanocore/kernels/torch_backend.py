@@ -38,7 +38,7 @@ from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_filtered_sampling import filtered
 from nanocore.kernels.torch_kv_cache import store_kv
-from nanocore.kernels.torch_moe import add_shared, gated, moe, route
+from nanocore.kernels.torch_moe import activate, add_shared, gated, moe, route
 
 NO_TOKEN: Final = -1
 """In place of a token, of a row that has none: its best logit is not finite, or one is NaN."""
@@ -77,6 +77,9 @@ class TorchKernels:
         activation: Activation = "silu",
     ) -> Tensor:
         return gated(self.linear(x_TI, weight, bias_O), activation)
+
+    def activate(self, x_TI: Tensor, activation: Activation) -> Tensor:
+        return activate(x_TI, activation)
 
     def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
         logits_RV = self.linear(x_RE, weight).float()

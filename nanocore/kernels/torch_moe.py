@@ -16,10 +16,15 @@ from nanocore.kernels.activation import Activation
 from nanocore.kernels.interface import Routing, SharedExpert
 
 
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """act(x)."""
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+
+
 def gated(x_TO: Tensor, activation: Activation) -> Tensor:
     """act(first half) * second half, [T, O / 2]."""
     gate, up = x_TO.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return activate(gate, activation) * up
 
 
 def route(routing: Routing) -> tuple[Tensor, Tensor]:

@@ -99,6 +99,13 @@ def test_the_model_limits_the_length(model: ModelConfig) -> None:
         longest_request(EngineConfig(max_model_len=1025), model)
 
 
+def test_learned_positions_are_all_that_there_are(tmp_path: Path) -> None:
+    model = load_model_config(BUILDERS["gpt2"](tmp_path))
+    assert longest_request(EngineConfig(max_model_len=1024), model) == 1024
+    with pytest.raises(ConfigError, match="max-model-len 1025: the model is served up to 1024 pos"):
+        longest_request(EngineConfig(max_model_len=1025), model)
+
+
 @pytest.mark.parametrize(("name", "length"), [("llama_dynamic", 128), ("phi3_longrope", 256)])
 def test_a_length_that_bends_all_positions_must_be_asked_for(
     tmp_path: Path, name: str, length: int

@@ -296,6 +296,21 @@ def test_a_gate_within_a_linear_layer_has_the_bits_of_one_behind_it(
     assert torch.equal(*results)
 
 
+@FEW
+@given(
+    rows=st.integers(1, 60), size=st.integers(1, 200), activation=activations, dtype=dtypes,
+    seed=seeds,
+)  # fmt: skip
+def test_an_activation_without_a_gate_is_a_row_s_alone(
+    kernels: CpuKernels, rows: int, size: int, activation: Activation, dtype: torch.dtype, seed: int
+) -> None:
+    x = draw(seed, rows, size, dtype=dtype)
+    out = kernels.activate(x, activation)
+    torch.testing.assert_close(out, TorchKernels().activate(x, activation))
+    alone = torch.cat([kernels.activate(row, activation) for row in x.split(1)])
+    assert torch.equal(out, alone)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gates_of_extreme_values(kernels: CpuKernels, dtype: torch.dtype) -> None:
     values = torch.tensor([0.0, 1e4, -1e4, 88.0, -88.0, 100.0, -100.0, torch.inf, torch.nan])

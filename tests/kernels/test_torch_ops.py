@@ -50,6 +50,15 @@ def test_silu_of_the_first_half_gates_the_second() -> None:
     torch.testing.assert_close(actual.double(), expected)
 
 
+def test_activations_without_a_gate() -> None:
+    x = 3 * draw(3, 10)
+    silu, gelu = KERNELS.activate(x, "silu").double(), KERNELS.activate(x, "gelu").double()
+    x = x.double()
+    torch.testing.assert_close(silu, x / (1 + (-x).exp()))
+    inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    torch.testing.assert_close(gelu, 0.5 * x * (1 + inner.tanh()))
+
+
 def test_store_kv_writes_only_the_slots_named() -> None:
     cache = layered(torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
     k, v = draw(2, 2, 8), draw(2, 2, 8) + 1

@@ -35,6 +35,11 @@ def load(folder: Path) -> Any:
     return reference_model(folder, dtype=torch.float32)
 
 
+def first_of(module: Any, *names: str) -> Any:
+    """What a module has under the first of these names that it has."""
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path) -> None:
     folder = BUILDERS[name](tmp_path)
@@ -43,35 +48,48 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
     assert config.architecture == type(model).__name__
     assert config.longest_model_len == MAX_MODEL_LEN
     assert config.eos_token_ids == (EOS,)
-    for i, layer in enumerate(decoder.layers):
-        attention, mlp = layer.self_attn, layer.mlp
+    for i, layer in enumerate(first_of(decoder, "layers", "h")):
+        attention, mlp = first_of(layer, "self_attn", "attn"), layer.mlp
         assert attention.head_dim == config.head_dim
         assert attention.scaling == config.query_scale
         window = getattr(attention, "sliding_window", getattr(text_config, "sliding_window", 0))
         assert (window or 0) == (config.sliding_window if config.layer_types[i] == SLIDING else 0)
-        qkv = attention.q_proj if hasattr(attention, "q_proj") else attention.qkv_proj
+        assert bool(getattr(attention, "use_rope", hasattr(decoder, "rotary_emb"))) == (
+            config.rotation(i) != "none"
+        )
+        qkv = first_of(attention, "q_proj", "qkv_proj", "c_attn")
         assert (qkv.bias is not None) == config.attention_bias
-        assert (attention.o_proj.bias is not None) == config.o_proj_bias
+        o_proj = first_of(attention, "o_proj", "c_proj")
+        assert (o_proj.bias is not None) == config.o_proj_bias
         is_sparse = hasattr(mlp, "experts")
         assert is_sparse == (config.moe is not None and i in config.moe.sparse_layers)
         if not is_sparse:
-            assert (mlp.down_proj.bias is not None) == config.mlp_bias
-    scale = getattr(decoder.embed_tokens, "scalar_embed_scale", 1.0)
-    assert config.embedding_scale == scale
-    assert config.tie_word_embeddings == (model.lm_head.weight is decoder.embed_tokens.weight)
+            down_proj = first_of(mlp, "down_proj", "c_proj")
+            assert (down_proj.bias is not None) == config.mlp_bias
+    residual = getattr(text_config, "residual_multiplier", 1.0)  # divides the whole stream
+    embedding = model.get_input_embeddings()
+    scale = getattr(embedding, "scalar_embed_scale", 1.0)
+    assert config.embedding_scale == getattr(model.config, "embedding_multiplier", scale) / residual
+    eps = first_of(model.config, "rms_norm_eps", "layer_norm_epsilon")
+    assert config.rms_norm_eps == eps / residual**2
+    assert config.logits_divisor == getattr(model.config, "logits_scaling", 1.0)
+    assert config.tie_word_embeddings == (model.lm_head.weight is embedding.weight)
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_rotation_is_read_as_transformers_builds_it(name: str, tmp_path: Path) -> None:
     folder = BUILDERS[name](tmp_path)
-    config, rotary = parse(folder), text_model(load(folder)).rotary_emb
+    config, rotary = parse(folder), getattr(text_model(load(folder)), "rotary_emb", None)
+    assert bool(config.rope) == (rotary is not None)
     for layer_type, rope in config.rope.items():
         theirs = getattr(rotary, f"{layer_type}_inv_freq", getattr(rotary, "inv_freq", None))
         own_length = MAX_MODEL_LEN // 8  # up to which dynamic NTK is plain, and LongRoPE short
         assert torch.equal(inverse_frequencies(rope, own_length), theirs)
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if not name.startswith("gemma3")])
+@pytest.mark.parametrize(
+    "name", [name for name in SPECS if not name.startswith(("gemma3", "gpt2"))]
+)
 def test_the_old_schema_of_rotary_settings_reads_the_same(name: str, tmp_path: Path) -> None:
     folder = BUILDERS[name](tmp_path)
     new = parse(folder)

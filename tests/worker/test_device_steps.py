@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.model_runner import DeviceQueue, StageLinks
 from nanocore.worker.placement import Placement
 from tests.fake_device import FakeGraphRecorder, FakeStream
+from tests.model_families import BUILDERS
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import (
     BLOCK_SIZE,
@@ -110,6 +112,13 @@ def test_one_kernel_before_the_layers_and_one_after_give_the_same_tokens(
     engine = Engine(model, 3, recorder, num_blocks=26, kernels=TritonEnds())
     check(engine.run(wishes), expected(model, wishes), wishes)
     assert 0 < recorder.num_replays < engine.scheduler.counters.num_steps
+
+
+def test_learned_positions_are_those_of_the_step_that_a_graph_replays(tmp_path: Path) -> None:
+    model = load_model(BUILDERS["gpt2"](tmp_path))
+    recorder = FakeGraphRecorder()
+    check(Engine(model, 3, recorder).run(MIXED), expected(model, MIXED), MIXED)
+    assert recorder.num_replays > 10
 
 
 def test_a_stop_that_is_seen_a_step_late_ends_the_request_where_it_should(

@@ -16,9 +16,9 @@ from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.linear import RowParallelLinear
-from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.layers.norm import LayerNorm, RMSNorm
 from nanocore.worker.layers.packing import Weight, WeightPacker
-from nanocore.worker.models import build_model, load_model_config
+from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.models.gemma2 import Gemma2Model
 from nanocore.worker.placement import Placement
 from tests.model_families import BUILDERS
@@ -41,17 +41,36 @@ def values(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "llama"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "llama", "olmo2"])
 def test_a_bfloat16_norm_rounds_as_transformers_does(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = BUILDERS[name](tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).model.norm
     config = load_model_config(folder)
-    norm = RMSNorm(Placement(torch.bfloat16, CPU), config, config.hidden_size)
+    norm_class = model_class(config.architecture).layer_class.norm_class
+    norm = norm_class(Placement(torch.bfloat16, CPU), config, config.hidden_size)
+    assert isinstance(norm, RMSNorm)
     norm.weight.copy_(theirs.weight.detach().float() + norm.offset)
     x = 7 * values(100, config.hidden_size)
     assert torch.equal(norm(x, TorchKernels()), theirs(x))
+
+
+def test_a_bfloat16_layer_norm_rounds_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = BUILDERS["gpt2"](tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).transformer.ln_f
+    config = load_model_config(folder)
+    norm = LayerNorm(Placement(torch.bfloat16, CPU), config, config.hidden_size)
+    for name, slot in norm.slots("n").items():
+        slot.parts[0].target.copy_(getattr(theirs, name.removeprefix("n.")).detach())
+    x, residual = 7 * values(100, config.hidden_size), values(100, config.hidden_size) + 1
+    normed, total = norm.add(x, residual, TorchKernels())
+    assert torch.equal(total, residual + x)
+    assert torch.equal(normed, theirs(total))
+    rows = torch.tensor([7, 0, 7])
+    assert torch.equal(norm.select_add(x, residual, rows, TorchKernels()), normed[rows])
 
 
 def test_bfloat16_embeddings_are_scaled_as_transformers_does(tmp_path: Path) -> None:
@@ -100,6 +119,19 @@ def test_a_packed_weight_holds_no_memory_but_the_backends() -> None:
     parameter = weakref.ref(weight.parameter)
     weight.pack(WeightPacker(Copying()).linear)
     assert parameter() is None
+
+
+def test_a_bfloat16_granite_rounds_its_scaled_embeddings_once(tmp_path: Path) -> None:
+    """Its factor is not rounded: 4 / 0.7 is no bfloat16."""
+    config = config_of("granite", tmp_path)
+    model = build_model(config, Placement(torch.bfloat16, CPU))
+    assert model.embedding is not None
+    weight = model.embedding.weight.parameter.copy_(
+        values(config.vocab_size, config.hidden_size)
+    ).clone()
+    model.embedding.pack(WeightPacker(TorchKernels()))
+    scaled = (weight.double() * (4 / 0.7)).bfloat16()
+    assert torch.equal(model.embed(torch.arange(config.vocab_size), TorchKernels()), scaled)
 
 
 @pytest.mark.parametrize(

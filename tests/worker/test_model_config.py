@@ -70,27 +70,31 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     import transformers
 
     values = BASE | {"num_hidden_layers": 30, "num_attention_heads": 32, "hidden_size": 256}
-    values |= {"vocab_size": 40_000}  # the defaults of eos_token_id are in it
+    values |= {"vocab_size": 200_000}  # the defaults of eos_token_id are in it
     values |= EXPERTS if model_class(name).family.sparse else {}
     del values["num_key_value_heads"]
+    config_class = getattr(transformers, name).config_class
+    values = {config_class.attribute_map.get(k, k): v for k, v in values.items()}
     if name.endswith("ForConditionalGeneration"):
         values = {"text_config": values}
     values |= {"architectures": [name]}
     config = read_model_config(
         Settings(Path("config.json"), values), Settings(Path("generation_config.json"), {})
     )
-    config_class = getattr(transformers, name).config_class
     whole = config_class(**{k: v for k, v in values.items() if k != "architectures"})
     reference = whole.get_text_config()
-    assert config.num_kv_heads == reference.num_key_value_heads
+    assert config.num_kv_heads == getattr(reference, "num_key_value_heads", 32)
     assert config.head_dim == (getattr(reference, "head_dim", None) or 256 // 32)
-    assert config.rms_norm_eps == reference.rms_norm_eps
+    eps = "rms_norm_eps" if hasattr(reference, "rms_norm_eps") else "layer_norm_epsilon"
+    assert config.rms_norm_eps == getattr(reference, eps)
     assert config.tie_word_embeddings == whole.tie_word_embeddings
     activation = getattr(reference, model_class(name).family.activation_setting)
-    assert config.hidden_act == {"silu": "silu", "gelu_pytorch_tanh": "gelu"}[activation]
+    kinds = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+    assert config.hidden_act == kinds[activation]
     eos = reference.eos_token_id
     assert config.eos_token_ids == (() if eos is None else (eos,))
-    ropes = reference.rope_parameters
+    ropes = getattr(reference, "rope_parameters", {})
+    assert bool(config.rope) == bool(ropes)
     for layer_type, rope in config.rope.items():
         assert rope.theta == ropes.get(layer_type, ropes)["rope_theta"]
     window = getattr(reference, "sliding_window", None)
@@ -101,7 +105,7 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         assert getattr(config, cap) == (getattr(reference, cap, None) or 0.0)
     scalar = getattr(reference, "query_pre_attn_scalar", config.head_dim)
-    assert config.query_scale == scalar**-0.5
+    assert config.query_scale == getattr(reference, "attention_multiplier", scalar**-0.5)
 
 
 def test_the_defaults_of_qwen3(tmp_path: Path) -> None:
@@ -147,6 +151,8 @@ def test_biases(family: str, changes: dict, qkv: bool, o_proj: bool, mlp: bool) 
         ("Ministral3", {"sliding_window": 40}, range(8), 40),
         ("Phi3", {"sliding_window": 40}, range(8), 40),
         ("Phi3", {}, (), 0),
+        ("Mixtral", {"sliding_window": 40}, range(8), 40),
+        ("Mixtral", {}, (), 0),
         ("Qwen2", {"sliding_window": 40}, (), 0),
         ("Qwen2", {"use_sliding_window": True, "max_window_layers": 6}, (6, 7), 4096),
         ("Qwen3", {"use_sliding_window": True, "max_window_layers": 0}, range(8), 4096),
@@ -159,6 +165,9 @@ def test_biases(family: str, changes: dict, qkv: bool, o_proj: bool, mlp: bool) 
         ("Gemma3", {"sliding_window_pattern": 4}, (0, 1, 2, 4, 5, 6), 4096),
         ("Gemma3", {"layer_types": [SLIDING] + [FULL] * 7}, (0,), 4096),
         ("Llama", {"layer_types": [FULL] * 8}, (), 0),
+        ("SmolLM3", {"sliding_window": 40}, (), 0),
+        ("SmolLM3", {"use_sliding_window": True, "sliding_window": 40}, (3, 7), 40),
+        ("SmolLM3", {"use_sliding_window": True}, (), 0),
     ],
 )
 def test_which_layers_have_a_window(
@@ -169,6 +178,21 @@ def test_which_layers_have_a_window(
     assert config.sliding_window == window
 
 
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, {3, 7}),
+        ({"no_rope_layer_interval": 3}, {2, 5}),
+        ({"no_rope_layers": None, "no_rope_layer_interval": 1}, set(range(8))),
+        ({"no_rope_layers": [1, 0] * 5, "no_rope_layer_interval": 3}, {1, 3, 5, 7}),
+    ],
+)
+def test_which_layers_do_not_rotate(changes: dict, layers: set[int]) -> None:
+    config = parse("SmolLM3", **changes)
+    assert {i for i in range(8) if config.rotation(i) == "none"} == layers
+    assert parse("Llama", **changes).unrotated_layers == set()
+
+
 def test_gemma2_caps_scales_and_ties() -> None:
     config = parse("Gemma2", query_pre_attn_scalar=144, head_dim=16)
     assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
@@ -177,6 +201,13 @@ def test_gemma2_caps_scales_and_ties() -> None:
     assert config.tie_word_embeddings
     assert parse("Gemma2", attn_logit_softcapping=None).attn_logit_softcapping == 0.0
     assert parse("Gemma3", final_logit_softcapping=5).final_logit_softcapping == 5.0
+
+
+def test_granites_multipliers() -> None:
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
+    config = parse("Granite", **dict(zip(names, (12, 0.1, 0.25), strict=True)), logits_scaling=8)
+    assert (config.embedding_scale, config.query_scale, config.logits_divisor) == (48.0, 0.1, 8.0)
+    assert config.rms_norm_eps == 16 * parse("Llama").rms_norm_eps
 
 
 @pytest.mark.parametrize(
@@ -202,6 +233,17 @@ def test_both_spellings_of_the_number_of_experts_are_read() -> None:
     assert moe is not None
     assert moe.num_experts == 16
     assert moe.norm_topk_prob
+
+
+def test_mixtral_has_experts_in_every_layer_and_normalizes_their_weights() -> None:
+    moe = parse("Mixtral", num_local_experts=4, num_experts_per_tok=3, norm_topk_prob=False).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.num_experts_per_tok, moe.intermediate_size) == (4, 3, 128)
+    assert moe.norm_topk_prob
+    assert moe.sparse_layers == set(range(8))
+    left_out = parse("Mixtral", without="num_experts_per_tok").moe
+    assert left_out is not None
+    assert (left_out.num_experts, left_out.num_experts_per_tok) == (8, 2)
 
 
 def test_qwen2_moe_has_a_shared_expert() -> None:
@@ -379,12 +421,65 @@ def test_phi3_rotates_a_part_of_the_head() -> None:
         ("Llama", {"eos_token_id": "</s>"}, "eos_token_id"),
         ("Llama", {"without": "hidden_size"}, "hidden_size is missing"),
         ("Qwen3Moe", {"without": "num_experts"}, "num_experts is missing"),
+        (
+            "SmolLM3",
+            {"no_rope_layers": [1] * 7},
+            "no_rope_layers = .1,1,1,1,1,1,1. must have 8 ent",
+        ),
+        ("Granite", {"residual_multiplier": 0}, "residual_multiplier = 0 must be at least 0.0001"),
+        ("Granite", {"logits_scaling": -8}, "logits_scaling = -8 must be at least 0.0001"),
+        ("SmolLM3", {"no_rope_layers": [2] * 8}, "0 for a layer that does not rotate"),
+        ("SmolLM3", {"layer_types": [SLIDING] * 8}, "need a sliding_window"),
     ],
 )
 def test_what_is_not_implemented_is_refused_by_name(family: str, changes: dict, words: str) -> None:
     with pytest.raises(ModelFileError, match=words) as error:
         parse(family, **changes)
     assert str(error.value).startswith("config.json: ")
+
+
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"], "vocab_size": 100, "n_embd": 64, "n_layer": 2,
+    "n_head": 4, "n_positions": 128, "n_ctx": 128, "n_inner": None,
+}  # fmt: skip
+
+
+def parse_gpt2(without: str = "", **changes: Any) -> ModelConfig:
+    values = {name: value for name, value in (GPT2 | changes).items() if name != without}
+    return read_model_config(
+        Settings(Path("config.json"), values), Settings(Path("generation_config.json"), {})
+    )
+
+
+def test_gpt2s_names_are_read() -> None:
+    config = parse_gpt2()
+    assert (config.hidden_size, config.intermediate_size, config.num_layers) == (64, 256, 2)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 4, 16)
+    assert config.max_model_len == config.longest_model_len == 128
+    assert (config.rope, config.unrotated_layers) == ({}, {0, 1})
+    assert config.query_scale == 0.25
+    assert parse_gpt2(scale_attn_weights=False).query_scale == 1.0
+    assert parse_gpt2(n_inner=100).intermediate_size == 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_embd": 0}, "n_embd = 0 must be at least 1"),
+        ({"without": "n_positions"}, "n_positions is missing"),
+        ({"layer_norm_epsilon": 2}, "layer_norm_epsilon = 2 must be at least"),
+        ({"activation_function": "relu"}, 'activation_function = "relu" is not implemented'),
+        ({"activation_function": "gelu"}, 'activation_function = "gelu" is not implemented'),
+        ({"add_cross_attention": True}, "add_cross_attention = true is not implemented"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling"),
+        ({"rope_theta": 1e6}, "rope_theta = 1000000.0 is not implemented"),
+        ({"sliding_window": 32}, "sliding_window = 32"),
+    ],
+)
+def test_what_gpt2_cannot_do_is_refused_by_its_own_names(changes: dict, words: str) -> None:
+    with pytest.raises(ModelFileError, match=words):
+        parse_gpt2(**changes)
 
 
 @pytest.mark.parametrize(
@@ -407,17 +502,44 @@ def test_an_unknown_architecture_lists_the_known_ones(
     ("name", "nearest"),
     [
         ("Qwen3NextForCausalLM", "Qwen3ForCausalLM"),
-        ("LlamaModel", "LlamaForCausalLM"),
+        ("Qwen3VLMoeForConditionalGeneration", "Qwen3MoeForCausalLM"),
+        ("Qwen2_5_VLForConditionalGeneration", "Qwen2ForCausalLM"),
+        ("Gemma3nForConditionalGeneration", "Gemma3ForConditionalGeneration"),
         ("Gemma2ForCausalLn", "Gemma2ForCausalLM"),
+        ("Phi3SmallForCausalLM", "Phi3ForCausalLM"),
         ("Phi4MMForCausalLM", "Phi3ForCausalLM"),
         ("Gemma3ForCausalLn", "Gemma3ForCausalLM"),
-        ("Gemma3nForConditionalGeneration", "Gemma3ForConditionalGeneration"),
+        ("Olmo3ForCausalLM", "Olmo2ForCausalLM"),
+        ("OlmoForCausalLM", "Olmo2ForCausalLM"),
+        ("GraniteMoeForCausalLM", "GraniteForCausalLM"),
+        ("MllamaForConditionalGeneration", "LlamaForCausalLM"),
+        ("LLaMAForCausalLM", "LlamaForCausalLM"),
+        ("LlamaModel", "LlamaForCausalLM"),
+        ("Llama4ForConditionalGeneration", "LlamaForCausalLM"),
+        ("GPT2Model", "GPT2LMHeadModel"),
+        ("MistralModel", "MistralForCausalLM"),
+        ("MixtralModel", "MixtralForCausalLM"),
     ],
 )
 def test_an_unknown_architecture_names_the_one_spelled_most_alike(
     tmp_path: Path, name: str, nearest: str
 ) -> None:
-    with pytest.raises(ModelFileError, match=f"the nearest that is served is {nearest}; known:"):
+    with pytest.raises(
+        ModelFileError, match=rf"the nearest that is served is {nearest}\w*; known:"
+    ):
+        load_model_config(write(tmp_path, architectures=[name]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DeepseekV3ForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "GptOssForCausalLM",
+        "MambaForCausalLM", "JambaForCausalLM", "ErnieForCausalLM", "MiniMaxForCausalLM",
+        "Lfm2ForCausalLM", "FalconForCausalLM", "T5ForConditionalGeneration", "", "X" * 10**6,
+    ],
+)  # fmt: skip
+def test_an_unknown_architecture_that_nothing_is_like_names_none(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelFileError, match="is unknown; known: "):
         load_model_config(write(tmp_path, architectures=[name]))
 
 

@@ -112,14 +112,14 @@ def test_it_says_what_transformers_says(
     check(run_script(model.folder, model.script(), tp_size, backend=backend), model.expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_biased", "qwen3_moe", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "llama_biased", "qwen3_moe", "gemma3", "phi3", "olmo2"])
 def test_four_ranks_share_two_kv_heads(name: str, family: Families) -> None:
     model = family(name)
     check(run_script(model.folder, model.script(), 4), model.expected)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "qwen2_moe", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "qwen2_moe", "gemma3", "gpt2"])
 def test_two_stages_say_the_same(name: str, tp_size: int, family: Families) -> None:
     model = family(name)
     check(run_script(model.folder, model.script(num_groups=2), tp_size), model.expected)
@@ -131,7 +131,9 @@ def test_stages_of_one_layer_say_the_same(family: Families) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "qwen3", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3", "qwen3", "qwen2_moe", "granite", "olmo2", "gpt2"]
+)
 def test_bfloat16_rounds_no_worse_than_transformers_does(
     name: str, backend: str, family: Families
 ) -> None:
@@ -228,6 +230,20 @@ def test_a_files_own_rotation_table_is_ignored(family: Families, tmp_path: Path)
     tensors["model.layers.2.self_attn.rotary_emb.inv_freq"] = torch.ones(12)
     save_file(tensors, tmp_path / "model.safetensors")
     check(run_script(tmp_path, family("llama").script()), family("llama").expected)
+
+
+def test_gpt2s_files_of_2019_have_no_prefix_and_hold_causal_masks(
+    family: Families, tmp_path: Path
+) -> None:
+    folder = family("gpt2").folder
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    stored = load_file(folder / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in stored.items()}
+    assert not stored.keys() & tensors.keys()
+    tensors["h.1.attn.bias"] = torch.ones(1, 1, 8, 8)
+    tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    check(run_script(tmp_path, family("gpt2").script()), family("gpt2").expected)
 
 
 class _CountingRank(SingleRank):

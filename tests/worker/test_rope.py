@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanocore.kernels.torch_backend import rope
 from nanocore.worker.config.rope_config import RopeConfig
 from nanocore.worker.config.rope_settings import read_shared_rope
 from nanocore.worker.config.settings import Settings
@@ -168,3 +169,10 @@ def test_a_table_in_another_dtype_is_rounded_once() -> None:
     table = rotary_table(config, MAX_LEN, torch.bfloat16, torch.device("cpu"))
     assert torch.equal(table.cos, exact.cos.bfloat16())
     assert torch.equal(table.sin, exact.sin.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_rotation_no_bit_of_a_head_changes(dtype: torch.dtype) -> None:
+    table = rotary_table(None, MAX_LEN, dtype, torch.device("cpu"))
+    heads = torch.randn(MAX_LEN, 3, HEAD_DIM, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(rope(heads, table.cos, table.sin), heads)

@@ -103,13 +103,13 @@ class CpuKernels(TorchKernels):
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        gate = _GATES[activation]
         if weight.out_features % (2 * _TILE_COLUMNS) == 0:
-            return self._linear(x_TI, weight, bias_O, x_TI.dtype, gate)
-        x_TO = self.linear(x_TI, weight, bias_O)
-        out = self._empty(x_TO, weight.out_features // 2, x_TO.dtype)
-        self._run("gate", x_TO, x_TO.data_ptr(), out.shape[1], gate, out.data_ptr())
-        return out
+            return self._linear(x_TI, weight, bias_O, x_TI.dtype, _GATES[activation])
+        return self._gate(self.linear(x_TI, weight, bias_O), activation)
+
+    def activate(self, x_TI: Tensor, activation: Activation) -> Tensor:
+        # torch computes the last few values of a batch by other instructions than the rest.
+        return self._gate(torch.cat((x_TI, torch.ones_like(x_TI)), dim=1), activation)
 
     def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
         logits_RV = self._linear(x_RE, weight, None, torch.float32)
@@ -249,7 +249,7 @@ class CpuKernels(TorchKernels):
 
         def run(recording: Recording) -> Tensor:
             self._recording = recording
-            return compute(placeholder, None, placeholder)  # type: ignore[arg-type]
+            return compute(placeholder, _Unknown(), placeholder)  # type: ignore[arg-type]
 
         try:
             program, result = record(self.workspace, max_tokens, max_samples, run)
@@ -276,6 +276,13 @@ class CpuKernels(TorchKernels):
             out_TO.data_ptr(), out_TO.stride(0),
         )  # fmt: skip
         return out_TO
+
+    def _gate(self, x_TO: Tensor, activation: Activation) -> Tensor:
+        out = self._empty(x_TO, x_TO.shape[1] // 2, x_TO.dtype)
+        self._run(
+            "gate", x_TO, x_TO.data_ptr(), out.shape[1], _GATES[activation], out.data_ptr()
+        )  # fmt: skip
+        return out
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]
@@ -312,6 +319,13 @@ class CpuKernels(TorchKernels):
     def _refuse_recording(self, what: str) -> None:
         if self._recording is not None:
             raise NotRecordable(what)
+
+
+class _Unknown:
+    """In place of a step's metadata while there is no step: it is for kernels alone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotRecordable(f"a look at {name}")
 
 
 class Captured:

@@ -52,7 +52,7 @@ def parse_model_config(
     )
     rope = read_rope(settings, family, head_dim)
     max_len = longest = settings.size("max_position_embeddings")
-    if not family.rope_by_layer_type:  # Gemma 3's is already stretched
+    if rope and not family.rope_by_layer_type:  # Gemma 3's is already stretched
         max_len, longest = served_lengths(rope["full_attention"], longest)
     attention_bias = read_attention_bias(settings, family)
     config = ModelConfig(
@@ -83,8 +83,10 @@ def parse_model_config(
         final_logit_softcapping=read_softcap(
             settings, "final_logit_softcapping", family.final_logit_softcapping
         ),
+        logits_divisor=1.0,
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         rope=rope,
+        unrotated_layers=frozenset() if rope else frozenset(range(num_layers)),
         moe=read_moe(settings, family, num_layers),
         qk_norm=family.qk_norm,
         norm_offset=family.norm_offset,

@@ -35,7 +35,8 @@ class Family:
     mlp_bias_setting: whether the MLP's biases are a choice.
     window: which layers attend through a sliding window; free_layer_types: whether `layer_types`
     may say otherwise.
-    rope_kinds: kinds of rotary embedding that transformers has for the family, None for all.
+    rope_kinds: kinds of rotary embedding that transformers has for the family, None for all; empty
+    if nothing rotates.
     partial_rotary: part of a head may rotate. rope_by_layer_type: see `read_rope_by_layer_type`.
     query_pre_attn_scalar: the default of that setting, None if head_dim stands in for it.
     scaled_embedding: embeddings are multiplied by the root of hidden_size.
@@ -51,6 +52,7 @@ class Family:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
     eos_token_id: int | None = None
     activation: str = "silu"

@@ -95,11 +95,16 @@ def read_softcap(settings: Settings, name: str, support: Softcap | None) -> floa
 
 
 def read_rope(settings: Settings, family: Family, head_dim: int) -> dict[LayerType, RopeConfig]:
-    """The rotations of both layer types."""
+    """The rotations of both layer types; empty for a family without."""
+    if family.rope_kinds == ():
+        for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+            if settings.has(name):
+                raise settings.error(name, "is not implemented for this architecture")
+        return {}
     if family.rope_by_layer_type:
         ropes = read_rope_by_layer_type(settings, head_dim)
     else:
-        rope = read_shared_rope(settings, head_dim)
+        rope = read_shared_rope(settings, head_dim, family.rope_theta)
         ropes = {"full_attention": rope, "sliding_attention": rope}
     for rope in ropes.values():
         if family.rope_kinds is not None and rope.kind not in family.rope_kinds:

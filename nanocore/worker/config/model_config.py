@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from nanocore.kernels.activation import Activation
 from nanocore.worker.config.generation_config import GenerationDefaults
@@ -43,8 +44,11 @@ class ModelConfig:
     query_scale: what the products of queries and keys are multiplied by.
     attn_logit_softcapping, final_logit_softcapping: logits become cap * tanh(logits / cap); 0 is
     off.
+    logits_divisor: what logits are divided by, before they are capped.
     embedding_scale: what embeddings are multiplied by, once rounded to the model's dtype.
-    rope: for both layer types, whether or not a layer has them. moe: None if all layers are dense.
+    rope: for both layer types, whether or not a layer has them; empty if no layer rotates.
+    unrotated_layers: indices of those whose heads do not (NoPE: Kazemnejad et al. 2023).
+    moe: None if all layers are dense.
     qk_norm: heads of Q and K are normed. norm_offset: what norm weights are stored less.
     """
 
@@ -71,10 +75,16 @@ class ModelConfig:
     query_scale: float
     attn_logit_softcapping: float
     final_logit_softcapping: float
+    logits_divisor: float
     embedding_scale: float
     rope: dict[LayerType, RopeConfig]
+    unrotated_layers: frozenset[int]
     moe: MoeConfig | None
     qk_norm: bool
     norm_offset: float
     fits_float16: bool
     generation: GenerationDefaults
+
+    def rotation(self, layer: int) -> LayerType | Literal["none"]:
+        """Which rotation of `rope` a layer has."""
+        return "none" if layer in self.unrotated_layers else self.layer_types[layer]

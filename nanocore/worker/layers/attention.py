@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionSpec, KVCache, QKNorm
+from nanocore.kernels.interface import AttentionSpec, Kernels, KVCache, QKNorm
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
@@ -39,8 +39,8 @@ class Attention:
         )  # fmt: skip
         self.q_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
-        self.layer_type = config.layer_types[layer]
-        is_sliding = self.layer_type == "sliding_attention"
+        self.rotation = config.rotation(layer)
+        is_sliding = config.layer_types[layer] == "sliding_attention"
         self.spec = AttentionSpec(
             scale=config.query_scale,
             window=config.sliding_window if is_sliding else 0,
@@ -60,14 +60,18 @@ class Attention:
         self.qkv_proj.pack(packer)
         self.o_proj.pack(packer)
 
+    def project(self, x_TE: Tensor, kernels: Kernels) -> Tensor:
+        """Heads of Q, of K and of V, [T, (H + 2 K) D]; the caller may write over them."""
+        return self.qkv_proj(x_TE, kernels)
+
     def __call__(self, x_TE: Tensor, cache: KVCache, context: StepContext) -> Tensor:
         kernels, metadata = context.kernels, context.metadata
         qk_norm = None
         if self.q_norm and self.k_norm:
             qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q_THD = kernels.rope_and_store_kv(
-            self.qkv_proj(x_TE, kernels), self.num_heads, qk_norm,
-            context.rotary[self.layer_type], cache, metadata,
+            self.project(x_TE, kernels), self.num_heads, qk_norm,
+            context.rotary[self.rotation], cache, metadata,
         )  # fmt: skip
         out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
         return self.o_proj(out_THD.flatten(1), kernels)

@@ -9,7 +9,7 @@ from nanocore.kernels.interface import AttentionMetadata, Kernels, Rotary
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """rotary: of all positions, by layer type."""
+    """rotary: of all positions, by what `ModelConfig.rotation` says of a layer."""
 
     kernels: Kernels
     metadata: AttentionMetadata

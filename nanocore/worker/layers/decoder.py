@@ -20,7 +20,7 @@ from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.embedding import VocabParallelEmbedding
 from nanocore.worker.layers.mlp import GatedMLP
-from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.layers.norm import Norm, RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.layers.rotary import rotary_table
 from nanocore.worker.loading.weights import EMBEDDING, HEAD, Slot, Slots, without_parts
@@ -31,9 +31,11 @@ from nanocore.worker.placement import Placement
 class Layer(Protocol):
     """One decoder layer. The residual stream is carried apart, so that norms can add it.
 
-    kv_spec: what it keeps of a token.
+    norm_class: of its norms, and of the one after the last layer. kv_spec: what it keeps of a
+    token.
     """
 
+    norm_class: ClassVar[type[Norm]]
     kv_spec: KVSpec
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None: ...
@@ -70,14 +72,20 @@ class MLP(Protocol):
 class DecoderLayer:
     """The common kind: attention and MLP, each after a norm."""
 
+    attention_class: ClassVar[type[Attention]] = Attention
+    norm_class: ClassVar[type[Norm]] = RMSNorm
     mlp: MLP
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
-        self.attention = Attention(placement, config, layer)
+        self.attention = self.attention_class(placement, config, layer)
         self.kv_spec = self.attention.kv_spec
         self.mlp = self.make_mlp(placement, config, layer)
-        self.input_norm = RMSNorm(placement, config, config.hidden_size)
-        self.post_attention_norm = RMSNorm(placement, config, config.hidden_size)
+        self.make_norms(placement, config)
+
+    def make_norms(self, placement: Placement, config: ModelConfig) -> None:
+        """Those that `norm_slots` names."""
+        self.input_norm = self.norm_class(placement, config, config.hidden_size)
+        self.post_attention_norm = self.norm_class(placement, config, config.hidden_size)
 
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
         """What stands after attention in this layer; families with experts override it."""
@@ -128,11 +136,11 @@ class DecoderModel:
         self.layers = [self.layer_class(placement, config, i) for i in self.layer_range]
         self.embedding = self._vocabulary() if placement.is_first_stage else None
         self.head: VocabParallelEmbedding | None = None
-        self.norm: RMSNorm | None = None
+        self.norm: Norm | None = None
         if placement.is_last_stage:
             tied = config.tie_word_embeddings
             self.head = (self.embedding if tied else None) or self._vocabulary()
-            self.norm = RMSNorm(placement, config, config.hidden_size)
+            self.norm = self.layer_class.norm_class(placement, config, config.hidden_size)
 
     def slots(self) -> Slots:
         """Every tensor the checkpoint must hold; those of other stages have no parts here."""
@@ -144,7 +152,7 @@ class DecoderModel:
                 slots |= self.layers[i - self.layer_range.start].slots(prefix)
             else:
                 slots |= without_parts(self.layer_class(meta, config, i).slots(prefix))
-        norm = RMSNorm(meta, config, config.hidden_size)
+        norm = self.layer_class.norm_class(meta, config, config.hidden_size)
         slots |= without_parts(norm.slots("model.norm"))
         if self.norm:
             slots |= self.norm.slots("model.norm")
@@ -173,6 +181,9 @@ class DecoderModel:
         """Hand the loaded weights to the backend, once; `slots` is to be asked before."""
         for layer in self.layers:
             layer.pack(packer)
+        if self.norm is not None and self.config.logits_divisor != 1.0:
+            # Which divides the logits, and costs nothing.
+            self.norm.weight = self.norm.weight / self.config.logits_divisor
         if self.head is not None:
             self.head.pack(packer)
         if self.embedding is not None and self.embedding is not self.head:
@@ -183,10 +194,14 @@ class DecoderModel:
                 self.embedding.pack_as_embedding(packer)
 
     def rotary_tables(self, max_len: int) -> dict[str, Rotary]:
-        """cos and sin for positions below max_len, by layer type."""
-        dtype, device = self.placement.dtype, self.placement.device
-        rope, kinds = self.config.rope, dict.fromkeys(self.config.layer_types)
-        return {kind: rotary_table(rope[kind], max_len, dtype, device) for kind in kinds}
+        """cos and sin for positions below max_len, by `ModelConfig.rotation`."""
+        config, dtype, device = self.config, self.placement.dtype, self.placement.device
+        return {
+            name: rotary_table(
+                None if name == "none" else config.rope[name], max_len, dtype, device
+            )
+            for name in dict.fromkeys(map(config.rotation, range(config.num_layers)))
+        }
 
     def embed(self, token_ids_T: Tensor, kernels: Kernels) -> Tensor:
         """What the first layer gets, [T, E]; first stage only."""

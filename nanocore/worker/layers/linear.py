@@ -70,14 +70,10 @@ class ColumnParallelLinear:
 
     def fused_slots(self, name: str) -> Slots:
         """One checkpoint tensor that stacks the projections whole, one after the other."""
-        assert self.bias is None, "no family fuses biases"
-        parts, offset = [], 0
-        targets = self.weight.parameter.split(self.sizes)
-        for rows, target in zip(self.parts, targets, strict=True):
-            start = offset + rows.start
-            parts.append(Part(target, (slice(start, start + rows.size),)))
-            offset += rows.total
-        return {f"{name}.weight": Slot((offset, self.in_features), parts)}
+        slots = {f"{name}.weight": self._fused_slot(self.weight.parameter)}
+        if self.bias is not None:
+            slots[f"{name}.bias"] = self._fused_slot(self.bias)
+        return slots
 
     def pack(self, packer: WeightPacker) -> None:
         """See `Weight`."""
@@ -85,6 +81,14 @@ class ColumnParallelLinear:
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         return kernels.linear(x, self.weight.packed, self.bias)
+
+    def _fused_slot(self, stacked: Tensor) -> Slot:
+        parts, offset = [], 0
+        for rows, target in zip(self.parts, stacked.split(self.sizes), strict=True):
+            start = offset + rows.start
+            parts.append(Part(target, (slice(start, start + rows.size),)))
+            offset += rows.total
+        return Slot((offset, *stacked.shape[1:]), parts)
 
     def _slots(self, stacked: Tensor, rest: tuple[int, ...], names: list[str]) -> Slots:
         return {

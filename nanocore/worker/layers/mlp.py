@@ -1,4 +1,4 @@
-"""The gated MLP: down(act(gate(x)) * up(x)), gate and up in one projection (Shazeer 2020)."""
+"""MLPs: down(act(gate(x)) * up(x)), gate and up in one projection (Shazeer 2020), or no gate."""
 
 from __future__ import annotations
 
@@ -54,4 +54,35 @@ class GatedMLP:
         gate_up = self.gate_up_proj
         return context.kernels.gated_linear(
             x_TE, gate_up.weight.packed, gate_up.bias, self.activation
+        )
+
+
+class PlainMLP:
+    """One layer's MLP without a gate, down(act(up(x))), split over ranks."""
+
+    def __init__(self, placement: Placement, config: ModelConfig) -> None:
+        inner_size, what = config.intermediate_size, "intermediate_size"
+        self.activation = config.hidden_act
+        self.up_proj = ColumnParallelLinear(
+            placement, config.hidden_size, [Rows.share(placement, inner_size, what)],
+            bias=config.mlp_bias,
+        )  # fmt: skip
+        self.down_proj = RowParallelLinear(
+            placement, inner_size, config.hidden_size, what, bias=config.mlp_bias
+        )
+
+    def slots(self, prefix: str) -> Slots:
+        """Where the checkpoint's tensors with this prefix go."""
+        up_proj, down_proj = f"{prefix}up_proj", f"{prefix}down_proj"
+        return self.up_proj.slots(up_proj) | self.down_proj.slots(down_proj)
+
+    def pack(self, packer: WeightPacker) -> None:
+        """See `Weight`."""
+        self.up_proj.pack(packer)
+        self.down_proj.pack(packer)
+
+    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        kernels = context.kernels
+        return self.down_proj(
+            kernels.activate(self.up_proj(x_TE, kernels), self.activation), kernels
         )

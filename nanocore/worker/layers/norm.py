@@ -1,14 +1,41 @@
-"""Root mean square layer normalisation (Zhang and Sennrich 2019)."""
+"""Root mean square layer normalisation (Zhang and Sennrich 2019), and the older kind."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.loading.weights import Slots, whole
 from nanocore.worker.placement import Placement
+
+
+class Norm(Protocol):
+    """A norm of hidden states over their last dimension."""
+
+    weight: Tensor
+
+    def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None: ...
+
+    def slots(self, name: str) -> Slots:
+        """Where the checkpoint's tensors with this name go."""
+        ...
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); without a residual x is it."""
+        ...
+
+    def select_add(
+        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
+    ) -> Tensor:
+        """norm(x + residual) of these rows, [R, E]."""
+        ...
 
 
 class RMSNorm:
@@ -31,7 +58,6 @@ class RMSNorm:
         return kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); without a residual x is it."""
         if residual is None:
             return kernels.rms_norm(x, self.weight, self.eps), x
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
@@ -39,5 +65,28 @@ class RMSNorm:
     def select_add(
         self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
     ) -> Tensor:
-        """norm(x + residual) of these rows, [R, E]."""
         return kernels.select_add_rms_norm(x_TE, residual_TE, index_R, self.weight, self.eps)
+
+
+class LayerNorm:
+    """(x - mean) / deviation * weight + bias (Ba et al. 2016), likewise."""
+
+    def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None:
+        self.eps = config.rms_norm_eps
+        self.weight = placement.empty(size)
+        self.bias = placement.empty(size)
+
+    def slots(self, name: str) -> Slots:
+        return {f"{name}.weight": whole(self.weight), f"{name}.bias": whole(self.bias)}
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        total = x if residual is None else residual + x
+        return self(total, kernels), total
+
+    def select_add(
+        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
+    ) -> Tensor:
+        return self(residual_TE[index_R] + x_TE[index_R], kernels)

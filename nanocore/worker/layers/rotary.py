@@ -19,12 +19,16 @@ from nanocore.worker.config.rope_config import RopeConfig
 
 
 def rotary_table(
-    config: RopeConfig, max_len: int, dtype: torch.dtype, device: torch.device
+    config: RopeConfig | None, max_len: int, dtype: torch.dtype, device: torch.device
 ) -> Rotary:
     """cos and sin of every position below max_len, in dtype; they are computed in float32.
 
-    max_len: the served length (dynamic NTK and LongRoPE depend on it).
+    config: None turns the two dimensions that kernels turn at least by nothing, which changes no
+    bit. max_len: the served length (dynamic NTK and LongRoPE depend on it).
     """
+    if config is None:
+        still = torch.zeros(max_len, 1, dtype=dtype, device=device)
+        return Rotary(still.cos(), still)
     positions = torch.arange(max_len, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(config, max_len))
     scale = attention_scaling(config)

@@ -56,3 +56,13 @@ def without_parts(slots: Slots) -> Slots:
 def whole(target: Tensor, offset: float = 0.0) -> Slot:
     """A tensor that every rank keeps whole, in target; offset: see `Slot`."""
     return Slot(tuple(target.shape), [Part(target, ())], offset)
+
+
+def transposed(slot: Slot) -> Slot:
+    """The same matrix where a checkpoint holds it with rows and columns exchanged."""
+    num_rows, num_columns = slot.shape
+    parts = []
+    for part in slot.parts:
+        missing = (slice(0, num_rows), slice(0, num_columns))[len(part.index) :]
+        parts.append(Part(part.target.t(), (*part.index, *missing)[::-1]))
+    return replace(slot, shape=(num_columns, num_rows), parts=parts)

@@ -1,13 +1,14 @@
 """The model families, one file each: how it reads config.json, its layer, and what is odd about it.
 
 A model's file is found by the name in config.json's `architectures`, and imported when one is to be
-read: the names alone need no torch. CONTRIBUTING.md says how to add a family.
+read: the names alone need no torch. docs/add-a-model.md says how to add a family.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,23 +24,31 @@ if TYPE_CHECKING:
     from nanocore.worker.placement import Placement
 
 ARCHITECTURES: Final = {
+    "GPT2LMHeadModel": "gpt2.GPT2Model",
     "Gemma2ForCausalLM": "gemma2.Gemma2Model",
     "Gemma3ForCausalLM": "gemma3.Gemma3Model",
     "Gemma3ForConditionalGeneration": "gemma3_image_text.Gemma3ImageTextModel",
     "GemmaForCausalLM": "gemma.GemmaModel",
+    "GraniteForCausalLM": "granite.GraniteModel",
     "LlamaForCausalLM": "llama.LlamaModel",
     "Ministral3ForCausalLM": "ministral3.Ministral3Model",
     "MinistralForCausalLM": "ministral.MinistralModel",
     "Mistral3ForConditionalGeneration": "mistral3.Mistral3Model",
     "MistralForCausalLM": "mistral.MistralModel",
+    "MixtralForCausalLM": "mixtral.MixtralModel",
+    "Olmo2ForCausalLM": "olmo2.Olmo2Model",
     "Phi3ForCausalLM": "phi3.Phi3Model",
     "Qwen2ForCausalLM": "qwen2.Qwen2Model",
     "Qwen2MoeForCausalLM": "qwen2_moe.Qwen2MoeModel",
     "Qwen3ForCausalLM": "qwen3.Qwen3Model",
     "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeModel",
     "SeedOssForCausalLM": "seed_oss.SeedOssModel",
+    "SmolLM3ForCausalLM": "smollm3.SmolLM3Model",
 }
 """The file and the class of each."""
+
+_MAX_NAME: Final = 80
+"""Of a name that is compared: characters of what a file may make as long as it likes."""
 
 
 def model_class(architecture: str) -> type[DecoderModel]:
@@ -99,13 +108,24 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
 
 
 def _nearest(architecture: str) -> str:
-    """Words that name the known architecture that is spelled most alike, if one is."""
-    stem = get_close_matches(_stem(architecture), map(_stem, ARCHITECTURES), n=1)
-    names = [name for name in ARCHITECTURES if [_stem(name)] == stem]
-    near = get_close_matches(architecture, names, n=1, cutoff=0)
-    return f", the nearest that is served is {near[0]}" if near else ""
+    """Words that name the served architecture that is spelled most alike, if one is alike."""
+    name = architecture[:_MAX_NAME]
+    near = [known for known in ARCHITECTURES if _are_alike(_stem(name), _stem(known))]
+    if not near:
+        return ""
+    return f", the nearest that is served is {max(near, key=lambda known: _likeness(name, known))}"
+
+
+def _are_alike(stem: str, known: str) -> bool:
+    """Whether they are one word in different versions (Olmo3), or differ by a letter or so."""
+    word, known_word = (re.split(r"\d", x)[0] for x in (stem, known))
+    return word == known_word or _likeness(stem, known) >= 0.8
+
+
+def _likeness(one: str, other: str) -> float:
+    return SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
 
 def _stem(architecture: str) -> str:
     """The family's part of the name."""
-    return architecture.split("For")[0].removesuffix("Model").lower()
+    return architecture.split("For")[0].removesuffix("Model").removesuffix("LMHead").lower()

@@ -21,8 +21,8 @@ from nanocore.worker.placement import Placement
 class Gemma2Layer(DecoderLayer):
     """What attention and MLP add to the residual is normed, as is what they get."""
 
-    def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
-        super().__init__(placement, config, layer)
+    def make_norms(self, placement: Placement, config: ModelConfig) -> None:
+        super().make_norms(placement, config)
         self.pre_feedforward_norm = RMSNorm(placement, config, config.hidden_size)
         self.post_feedforward_norm = RMSNorm(placement, config, config.hidden_size)
 

@@ -20,6 +20,7 @@ def cases() -> list[Case]:
         _case("rope and float32 norms, head dim 256", norm="*fp32", head_dim=256),
         _case("partial rope", norm=None, head_dim=80, half=16),
         _case("rope of odd halves", norm=None, head_dim=96, half=48),
+        _case("no rotation", norm=None, half=1),
         *(
             _case(
                 f"rope, {name} cache, head dim {head_dim}", "*bf16", head_dim, cache=cache, **for_

@@ -62,6 +62,16 @@ def test_a_model_says_with_it_what_it_says_with_torch(
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("name", ["gpt2", "granite", "mixtral", "olmo2", "smollm3"])
+def test_families_with_parts_of_their_own_say_it_too(name: str, tmp_path: Path) -> None:
+    model = load_model(BUILDERS[name](tmp_path))
+    model.layers = model.layers[:2]  # for time
+    wishes = make_wishes(44, max_tokens=2)  # past the window
+    engine = Engine(model, 1, kernels=TritonKernels(CPU))
+    assert engine.run(wishes) == expected(model, wishes)
+
+
+@pytest.mark.campaign
 def test_float16_rounds_as_torch_does(tmp_path: Path) -> None:
     """Of a model with experts, biases and a gate of each kind; the interpreter can do float16."""
     folder = BUILDERS["qwen2_moe"](tmp_path)

@@ -1,0 +1,125 @@
+"""GPT-2 (Radford et al. 2019): layer norms, learned positions in place of rotations, plain MLPs.
+
+Checkpoints hold linear layers transposed, Q, K and V as one, and names of their own, with a prefix
+or without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Final
+
+from torch import Tensor
+
+from nanocore.kernels.interface import KVCache
+from nanocore.worker.config.family import Family
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.settings import Range, Settings
+from nanocore.worker.config.windows import no_window
+from nanocore.worker.layers.context import StepContext
+from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
+from nanocore.worker.layers.mlp import PlainMLP
+from nanocore.worker.layers.norm import LayerNorm, Norm
+from nanocore.worker.loading.weights import Slot, Slots, transposed, whole
+from nanocore.worker.placement import Placement
+
+_PREFIXES: Final = {
+    "h.": "model.layers.",
+    "ln_f.": "model.norm.",
+    "wte.": "model.embed_tokens.",
+    "wpe.": "model.embed_positions.",
+}
+_EPS: Final = Range(1e-30, 1)
+
+
+def _translate(settings: Settings) -> Settings:
+    hidden_size, num_heads = settings.size("n_embd"), settings.size("n_head")
+    common = {
+        "hidden_size": hidden_size,
+        "intermediate_size": settings.size("n_inner", 4 * hidden_size),
+        "num_hidden_layers": settings.size("n_layer"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "max_position_embeddings": settings.size("n_positions"),
+        "rms_norm_eps": settings.number("layer_norm_epsilon", 1e-5, _EPS),
+    }
+    for name in ("add_cross_attention", "scale_attn_by_inverse_layer_idx"):
+        if settings.get(name, bool, False):
+            raise settings.error(name)
+    return settings.with_values(settings.values | common)
+
+
+def _finish(settings: Settings, config: ModelConfig) -> ModelConfig:
+    is_scaled = settings.get("scale_attn_weights", bool, True)
+    return replace(config, mlp_bias=True, query_scale=config.query_scale if is_scaled else 1.0)
+
+
+class GPT2Layer(DecoderLayer):
+    """The common layer of other parts, under other names."""
+
+    norm_class: ClassVar[type[Norm]] = LayerNorm
+    mlp: PlainMLP
+
+    def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> PlainMLP:
+        return PlainMLP(placement, config)
+
+    def slots(self, prefix: str) -> Slots:
+        linear = {
+            **self.attention.qkv_proj.fused_slots(f"{prefix}attn.c_attn"),
+            **self.attention.o_proj.slots(f"{prefix}attn.c_proj"),
+            **self.mlp.up_proj.slots(f"{prefix}mlp.c_fc"),
+            **self.mlp.down_proj.slots(f"{prefix}mlp.c_proj"),
+        }
+        return {
+            **{n: transposed(s) if len(s.shape) == 2 else s for n, s in linear.items()},
+            **self.input_norm.slots(f"{prefix}ln_1"),
+            **self.post_attention_norm.slots(f"{prefix}ln_2"),
+        }
+
+
+class GPT2Model(DecoderModel):
+    """The first stage knows the positions."""
+
+    family = Family(
+        tie_word_embeddings=True,
+        eos_token_id=50256,
+        activation="gelu_new",
+        activation_setting="activation_function",
+        attention_bias=True,
+        biased_o_proj=True,
+        window=no_window,
+        rope_kinds=(),
+        translate=_translate,
+        finish=_finish,
+    )
+    layer_class = GPT2Layer
+
+    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        self.positions_shape = config.longest_model_len, config.hidden_size
+        self.positions_LE: Tensor | None = None
+        if placement.is_first_stage:
+            self.positions_LE = placement.empty(*self.positions_shape)
+
+    def slots(self) -> Slots:
+        positions = Slot(self.positions_shape)
+        if self.positions_LE is not None:
+            positions = whole(self.positions_LE)
+        return {"model.embed_positions.weight": positions, **super().slots()}
+
+    @classmethod
+    def common_name(cls, stored: str) -> str | None:
+        name = stored.removeprefix("transformer.")
+        if name.endswith((".attn.bias", ".attn.masked_bias")):
+            return None  # the causal mask
+        for own, common in _PREFIXES.items():
+            if name.startswith(own):
+                return common + name.removeprefix(own)
+        return super().common_name(stored)
+
+    def forward(
+        self, x_TE: Tensor, caches: list[KVCache], context: StepContext, sample_index_R: Tensor
+    ) -> Tensor:
+        if self.positions_LE is not None:
+            x_TE = x_TE + self.positions_LE[context.metadata.positions_T]
+        return super().forward(x_TE, caches, context, sample_index_R)

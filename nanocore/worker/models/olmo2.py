@@ -1,0 +1,105 @@
+"""OLMo 2 (Ai2, 2024): norms only of what attention and MLP add, and of Q and K as wholes.
+
+Q and K are normed over all heads of a token, which tensor parallel ranks share. Weights of norms
+are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from nanocore.kernels.interface import Kernels, KVCache
+from nanocore.worker.config.family import Family
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.windows import no_window
+from nanocore.worker.layers.attention import Attention
+from nanocore.worker.layers.context import StepContext
+from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
+from nanocore.worker.layers.linear import Rows
+from nanocore.worker.layers.norm import Norm, RMSNorm
+from nanocore.worker.loading.weights import Slots
+from nanocore.worker.placement import Placement
+
+
+class Olmo2Norm(RMSNorm):
+    """Rounds once, after the product with the weight."""
+
+    def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None:
+        super().__init__(placement, config, size)
+        self.weight = placement.empty(size, dtype=torch.float32)
+
+
+class Olmo2Attention(Attention):
+    """Norms Q and K before they are heads."""
+
+    def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
+        super().__init__(placement, config, layer)
+        self.tp = placement.tp
+        q_rows, k_rows, _ = self.qkv_proj.parts
+        self.whole_q_norm = Olmo2Norm(placement, config, q_rows.total)
+        self.whole_k_norm = Olmo2Norm(placement, config, k_rows.total)
+
+    def slots(self, prefix: str) -> Slots:
+        return {
+            **super().slots(prefix),
+            **self.whole_q_norm.slots(f"{prefix}q_norm"),
+            **self.whole_k_norm.slots(f"{prefix}k_norm"),
+        }
+
+    def project(self, x_TE: Tensor, kernels: Kernels) -> Tensor:
+        qkv = super().project(x_TE, kernels)
+        q_rows, k_rows, v_rows = self.qkv_proj.parts
+        of_ranks = self.tp.all_gather(qkv[:, : -v_rows.size])
+        q, k = of_ranks.split((q_rows.size, k_rows.size), dim=2)
+        q = self.whole_q_norm(_joined(q, q_rows), kernels)[:, q_rows.kept]
+        k = self.whole_k_norm(_joined(k, k_rows), kernels)[:, k_rows.kept]
+        return torch.cat((q, k, qkv[:, -v_rows.size :]), dim=1)
+
+
+def _joined(of_ranks: Tensor, rows: Rows) -> Tensor:
+    """A projection as a whole, [T, total], from every rank's part, [ranks, T, size]."""
+    times_kept = len(of_ranks) * rows.size // rows.total  # KV heads may be on several ranks
+    return of_ranks[::times_kept].transpose(0, 1).flatten(1)
+
+
+class Olmo2Layer(DecoderLayer):
+    """Attention and MLP get the stream as it is."""
+
+    attention_class = Olmo2Attention
+    norm_class: ClassVar[type[Norm]] = Olmo2Norm
+
+    def make_norms(self, placement: Placement, config: ModelConfig) -> None:
+        self.post_attention_norm = Olmo2Norm(placement, config, config.hidden_size)
+        self.post_feedforward_norm = Olmo2Norm(placement, config, config.hidden_size)
+
+    def norm_slots(self, prefix: str) -> Slots:
+        return {
+            **self.post_attention_norm.slots(f"{prefix}post_attention_layernorm"),
+            **self.post_feedforward_norm.slots(f"{prefix}post_feedforward_layernorm"),
+        }
+
+    def __call__(
+        self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        kernels = context.kernels
+        x_TE = x_TE if residual_TE is None else x_TE + residual_TE
+        residual_TE = x_TE
+        x_TE = self.post_attention_norm(self.attention(x_TE, cache, context), kernels)
+        residual_TE = residual_TE + x_TE
+        return self.post_feedforward_norm(self.mlp(residual_TE, context), kernels), residual_TE
+
+
+class Olmo2Model(DecoderModel):
+    """Checkpoints use the common names."""
+
+    family = Family(
+        rms_norm_eps=1e-5,
+        eos_token_id=50279,
+        bias_setting="attention_bias",
+        biased_o_proj=True,
+        window=no_window,
+    )
+    layer_class = Olmo2Layer
