@@ -260,7 +260,7 @@ def reference_model(folder: Path, **arguments: Any) -> Any:
 
 def text_model(model: Any) -> Any:
     """The decoder in one of transformers' models."""
-    return getattr(model.model, "language_model", model.model)
+    return getattr(model.base_model, "language_model", model.base_model)
 
 
 BUILDERS: dict[str, Callable[[Path], Path]] = {name: partial(make_tiny, name) for name in SPECS}

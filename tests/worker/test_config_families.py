@@ -69,10 +69,10 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
     residual = getattr(text_config, "residual_multiplier", 1.0)  # divides the whole stream
     embedding = model.get_input_embeddings()
     scale = getattr(embedding, "scalar_embed_scale", 1.0)
-    assert config.embedding_scale == getattr(model.config, "embedding_multiplier", scale) / residual
-    eps = first_of(model.config, "rms_norm_eps", "layer_norm_epsilon")
+    assert config.embedding_scale == getattr(text_config, "embedding_multiplier", scale) / residual
+    eps = first_of(text_config, "rms_norm_eps", "layer_norm_epsilon")
     assert config.rms_norm_eps == eps / residual**2
-    assert config.logits_divisor == getattr(model.config, "logits_scaling", 1.0)
+    assert config.logits_divisor == getattr(text_config, "logits_scaling", 1.0)
     assert config.tie_word_embeddings == (model.lm_head.weight is embedding.weight)
 
 

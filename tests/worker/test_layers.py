@@ -126,9 +126,8 @@ def test_a_bfloat16_granite_rounds_its_scaled_embeddings_once(tmp_path: Path) ->
     config = config_of("granite", tmp_path)
     model = build_model(config, Placement(torch.bfloat16, CPU))
     assert model.embedding is not None
-    weight = model.embedding.weight.parameter.copy_(
-        values(config.vocab_size, config.hidden_size)
-    ).clone()
+    weight = values(config.vocab_size, config.hidden_size).bfloat16()
+    model.embedding.weight.parameter.copy_(weight)
     model.embedding.pack(WeightPacker(TorchKernels()))
     scaled = (weight.double() * (4 / 0.7)).bfloat16()
     assert torch.equal(model.embed(torch.arange(config.vocab_size), TorchKernels()), scaled)
