@@ -86,14 +86,9 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         folder = find_model(config)
         model_config = load_model_config(folder, config.hf_overrides)
         max_model_len = longest_request(config, model_config)
-        logger.info(
-            "nanocore %s | model %s (%s) | %s | endpoint %s",
-            __version__,
-            folder,
-            model_config.architecture,
-            _describe_ranks(config),
-            config.endpoint,
-        )
+        name = f"model {folder} ({model_config.architecture})"
+        where = f"{_describe_ranks(config)} | endpoint {config.endpoint}"
+        logger.info("nanocore %s | %s | %s", __version__, name, where)
         logger.info("imports %.2f s, since the process began", imports_s)
         executor = _executor(config, folder, model_config, max_model_len)
         stack.callback(executor.close)
