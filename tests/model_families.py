@@ -209,7 +209,7 @@ def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Ten
         return 0.5 * noise
     if "embed_tokens" in name or "wte" in name or "wpe" in name or "lm_head" in name:
         return 3.0 * noise / math.sqrt(config.hidden_size)
-    is_transposed = ".c_" in name
+    is_transposed = architecture.startswith("GPT2")
     weight = noise / math.sqrt(parameter.shape[0 if is_transposed else -1])
     if "o_proj" in name or "down_proj" in name or "c_proj" in name:
         weight *= 3.0  # as above
