@@ -126,7 +126,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gpt2": ("GPT2LMHeadModel", {"n_inner": 160, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", {"n_inner": 162, "tie_word_embeddings": True}),
     "gpt2_unscaled": (
         "GPT2LMHeadModel",
         {"scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 0.1},
