@@ -170,7 +170,7 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         "Mistral3ForConditionalGeneration",
         image_text("pixtral", "mistral", {"head_dim": 24}, tie_word_embeddings=False),
     ),
-    "gpt2": ("GPT2LMHeadModel", {"n_inner": 160, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", {"n_inner": 162, "tie_word_embeddings": True}),
     "gpt2_unscaled": (
         "GPT2LMHeadModel",
         {"scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 0.1},
@@ -283,7 +283,7 @@ def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Ten
         return 0.5 * noise
     if "embed_tokens" in name or "wte" in name or "wpe" in name or "lm_head" in name:
         return 3.0 * noise / math.sqrt(config.hidden_size)
-    is_transposed = ".c_" in name
+    is_transposed = architecture.startswith("GPT2")
     weight = noise / math.sqrt(parameter.shape[0 if is_transposed else -1])
     if "o_proj" in name or "down_proj" in name or "c_proj" in name:
         weight *= 3.0  # as above

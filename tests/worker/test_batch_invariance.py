@@ -273,6 +273,18 @@ def test_replayed_or_kernel_by_kernel(engine: Engine) -> None:
     assert engine.runner.is_captured
 
 
+@pytest.mark.parametrize("family", ["gpt2", "olmo2_ungrouped"])
+def test_families_whose_layers_call_torch_between_kernels(family: str, tmp_path: Path) -> None:
+    """Norms of rows, sums and copies: what torch computes in one way for any number of rows."""
+    if BEST is None:
+        pytest.skip("nanocore was installed without a C++ compiler")
+    kernels = CpuKernels(runnable_libraries()[BEST])
+    engine = Engine(BUILDERS[family](tmp_path), kernels, torch.float32, None)
+    outcome = engine.run(Setting(max_num_batched_tokens=79), range(8, 24))
+    assert engine.runner._replay is None
+    assert num_different(outcome, engine.run(Setting(at_once=1), range(8, 24))) == 0
+
+
 def test_torch_differs_in_this_comparison(folders: Callable[[torch.dtype], Path]) -> None:
     engine = Engine(folders(torch.bfloat16), TorchKernels(), torch.bfloat16, None)
     assert num_different(engine.run(Setting()), engine.alone()) > 10
