@@ -83,7 +83,6 @@ def parse_model_config(
         final_logit_softcapping=read_softcap(
             settings, "final_logit_softcapping", family.final_logit_softcapping
         ),
-        logits_divisor=1.0,
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         rope=rope,
         unrotated_layers=frozenset() if rope else frozenset(range(num_layers)),

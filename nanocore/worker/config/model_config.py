@@ -75,7 +75,7 @@ class ModelConfig:
     query_scale: float
     attn_logit_softcapping: float
     final_logit_softcapping: float
-    logits_divisor: float
+    logits_divisor: float = 1.0
     embedding_scale: float
     rope: dict[LayerType, RopeConfig]
     unrotated_layers: frozenset[int]
