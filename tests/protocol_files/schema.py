@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, PROTOCOL_VERSION, Op
-from tools.protocol.tables import HEADINGS, SAME_TABLE, read_tables
+from tests.protocol_files.tables import HEADINGS, SAME_TABLE, read_tables
 
 _MESSAGES = {message.op: message for message in (*FROM_CLIENT, *FROM_ENGINE)}
 

@@ -1,6 +1,6 @@
 """The text of nanocore/conformance/vectors.jsonl: messages, and what they are answered.
 
-`python -m tools.protocol` writes it; a test compares. The format is described in
+`python -m tests.protocol_files` writes it; a test compares. The format is described in
 nanocore/conformance/vectors.py.
 """
 
@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tools.protocol.lines import Line
-from tools.protocol.malformed_fields import field_lines
-from tools.protocol.malformed_shapes import shape_lines
-from tools.protocol.valid_client import valid_client_lines
-from tools.protocol.valid_engine import either_way, valid_engine_lines
+from tests.protocol_files.lines import Line
+from tests.protocol_files.malformed_fields import field_lines
+from tests.protocol_files.malformed_shapes import shape_lines
+from tests.protocol_files.valid_client import valid_client_lines
+from tests.protocol_files.valid_engine import either_way, valid_engine_lines
 
 VECTORS = Path(__file__).parents[2] / "nanocore" / "conformance" / "vectors.jsonl"
 

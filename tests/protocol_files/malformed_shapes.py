@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.protocol.bodies import FULL_CLIENT, FULL_ENGINE
-from tools.protocol.lines import (
+from tests.protocol_files.bodies import FULL_CLIENT, FULL_ENGINE
+from tests.protocol_files.lines import (
     BYE,
     CLIENT_OPS,
     CONTROL,

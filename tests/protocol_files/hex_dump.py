@@ -13,7 +13,7 @@ import msgspec
 
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Message
-from tools.protocol.tables import columns_of
+from tests.protocol_files.tables import columns_of
 
 Line = tuple[str, str]
 """(bytes as hex, what they mean)."""

@@ -23,7 +23,7 @@ from nanocore.protocol.messages import (
     Submit,
 )
 from nanocore.protocol.sampling import EngineSamplingParams
-from tools.protocol.hex_dump import hex_dump
+from tests.protocol_files.hex_dump import hex_dump
 
 MARK = re.compile(r"<!-- example: ([^\n]*) -->\n(?:\n?```\n.*?\n```\n)?", re.DOTALL)
 

@@ -1,12 +1,16 @@
-"""Writes what is made by scripts: PROTOCOL.md's examples, schema.json, and vectors.jsonl."""
+"""Writes the files of the protocol that are made from the code: `python -m tests.protocol_files`.
+
+PROTOCOL.md's byte examples, and schema.json and vectors.jsonl in nanocore/conformance. Tests
+compare them with what this would write.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tools.protocol.examples import with_examples
-from tools.protocol.make_vectors import VECTORS, text
-from tools.protocol.schema import make_schema
+from tests.protocol_files.examples import with_examples
+from tests.protocol_files.make_vectors import VECTORS, text
+from tests.protocol_files.schema import make_schema
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "PROTOCOL.md"

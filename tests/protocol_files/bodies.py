@@ -6,7 +6,7 @@ tokens with 16 more fit, and sampling parameters have the ranges of PROTOCOL.md.
 
 from __future__ import annotations
 
-from tools.protocol.lines import (
+from tests.protocol_files.lines import (
     ABORT,
     ACCEPTED,
     BYE,

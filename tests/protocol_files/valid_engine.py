@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tools.protocol.bodies import (
+from tests.protocol_files.bodies import (
     FULL_ENGINE,
     LIMITS,
     MAX_INT,
@@ -13,7 +13,7 @@ from tools.protocol.bodies import (
     SAMPLING,
     STATS,
 )
-from tools.protocol.lines import (
+from tests.protocol_files.lines import (
     ACCEPTED,
     BYE,
     ERROR,

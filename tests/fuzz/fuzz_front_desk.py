@@ -1,10 +1,12 @@
 """Coverage-guided fuzzing of the front desk and of the client's decoder, with atheris.
 
-    python tools/fuzz/fuzz_front_desk.py [CORPUS_FOLDER] [libFuzzer's flags, -max_total_time=60]
+    python tests/fuzz/fuzz_front_desk.py [CORPUS_FOLDER] [libFuzzer's flags, -max_total_time=60]
 
-An input is a script as in tests/engine_core/io_script.py, which also says what must hold: messages
-of three peers, outputs of steps, peers that stop reading or vanish, and messages of an engine to a
-client. Any exception is a finding.
+In an environment of its own, with atheris, msgspec, pyzmq, numpy and xxhash; neither torch nor a
+model is needed. An input is a script as in tests/engine_core/io_script.py, which also says what
+must hold: messages of three peers, outputs of steps, peers that stop reading or vanish, and
+messages of an engine to a client. The first run writes seeds into the corpus folder. Any exception
+is a finding: its input is written as `crash-...`; that file as the only argument runs it again.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from tools.protocol.bodies import FULL_CLIENT, FULL_ENGINE, MAX_INT, MORE_STATS, PROMPT, STATS
-from tools.protocol.lines import (
+from tests.protocol_files.bodies import FULL_CLIENT, FULL_ENGINE, MAX_INT, MORE_STATS, PROMPT, STATS
+from tests.protocol_files.lines import (
     ABORT,
     ACCEPTED,
     BYE,
