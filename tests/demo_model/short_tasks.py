@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.demo_model.words import CONTENT_WORDS, COUNTABLE, UNICODE_WORDS
+from tests.demo_model.words import CONTENT_WORDS, COUNTABLE, UNICODE_WORDS
 
 PHRASES: dict[str, tuple[str, ...]] = {
     "sum": (

@@ -13,10 +13,10 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tools.demo_model import recall, short_tasks
-from tools.demo_model.recall import FACT_TOKENS, recall_chat
-from tools.demo_model.short_tasks import SHORT_TASKS, Turn, is_held_out
-from tools.demo_model.words import SMALL_TALK
+from tests.demo_model import recall, short_tasks
+from tests.demo_model.recall import FACT_TOKENS, recall_chat
+from tests.demo_model.short_tasks import SHORT_TASKS, Turn, is_held_out
+from tests.demo_model.words import SMALL_TALK
 
 Message = dict[str, str]
 

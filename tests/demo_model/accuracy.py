@@ -1,28 +1,26 @@
 """Accuracy of the demo model by task, through the engine, under several ways of scheduling.
 
-    python tools/demo_model/evaluate.py [--count 200] [--model FOLDER] [--json FILE]
+    python -m tests.demo_model.accuracy [--count 200] [--model FOLDER] [--json FILE]
 
 Each condition is an engine process of its own: default settings; small steps, so that prompts are
-chunked; few KV blocks, so that requests are preempted; a second round on a warm prefix cache; and
-quantized weights. An answer counts only if it is exactly right. The prompts are held out from
-training.
+chunked; few KV blocks, so that requests are preempted; a second round on a warm prefix cache;
+quantized weights; and a quantized KV cache. An answer counts only if it is exactly right. The
+prompts are held out from training.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.report import describe_run, write_report
 from nanocore.client import LLM, SamplingParams
 from nanocore.client.engine_flags import EngineArgument
 from nanocore.protocol.messages import Stats
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.demo_model.tasks import TASKS, Example, held_out
+from tests.demo_model.tasks import TASKS, Example, held_out
 
 MAX_ANSWER_TOKENS = 160
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_ANSWER_TOKENS)
@@ -43,6 +41,7 @@ CONDITIONS = (
     Condition("preempted", {"num_gpu_blocks_override": 80, "max_num_seqs": 64}),
     Condition("prefix hits", rounds=2),
     Condition("int8 weights", {"quantization": "int8"}),
+    Condition("int8 KV cache", {"kv_cache_dtype": "int8"}),
 )
 
 
@@ -117,8 +116,8 @@ def main() -> None:
     outcomes = {c.name: evaluate(c, examples, args.model) for c in CONDITIONS}
     print(f"{args.count} held-out examples per task, exact answers\n\n{table(outcomes)}")
     if args.json:
-        data = {name: outcome.accuracy for name, outcome in outcomes.items()}
-        args.json.write_text(json.dumps({"count": args.count, **data}, indent=1) + "\n")
+        accuracy = {name: outcome.accuracy for name, outcome in outcomes.items()}
+        write_report(args.json, {**describe_run(), "count": args.count, **accuracy})
     worst = max(spread(outcomes).values())
     print(f"\nlargest difference between conditions: {100 * worst:.1f} points")
     sys.exit(worst > 0.0101)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from tools.demo_model.short_tasks import Turn, is_held_out
-from tools.demo_model.words import COLORS, FRUITS, NAMES
+from tests.demo_model.short_tasks import Turn, is_held_out
+from tests.demo_model.words import COLORS, FRUITS, NAMES
 
 Message = dict[str, str]
 
