@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -138,6 +139,8 @@ def _parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()  # fmt: skip
     if arguments.before and not (arguments.before / "benchmarks" / "overhead.py").exists():
         parser.error(f"--before {arguments.before}: no checkout of nanocore")
+    if arguments.vllm_python and shutil.which(arguments.vllm_python) is None:
+        parser.error(f"--vllm-python {arguments.vllm_python}: not an executable file")
     if not arguments.as_child:
         arguments.only = _keys(arguments.only, parser)
     return arguments
@@ -179,7 +182,9 @@ def _sides(arguments: argparse.Namespace) -> dict[str, tuple[list[str], dict[str
 
 def _run_child(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     """The JSON that a measuring process prints."""
-    result = subprocess.run(command, check=True, stdout=-1, env=os.environ | environment)
+    result = subprocess.run(command, check=False, stdout=-1, env=os.environ | environment)
+    if result.returncode:
+        sys.exit(f"overhead.py: {' '.join(command)} ended with exit code {result.returncode}")
     answer: dict[str, Any] = json.loads(result.stdout)
     return answer
 

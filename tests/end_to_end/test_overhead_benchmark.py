@@ -64,12 +64,23 @@ def test_a_step_in_which_some_rows_use_everything_is_beside_a_plain_one(tmp_path
     [
         (["--only", "step,stap"], "unknown stap; known: step_1"),
         (["--before", "/nowhere"], "/nowhere: no checkout"),
+        (["--vllm-python", "/nowhere"], "/nowhere: not an executable"),
     ],
 )
 def test_what_is_not_known_is_a_usage_error(flags: list[str], message: str) -> None:
     result = run_script(*flags)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+def test_a_side_that_cannot_be_measured_is_an_error_with_its_command(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--passes", "1", "--repeats", "1", "--only", "outputs_256", "--out", str(out)]
+    result = run_script(*flags, "--vllm-python", "false")
+    assert result.returncode == 1
+    assert "overhead_vllm.py" in result.stderr
+    assert "ended with exit code 1" in result.stderr
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("benchmark", ["overhead_engine"], indirect=True)
