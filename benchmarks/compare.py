@@ -11,6 +11,7 @@ else, is run again. Prints Markdown for a README and writes every figure as JSON
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import tempfile
@@ -23,11 +24,12 @@ import torch
 from compare_engines import add_arguments, engine_commands
 from compare_report import markdown, summarize
 from compare_rounds import Comparison
-from limits import Rates, least_time_s, measure_gemm, read_shape
-from machine import describe_run, nice_sessions, spread, write_report
-from models import SHAPES, model_folder
+from models import model_folder
+from noise import nice_sessions
+from offline import add_workload_arguments, check_workload_arguments
 from peer_process import PeerError, PeerProcess
-from workloads import WORKLOAD_NAMES, BenchmarkRequest, make_workload, workload_names
+from report import describe_run, write_report
+from workloads import BenchmarkRequest, make_workload
 
 _RESULTS: Final = Path(__file__).resolve().parent / "results"
 
@@ -46,7 +48,7 @@ def _compare(arguments: argparse.Namespace, engine_flags: list[str]) -> None:
     torch.set_num_threads(arguments.threads)
     model_name = Path(arguments.model).name
     folder = model_folder(arguments.model)
-    shape = read_shape(folder)
+    vocab_size: int = json.loads((folder / "config.json").read_text())["vocab_size"]
     commands = engine_commands(arguments, folder, engine_flags)
     report: dict[str, Any] = {
         **describe_run(),
@@ -54,7 +56,6 @@ def _compare(arguments: argparse.Namespace, engine_flags: list[str]) -> None:
         "threads": arguments.threads,
         "engines": {},
     }
-    gemm_rates = []
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanocore-compare-")))
         engines = []
@@ -64,26 +65,14 @@ def _compare(arguments: argparse.Namespace, engine_flags: list[str]) -> None:
             print(f"{engine.name} is ready", file=sys.stderr, flush=True)
             engines.append(engine)
         stack.enter_context(nice_sessions())
-        comparison = Comparison(engines, shape.vocab_size, arguments.max_retries)
-        _warm_up(engines, arguments.workloads, shape.vocab_size)
+        comparison = Comparison(engines, vocab_size, arguments.max_retries)
+        _warm_up(engines, arguments.workloads, vocab_size)
         for repetition in range(1, arguments.reps + 1):
-            gemm_rates.append(measure_gemm())
             for name in arguments.workloads:
                 comparison.run_round(name, repetition)
-    gemm = {dtype: [rates[dtype] for rates in gemm_rates] for dtype in gemm_rates[0]}
-    rates = Rates(max(comparison.canaries), max(map(max, gemm.values())))
-    report["rates"] = {
-        "read_gb_per_s": spread([round(rate, 2) for rate in comparison.canaries]),
-        "gemm_gflop_per_s": {
-            dtype: spread([round(rate, 1) for rate in values]) for dtype, values in gemm.items()
-        },
-    }
     report["workloads"] = {
         name: summarize(
-            make_workload(name, shape.vocab_size, 1),
-            least_time_s(shape, make_workload(name, shape.vocab_size, 1).requests, rates),
-            turns,
-            comparison.discarded.get(name, {}),
+            make_workload(name, vocab_size, 1), turns, comparison.discarded.get(name, {})
         )
         for name, turns in comparison.turns.items()
     }
@@ -114,18 +103,12 @@ def _parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         epilog="All other flags go to our engine, e.g. --max-num-seqs 32.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", default="small", help=f"folder, or one of {', '.join(SHAPES)}")
-    parser.add_argument("--workloads", type=workload_names, default=list(WORKLOAD_NAMES),
-                        metavar="W1,W2,...")  # fmt: skip
-    parser.add_argument("--reps", type=int, default=3, help="repetitions (default: 3)")
+    add_workload_arguments(parser)
     parser.add_argument("--max-retries", type=int, default=2, help="of a noisy turn (default: 2)")
     parser.add_argument("--out", type=Path, help="default: results/compare-MODEL.json beside this")
     add_arguments(parser)
     arguments, engine_flags = parser.parse_known_args()
-    if arguments.reps < 1:
-        parser.error("--reps: at least 1")
-    if arguments.model not in SHAPES and not Path(arguments.model).is_dir():
-        parser.error(f"--model {arguments.model}: no folder, and not one of {', '.join(SHAPES)}")
+    check_workload_arguments(parser, arguments)
     return arguments, engine_flags
 
 

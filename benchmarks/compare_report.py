@@ -1,19 +1,19 @@
 """What compare.py writes: a workload's figures as JSON, and Markdown for a README.
 
 Ratios are made within a repetition, where engines ran the same prompts minutes apart at most, and
-then their median is taken; above 1 our engine is the faster one. The share of the limit is
-`limits.least_time_s` divided by the median time.
+then their median is taken; above 1 our engine is the faster one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any, Final
 
 from compare_engines import OURS
 from compare_rounds import Turn
-from machine import spread
+from report import spread, with_range
 from workloads import Workload
 
 HEADLINES: Final = {
@@ -28,29 +28,26 @@ HEADLINES: Final = {
 
 def summarize(
     workload: Workload,
-    least_time_s: float,
     turns: Mapping[str, Sequence[Turn]],
     discarded: Mapping[str, Sequence[Turn]],
 ) -> dict[str, Any]:
     """A workload's part of the report; turns by engine, one per repetition."""
     return {
-        "description": workload.description,
-        "num_requests": len(workload.requests),
-        "num_prompt_tokens": workload.num_prompt_tokens,
-        "num_output_tokens": workload.num_output_tokens,
-        "least_time_s": round(least_time_s, 4),
+        **workload.describe(),
         "engines": {
             name: {
                 **_figures(workload, own),
-                "share_of_limit": round(least_time_s / median(turn.run.wall_s for turn in own), 4),
                 "times_slower_than_ours": spread(
                     [
-                        round(theirs.run.wall_s / ours.run.wall_s, 4)
+                        theirs.run.wall_s / ours.run.wall_s
                         for theirs, ours in zip(own, turns[OURS], strict=True)
                     ]
                 ),
                 "first_tokens_like_ours": _agreement(own, turns[OURS]),
-                "discarded": [_noise(turn) for turn in discarded.get(name, ())],
+                "discarded": [
+                    {"wall_s": round(turn.run.wall_s, 4), **asdict(turn.noise)}
+                    for turn in discarded.get(name, ())
+                ],
             }
             for name, own in turns.items()
         },
@@ -67,12 +64,10 @@ def _figures(workload: Workload, turns: Sequence[Turn]) -> dict[str, Any]:
         "total_tokens_per_s": [num_tokens / wall_s for wall_s in walls_s],
         "ttft_ms": [median(turn.run.ttft_s) * 1e3 for turn in turns],
         "tpot_ms": [median(turn.run.tpot_s) * 1e3 for turn in turns],
-        "foreign_cpu_share": [turn.foreign_cpu_share for turn in turns],
-        "canary_gb_per_s": [turn.canary_gb_per_s for turn in turns],
+        "foreign_cpu_share": [turn.noise.foreign_cpu_share for turn in turns],
+        "canary_gb_per_s": [turn.noise.canary_gb_per_s for turn in turns],
     }
-    figures: dict[str, Any] = {
-        name: spread([round(value, 6) for value in values]) for name, values in columns.items()
-    }
+    figures: dict[str, Any] = {name: spread(values, 6) for name, values in columns.items()}
     return figures | {"noisy": [turn.noisy for turn in turns]}
 
 
@@ -90,36 +85,23 @@ def _agreement(turns: Sequence[Turn], ours: Sequence[Turn]) -> float | None:
     return round(sum(a == b for a, b in pairs) / len(pairs), 4) if pairs else None
 
 
-def _noise(turn: Turn) -> dict[str, float]:
-    """A turn that was run again: what it would have said, and why it does not count."""
-    return {
-        "wall_s": round(turn.run.wall_s, 4),
-        "foreign_cpu_share": round(turn.foreign_cpu_share, 4),
-        "canary_gb_per_s": round(turn.canary_gb_per_s, 2),
-    }
-
-
 def markdown(report: Mapping[str, Any]) -> str:
     """Where it ran, the figures, and how they compare."""
     names = list(report["engines"])
     workloads = report["workloads"]
-    lines = [_heading(report), "", *_row(["workload", *names]), _rule(len(names) + 1)]
+    lines = [_heading(report), "", _row(["workload", *names]), _rule(len(names) + 1)]
     for name, workload in workloads.items():
         metric, unit = HEADLINES[name]
-        cells = [_cell(workload["engines"][engine], metric) for engine in names]
-        lines += _row([f"{name} ({unit})", *cells])
+        figures = [workload["engines"][engine][metric] for engine in names]
+        cells = [with_range(figure, 0 if figure["median"] >= 100 else 1) for figure in figures]
+        lines.append(_row([f"{name} ({unit})", *cells]))
     peers = [name for name in names if name != OURS]
     if peers:
-        lines += [
-            "",
-            f"Time of each divided by that of {OURS}, median (range) of the repetitions:",
-            "",
-        ]
-        lines += [*_row(["workload", *peers]), _rule(len(peers) + 1)]
+        lines += ["", f"Time of each divided by that of {OURS}, median (range):", ""]
+        lines += [_row(["workload", *peers]), _rule(len(peers) + 1)]
         for name, workload in workloads.items():
-            engines = workload["engines"]
-            cells = [_range(engines[peer]["times_slower_than_ours"], 2) for peer in peers]
-            lines += _row([name, *cells])
+            ratios = [workload["engines"][peer]["times_slower_than_ours"] for peer in peers]
+            lines.append(_row([name, *(with_range(ratio, 2) for ratio in ratios)]))
     noisy = [
         turn
         for row in workloads.values()
@@ -132,32 +114,19 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def _heading(report: Mapping[str, Any]) -> str:
-    host, rates = report["host"], report["rates"]
     versions = "; ".join(
         f"{name}: {', '.join(f'{part} {text}' for part, text in engine['versions'].items())}"
         for name, engine in report["engines"].items()
     )
     commit = (report["commit"] or "unknown")[:12] + (" and changes" if report["dirty"] else "")
-    gemm = max(rate["max"] for rate in rates["gemm_gflop_per_s"].values())
     return (
-        f"`{report['model']}` on {report['threads']} cores of {host['cpu']}, "
-        f"{report['date'][:10]}, commit {commit}. {versions}. Median (range), and the share of the "
-        f"limit: {rates['read_gb_per_s']['max']:.0f} GB/s read, {gemm:.0f} GFLOP/s."
+        f"`{report['model']}` on {report['threads']} cores of {report['host']['cpu']}, "
+        f"{report['date'][:10]}, commit {commit}. {versions}. Median (range)."
     )
 
 
-def _cell(engine: Mapping[str, Any], metric: str) -> str:
-    figure = engine[metric]
-    return f"{_range(figure, 0 if figure['median'] >= 100 else 1)}, {engine['share_of_limit']:.0%}"
-
-
-def _range(figure: Mapping[str, Any], digits: int) -> str:
-    middle, low, high = (f"{figure[key]:,.{digits}f}" for key in ("median", "min", "max"))
-    return middle if low == high else f"{middle} ({low}-{high})"
-
-
-def _row(cells: Sequence[str]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |"]
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _rule(num_columns: int) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from machine import BandwidthCanary, CpuTimes
+from noise import Noise, NoiseMeter
 from peer_process import PeerProcess, PeerRun
 from workloads import WORKLOAD_NAMES, BenchmarkRequest, Workload, make_workload
 
@@ -26,14 +26,13 @@ _RETRY_STRIDE: Final = 1000  # repetitions apart, more than anyone asks for
 class Turn:
     """One engine's run of a workload, and how quiet the machine was beside it.
 
-    repetition: which prompts. canary_gb_per_s: the lower of two reads, before and after.
-    noisy: the canary is not the round's, or too much of the CPU went to others.
+    repetition: which prompts. noisy: the canary is not the round's, or too much of the CPU went to
+    others.
     """
 
     repetition: int
     run: PeerRun
-    foreign_cpu_share: float
-    canary_gb_per_s: float
+    noise: Noise
     noisy: bool = False
 
 
@@ -44,17 +43,16 @@ class Comparison:
         self._engines = engines
         self._vocab_size = vocab_size
         self._max_retries = max_retries
-        self._canary = BandwidthCanary()
+        self._meter = NoiseMeter()
         self.turns: dict[str, dict[str, list[Turn]]] = {}
         self.discarded: dict[str, dict[str, list[Turn]]] = {}
-        self.canaries: list[float] = []
 
     def run_round(self, name: str, repetition: int) -> None:
         """Every engine runs one repetition of a workload, then the noisy ones again."""
         first = (repetition + WORKLOAD_NAMES.index(name)) % len(self._engines)
         order = [*self._engines[first:], *self._engines[:first]]
         turns = {engine.name: self._take_turn(engine, name, repetition) for engine in order}
-        usual = median(turn.canary_gb_per_s for turn in turns.values())
+        usual = median(turn.noise.canary_gb_per_s for turn in turns.values())
         for engine in order:
             turn = _judge(turns[engine.name], usual)
             for retry in range(1, self._max_retries + 1):
@@ -67,26 +65,16 @@ class Comparison:
 
     def _take_turn(self, engine: PeerProcess, name: str, repetition: int) -> Turn:
         workload = make_workload(name, self._vocab_size, repetition)
-        before = self._canary.measure()
-        with engine.turn():
+        with self._meter.beside(engine.pid) as noise, engine.turn():
             engine.run([_warm_up_request(workload)])
-            cpu_times = CpuTimes.now(engine.pid)
             run = engine.run(workload.requests)
-            foreign_share = CpuTimes.now(engine.pid).foreign_share_since(cpu_times)
-        canary = min(before, self._canary.measure())
-        self.canaries.append(canary)
         print(
-            f"{workload.name} {engine.name}: {run.wall_s:.2f} s, {canary:.0f} GB/s, "
-            f"{foreign_share:.0%} to others",
+            f"{workload.name} {engine.name}: {run.wall_s:.2f} s, {noise.canary_gb_per_s:.0f} GB/s, "
+            f"{noise.foreign_cpu_share:.0%} to others",
             file=sys.stderr,
             flush=True,
         )
-        return Turn(
-            repetition=repetition,
-            run=run,
-            foreign_cpu_share=foreign_share,
-            canary_gb_per_s=canary,
-        )
+        return Turn(repetition=repetition, run=run, noise=noise)
 
     def _keep(
         self, kept: dict[str, dict[str, list[Turn]]], name: str, engine: PeerProcess, turn: Turn
@@ -101,6 +89,6 @@ def _warm_up_request(workload: Workload) -> BenchmarkRequest:
 
 
 def _judge(turn: Turn, usual_gb_per_s: float) -> Turn:
-    difference = abs(turn.canary_gb_per_s / usual_gb_per_s - 1)
-    noisy = difference > _MAX_CANARY_DIFFERENCE or turn.foreign_cpu_share > _MAX_FOREIGN_SHARE
+    difference = abs(turn.noise.canary_gb_per_s / usual_gb_per_s - 1)
+    noisy = difference > _MAX_CANARY_DIFFERENCE or turn.noise.foreign_cpu_share > _MAX_FOREIGN_SHARE
     return replace(turn, noisy=noisy)

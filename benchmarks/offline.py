@@ -14,20 +14,14 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
-from machine import (
-    BandwidthCanary,
-    CpuTimes,
-    describe_run,
-    nice_sessions,
-    spread,
-    write_report,
-)
 from models import SHAPES, model_folder
+from noise import NoiseMeter, nice_sessions
+from report import describe_run, spread, table, with_range, write_report
 from workloads import WORKLOAD_NAMES, BenchmarkRequest, Workload, make_workload, workload_names
 
 from nanocore.client import LLM
@@ -37,9 +31,9 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.sampling import SamplingParams
 
-_RESULTS = Path(__file__).resolve().parent / "results"
-_WARM_UP = 0  # the repetition that is not recorded
-_SPREAD_METRICS = {
+_RESULTS: Final = Path(__file__).resolve().parent / "results"
+_WARM_UP: Final = 0  # the repetition that is not recorded
+_HEADINGS: Final = {
     "wall_s": "wall s",
     "output_tokens_per_s": "output tok/s",
     "total_tokens_per_s": "total tok/s",
@@ -50,29 +44,7 @@ _SPREAD_METRICS = {
     "foreign_cpu_share": "foreign CPU",
     "canary_gb_per_s": "canary GB/s",
 }
-"""What is recorded of each repetition, and its heading in the table."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repetition:
-    """One run of a workload. ttft_ms, tpot_ms: medians over its requests.
-
-    canary_gb_per_s: the lower of two reads, before and after. request_ttft_ms, request_tpot_ms: of
-    each request, in the order of submission.
-    """
-
-    wall_s: float
-    output_tokens_per_s: float
-    total_tokens_per_s: float
-    ttft_ms: float
-    tpot_ms: float
-    prefix_cache_hit_rate: float
-    num_steps: int
-    num_preemptions: int
-    foreign_cpu_share: float
-    canary_gb_per_s: float
-    request_ttft_ms: list[float]
-    request_tpot_ms: list[float]
+"""Of the figures in the table. ttft_ms, tpot_ms: medians over a repetition's requests."""
 
 
 def main() -> None:
@@ -80,21 +52,25 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that `with` cleans up
     arguments, config = _parse_arguments()
     model_name = Path(arguments.model).name
-    folder = model_folder(arguments.model)
-    report = _describe_run(model_name, config)
+    report = {**describe_run(), "model": model_name, "engine": asdict(config)}
+    for name in ("model", "listen", "step_trace"):  # paths of this machine
+        del report["engine"][name]
     start_s = time.perf_counter()
-    with LLM(folder, **engine_arguments(config)) as llm:
+    with LLM(model_folder(arguments.model), **engine_arguments(config)) as llm:
         report["engine_start_s"] = round(time.perf_counter() - start_s, 3)
         card = llm.model_card
         report["engine"] |= {"dtype": card.dtype, "max_model_len": card.max_model_len,
                              "num_blocks": card.num_blocks}  # fmt: skip
         with nice_sessions():
-            runs = _run_rounds(llm, arguments.workloads, arguments.reps, arguments.warmup)
+            runs = _run_rounds(llm, arguments.workloads, arguments.reps)
     report["workloads"] = {
-        name: _summarize(make_workload(name, card.vocab_size, _WARM_UP), repetitions)
-        for name, repetitions in runs.items()
+        name: {**workload.describe(), **{key: spread([run[key] for run in own]) for key in own[0]}}
+        for name, (workload, own) in runs.items()
     }
-    print(_table(report["workloads"]))
+    rows = [["", *_HEADINGS.values()]]
+    for name, figures in report["workloads"].items():
+        rows.append([name, *(with_range(figures[key]) for key in _HEADINGS)])
+    print(table(rows))
     out = arguments.out or _RESULTS / f"offline-{model_name}.json"
     write_report(out, report)
     print(f"written to {out}")
@@ -107,18 +83,10 @@ def _parse_arguments() -> tuple[argparse.Namespace, EngineConfig]:
         epilog="All other flags go to nanocore-engine, e.g. --max-num-seqs 32.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", default="small", help=f"folder, or one of {', '.join(SHAPES)}")
-    parser.add_argument("--workloads", type=workload_names, default=list(WORKLOAD_NAMES),
-                        metavar="W1,W2,...")  # fmt: skip
-    parser.add_argument("--reps", type=int, default=3, help="repetitions (default: 3)")
-    parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True,
-                        help="run each workload once before recording")  # fmt: skip
+    add_workload_arguments(parser)
     parser.add_argument("--out", type=Path, help="default: results/offline-MODEL.json beside this")
     arguments, engine_flags = parser.parse_known_args()
-    if arguments.reps < 1:
-        parser.error("--reps: at least 1")
-    if arguments.model not in SHAPES and not Path(arguments.model).is_dir():
-        parser.error(f"--model {arguments.model}: no folder, and not one of {', '.join(SHAPES)}")
+    check_workload_arguments(parser, arguments)
     try:
         config = parse_config(engine_flags)
     except ConfigError as error:
@@ -128,79 +96,77 @@ def _parse_arguments() -> tuple[argparse.Namespace, EngineConfig]:
     return arguments, config
 
 
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that choose model, workloads and repetitions; compare.py has them, too."""
+    parser.add_argument("--model", default="small", help=f"folder, or one of {', '.join(SHAPES)}")
+    parser.add_argument("--workloads", type=workload_names, default=list(WORKLOAD_NAMES),
+                        metavar="W1,W2,...")  # fmt: skip
+    parser.add_argument("--reps", type=int, default=3, help="repetitions (default: 3)")
+
+
+def check_workload_arguments(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace
+) -> None:
+    """End with a usage error where they make no sense."""
+    if arguments.reps < 1:
+        parser.error(f"--reps {arguments.reps}: at least 1")
+    if arguments.model not in SHAPES and not Path(arguments.model).is_dir():
+        parser.error(f"--model {arguments.model}: no folder, and not one of {', '.join(SHAPES)}")
+
+
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     """What differs from the engine's defaults, as LLM takes it."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {name: value for name, value in values.items() if value != getattr(EngineConfig(), name)}
 
 
-def _describe_run(model_name: str, config: EngineConfig) -> dict[str, Any]:
-    """All that must be known to read the figures, without this machine's paths."""
-    settings = asdict(config)
-    for name in ("model", "listen", "step_trace"):
-        del settings[name]
-    return {
-        **describe_run(),
-        "model": model_name,
-        "engine": settings,
-    }
-
-
 def _run_rounds(
-    llm: LLM, names: list[str], num_repetitions: int, warm_up: bool
-) -> dict[str, list[Repetition]]:
-    """Run all workloads in turn, round after round."""
-    canary = BandwidthCanary()
-    runs: dict[str, list[Repetition]] = {name: [] for name in names}
-    for repetition in range(_WARM_UP if warm_up else 1, num_repetitions + 1):
+    llm: LLM, names: list[str], num_repetitions: int
+) -> dict[str, tuple[Workload, list[dict[str, float]]]]:
+    """Run all workloads in turn, round after round; the figures of each repetition."""
+    meter = NoiseMeter()
+    vocab_size = llm.model_card.vocab_size
+    runs: dict[str, tuple[Workload, list[dict[str, float]]]] = {
+        name: (make_workload(name, vocab_size, _WARM_UP), []) for name in names
+    }
+    for repetition in range(_WARM_UP, num_repetitions + 1):
         for name in names:
-            workload = make_workload(name, llm.model_card.vocab_size, repetition)
-            result = _run_once(llm, workload, canary)
+            figures = _run_once(llm, make_workload(name, vocab_size, repetition), meter)
             if repetition != _WARM_UP:
-                runs[name].append(result)
+                runs[name][1].append(figures)
             label = "warm-up" if repetition == _WARM_UP else f"rep {repetition}"
-            print(f"{name} {label}: {result.wall_s:.2f} s", file=sys.stderr, flush=True)
+            print(f"{name} {label}: {figures['wall_s']:.2f} s", file=sys.stderr, flush=True)
     return runs
 
 
-def _run_once(llm: LLM, workload: Workload, canary: BandwidthCanary) -> Repetition:
+def _run_once(llm: LLM, workload: Workload, meter: NoiseMeter) -> dict[str, float]:
     """Run a workload, with the engine's counters and the machine's noise around it."""
-    bandwidth = canary.measure()
-    stats, cpu_times = llm.stats(), CpuTimes.now()
-    wall_s, outputs = generate(llm, workload.requests)
-    foreign_share, after = CpuTimes.now().foreign_share_since(cpu_times), llm.stats()
-    bandwidth = min(bandwidth, canary.measure())
+    with meter.beside() as noise:
+        before = llm.stats()
+        wall_s, outputs = generate(llm, workload.requests)
+        after = llm.stats()
     _check_outputs(workload, outputs)
-
     num_out = workload.num_output_tokens
-    num_queried = after.prefix_cache_queries - stats.prefix_cache_queries
-    num_hit = after.prefix_cache_hits - stats.prefix_cache_hits
+    num_queried = after.prefix_cache_queries - before.prefix_cache_queries
+    num_hit = after.prefix_cache_hits - before.prefix_cache_hits
     ttft_ms, tpot_ms = latencies_ms(outputs)
-    return Repetition(
-        wall_s=wall_s,
-        output_tokens_per_s=num_out / wall_s,
-        total_tokens_per_s=(workload.num_prompt_tokens + num_out) / wall_s,
-        ttft_ms=median(ttft_ms),
-        tpot_ms=median(tpot_ms),
-        prefix_cache_hit_rate=num_hit / num_queried if num_queried else 0.0,
-        num_steps=after.num_steps - stats.num_steps,
-        num_preemptions=after.num_preemptions - stats.num_preemptions,
-        foreign_cpu_share=foreign_share,
-        canary_gb_per_s=bandwidth,
-        request_ttft_ms=ttft_ms,
-        request_tpot_ms=tpot_ms,
-    )
+    return {
+        "wall_s": wall_s,
+        "output_tokens_per_s": num_out / wall_s,
+        "total_tokens_per_s": (workload.num_prompt_tokens + num_out) / wall_s,
+        "ttft_ms": median(ttft_ms),
+        "tpot_ms": median(tpot_ms),
+        "prefix_cache_hit_rate": num_hit / num_queried if num_queried else 0.0,
+        "num_steps": after.num_steps - before.num_steps,
+        "num_preemptions": after.num_preemptions - before.num_preemptions,
+        **asdict(noise),
+    }
 
 
 def generate(llm: LLM, requests: Sequence[BenchmarkRequest]) -> tuple[float, list[RequestOutput]]:
-    """`submit` to an engine without cached prefixes."""
+    """Submit requests at once, with no cached prefixes; seconds until the last end, and outputs."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("the engine did not reset its prefix cache: is a request running?")
-    return submit(llm, requests)
-
-
-def submit(llm: LLM, requests: Sequence[BenchmarkRequest]) -> tuple[float, list[RequestOutput]]:
-    """Submit requests at once; seconds until the last one's end, and outputs."""
     prompts = [list(request.prompt_token_ids) for request in requests]
     params = [
         SamplingParams(
@@ -238,40 +204,6 @@ def latencies_ms(outputs: list[RequestOutput]) -> tuple[list[float], list[float]
         ttft_ms.append(round(first_s * 1e3, 3))
         tpot_ms.append(round((metrics.e2e_latency_s - first_s) * 1e3 / num_intervals, 3))
     return ttft_ms, tpot_ms
-
-
-def _summarize(workload: Workload, repetitions: list[Repetition]) -> dict[str, Any]:
-    """A workload's part of the report."""
-    summary: dict[str, Any] = {
-        "description": workload.description,
-        "num_requests": len(workload.requests),
-        "num_prompt_tokens": workload.num_prompt_tokens,
-        "num_output_tokens": workload.num_output_tokens,
-    }
-    for metric in (*_SPREAD_METRICS, "num_preemptions"):
-        values = [round(getattr(repetition, metric), 4) for repetition in repetitions]
-        summary[metric] = spread(values)
-    for metric in ("request_ttft_ms", "request_tpot_ms"):
-        summary[metric] = [getattr(repetition, metric) for repetition in repetitions]
-    return summary
-
-
-def _table(workloads: dict[str, dict[str, Any]]) -> str:
-    """Medians with their range, aligned."""
-    rows = [["", *_SPREAD_METRICS.values()]]
-    for name, summary in workloads.items():
-        rows.append([name, *(_with_range(summary[metric]) for metric in _SPREAD_METRICS)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-
-
-def _with_range(spread: dict[str, Any]) -> str:
-    digits = 2 if spread["max"] < 20 else 0
-    middle, low, high = (f"{spread[key]:.{digits}f}" for key in ("median", "min", "max"))
-    return middle if low == high else f"{middle} ({low}-{high})"
 
 
 if __name__ == "__main__":

@@ -1,162 +1,207 @@
-"""What the engine costs beside the model, next to vLLM's cost where vLLM is installed.
+"""What the engine costs beside the model, next to an older nanocore and next to vLLM.
 
-    nice -n -15 python benchmarks/overhead.py [--vllm-python PATH] [--passes 3] [--repeats 5]
+    nice -n -15 python benchmarks/overhead.py [--only step,wire] [--before DIR] [--vllm-python PATH]
 
-Runs ours and vLLM's measurements alternately, each in a process of its own, prints medians, goals
-and ratios, and writes benchmarks/results/overhead.json. The keys are explained in
-`overhead_engine.py` and `overhead_client.py`; `overhead_vllm.py` measures the same of vLLM.
+Measures everything alternately, each side and pass in a process of its own, prints medians, goals
+and ratios, and writes benchmarks/results/overhead.json. What the keys measure is said in
+`overhead_engine.py`, `overhead_client.py`, `overhead_wire.py` and `overhead_sampling.py`;
+`overhead_vllm.py` measures some of them of vLLM. --before names a checkout of another commit, with
+its kernels compiled, whose own overhead.py is run.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import statistics
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, NamedTuple
 
-from machine import describe_run, nice_sessions, spread, write_report
-from overhead_client import both_processes, client_us_per_token, outputs_us, submit_us
+from noise import nice_sessions
+from overhead_client import client_us_per_token, demo_folder
 from overhead_engine import admit_us, blocks_us, core_us, step_us
-from sample_text import demo_folder
+from overhead_sampling import sampling_us
+from overhead_wire import as_int32_array, outputs_us, submit_us, trips_us
+from report import describe_run, spread, table, with_range, write_report
 
-RESULTS: Final = Path(__file__).parent / "results" / "overhead.json"
+RESULTS: Final = Path(__file__).parent / "results"
+OURS: Final = "nanocore"
+VLLM_KEYS: Final = ("step", "admit", "submit_2048", "submit_32768", "outputs")
 Figures = dict[str, list[float]]
 
 
-class Row(NamedTuple):
-    """A line of the table. goal: microseconds on a two-core machine, at most."""
+class Case(NamedTuple):
+    """A line of the table. goal: microseconds on a two-core machine, at most.
 
-    key: str
+    measure: from the number of repeats to a figure of each.
+    """
+
+    group: str
     text: str
-    goal: float
+    goal: float | None
+    measure: Callable[[int], list[float]]
 
 
-ROWS: Final = [
-    Row("step_1", "schedule + update, steady decode step, 1 request", 23),
-    Row("step_16", "16 requests", 40),
-    Row("step_64", "64 requests", 90),
-    Row("step_256", "256 requests", 250),
-    Row("step_1024", "1024 requests", 800),
-    Row("admit_128", "admission, 128-token prompt", 30),
-    Row("admit_32768_cold", "admission, 32k-token prompt, cold", 1200),
-    Row("admit_32768_hit", "admission, 32k-token prompt, cached", 1200),
-    Row("blocks_8_cold", "allocate + free per block, 8 at a time", 0.6),
-    Row("blocks_128_cold", "128 at a time", 0.3),
-    Row("blocks_8_evict", "8 at a time, evicting", 0.7),
-    Row("blocks_128_evict", "128 at a time, evicting", 0.4),
-    Row("submit_2048", "request of 2,048 tokens: encode + decode", 10),
-    Row("submit_32768", "request of 32,768 tokens: encode + decode", 60),
-    Row("outputs_256", "outputs of a step, 256 requests: encode + decode", 10),
-    Row("outputs_1024", "outputs of a step, 1024 requests: encode + decode", 20),
-    Row("client_256", "client side per token, 256 streams, detokenized", 2.0),
-    Row("core_256", "engine-core step without a model, 256 requests", 350),
-    Row("both_core_cpu_256", "both processes, 256 streams: engine CPU per token", 1.2),
-    Row("both_client_cpu_256", "both processes, 256 streams: client CPU per token", 2.5),
-]
-
-
-def measure(repeats: int, keys: list[str]) -> Figures:
-    """Our figures."""
-    simple: dict[str, Callable[[], list[float]]] = {
-        **{f"step_{n}": lambda n=n: step_us(n, repeats) for n in (1, 16, 64, 256, 1024)},
-        "admit_128": lambda: admit_us(128, repeats),
-        "admit_32768_cold": lambda: admit_us(32768, repeats),
-        "admit_32768_hit": lambda: admit_us(32768, repeats, cached=True),
-        **{f"blocks_{n}_cold": lambda n=n: blocks_us(n, repeats) for n in (8, 128)},
-        **{f"blocks_{n}_evict": lambda n=n: blocks_us(n, repeats, evict=True) for n in (8, 128)},
-        **{f"submit_{n}": lambda n=n: submit_us(n, repeats) for n in (2048, 32768)},
-        **{f"outputs_{n}": lambda n=n: outputs_us(n, repeats) for n in (256, 1024)},
-        "client_256": lambda: client_us_per_token(256, repeats),
-        "core_256": lambda: core_us(256, repeats),
-    }  # type: ignore[misc]
-    figures = {key: run() for key, run in simple.items() if key in keys}
-    if "both_core_cpu_256" in keys or "both_client_cpu_256" in keys:
-        both = both_processes(256, 128, repeats)
-        figures["both_core_cpu_256"] = both["core_cpu_us_per_token"]
-        figures["both_client_cpu_256"] = both["client_cpu_us_per_token"]
-        figures["tokens_per_chunk"] = both["tokens_per_chunk"]
-    return figures
-
-
-def run_child(command: list[str]) -> dict[str, Any]:
-    """The JSON that a measuring process prints."""
-    answer: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=-1).stdout)
-    return answer
-
-
-def add(figures: Figures, more: Figures) -> None:
-    """Pool the repeats of another pass."""
-    for key, values in more.items():
-        figures.setdefault(key, []).extend(values)
-
-
-def summary(figures: Figures) -> dict[str, dict[str, Any]]:
-    """Median and range of each."""
-    return {key: spread([round(value, 4) for value in values]) for key, values in figures.items()}
-
-
-def print_table(ours: Figures, peer: Figures) -> None:
-    """Medians beside goals and the peer's."""
-    print(f"{'median us (range)':52}{'nanocore':>24}{'goal':>8}{'vLLM':>10}{'ratio':>8}")
-    for key, text, goal in ROWS:
-        if key not in ours:
-            continue
-        median = statistics.median(ours[key])
-        span = f"{median:.4g} ({min(ours[key]):.3g}-{max(ours[key]):.3g})"
-        line = f"{text:52}{span:>24}{goal:>8g}"
-        if key in peer:
-            theirs = statistics.median(peer[key])
-            line += f"{theirs:>10.4g}{theirs / median:>7.1f}x"
-        print(line)
+CASES: Final = {
+    "step_1": Case("engine", "schedule + update, steady decode step, 1 request", 23,
+                   lambda n: step_us(1, n)),
+    "step_16": Case("engine", "16 requests", 40, lambda n: step_us(16, n)),
+    "step_64": Case("engine", "64 requests", 90, lambda n: step_us(64, n)),
+    "step_256": Case("engine", "256 requests", 250, lambda n: step_us(256, n)),
+    "step_1024": Case("engine", "1024 requests", 800, lambda n: step_us(1024, n)),
+    "core_256": Case("engine", "engine-core step without a model, 256 requests", 350,
+                     lambda n: core_us(256, n)),
+    "admit_128": Case("engine", "admission, 128-token prompt", 30, lambda n: admit_us(128, n)),
+    "admit_32768_cold": Case("engine", "admission, 32k-token prompt, cold", 1200,
+                             lambda n: admit_us(32768, n)),
+    "admit_32768_hit": Case("engine", "admission, 32k-token prompt, cached", 1200,
+                            lambda n: admit_us(32768, n, cached=True)),
+    "blocks_8_cold": Case("engine", "allocate + free per block, 8 at a time", 0.6,
+                          lambda n: blocks_us(8, n)),
+    "blocks_128_cold": Case("engine", "128 at a time", 0.3, lambda n: blocks_us(128, n)),
+    "blocks_8_evict": Case("engine", "8 at a time, evicting", 0.7,
+                           lambda n: blocks_us(8, n, evict=True)),
+    "blocks_128_evict": Case("engine", "128 at a time, evicting", 0.4,
+                             lambda n: blocks_us(128, n, evict=True)),
+    "submit_2048": Case("wire", "request of 2,048 tokens: encode + decode", 10,
+                        lambda n: submit_us(2048, n)),
+    "submit_32768": Case("wire", "32,768 tokens", 60, lambda n: submit_us(32768, n)),
+    "submit_32768_array": Case("wire", "32,768 tokens from an int32 array", 60,
+                               lambda n: submit_us(32768, n, as_int32_array)),
+    "outputs_256": Case("wire", "outputs of a step, 256 requests: encode + decode", 10,
+                        lambda n: outputs_us(256, n)),
+    "outputs_1024": Case("wire", "1024 requests", 20, lambda n: outputs_us(1024, n)),
+    "trip_echo": Case("wire", "round trip over ipc, an echo of plain pyzmq", None,
+                      lambda n: trips_us(n)["echo"]),
+    "trip_ping": Case("wire", "PING to PONG", None, lambda n: trips_us(n)["ping"]),
+    "trip_health": Case("wire", "client.health()", None, lambda n: trips_us(n)["health"]),
+    "client_256": Case("client", "client side per token, 256 streams, to text", 2.0,
+                       lambda n: client_us_per_token(256, n)),
+    "sampling_plain": Case("sampling", "sampling, 256 rows, a temperature alone", None,
+                           lambda n: sampling_us(n)["plain"]),
+    "sampling_some": Case("sampling", "16 of the 256 use everything", None,
+                          lambda n: sampling_us(n)["some"]),
+    "sampling_full": Case("sampling", "all 256 use everything", None,
+                          lambda n: sampling_us(n)["full"]),
+}  # fmt: skip
 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description="cost beside the model, ours and vLLM's")
-    parser.add_argument("--vllm-python", help="interpreter that has vLLM (this one, if it has)")
-    parser.add_argument("--passes", type=int, default=3, help="ours and the peer's, alternately")
-    parser.add_argument("--repeats", type=int, default=5, help="of each figure in a pass")
-    parser.add_argument("--only", default="", help="keys, separated by commas")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--as-child", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    keys = arguments.only.split(",") if arguments.only else [row.key for row in ROWS]
+    arguments = _parse_arguments()
     if arguments.as_child:
-        print(json.dumps({"figures": measure(arguments.repeats, keys)}))
+        keys = [key for key in arguments.only if key in CASES]  # a later commit may ask for more
+        figures = {key: CASES[key].measure(arguments.repeats) for key in keys}
+        print(json.dumps({"figures": figures}))
         return
-
-    options = ["--repeats", str(arguments.repeats), "--only", ",".join(keys)]
-    vllm_python = arguments.vllm_python
-    if vllm_python is None and importlib.util.find_spec("vllm"):
-        vllm_python = sys.executable
-    script = Path(__file__).resolve()
-    peer_script = str(script.with_name("overhead_vllm.py"))
-    ours: Figures = {}
-    peer: Figures = {}
-    peer_versions: dict[str, Any] = {}
+    sides = _sides(arguments)
+    figures: dict[str, Figures] = {name: {} for name in sides}
+    versions: dict[str, Any] = {}
     with nice_sessions():
         for number in range(arguments.passes):
             print(f"pass {number + 1} of {arguments.passes}", file=sys.stderr)
-            add(ours, run_child([sys.executable, str(script), "--as-child", *options])["figures"])
-            if vllm_python:
-                model = ["--model", str(demo_folder())]
-                answer = run_child([vllm_python, peer_script, *model, *options])
-                add(peer, answer["figures"])
-                peer_versions = answer["versions"]
-    print_table(ours, peer)
-    record = {
+            for name, (command, environment) in sides.items():
+                answer = _run_child(command, environment)
+                versions[name] = answer.get("versions")
+                for key, values in answer["figures"].items():
+                    figures[name].setdefault(key, []).extend(values)
+    report = {
         **describe_run(),
-        "vllm_versions": peer_versions,
-        "unit": "microseconds; tokens_per_chunk is a count",
-        "nanocore": summary(ours),
-        "vllm": summary(peer),
-    }
-    write_report(arguments.out, record)
+        "vllm_versions": versions.get("vllm"),
+        "unit": "microseconds; submit, outputs and client of CPU time, the others on the wall",
+        **{name: {key: spread(values) for key, values in own.items()}
+           for name, own in figures.items()},
+    }  # fmt: skip
+    print(_table(figures))
+    write_report(arguments.out, report)
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(CASES),
+        metavar="A,B",
+        help="groups (engine, wire, client, sampling), or beginnings of keys",
+    )
+    parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout to compare with")
+    parser.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vLLM")
+    parser.add_argument("--passes", type=int, default=3, help="of all sides, alternately")
+    parser.add_argument("--repeats", type=int, default=5, help="of each figure in a pass")
+    parser.add_argument("--out", type=Path, default=RESULTS / "overhead.json")
+    parser.add_argument("--as-child", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()  # fmt: skip
+    if arguments.before and not (arguments.before / "benchmarks" / "overhead.py").exists():
+        parser.error(f"--before {arguments.before}: no checkout of nanocore")
+    if arguments.vllm_python and shutil.which(arguments.vllm_python) is None:
+        parser.error(f"--vllm-python {arguments.vllm_python}: not an executable file")
+    if not arguments.as_child:
+        arguments.only = _keys(arguments.only, parser)
+    return arguments
+
+
+def _keys(names: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The keys that are meant, in the table's order."""
+    if unknown := [name for name in names if not any(_is_meant(key, name) for key in CASES)]:
+        parser.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(CASES)}")
+    return [key for key in CASES if any(_is_meant(key, name) for name in names)]
+
+
+def _is_meant(key: str, name: str) -> bool:
+    return name == CASES[key].group or f"{key}_".startswith(f"{name}_")
+
+
+def _sides(arguments: argparse.Namespace) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """How each side is measured: a command, and what its environment has besides."""
+    options = ["--repeats", str(arguments.repeats), "--only"]
+    script = Path(__file__).resolve()
+
+    def ours(folder: Path) -> list[str]:
+        path = str(folder / "benchmarks" / script.name)
+        return [sys.executable, path, "--as-child", *options, ",".join(arguments.only)]
+
+    sides: dict[str, tuple[list[str], dict[str, str]]] = {OURS: (ours(script.parents[1]), {})}
+    if arguments.before:
+        other = arguments.before.resolve()
+        sides["before"] = (ours(other), {"PYTHONPATH": str(other)})
+    if arguments.vllm_python:
+        shared = [key for key in arguments.only if any(_is_meant(key, n) for n in VLLM_KEYS)]
+        shared = [key for key in shared if key != "submit_32768_array"]
+        command = [arguments.vllm_python, str(script.with_name("overhead_vllm.py"))]
+        sides["vllm"] = (
+            [*command, "--model", str(demo_folder()), *options, ",".join(shared)], {}
+        )  # fmt: skip
+    return sides
+
+
+def _run_child(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """The JSON that a measuring process prints."""
+    result = subprocess.run(command, check=False, stdout=-1, env=os.environ | environment)
+    if result.returncode:
+        sys.exit(f"overhead.py: {' '.join(command)} ended with exit code {result.returncode}")
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+def _table(figures: dict[str, Figures]) -> str:
+    """Medians with their range and goals, and what the others take, as multiples of it."""
+    others = [name for name in figures if name != OURS]
+    rows = [["median us (range)", OURS, "goal", *(f"{name}, times" for name in others)]]
+    for key, values in figures[OURS].items():
+        goal = CASES[key].goal
+        ratios = [
+            f"{median(figures[name][key]) / median(values):.2f}" if key in figures[name] else ""
+            for name in others
+        ]
+        cell = with_range(spread(values))
+        rows.append([CASES[key].text, cell, "" if goal is None else f"{goal:g}", *ratios])
+    return table(rows)
 
 
 if __name__ == "__main__":

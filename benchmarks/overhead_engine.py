@@ -1,7 +1,5 @@
 """What nanocore's scheduler and KV cache cost beside the model, in microseconds.
 
-    python benchmarks/overhead_engine.py [--repeats 7]
-
 Each function measures one thing and returns one figure per repeat; objects of a step are dropped
 outside the timed part, and the heap is frozen after set-up, as in an engine.
 
@@ -16,17 +14,16 @@ core_us      EngineCore.step() with an executor that answers at once, without th
 
 from __future__ import annotations
 
-import argparse
+import gc
 import random
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
-from frozen_heap import frozen_heap
-from no_model_engine import NoModelExecutor
+from no_model_executor import NoModelExecutor
 
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
 from nanocore.engine_core.core import EngineCore
@@ -37,7 +34,6 @@ from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.protocol.messages import ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 65536
@@ -51,6 +47,17 @@ _CARD = ModelCard(
     max_model_len=MAX_MODEL_LEN, eos_token_ids=[EOS], block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS,
 )  # fmt: skip
 _now_ns = time.perf_counter_ns
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Collections within look at new objects only, as in an engine that has run for a while."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Engine:
@@ -178,39 +185,12 @@ def blocks_us(num_blocks: int, repeats: int, evict: bool = False) -> list[float]
     return figures[1:]
 
 
-class _TimedExecutor:
-    """The executor without a model, and how long it took."""
-
-    def __init__(self, executor: NoModelExecutor) -> None:
-        self._executor = executor
-        self.spent_ns = 0
-
-    max_concurrent_steps = 1
-
-    def submit(self, plan: SchedulerOutput) -> None:
-        """Answer at once."""
-        t0 = _now_ns()
-        self._executor.submit(plan)
-        self.spent_ns += _now_ns() - t0
-
-    def collect(self) -> ModelRunnerOutput:
-        """The answer."""
-        return self._executor.collect()
-
-    def blame(self) -> str:
-        """Nothing can hang."""
-        return "the benchmark's executor hangs"
-
-    def on_failure(self, report: Callable[[str], None]) -> None:
-        """Nothing can fail."""
-
-
 def core_us(num_requests: int, repeats: int) -> list[float]:
     """One step of the EngineCore, inbox and outbox included."""
     engine = _Engine()
     engine.start(num_requests)
     num_steps = _num_steps(num_requests)
-    executor = _TimedExecutor(engine.executor)
+    executor = engine.executor
     outbox = Outbox()
     core = EngineCore(engine.scheduler, executor, SimpleQueue(), outbox)
     figures = []
@@ -224,25 +204,3 @@ def core_us(num_requests: int, repeats: int) -> list[float]:
             figures.append((_now_ns() - t0 - executor.spent_ns) / 1e3 / num_steps)
     outbox.close()
     return figures[1:]
-
-
-def main() -> None:
-    """Print the median of everything."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--repeats", type=int, default=7)
-    repeats = parser.parse_args().repeats
-    for num_requests in (1, 16, 64, 256, 1024):
-        print(f"step, {num_requests}: {statistics.median(step_us(num_requests, repeats)):.1f} us")
-    print(f"admission, 128: {statistics.median(admit_us(128, repeats)):.1f} us")
-    for cached in (False, True):
-        figure = statistics.median(admit_us(32768, repeats, cached))
-        print(f"admission, 32768, {'cached' if cached else 'cold'}: {figure:.0f} us")
-    for num_blocks in (8, 128):
-        for evict in (False, True):
-            figure = statistics.median(blocks_us(num_blocks, repeats, evict))
-            print(f"blocks, {num_blocks}, {'evicting' if evict else 'cold'}: {figure:.3f} us")
-    print(f"core, 256: {statistics.median(core_us(256, repeats)):.1f} us")
-
-
-if __name__ == "__main__":
-    main()

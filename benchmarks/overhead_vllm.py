@@ -1,6 +1,6 @@
 """What vLLM's bookkeeping costs, without a model: the peer half of overhead.py.
 
-    python benchmarks/overhead_vllm.py --model DIR --repeats 3 [--only step_256,core_256]
+    python benchmarks/overhead_vllm.py --model DIR --repeats 3 [--only step_256,admit_128]
 
 Runs in an interpreter that has vLLM 0.32, and imports nothing of nanocore. Prints one JSON object:
 `versions`, and `figures`, which lists microseconds of each key, one per repeat after a warm-up:
@@ -9,34 +9,24 @@ Runs in an interpreter that has vLLM 0.32, and imports nothing of nanocore. Prin
   statistics. Mean over 128 steps (of more than 64 requests: 64), so block boundaries count.
 - admit_N: a prompt of N tokens, nothing else running: making the request with all block hashes,
   add_request(), the first schedule(). cold: nothing is cached. hit: all but the last block is.
-- blocks_K_cold, blocks_K_evict: per block, allocate and free a prompt of K blocks whose hashes are
-  known. cold: blocks that held nothing. evict: each block drops the hash of an older one.
 - submit_N: encode and decode a request of N prompt tokens; outputs_B: outputs of B tokens.
-- client_256: per token, a step's 256 tokens to text, into the streams' queues and out of them.
-- core_256: a step of the engine core at 256 requests, without the executor's share.
-- both_core_cpu_256, both_client_cpu_256: CPU time per token of engine process and client process:
-  256 streams of 128 + 128 tokens, with text, over ZMQ. The core does not wait, so tokens of several
-  steps reach a stream as one output where the client falls behind.
 
-Blocks hold 16 tokens, prompts 128 unless named otherwise, a step at most 8192. Hashes are xxhash.
-Ids are random below 151,936 (client_256: text; both: below 2000, answered by " the"). The executor
-answers at once. The collector runs, the heap frozen after set-up as an engine's. Objects of a step
-are dropped outside the timed part.
+Blocks hold 16 tokens, prompts 128 unless named otherwise, a step at most 8192 and 1024 requests.
+Hashes are xxhash. The collector runs, the heap frozen after set-up as an engine's. Objects of a
+step are dropped outside the timed part.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
-import itertools
 import json
-import multiprocessing
 import os
 import platform
-import signal
+import random
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import version
@@ -48,44 +38,37 @@ os.environ.update(DO_NOT_TRACK="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1",
 
 import torch
 import vllm
-from vllm.envs import disable_envs_cache, enable_envs_cache
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.envs import enable_envs_cache
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.tokenizers import get_tokenizer
 from vllm.utils.gc_utils import freeze_gc_heap
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-from vllm_parts import (
-    BLOCK_SIZE,
-    PROMPT_LENGTH,
-    NoModel,
-    block_hasher,
-    engine_args,
-    make_prompt,
-    make_request,
-    make_scheduler,
-    prefill,
-    sample,
-    wire_request,
-)
+from vllm.v1.structured_output import StructuredOutputManager
 
+BLOCK_SIZE = 16
+PROMPT_LENGTH = 128
+_MAX_MODEL_LEN = 65_536
+_VOCAB_SIZE = 151_936  # of the real Qwen3, so that ids have as many bytes
 _WARM_UP_STEPS = 16
-_TEXT = (
-    "An engine keeps the keys and values of every token it has read. When two questions begin "
-    "alike, the second should not pay for the first part again: its blocks are hashed, found and "
-    "shared. In 2024 a busy server answered 1,250 requests per minute. Café, naïve and 東京 need "
-    "more than one byte per letter, so the decoder holds a token back until its bytes are whole. "
+_KV_CACHE_SPEC = FullAttentionSpec(
+    block_size=BLOCK_SIZE, num_kv_heads=4, head_size=32, dtype=torch.float32
 )
+_LAYERS = [f"model.layers.{index}.self_attn.attn" for index in range(4)]
+_random = random.Random(0)
 _now_ns = time.perf_counter_ns
 
 
 def main() -> None:
     """Parse the command line, measure, print."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that `finally` runs
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True, help="folder of a small Qwen3")
     parser.add_argument("--repeats", type=int, default=3, help="figures per key (default: 3)")
@@ -101,16 +84,10 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM prints as well
     torch.set_num_threads(1)
     enable_envs_cache()  # as an engine core does
-    figures: dict[str, list[float]] = {}
-    try:
-        for key, measure in _MEASURES.items():
-            if key in arguments.only:
-                figures[key] = measure(arguments.model, arguments.repeats)
-                print(key, figures[key], file=sys.stderr, flush=True)
-    finally:
-        for child in multiprocessing.active_children():  # none, if all went well
-            child.kill()
-            child.join()
+    figures = {}
+    for key in (key for key in _MEASURES if key in arguments.only):
+        figures[key] = _MEASURES[key](arguments.model, arguments.repeats)
+        print(key, figures[key], file=sys.stderr, flush=True)
     packages = {name: version(name) for name in ("torch", "msgspec", "tokenizers", "xxhash")}
     versions = {"python": platform.python_version(), "vllm": vllm.__version__, **packages}
     with report:
@@ -155,30 +132,6 @@ def _admit(scheduler: Scheduler, prompt: list[int], num_hit_tokens: int) -> int:
     return spent_ns
 
 
-def measure_blocks(model: str, repeats: int, num_blocks: int, evict: bool) -> list[float]:
-    """blocks_K: 12,288 blocks in a cache that holds more of them (cold), or a third (evict)."""
-    manager = make_scheduler(model, 4_097 if evict else 16_384).kv_cache_manager
-    length, num_requests = num_blocks * BLOCK_SIZE, 12_288 // num_blocks
-    requests = [make_request(length) for _ in range(num_requests)]
-    _freeze_heap()
-    figures = []
-    for repeat in range(-1, repeats):
-        if not evict:
-            assert manager.reset_prefix_cache()
-        elif repeat >= 0:
-            assert len(manager.block_pool.cached_block_hash_to_block) == 4_096, "all are hashed"
-        spent_ns = 0
-        for request in requests:
-            start_ns = _now_ns()
-            allocated = manager.allocate_slots(request, length)
-            manager.free(request)
-            spent_ns += _now_ns() - start_ns
-            assert allocated is not None
-            del allocated
-        figures.append(spent_ns / 1e3 / 12_288)
-    return figures[1:]
-
-
 def measure_submit(_model: str, repeats: int, length: int) -> list[float]:
     """submit_N: as the client encodes it, and the core's input thread decodes it."""
     request, encoder = wire_request(make_prompt(length)), MsgpackEncoder()
@@ -195,113 +148,13 @@ def measure_outputs(model: str, repeats: int, num_requests: int) -> list[float]:
     return _both_ways_us(lambda: encoder.encode_into(outputs, buffer), decoder, repeats)
 
 
-def measure_core(model: str, repeats: int) -> list[float]:
-    """core_256: step_fn() and post_step() of an engine core in this process."""
-    core = EngineCore(engine_args(model, NoModel).create_engine_config(), NoModel, log_stats=False)
-    for _ in range(256):
-        core.add_request(core.preprocess_add_request(wire_request(make_prompt()))[0])
-    while core.scheduler.waiting:
-        core.step_fn()
-
-    def step() -> tuple[int, Any]:
-        core.model_executor.spent_ns = 0
-        start_ns = _now_ns()
-        outputs, _ = core.step_fn()
-        core.post_step(True)
-        spent_ns = _now_ns() - start_ns - core.model_executor.spent_ns
-        assert len(outputs[0].outputs) == 256
-        return spent_ns, outputs
-
-    _mean_us(step, _WARM_UP_STEPS)
-    figures = [_mean_us(step, 64) for _ in range(repeats)]
-    core.shutdown()
-    return figures
-
-
-def measure_client(model: str, repeats: int) -> list[float]:
-    """client_256: process_outputs() of a whole step, then get_nowait() of every stream."""
-    disable_envs_cache()  # which only engine cores have
-    tokenizer = get_tokenizer(model)
-    text = tokenizer.encode(_TEXT, add_special_tokens=False) * 8
-    starts = [7 * stream % (len(text) // 8) for stream in range(256)]
-    _freeze_heap()
-
-    def measure() -> float:
-        processor = OutputProcessor(tokenizer, log_stats=False)
-        requests = [wire_request(text[start : start + PROMPT_LENGTH]) for start in starts]
-        queues = [RequestOutputCollector(RequestOutputKind.DELTA, r.request_id) for r in requests]
-        for request, queue in zip(requests, queues, strict=True):
-            processor.add_request(request, None, queue=queue)
-        positions = itertools.count(PROMPT_LENGTH)
-
-        def step() -> tuple[int, Any]:
-            position = next(positions)
-            outputs = [EngineCoreOutput(request.request_id, [text[start + position]])
-                       for request, start in zip(requests, starts, strict=True)]  # fmt: skip
-            start_ns = _now_ns()
-            processor.process_outputs(outputs, time.monotonic(), None, weight_version="default")
-            taken = [queue.get_nowait() for queue in queues]
-            spent_ns = _now_ns() - start_ns
-            assert any(output.outputs[0].text for output in taken)
-            return spent_ns, taken
-
-        _mean_us(step, _WARM_UP_STEPS)
-        return _mean_us(step, 128) / 256
-
-    return [measure() for _ in range(1 + repeats)][1:]
-
-
-@cache
-def measure_both(model: str, repeats: int) -> dict[str, list[float]]:
-    """both_core_cpu_256 ("core"), both_client_cpu_256 ("client"): the same runs serve for both."""
-    disable_envs_cache()
-    return asyncio.run(_run_streams(model, repeats))
-
-
-async def _run_streams(model: str, repeats: int) -> dict[str, list[float]]:
-    """An engine process, and this one as its client; CPU time of all their threads."""
-    params = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True,
-                            output_kind=RequestOutputKind.DELTA)  # fmt: skip
-    engine = AsyncLLM.from_engine_args(engine_args(model, NoModel))
-
-    async def stream(name: str) -> int:
-        prompt = {"prompt_token_ids": make_prompt(vocab_size=1000)}
-        outputs = engine.generate(prompt, params, name)
-        return sum([len(output.outputs[0].token_ids) async for output in outputs])
-
-    figures: dict[str, list[float]] = {"core": [], "client": []}
-    try:
-        (core,) = multiprocessing.active_children()
-        clocks = {"core": (~core.pid << 3) | 2, "client": time.CLOCK_PROCESS_CPUTIME_ID}
-        _freeze_heap()  # as vLLM's server does
-        for repeat in range(-1, repeats):
-            before_ns = {name: time.clock_gettime_ns(clock) for name, clock in clocks.items()}
-            async with asyncio.timeout(120):
-                counts = await asyncio.gather(*(stream(f"{repeat}-{i}") for i in range(256)))
-            assert sum(counts) == 256 * 128, f"{sum(counts)} tokens"
-            for name, clock in clocks.items():
-                spent_ns = time.clock_gettime_ns(clock) - before_ns[name]
-                figures[name].append(spent_ns / 1e3 / sum(counts))
-    finally:
-        engine.shutdown()
-    return {name: values[1:] for name, values in figures.items()}
-
-
 _MEASURES: dict[str, Callable[[str, int], list[float]]] = {
     **{f"step_{b}": partial(measure_step, num_requests=b) for b in (1, 16, 64, 256, 1024)},
     "admit_128": partial(measure_admission, length=128, hit=False),
     "admit_32768_cold": partial(measure_admission, length=32_768, hit=False),
     "admit_32768_hit": partial(measure_admission, length=32_768, hit=True),
-    "blocks_8_cold": partial(measure_blocks, num_blocks=8, evict=False),
-    "blocks_128_cold": partial(measure_blocks, num_blocks=128, evict=False),
-    "blocks_8_evict": partial(measure_blocks, num_blocks=8, evict=True),
-    "blocks_128_evict": partial(measure_blocks, num_blocks=128, evict=True),
     **{f"submit_{n}": partial(measure_submit, length=n) for n in (2048, 32_768)},
     **{f"outputs_{b}": partial(measure_outputs, num_requests=b) for b in (256, 1024)},
-    "core_256": measure_core,
-    "client_256": measure_client,  # from here on as in a client process
-    "both_core_cpu_256": lambda *settings: measure_both(*settings)["core"],
-    "both_client_cpu_256": lambda *settings: measure_both(*settings)["client"],
 }
 
 
@@ -357,6 +210,82 @@ def _decode_step(scheduler: Scheduler) -> tuple[int, EngineCoreOutputs]:
     spent_ns += _now_ns() - start_ns
     assert len(outputs[0].outputs) == len(scheduler.requests), "each request got its token"
     return spent_ns, outputs[0]
+
+
+@cache
+def _config(model: str) -> tuple[VllmConfig, StructuredOutputManager]:
+    arguments = AsyncEngineArgs(
+        model=model, dtype="float32", max_model_len=_MAX_MODEL_LEN, max_num_seqs=1024,
+        hf_overrides={"max_position_embeddings": _MAX_MODEL_LEN}, max_num_batched_tokens=8192,
+        block_size=BLOCK_SIZE, enable_prefix_caching=True, prefix_caching_hash_algo="xxhash",
+        async_scheduling=False, disable_log_stats=True,
+    )  # fmt: skip
+    config = arguments.create_engine_config()
+    return config, StructuredOutputManager(config)
+
+
+def make_scheduler(model: str, num_blocks: int) -> Scheduler:
+    """A scheduler with nothing to do, and an empty cache."""
+    config, grammars = _config(model)
+    config.cache_config.num_gpu_blocks = num_blocks
+    group = KVCacheGroupSpec(_LAYERS, _KV_CACHE_SPEC)
+    return Scheduler(vllm_config=config, kv_cache_config=KVCacheConfig(num_blocks, [], [group]),
+                     structured_output_manager=grammars, block_size=BLOCK_SIZE,
+                     log_stats=False)  # fmt: skip
+
+
+def prefill(scheduler: Scheduler) -> None:
+    """Step until every request has its first token."""
+    while scheduler.waiting or any(r.num_output_tokens == 0 for r in scheduler.running):
+        plan = scheduler.schedule()
+        scheduler.update_from_output(plan, sample(scheduler, plan))
+
+
+def sample(scheduler: Scheduler, plan: SchedulerOutput) -> ModelRunnerOutput:
+    """What a model would answer: a random token for each request whose prompt is done."""
+    requests = [scheduler.requests[request_id] for request_id in plan.num_scheduled_tokens]
+    done = {r.request_id: r.num_computed_tokens >= r.num_tokens for r in requests}
+    return _runner_output({i: make_prompt(int(is_done)) for i, is_done in done.items()})
+
+
+def _runner_output(token_ids: dict[str, list[int]]) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        req_ids=list(token_ids),
+        req_id_to_index={request_id: row for row, request_id in enumerate(token_ids)},
+        sampled_token_ids=list(token_ids.values()),
+    )
+
+
+def make_prompt(length: int = PROMPT_LENGTH, vocab_size: int = _VOCAB_SIZE) -> list[int]:
+    """Random ids."""
+    return [_random.randrange(vocab_size) for _ in range(length)]
+
+
+@cache
+def block_hasher() -> Callable[[Request], list[Any]]:
+    """Makes the hashes of a request's full blocks."""
+    hash_function = get_hash_fn_by_name("xxhash")
+    init_none_hash(hash_function)
+    return get_request_block_hasher(BLOCK_SIZE, hash_function)
+
+
+def make_request(length: int) -> Request:
+    """A request as the scheduler takes it, with its block hashes."""
+    return Request.from_engine_core_request(wire_request(make_prompt(length)), block_hasher())
+
+
+def wire_request(prompt: list[int]) -> EngineCoreRequest:
+    """A request as a client sends it; the id is as long as one of vLLM's server."""
+    params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=60_000, ignore_eos=True,
+                            output_kind=RequestOutputKind.DELTA)  # fmt: skip
+    params.update_from_generation_config({}, eos_token_id=151_645)
+    name = f"cmpl-{uuid.UUID(int=_random.getrandbits(128)).hex}-0"
+    return EngineCoreRequest(
+        request_id=f"{name}-{_random.getrandbits(32):08x}", external_req_id=name,
+        prompt_token_ids=prompt, sampling_params=params, arrival_time=time.time(),
+        mm_features=None, pooling_params=None, lora_request=None, cache_salt=None,
+        data_parallel_rank=None,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time to first token and between tokens while requests keep arriving.
 
-    nice -n -15 python benchmarks/under_load.py [--model small] [--targets 200] [--plot FILE]
+    nice -n -15 python benchmarks/under_load.py [--model small] [--targets 200]
 
 Short requests arrive as a Poisson process and stream; now and then a long prompt comes among them.
 Engines take turns over the repetitions, each with the same arrivals: `whole`, whose budget takes a
@@ -14,24 +14,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import sys
 import time
-from collections.abc import Iterator
+from array import array
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from arrivals import Arrival, Load, draw_arrivals
-from machine import CpuTimes, describe_run, nice_sessions, spread, write_report
 from models import model_folder
+from noise import CpuTimes, nice_sessions
+from report import describe_run, spread, table, with_range, write_report
 
 from nanocore.client import AsyncEngineClient, SamplingParams
 
 RESULTS: Final = Path(__file__).parent / "results" / "under-load.json"
 WARM_UP_S: Final = 10.0
-QUANTILES: Final = [*(1 - np.logspace(0, -3.5, 70)).round(5).tolist(), 1.0]
-"""Where the distributions in the report are read: ever closer towards the end that hurts."""
 COLUMNS: Final = {
     "itl_ms_p50": "ITL p50",
     "itl_ms_p99": "ITL p99",
@@ -42,6 +41,52 @@ COLUMNS: Final = {
     "output_tokens_per_s": "output tok/s",
 }
 Arguments = dict[str, int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What arrives. rate: short requests per second, in the mean. duration_s: of the arrivals.
+
+    short_tokens, long_tokens: of the prompts. output_tokens: of either. long_every_s: a long prompt
+    comes at the middle of each such stretch.
+    """
+
+    rate: float
+    duration_s: float
+    short_tokens: int
+    long_tokens: int
+    output_tokens: int
+    long_every_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request. time_s: since the start of the load."""
+
+    time_s: float
+    prompt_token_ids: array[int]
+    is_long: bool
+
+
+def draw_arrivals(load: Load, vocab_size: int, seed: str) -> list[Arrival]:
+    """All arrivals in the order of their times, at least one of either kind; equal by seed.
+
+    Prompts are random token ids: nothing is shared, and no tokenizer takes part.
+    """
+    rng = random.Random(seed)  # of a str: the same on every platform
+
+    def arrival(time_s: float, is_long: bool) -> Arrival:
+        num_tokens = load.long_tokens if is_long else load.short_tokens
+        prompt = array("i", rng.choices(range(vocab_size), k=num_tokens))
+        return Arrival(time_s, prompt, is_long)
+
+    arrivals = [arrival(0.0, False)]
+    while (time_s := arrivals[-1].time_s + rng.expovariate(load.rate)) < load.duration_s:
+        arrivals.append(arrival(time_s, False))
+    num_long = max(1, int(load.duration_s / load.long_every_s))
+    middle_s = min(load.long_every_s, load.duration_s) / 2
+    arrivals += [arrival(middle_s + i * load.long_every_s, True) for i in range(num_long)]
+    return sorted(arrivals, key=lambda each: each.time_s)
 
 
 @dataclass(slots=True)
@@ -72,17 +117,6 @@ def _percentiles(name: str, values: list[float]) -> dict[str, float]:
         raise RuntimeError(f"{name}: nothing was measured; take more requests or --output-tokens")
     p50, p99, largest = np.percentile(values, [50, 99, 100]).tolist()
     return {f"{name}_p50": p50, f"{name}_p99": p99, f"{name}_max": largest}
-
-
-def settings(
-    chunk_tokens: int, targets_ms: list[float], max_model_len: int
-) -> dict[str, Arguments]:
-    """Flags of the engines that are compared."""
-    return {
-        "whole": {"max_num_batched_tokens": 2 * max_model_len},  # others come with it
-        "chunked": {"max_num_batched_tokens": chunk_tokens},
-        **{f"target-{target_ms:g}": {"target_itl_ms": target_ms} for target_ms in targets_ms},
-    }
 
 
 async def run_load(client: AsyncEngineClient, load: Load, seed: str) -> Times:
@@ -132,47 +166,22 @@ async def measure(model: Path, arguments: Arguments, load: Load, seed: str) -> T
 def compare(
     model: Path, engines: dict[str, Arguments], load: Load, num_repetitions: int
 ) -> dict[str, dict[str, Any]]:
-    """Of each engine the spread of every figure, and the distributions over all repetitions."""
-    runs: dict[str, list[Times]] = {name: [] for name in engines}
+    """Of each engine the spread of every figure."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for repetition in range(num_repetitions):
         for name, arguments in engines.items():
             start_s = time.monotonic()
-            runs[name].append(asyncio.run(measure(model, arguments, load, f"{repetition}")))
+            times = asyncio.run(measure(model, arguments, load, f"{repetition}"))
+            runs[name].append(times.figures())
             took_s = time.monotonic() - start_s
             print(f"{name}, repetition {repetition + 1}: {took_s:.0f} s", file=sys.stderr)
     return {
         name: {
             "arguments": engines[name],
-            **{
-                figure: spread([round(run.figures()[figure], 4) for run in repetitions])
-                for figure in repetitions[0].figures()
-            },
-            **dict(_distributions(repetitions)),
+            **{figure: spread([run[figure] for run in own]) for figure in own[0]},
         }
-        for name, repetitions in runs.items()
+        for name, own in runs.items()
     }
-
-
-def _distributions(runs: list[Times]) -> Iterator[tuple[str, list[float]]]:
-    """Values at QUANTILES, of all repetitions together."""
-    for name in ("itl_ms", "ttft_ms"):
-        values = [value for run in runs for value in getattr(run, name)]
-        yield f"{name}_quantiles", np.quantile(values, QUANTILES).round(3).tolist()
-
-
-def table(engines: dict[str, dict[str, Any]]) -> str:
-    """Medians of the repetitions with their range, a line for each engine."""
-    lines = [
-        f"| milliseconds | {' | '.join(COLUMNS.values())} |",
-        "|---" * (1 + len(COLUMNS)) + "|",
-    ]
-    for name, summary in engines.items():
-        cells = [
-            f"{row['median']:.0f} ({row['min']:.0f}-{row['max']:.0f})"
-            for row in (summary[column] for column in COLUMNS)
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -189,13 +198,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--targets", default="200", help="milliseconds, by commas")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the distributions")
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure, print, write, and draw if asked to."""
+    """Measure, print, and write."""
     arguments = parse_arguments()
     load = Load(
         rate=arguments.rate, duration_s=arguments.duration_s, short_tokens=arguments.short_tokens,
@@ -203,21 +211,20 @@ def main() -> None:
         long_every_s=arguments.long_every_s,
     )  # fmt: skip
     max_model_len = load.long_tokens + load.output_tokens
-    shared = {"max_num_seqs": arguments.max_num_seqs, "max_model_len": max_model_len}
-    targets_ms = [float(target) for target in arguments.targets.split(",")]
-    engines = {
-        name: {**shared, **own}
-        for name, own in settings(arguments.chunk_tokens, targets_ms, max_model_len).items()
+    own_arguments: dict[str, Arguments] = {
+        "whole": {"max_num_batched_tokens": 2 * max_model_len},  # others come with it
+        "chunked": {"max_num_batched_tokens": arguments.chunk_tokens},
+        **{f"target-{ms}": {"target_itl_ms": float(ms)} for ms in arguments.targets.split(",")},
     }
-    head = {**describe_run(), "model": Path(arguments.model).name, "load": asdict(load)}
-    summary = compare(model_folder(arguments.model), engines, load, arguments.reps)
-    print(table(summary))
-    report = {**head, "quantiles": QUANTILES, "engines": summary}
+    shared = {"max_num_seqs": arguments.max_num_seqs, "max_model_len": max_model_len}
+    engines = {name: {**shared, **own} for name, own in own_arguments.items()}
+    report = {**describe_run(), "model": Path(arguments.model).name, "load": asdict(load)}
+    report["engines"] = compare(model_folder(arguments.model), engines, load, arguments.reps)
+    rows = [["milliseconds", *COLUMNS.values()]]
+    for name, summary in report["engines"].items():
+        rows.append([name, *(with_range(summary[column], 0) for column in COLUMNS)])
+    print(table(rows))
     write_report(arguments.out, report)
-    if arguments.plot:
-        from under_load_picture import draw
-
-        draw(report, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,15 @@ class Workload:
         """Output tokens of all requests."""
         return sum(request.num_output_tokens for request in self.requests)
 
+    def describe(self) -> dict[str, str | int]:
+        """What a report says of it."""
+        return {
+            "description": self.description,
+            "num_requests": len(self.requests),
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_output_tokens": self.num_output_tokens,
+        }
+
 
 class _Draw:
     """Draws prompts for one repetition of one workload."""

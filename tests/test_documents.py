@@ -51,9 +51,15 @@ from nanocore.protocol.sockets.options import PEER_HIGH_WATER_MARK
 from nanocore.worker.models import ARCHITECTURES
 from nanocore.worker.plan import ModelRunnerOutput
 from tests.protocol.samples import directions
-from tools.protocol.examples import EXAMPLES, MARK, with_examples
-from tools.protocol.schema import make_schema
-from tools.protocol.tables import HEADINGS, SAME_TABLE, expected_rows, read_tables, table_after
+from tests.protocol_files.examples import EXAMPLES, MARK, with_examples
+from tests.protocol_files.schema import make_schema
+from tests.protocol_files.tables import (
+    HEADINGS,
+    SAME_TABLE,
+    expected_rows,
+    read_tables,
+    table_after,
+)
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -127,7 +133,7 @@ def test_the_error_codes_and_capabilities_are_the_closed_sets() -> None:
 
 
 def test_the_byte_examples_are_what_the_code_sends() -> None:
-    assert with_examples(PROTOCOL) == PROTOCOL, "run python -m tools.protocol"
+    assert with_examples(PROTOCOL) == PROTOCOL, "run python -m tests.protocol_files"
     assert {mark[1] for mark in MARK.finditer(PROTOCOL)} == EXAMPLES.keys()
 
 
@@ -142,7 +148,7 @@ def test_the_bytes_of_an_example_read_off_the_page_are_its_message(name: str) ->
 
 def test_the_schema_is_up_to_date() -> None:
     schema = (ROOT / "nanocore" / "conformance" / "schema.json").read_text("utf-8")
-    assert schema == make_schema(PROTOCOL), "run python -m tools.protocol"
+    assert schema == make_schema(PROTOCOL), "run python -m tests.protocol_files"
 
 
 def test_the_documents_name_every_flag_and_no_other() -> None:

@@ -20,8 +20,8 @@ from nanocore.protocol.codec import (
 )
 from nanocore.protocol.errors import ErrorCode, ProtocolError
 from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Message, Output, Submit
-from tools.protocol.__main__ import SCHEMA
-from tools.protocol.make_vectors import VECTORS, text
+from tests.protocol_files.__main__ import SCHEMA
+from tests.protocol_files.make_vectors import VECTORS, text
 
 ENGINES, CLIENTS = load_vectors("client"), load_vectors("engine")
 """What engines receive, and what clients do."""
@@ -74,7 +74,7 @@ def fields_of(value: Any) -> Any:
 
 
 def test_the_file_is_what_the_script_writes() -> None:
-    assert VECTORS.read_text() == text(), "run: python -m tools.protocol"
+    assert VECTORS.read_text() == text(), "run: python -m tests.protocol_files"
 
 
 def test_every_vector_says_one_thing_that_its_receiver_must_do() -> None:

@@ -178,18 +178,15 @@ def test_a_noisy_turn_is_run_again_with_other_prompts(
                 wall_s=1.0, ttft_s=[], tpot_s=[], num_output_tokens=[], first_token_ids=[]
             )
 
-    class FakeTimes:
-        def foreign_share_since(self, _start: object) -> float:
-            return 0.0
-
     readings = iter([40.0, 40.0, 40.0, 40.0, 40.0, 20.0, 40.0, 40.0])
-    monkeypatch.setattr(rounds.CpuTimes, "now", lambda _pid: FakeTimes())
-    monkeypatch.setattr(rounds.BandwidthCanary, "measure", lambda _self: next(readings))
+    noise = importlib.import_module("noise")
+    monkeypatch.setattr(noise.CpuTimes, "foreign_share_since", lambda _self, _start: 0.0)
+    monkeypatch.setattr(noise.BandwidthCanary, "measure", lambda _self: next(readings))
     comparison = rounds.Comparison([FakePeer(n) for n in "abc"], 10_000, max_retries=1)
     comparison.run_round("W1", 1)
     # The order starts with b; a is last, at half the bandwidth, and has another turn.
     assert seen == [("b", 1), ("c", 1), ("a", 1), ("a", 1001)]
-    assert comparison.discarded["W1"]["a"][0].canary_gb_per_s == 20.0
+    assert comparison.discarded["W1"]["a"][0].noise.canary_gb_per_s == 20.0
     kept = comparison.turns["W1"]["a"]
     assert [(turn.repetition, turn.noisy) for turn in kept] == [(1001, False)]
 
@@ -211,24 +208,3 @@ def test_what_is_missing_is_said_before_anything_starts(flags: list[str], messag
     )  # fmt: skip
     assert result.returncode == 1
     assert message in result.stderr
-
-
-def test_the_least_time_is_weights_over_bandwidth_where_one_request_decodes(
-    compare: ModuleType,
-) -> None:
-    limits, models = importlib.import_module("limits"), importlib.import_module("models")
-    workloads = importlib.import_module("workloads")
-    shape = models.SHAPES["small"]
-    num_weights = sum(a * b for _, (a, *rest) in shape.tensor_shapes() for b in rest)
-    rates = limits.Rates(read_gb_per_s=1.0, gemm_gflop_per_s=1e9)  # multiplying costs nothing
-    requests = [workloads.BenchmarkRequest((1, 2, 3), 11)]
-    read_s = limits.least_time_s(shape, requests, rates)
-    kv_bytes_per_token = 2 * 2 * 4 * 64 * 16
-    num_context = sum(3 + step for step in range(1, 11))
-    assert read_s == pytest.approx(
-        (10 * 2 * num_weights + kv_bytes_per_token * num_context) / 1e9, rel=1e-6
-    )
-    shared = [workloads.BenchmarkRequest((1, 2, 3, i), 1) for i in range(2)]
-    apart = [workloads.BenchmarkRequest((i, 2, 3, 4), 1) for i in range(2)]
-    compute = limits.Rates(read_gb_per_s=1e9, gemm_gflop_per_s=1.0)
-    assert limits.least_time_s(shape, shared, compute) < limits.least_time_s(shape, apart, compute)

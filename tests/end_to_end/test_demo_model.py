@@ -1,6 +1,6 @@
 """The demo model as a semantic test: a wrong KV slot gives a wrong answer, not "some" token.
 
-A small sample of what `tools/demo_model/evaluate.py` measures.
+A small sample of what `tests/demo_model/accuracy.py` measures.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import nanocore
-from tools.demo_model.evaluate import CONDITIONS, Condition, Outcome, evaluate
-from tools.demo_model.tasks import TASKS, held_out
+from tests.demo_model.accuracy import CONDITIONS, Condition, Outcome, evaluate
+from tests.demo_model.tasks import TASKS, held_out
 
 pytestmark = pytest.mark.campaign
 

@@ -1,10 +1,8 @@
-"""Benchmarks of load, start-up, steps and prefix caching's cost run, and write what they say."""
+"""The benchmarks of load and of one engine's workloads run, and write what they say."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import random
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +24,7 @@ def run_main(
     return report
 
 
-@pytest.mark.parametrize("benchmark", ["arrivals"], indirect=True)
+@pytest.mark.parametrize("benchmark", ["under_load"], indirect=True)
 def test_equal_seeds_draw_equal_arrivals_and_a_long_prompt_among_them(
     benchmark: ModuleType,
 ) -> None:
@@ -46,14 +44,12 @@ def test_equal_seeds_draw_equal_arrivals_and_a_long_prompt_among_them(
 
 
 @pytest.mark.parametrize("benchmark", ["under_load"], indirect=True)
-def test_engines_are_compared_under_load_and_drawn(
+def test_engines_are_compared_under_load(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    picture = tmp_path / "load.png"
     flags = [
         "--model", str(DEMO_MODEL), "--rate", "10", "--duration-s", "0.5", "--long-tokens", "300",
         "--output-tokens", "600", "--chunk-tokens", "64", "--targets", "50", "--reps", "1",
-        "--plot", str(picture),
     ]  # fmt: skip
     report = run_main(benchmark, monkeypatch, tmp_path / "out.json", *flags)
     assert report["engines"].keys() == {"whole", "chunked", "target-50"}
@@ -64,67 +60,22 @@ def test_engines_are_compared_under_load_and_drawn(
             )
             assert 0 < p50 <= p99 <= largest
         assert summary["output_tokens_per_s"]["min"] > 0
-        quantiles = summary["itl_ms_quantiles"]
-        assert quantiles == sorted(quantiles)
-        assert len(quantiles) == len(report["quantiles"])
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("benchmark", ["startup"], indirect=True)
-def test_the_phases_of_a_start_add_up(
+@pytest.mark.parametrize("benchmark", ["offline"], indirect=True)
+def test_workloads_are_run_and_reported_with_the_engines_counters(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(benchmark, "WARM_UP", 0)
-    report = run_main(benchmark, monkeypatch, tmp_path / "out.json", "--starts", "1")
-    figures = report["figures"]
-    phases = [figures[event]["median"] for event in report["phases"]]
-    assert len(phases) == 8
-    assert sum(phases) == pytest.approx(figures["first_token_s"]["median"], abs=0.01)
-    assert figures["import_torch_s"]["median"] > 0
-
-
-@pytest.mark.parametrize("benchmark", ["startup"], indirect=True)
-def test_a_start_that_fails_is_an_error_with_what_was_logged(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    script = tmp_path / "client.py"
-    script.write_text("raise KeyError('no engine today')")
-    monkeypatch.setattr(benchmark, "CLIENT", script)
-    with pytest.raises(RuntimeError, match="no engine today"):
-        benchmark.time_start()
-
-
-@pytest.mark.parametrize("benchmark", ["prefix_cache_cost"], indirect=True)
-def test_prefix_caching_is_measured_in_the_engine_and_alone(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def make_workload(name: str, vocab_size: int, repetition: int) -> object:
-        workloads = importlib.import_module("workloads")
-        prompt = tuple(random.Random(f"{name}/{repetition}").choices(range(vocab_size), k=40))
-        return workloads.Workload(name, "tiny", (workloads.BenchmarkRequest(prompt, 20),))
-
-    monkeypatch.setattr(benchmark, "make_workload", make_workload)
-    flags = ["--model", str(DEMO_MODEL), "--pairs", "1", "--passes", "3"]
+    flags = ["--model", str(DEMO_MODEL), "--workloads", "W5,W3", "--reps", "2",
+             "--kv-cache-memory-bytes", str(64 * 2**20)]  # fmt: skip
     report = run_main(benchmark, monkeypatch, tmp_path / "out.json", *flags)
-    assert report["workloads"].keys() == set(benchmark.WORKLOADS)
-    for summary in report["workloads"].values():
-        assert summary["alone"]["num_steps"] == 20
-        assert len(summary["alone"]["total_us"]["values"]) == 3
-        assert summary["engine"]["on_s"]["min"] > 0
-        assert summary["step_ms"] > 0
-
-
-@pytest.mark.parametrize("benchmark", ["breakdown"], indirect=True)
-def test_the_parts_of_a_step_add_up(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    flags = ["--model", str(DEMO_MODEL), "--cases", "W5"]
-    report = run_main(benchmark, monkeypatch, tmp_path / "out.json", *flags)
-    case = report["cases"]["W5"]
-    parts = case["mean_ms"]
-    assert {"linear", "attention", "sampling", "input_preparation", "other"} <= parts.keys()
-    assert all(milliseconds > 0 for milliseconds in parts.values())
-    steps_ms = case["step_ms"]["values"]
-    assert sum(parts.values()) == pytest.approx(sum(steps_ms) / len(steps_ms), rel=0.01)
-    assert case["engine_step_ms"]["median"] > 0
-    assert case["context_switches_per_step"]["median"] > 0
+    assert report["engine"]["kv_cache_memory_bytes"] == 64 * 2**20
+    single, shared = report["workloads"]["W5"], report["workloads"]["W3"]
+    assert single["num_steps"]["values"] == [128, 128]
+    assert single["prefix_cache_hit_rate"]["max"] == 0.0
+    assert shared["prefix_cache_hit_rate"]["min"] > 0.9
+    for name, figures in report["workloads"].items():
+        wall_s, rate = figures["wall_s"]["values"], figures["output_tokens_per_s"]["values"]
+        assert [t * r for t, r in zip(wall_s, rate, strict=True)] == pytest.approx(
+            [figures["num_output_tokens"]] * 2, rel=1e-2
+        ), name

@@ -1,125 +1,119 @@
-"""The benchmarks of cost beside the model run, end, and leave no process behind."""
+"""The benchmark of cost beside the model runs, ends, and leaves no process behind."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.campaign
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "overhead.py"
 
 
-@pytest.fixture
-def overhead(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import overhead_client
-
-    return overhead_client
-
-
-@pytest.fixture
-def engine_overhead(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import overhead_engine
-
-    return overhead_engine
+def run_script(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *flags],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
 
 
-def test_the_scheduler_and_the_cache_are_measured(engine_overhead: ModuleType) -> None:
+def measure(out: Path, *flags: str) -> tuple[dict[str, Any], str]:
+    result = run_script("--repeats", "1", "--out", str(out), *flags)
+    assert result.returncode == 0, result.stderr
+    return json.loads(out.read_text()), result.stdout
+
+
+def test_groups_and_beginnings_of_keys_choose_what_is_measured_in_each_pass(tmp_path: Path) -> None:
+    report, table = measure(
+        tmp_path / "out.json", "--passes", "2", "--only", "step_1,outputs,client"
+    )
+    assert "steady decode step" in table
+    assert {key: len(row["values"]) for key, row in report["nanocore"].items()} == {
+        "step_1": 2,
+        "outputs_256": 2,
+        "outputs_1024": 2,
+        "client_256": 2,
+    }
+    assert all(row["min"] > 0 for row in report["nanocore"].values())
+    assert report["host"]["cores"] >= 1
+
+
+def test_another_checkout_is_measured_beside_this_one(tmp_path: Path) -> None:
+    report, table = measure(
+        tmp_path / "out.json", "--passes", "1", "--only", "submit_2048", "--before", str(ROOT)
+    )
+    assert "before, times" in table
+    assert report["nanocore"].keys() == report["before"].keys() == {"submit_2048"}
+
+
+def test_a_step_in_which_some_rows_use_everything_is_beside_a_plain_one(tmp_path: Path) -> None:
+    report, _ = measure(tmp_path / "out.json", "--passes", "1", "--only", "sampling")
+    assert report["nanocore"].keys() == {"sampling_plain", "sampling_some", "sampling_full"}
+    assert all(row["min"] > 0 for row in report["nanocore"].values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--only", "step,stap"], "unknown stap; known: step_1"),
+        (["--before", "/nowhere"], "/nowhere: no checkout"),
+        (["--vllm-python", "/nowhere"], "/nowhere: not an executable"),
+    ],
+)
+def test_what_is_not_known_is_a_usage_error(flags: list[str], message: str) -> None:
+    result = run_script(*flags)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_a_side_that_cannot_be_measured_is_an_error_with_its_command(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--passes", "1", "--repeats", "1", "--only", "outputs_256", "--out", str(out)]
+    result = run_script(*flags, "--vllm-python", "false")
+    assert result.returncode == 1
+    assert "overhead_vllm.py" in result.stderr
+    assert "ended with exit code 1" in result.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("benchmark", ["overhead_engine"], indirect=True)
+def test_the_scheduler_and_the_cache_are_measured(benchmark: ModuleType) -> None:
     figures = [
-        engine_overhead.step_us(3, 2),
-        engine_overhead.admit_us(64, 2),
-        engine_overhead.admit_us(64, 2, cached=True),
-        engine_overhead.blocks_us(64, 2),
-        engine_overhead.blocks_us(64, 2, evict=True),
-        engine_overhead.core_us(3, 2),
+        benchmark.step_us(3, 2),
+        benchmark.admit_us(64, 2),
+        benchmark.admit_us(64, 2, cached=True),
+        benchmark.blocks_us(64, 2),
+        benchmark.blocks_us(64, 2, evict=True),
+        benchmark.core_us(3, 2),
     ]
     assert [len(values) for values in figures] == [2] * len(figures)
     assert all(value > 0 for values in figures for value in values)
 
 
-def test_the_table_of_goals_is_measured_and_written(tmp_path: Path) -> None:
-    out = tmp_path / "overhead.json"
-    script = BENCHMARKS / "overhead.py"
-    result = subprocess.run(
-        [sys.executable, str(script), "--passes", "2", "--repeats", "1", "--only",
-         "step_1,outputs_256", "--out", str(out)],
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    assert "steady decode step" in result.stdout
-    record = json.loads(out.read_text())
-    assert {key: len(row["values"]) for key, row in record["nanocore"].items()} == {
-        "step_1": 2,
-        "outputs_256": 2,
-    }
-    assert record["host"]["cores"] >= 1
-
-
-@pytest.mark.parametrize(("text", "nice"), [("/autogroup-6 nice -15\n", "-15"), ("", None)])
-def test_a_session_without_an_autogroup_has_no_nice_value(
-    overhead: ModuleType, tmp_path: Path, text: str, nice: str | None
-) -> None:
-    import machine
-
-    (tmp_path / "autogroup").write_text(text)
-    assert machine._session_nice(tmp_path / "autogroup") == nice
-    assert machine._session_nice(tmp_path / "missing") is None
-
-
-def _is_alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
-
-
-@pytest.mark.parametrize("stop", [None, "</never-said>"])
-def test_each_repeat_is_a_figure(overhead: ModuleType, stop: str | None) -> None:
+@pytest.mark.parametrize("benchmark", ["overhead_wire"], indirect=True)
+def test_messages_and_round_trips_are_measured(benchmark: ModuleType) -> None:
     figures = [
-        overhead.client_us_per_token(2, 3, stop),
-        overhead.outputs_us(2, 3),
-        overhead.submit_us(2, 3),
+        benchmark.submit_us(2, 2),
+        benchmark.submit_us(2, 2, benchmark.as_int32_array),
+        benchmark.outputs_us(2, 2),
+        *benchmark.trips_us(2).values(),
     ]
-    assert [len(values) for values in figures] == [3, 3, 3]
+    assert [len(values) for values in figures] == [2] * 6
     assert all(value > 0 for values in figures for value in values)
 
 
-def test_both_processes_give_every_figure(overhead: ModuleType) -> None:
-    figures = overhead.both_processes(num_streams=3, num_output_tokens=5, repeats=2)
-    assert {name: len(values) for name, values in figures.items()} == {
-        "client_cpu_us_per_token": 2,
-        "core_cpu_us_per_token": 2,
-        "wall_us_per_token": 2,
-        "tokens_per_chunk": 2,
-    }
-    assert all(1 <= value <= 5 for value in figures["tokens_per_chunk"])
-
-
-def test_a_failure_leaves_no_engine_behind(
-    overhead: ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("benchmark", ["noise"], indirect=True)
+@pytest.mark.parametrize(("text", "nice"), [("/autogroup-6 nice -15\n", "-15"), ("", None)])
+def test_a_session_without_an_autogroup_has_no_nice_value(
+    benchmark: ModuleType, tmp_path: Path, text: str, nice: str | None
 ) -> None:
-    seen = []
-
-    async def fail(endpoint: str, pid: int, *_: int) -> None:
-        seen.append((pid, Path(endpoint.removeprefix("ipc://")).parent))
-        raise KeyError(endpoint)
-
-    monkeypatch.setattr(overhead, "_both", fail)
-    with pytest.raises(KeyError):
-        overhead.both_processes(1, 1, 1)
-    ((pid, directory),) = seen
-    assert not _is_alive(pid)
-    assert not directory.exists()
-
-
-def test_an_engine_that_cannot_start_is_an_error(
-    overhead: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="exit code 1"):
-        overhead.both_processes(1, 1, 1)
+    (tmp_path / "autogroup").write_text(text)
+    assert benchmark._session_nice(tmp_path / "autogroup") == nice
+    assert benchmark._session_nice(tmp_path / "missing") is None

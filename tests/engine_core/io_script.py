@@ -1,6 +1,6 @@
 """Scripts for a front desk: what peers do to it, step by step, and what must hold after each.
 
-A script is a list of records: (kind, peer, op, body). Tests draw them at random, tools/fuzz reads
+A script is a list of records: (kind, peer, op, body). Tests draw them at random, tests/fuzz reads
 them from bytes. Whatever the script, no exception may come out of it, and
 
 - the tables of sessions, requests and slow clients agree, and so do their limits;

@@ -22,7 +22,7 @@ from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, Pr
 from nanocore.protocol.messages import FROM_CLIENT, Control, Hello, Message, Ping, Pong, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.protocol.samples import MODEL_CARD, frames
-from tools.protocol.tables import keywords, schema_of
+from tests.protocol_files.tables import keywords, schema_of
 
 VALID: dict[type[Message], Message] = {
     Submit: Submit(request_id="r", prompt_token_ids=pack_int32([1])),

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tools.demo_model.tasks import Example, Message, Mix, training_examples
+from tests.demo_model.tasks import Example, Message, Mix, training_examples
 
 Chat = tuple[list[int], list[bool]]
 Batch = tuple[Tensor, Tensor]

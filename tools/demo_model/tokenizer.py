@@ -8,17 +8,14 @@ in quotes ("apple") they are spelled in letters, which the letter tasks rely on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.demo_model import tasks
-from tools.demo_model.words import CONTENT_WORDS, COUNTABLE, NAMES
+from tests.demo_model import tasks
+from tests.demo_model.words import CONTENT_WORDS, COUNTABLE, NAMES
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
@@ -88,9 +85,3 @@ def save(folder: Path) -> Tokenizer:
     text = json.dumps(config, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
     return tokenizer
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Write the tokenizer of the demo model.")
-    parser.add_argument("--out", type=Path, required=True, help="the model folder")
-    print(save(parser.parse_args().out).get_vocab_size(), "tokens")

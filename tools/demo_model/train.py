@@ -18,16 +18,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import nn
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.demo_model import tasks, tokenizer
+from benchmarks.report import write_report
+from tests.demo_model import tasks
+from tests.demo_model.tasks import Mix
+from tools.demo_model import tokenizer
 from tools.demo_model.data import Batch, ChatEncoder, cut, pool
-from tools.demo_model.export import export, write_history
-from tools.demo_model.model import DemoModel, ModelConfig
-from tools.demo_model.tasks import Mix
+from tools.demo_model.model import batch_loss, export, make_model, right_answers
 
 SEED = 1
 WARM_UP_STEPS = 150
@@ -83,9 +83,8 @@ class Trainer:
         torch.manual_seed(SEED)
         self.args = args
         self.encoder = ChatEncoder(tokenizer.build())
-        self.config = ModelConfig(self.encoder.tokenizer.get_vocab_size())
-        self.model = DemoModel(self.config)
-        self.optimizers = make_optimizers(self.model, args.optimizer)
+        self.model = make_model(self.encoder.tokenizer.get_vocab_size())
+        self.optimizers = make_optimizers(self.model)
         self.progress = Progress()
         self.checkpoint = args.work / "checkpoint.pt"
         if self.checkpoint.exists():
@@ -163,41 +162,20 @@ class Trainer:
         return result
 
 
-def make_optimizers(model: DemoModel, kind: str) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for the embeddings and the norms."""
-    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
-    groups: list[dict[str, object]] = [{"params": others, "peak": 2e-3, "weight_decay": 0.0}]
-    if kind == "adamw":
-        groups.append({"params": matrices, "peak": 2e-3, "weight_decay": 0.05})
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+    inner, others = [], []
+    for name, weight in model.named_parameters():
+        (inner if weight.dim() == 2 and "embed" not in name else others).append(weight)
+    return [
+        torch.optim.AdamW(
+            [{"params": others, "peak": 2e-3, "weight_decay": 0.0}], betas=(0.9, 0.98), fused=True
+        ),
+        torch.optim.Muon(
+            [{"params": inner, "peak": 4e-3, "weight_decay": 0.05}],
+            adjust_lr_fn="match_rms_adamw",
+        ),
     ]
-    if kind == "muon":
-        inner = [{"params": matrices, "peak": 4e-3, "weight_decay": 0.05}]
-        optimizers.append(torch.optim.Muon(inner, adjust_lr_fn="match_rms_adamw"))
-    return optimizers
-
-
-def batch_loss(model: DemoModel, batch: Batch) -> Tensor:
-    """Cross-entropy of the tokens to be learned."""
-    ids, targets = batch
-    wanted = targets.flatten() >= 0
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(ids, wanted)
-    return F.cross_entropy(logits.float(), targets.flatten()[wanted])
-
-
-@torch.no_grad()
-def right_answers(model: DemoModel, batch: Batch) -> int:
-    """How many rows of the batch have all their tokens to be learned predicted."""
-    ids, targets = batch
-    wanted = targets.flatten() >= 0
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(ids, wanted)
-    wrong = torch.zeros(ids.numel(), dtype=torch.bool)
-    wrong[wanted] = logits.argmax(-1) != targets.flatten()[wanted]
-    return int((~wrong.view(ids.shape).any(dim=1)).sum())
 
 
 def report(trainer: Trainer, count: int) -> None:
@@ -207,7 +185,7 @@ def report(trainer: Trainer, count: int) -> None:
     accuracy = trainer.evaluate(count)
     minutes = round(progress.seconds / 60, 1)
     progress.accuracies.append({"minutes": minutes, "tokens": progress.tokens, **accuracy})
-    write_history(trainer.args.work, progress.losses, progress.accuracies)
+    write_report(trainer.args.work / "history.json", asdict(progress))
     tqdm.write(json.dumps(progress.accuracies[-1]))
 
 
@@ -247,7 +225,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of checkpoint and logs")
     parser.add_argument("--minutes", type=float, default=64.0, help="training time")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)

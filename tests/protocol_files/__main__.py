@@ -1,0 +1,29 @@
+"""Writes the files of the protocol that are made from the code: `python -m tests.protocol_files`.
+
+PROTOCOL.md's byte examples, and schema.json and vectors.jsonl in nanocore/conformance. Tests
+compare them with what this would write.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.protocol_files.examples import with_examples
+from tests.protocol_files.make_vectors import VECTORS, text
+from tests.protocol_files.schema import make_schema
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "PROTOCOL.md"
+SCHEMA = ROOT / "nanocore" / "conformance" / "schema.json"
+
+
+def main() -> None:
+    """Write all of them anew."""
+    document = with_examples(DOCUMENT.read_text("utf-8"))
+    DOCUMENT.write_text(document, "utf-8")
+    SCHEMA.write_text(make_schema(document), "utf-8")
+    VECTORS.write_text(text())
+
+
+if __name__ == "__main__":
+    main()

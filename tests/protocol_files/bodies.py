@@ -1,0 +1,101 @@
+"""Whole bodies of every message, from which the vectors are varied.
+
+What they presume of an engine: token ids below 4 are valid in every model, prompts of up to 8
+tokens with 16 more fit, and sampling parameters have the ranges of PROTOCOL.md.
+"""
+
+from __future__ import annotations
+
+from tests.protocol_files.lines import (
+    ABORT,
+    ACCEPTED,
+    BYE,
+    CONTROL,
+    ERROR,
+    HELLO,
+    OUTPUT,
+    PING,
+    PONG,
+    REFUSED,
+    REPLY,
+    SUBMIT,
+    WELCOME,
+    Body,
+    column,
+    handles,
+)
+
+MAX_INT = 2**53 - 1
+SAMPLING: Body = {
+    "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 7, "max_tokens": 16,
+    "stop_token_ids": [0, 3], "ignore_eos": True, "skip_reading_prefix_cache": True,
+}  # fmt: skip
+PROMPT = column(1, 2, 3)
+MODEL: Body = {
+    "model": "/models/tiny", "architecture": "Qwen3ForCausalLM", "dtype": "bfloat16",
+    "vocab_size": 384, "max_model_len": 1024, "eos_token_ids": [383, 0], "block_size": 16,
+    "num_blocks": 64,
+}  # fmt: skip
+FILES: list[Body] = [
+    {"name": "tokenizer.json", "num_bytes": 70_000, "sha256": "0123456789abcdef" * 4},
+    {"name": "special_tokens_map.json", "num_bytes": 99, "sha256": "00ff" * 16},
+    {"name": "chat_template.jinja", "num_bytes": 0, "sha256": "f" * 64},
+]
+LIMITS: Body = {
+    "max_frame_bytes": 2**24, "max_num_seqs": 8, "ping_interval_ms": 1000,
+    "session_timeout_ms": 30_000,
+}  # fmt: skip
+STATS: Body = {
+    "num_requests_running": 1, "num_requests_waiting": 2, "kv_cache_usage_perc": 0.5,
+    "num_blocks": 64, "num_free_blocks": 32, "prefix_cache_queries": 3, "prefix_cache_hits": 4,
+    "num_preemptions": 5, "num_aborts": 6, "prompt_tokens": 7, "generation_tokens": 8,
+    "num_steps": MAX_INT, "paused": False,
+}  # fmt: skip
+MORE_STATS: Body = {"prefix_cache_hit_rate": 0.25, "num_clients": 2, "num_protocol_errors": 1}
+
+FULL_CLIENT: dict[int, Body] = {
+    HELLO: {"protocol": [1, 4], "client": "vectors/1"},
+    SUBMIT: {
+        "request_id": "a", "prompt_token_ids": PROMPT, "sampling": SAMPLING, "cache_salt": "pepper",
+    },
+    ABORT: {"request_ids": ["a", "b"]},
+    PING: {"nonce": 7},
+    PONG: {"nonce": 7, "num_steps": 1, "step_age_ms": 2},
+    CONTROL: {"call_id": 1, "operation": "read_file", "file": "tokenizer.json", "offset": 65_536},
+    BYE: {"reason": "done"},
+}  # fmt: skip
+FULL_ENGINE: dict[int, Body] = {
+    WELCOME: {
+        "protocol": [1, 4],
+        "session": "4f1d2c3b5a697887",
+        "engine_instance": "0123456789abcdef0123456789abcdef",
+        "model": MODEL | {"default_sampling": {"temperature": 0.6, "top_k": 20}, "files": FILES},
+        "limits": LIMITS
+        | {
+            "max_request_id_chars": 256, "max_cache_salt_chars": 1024, "max_num_queued_reqs": 512,
+            "max_num_queued_tokens": 1_000_000, "max_file_chunk_bytes": 65_536,
+            "max_num_clients": 64,
+        },
+        "capabilities": ["prefix_caching", "priority"],
+    },
+    REFUSED: {"message": "8 clients are served", "supported": [[1, 4]], "retry_after_s": 1.5},
+    ACCEPTED: {"request_id": "a", "handle": 7, "seed": MAX_INT},
+    OUTPUT: {
+        "handles": handles(7, 8),
+        "tokens": column(42, 43, 44),
+        "counts": handles(1, 2),
+        "events": [
+            {"handle": 7, "num_cached_tokens": 16},
+            {"handle": 8, "finish_reason": "stop", "stop_reason": 44},
+            {"handle": 9, "finish_reason": "error", "message": "the step failed"},
+        ],
+    },
+    ERROR: {
+        "code": "overloaded", "message": "512 requests wait", "request_id": "a",
+        "retry_after_s": 2.5,
+    },
+    PING: {"nonce": 7},
+    PONG: {"nonce": 7, "num_steps": 123, "step_age_ms": 45},
+    REPLY: {"call_id": 1, "ok": False, "message": "a request holds blocks"},
+    BYE: {"reason": "SIGTERM"},
+}  # fmt: skip

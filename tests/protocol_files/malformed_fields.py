@@ -1,0 +1,320 @@
+"""Bodies that are maps, with a field of the wrong type, out of range, missing or unknown.
+
+A float stands for an integer as 1.5 in what engines send: languages whose numbers are all floats
+cannot tell 1.0 from 1. What clients send must be told apart by the engine, in any language.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from tests.protocol_files.bodies import FULL_CLIENT, FULL_ENGINE, MAX_INT, MORE_STATS, PROMPT, STATS
+from tests.protocol_files.lines import (
+    ABORT,
+    ACCEPTED,
+    BYE,
+    CONTROL,
+    ERROR,
+    HELLO,
+    NAMES,
+    OUTPUT,
+    PING,
+    PONG,
+    REFUSED,
+    REPLY,
+    SUBMIT,
+    WELCOME,
+    Body,
+    Line,
+    Sender,
+    changed,
+    column,
+    handles,
+    malformed,
+    malformed_frames,
+    pack,
+    without,
+)
+
+WRONG: dict[str, dict[str, object]] = {
+    "int": {"float": 1.5, "str": "1", "bool": True, "array": [1], "bin": b"\1", "map": {}},
+    "float": {"str": "0.5", "bool": True, "array": [0.5], "bin": b"\0"},
+    "bool": {"int": 1, "str": "true", "array": [True]},
+    "str": {"int": 1, "bin": b"a", "array": ["a"], "bool": True},
+    "bin": {"str": "aaaa", "array": [1, 2], "int": 1},
+    "list": {"map": {}, "int": 1, "str": "a", "bin": b"\0\0\0\0"},
+    "map": {"array": [], "int": 1, "str": "a", "bool": True},
+    "version": {"one": [1], "three": [1, 0, 0], "str": "1.0", "of-str": ["1", "0"],
+                "of-floats": [1.5, 0], "int": 1, "map": {}},
+}  # fmt: skip
+"""Values that are not of a type, by their own."""
+
+# Type of every field; "!": required, "?": nil is allowed. Of lists, the first item's fields too.
+FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
+    "client": {
+        HELLO: {"protocol": "version!", "client": "str"},
+        SUBMIT: {
+            "request_id": "str!", "prompt_token_ids": "bin!", "sampling": "map?",
+            "priority": "int", "cache_salt": "str?", "sampling.temperature": "float",
+            "sampling.top_p": "float", "sampling.top_k": "int", "sampling.min_p": "float",
+            "sampling.seed": "int?", "sampling.max_tokens": "int?",
+            "sampling.stop_token_ids": "list", "sampling.ignore_eos": "bool",
+            "sampling.skip_reading_prefix_cache": "bool",
+        },
+        ABORT: {"request_ids": "list!"},
+        PING: {"nonce": "int"},
+        PONG: {"nonce": "int", "num_steps": "int?", "step_age_ms": "int?"},
+        CONTROL: {"call_id": "int!", "operation": "str!", "file": "str?", "offset": "int"},
+        BYE: {"reason": "str"},
+    },
+    "engine": {
+        WELCOME: {
+            "protocol": "version!", "session": "str!", "engine_instance": "str!", "model": "map!",
+            "limits": "map!", "capabilities": "list",
+            **{f"model.{name}": "str!" for name in ("model", "architecture", "dtype")},
+            **{f"model.{name}": "int!"
+               for name in ("vocab_size", "max_model_len", "block_size", "num_blocks")},
+            "model.eos_token_ids": "list!", "model.default_sampling": "map",
+            "model.files": "list", "model.files.num_bytes": "int!", "model.files.sha256": "str!",
+            **{f"limits.{name}": "int!" for name in
+               ("max_frame_bytes", "max_num_seqs", "ping_interval_ms", "session_timeout_ms")},
+            "limits.max_request_id_chars": "int", "limits.max_cache_salt_chars": "int",
+            "limits.max_num_queued_reqs": "int?", "limits.max_num_queued_tokens": "int?",
+            "limits.max_file_chunk_bytes": "int", "limits.max_num_clients": "int?",
+        },
+        REFUSED: {"message": "str!", "supported": "list!", "retry_after_s": "float?"},
+        ACCEPTED: {"request_id": "str!", "handle": "int!", "seed": "int!"},
+        OUTPUT: {
+            "handles": "bin", "tokens": "bin", "counts": "bin?", "events": "list",
+            "events.handle": "int!", "events.num_cached_tokens": "int?",
+            "events.finish_reason": "str?", "events.stop_reason": "int?", "events.message": "str?",
+        },
+        ERROR: {
+            "code": "str!", "message": "str!", "request_id": "str?", "retry_after_s": "float?",
+        },
+        PING: {"nonce": "int"},
+        PONG: {"nonce": "int", "num_steps": "int?", "step_age_ms": "int?"},
+        REPLY: {
+            "call_id": "int!", "ok": "bool", "message": "str?", "stats": "map?", "data": "bin?",
+            **{f"stats.{name}": "int!" for name in STATS
+               if name not in ("kv_cache_usage_perc", "paused")},
+            "stats.kv_cache_usage_perc": "float!", "stats.paused": "bool!",
+            "stats.prefix_cache_hit_rate": "float", "stats.num_clients": "int",
+            "stats.num_protocol_errors": "int",
+        },
+        BYE: {"reason": "str"},
+    },
+}  # fmt: skip
+EXACT_INTS: dict[Sender, tuple[tuple[int, str], ...]] = {
+    "client": (
+        (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (PONG, "step_age_ms"),
+        (CONTROL, "call_id"), (CONTROL, "offset"),
+    ),
+    "engine": (
+        (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (PONG, "step_age_ms"),
+        (REPLY, "call_id"), (ACCEPTED, "handle"), (OUTPUT, "events.handle"),
+    ),
+}  # fmt: skip
+HANDLES = ("handle", "events.handle")
+NEEDED = {
+    WELCOME: ("protocol",),
+    ACCEPTED: ("request_id", "handle"),
+    OUTPUT: ("handles", "tokens", "counts", "events", "events.handle", "events.finish_reason"),
+    ERROR: ("code", "message", "request_id"),
+    PING: ("nonce",),
+    REPLY: ("call_id", "data"),
+}
+"""What every client acts on, so that every client must notice another type there, or nothing."""
+MAX_RETURNED_ID_CHARS = 1024
+LENIENT = ("bin", "nil", "bool")
+"""Types that some languages' msgpack libraries take for others, as they do a str for a bin."""
+
+
+def good(sender: Sender, op: int) -> Body:
+    """A body in which every field of the tables can be changed."""
+    if sender == "client":
+        return FULL_CLIENT[op]
+    whole = {"call_id": 1, "stats": STATS | MORE_STATS}
+    return whole if op == REPLY else FULL_ENGINE[op]
+
+
+def answer(sender: Sender, op: int, body: Body) -> dict[str, str]:
+    """What such a map is answered by: a SUBMIT is named if its id can be read and returned."""
+    if sender == "engine" or op != SUBMIT:
+        return {"code": "protocol_error"}
+    request_id = body.get("request_id")
+    named = isinstance(request_id, str) and len(request_id) <= MAX_RETURNED_ID_CHARS
+    return {"code": "invalid_request"} | ({"request_id": body["request_id"]} if named else {})
+
+
+def bad(sender: Sender, op: int, name: str, body: Body) -> Line:
+    return malformed(sender, op, name.replace("_", "-"), body, **answer(sender, op, body))
+
+
+def strict(sender: Sender, op: int, path: str, wrong: str = "") -> dict[str, bool]:
+    """Marks what only a strict client refuses: PROTOCOL.md, section 4, lets others take it."""
+    is_str_for_bin = FIELDS[sender][op].get(path, "").startswith("bin") and wrong == "str"
+    is_lenient = wrong in LENIENT or is_str_for_bin
+    needed = sender == "client" or (path in NEEDED.get(op, ()) and not is_lenient)
+    return {} if needed else {"strict": True}
+
+
+def wrong_types(sender: Sender) -> Iterator[Line]:
+    for op, fields in FIELDS[sender].items():
+        for path, kind in fields.items():
+            wrongs = dict(WRONG[kind.rstrip("!?")])
+            if not kind.endswith("?"):
+                wrongs["nil"] = None
+            for name, value in wrongs.items():
+                body = changed(good(sender, op), path, value)
+                yield bad(sender, op, f"{path}-is-{name}", body) | strict(sender, op, path, name)
+            if kind.endswith("!"):
+                body = without(good(sender, op), path)
+                yield bad(sender, op, f"without-{path}", body) | strict(sender, op, path)
+    inner: list[tuple[Sender, int, str, object]] = [
+        ("client", ABORT, "request_ids", [1]), ("client", ABORT, "request_ids", ["a", None]),
+        ("client", SUBMIT, "sampling.stop_token_ids", ["1"]),
+        ("client", SUBMIT, "sampling.stop_token_ids", [1.5]),
+        ("client", SUBMIT, "sampling.stop_token_ids", [True]),
+        ("client", SUBMIT, "sampling.top_k", 1.0), ("client", PING, "nonce", 1.0),
+        ("engine", WELCOME, "model.eos_token_ids", ["1"]), ("engine", WELCOME, "capabilities", [1]),
+        ("engine", WELCOME, "model.files", [1]), ("engine", REFUSED, "supported", [1]),
+        ("engine", REFUSED, "supported", [[1]]), ("engine", OUTPUT, "events", [1]),
+        ("engine", OUTPUT, "events", [[]]), ("engine", OUTPUT, "events", [None]),
+        ("engine", OUTPUT, "events.finish_reason", "bored"),
+    ]  # fmt: skip
+    for i, (of, op, path, value) in enumerate(inner):
+        if of == sender:
+            body = changed(good(sender, op), path, value)
+            yield bad(sender, op, f"{path}-bad-inside-{i}", body) | strict(sender, op, "")
+
+
+def out_of_range(sender: Sender) -> Iterator[Line]:
+    for op, path in EXACT_INTS[sender]:
+        largest = 2**32 - 1 if path in HANDLES else MAX_INT
+        for value in (-1, largest + 1, 2**63, 2**64 - 1, -(2**63)):
+            name = f"{path}-of-{value}".replace("--", "-minus-")
+            body = changed(good(sender, op), path, value)
+            yield bad(sender, op, name, body) | strict(sender, op, "")
+
+
+def unknown_fields() -> Iterator[Line]:
+    """Refused where only clients speak: a typo is an error, not a default."""
+    for op, path in (
+        (HELLO, "cliend"), (SUBMIT, "stop"), (SUBMIT, "prioritty"), (SUBMIT, "sampling.temprature"),
+        (SUBMIT, "sampling.n"), (SUBMIT, "sampling.stop"), (ABORT, "request_id"),
+        (CONTROL, "ofset"),
+    ):  # fmt: skip
+        yield bad("client", op, f"unknown-{path}", changed(FULL_CLIENT[op], path, 1))
+    yield malformed("client", PING, "key-is-int", b"\x81\x01\x02")
+
+
+def submit_values() -> Iterator[Line]:
+    """Values that no engine takes, whatever its model is. A prompt of 2^31 - 1 is above each."""
+    small, largest = {"request_id": "a", "prompt_token_ids": PROMPT}, 2**31 - 1
+    samplings: dict[str, Body] = {
+        "temperature-negative": {"temperature": -0.1}, "temperature-nan": {"temperature": math.nan},
+        "temperature-infinite": {"temperature": math.inf},
+        "temperature-minus-infinite": {"temperature": -math.inf},
+        "top-p-zero": {"top_p": 0.0}, "top-p-above-one": {"top_p": 1.0000001},
+        "top-p-negative": {"top_p": -1.0}, "top-p-nan": {"top_p": math.nan},
+        "top-k-minus-two": {"top_k": -2}, "top-k-too-large": {"top_k": 2**31},
+        "top-k-of-64-bits": {"top_k": 2**64 - 1},
+        "min-p-negative": {"min_p": -0.1}, "min-p-above-one": {"min_p": 1.1},
+        "min-p-nan": {"min_p": math.nan}, "min-p-infinite": {"min_p": math.inf},
+        "seed-negative": {"seed": -1}, "seed-too-large": {"seed": MAX_INT + 1},
+        "max-tokens-zero": {"max_tokens": 0}, "max-tokens-negative": {"max_tokens": -1},
+        "max-tokens-too-large": {"max_tokens": 2**31},
+        "stop-token-ids-129": {"stop_token_ids": [0] * 129},
+        "stop-token-ids-negative": {"stop_token_ids": [0, -1]},
+        "stop-token-ids-too-large": {"stop_token_ids": [largest]},
+        "stop-token-ids-of-64-bits": {"stop_token_ids": [2**64 - 1]},
+    }  # fmt: skip
+    for name, sampling in samplings.items():
+        yield bad("client", SUBMIT, name, small | {"sampling": sampling})
+    for name, change in {
+        "request-id-empty": {"request_id": ""},
+        "request-id-too-long": {"request_id": "x" * 257},
+        "request-id-257-two-byte-characters": {"request_id": "é" * 257},
+        "request-id-longest-that-is-returned": {"request_id": "é" * 1024},
+        "request-id-too-long-to-return": {"request_id": "é" * 1025},
+        "request-id-too-long-to-return-and-wrong-type": {"request_id": "x" * 1025, "priority": "1"},
+        "cache-salt-empty": {"cache_salt": ""}, "cache-salt-too-long": {"cache_salt": "s" * 1025},
+        "prompt-empty": {"prompt_token_ids": b""},
+        "prompt-of-three-bytes": {"prompt_token_ids": PROMPT[:3]},
+        "prompt-of-five-bytes": {"prompt_token_ids": PROMPT[:5]},
+        "prompt-of-seven-bytes": {"prompt_token_ids": PROMPT[:7]},
+        "prompt-big-endian": {"prompt_token_ids": b"\0\0\0\1\0\0\0\2\0\0\0\3"},
+        "prompt-negative": {"prompt_token_ids": column(1, -1)},
+        "prompt-most-negative": {"prompt_token_ids": column(-(2**31), 1)},
+        "prompt-above-every-vocabulary": {"prompt_token_ids": column(1, 2, largest)},
+        "priority-too-low": {"priority": -(2**31) - 1}, "priority-too-high": {"priority": 2**31},
+    }.items():  # fmt: skip
+        yield bad("client", SUBMIT, name, small | change)
+    nan32 = b"\x83" + pack(small)[1:] + b"\xa8sampling\x81\xabtemperature\xca\x7f\xc0\x00\x00"
+    named = {"code": "invalid_request", "request_id": "a"}
+    yield malformed("client", SUBMIT, "temperature-nan-in-32-bits", nan32, **named)
+    yield malformed(
+        "client", SUBMIT, "priority-without-its-policy", small | {"priority": 1},
+        presumes="fcfs scheduling", **named,
+    )  # fmt: skip
+    too_long = small | {"sampling": {"max_tokens": largest}}
+    code = {"code": "context_length_exceeded", "request_id": "a"}
+    yield malformed("client", SUBMIT, "longer-than-any-model", too_long, **code)
+
+
+def columns() -> Iterator[Line]:
+    """OUTPUT columns that do not fit together."""
+    for name, body in {
+        "handles-cut": {"handles": handles(7)[:3], "tokens": column(1)},
+        "tokens-cut": {"handles": handles(7), "tokens": column(1, 2)[:5]},
+        "counts-cut": {"handles": handles(7), "tokens": column(1), "counts": b"\1\0"},
+        "tokens-without-handles": {"tokens": column(1)},
+        "handles-without-tokens": {"handles": handles(7)},
+        "more-tokens-than-handles": {"handles": handles(7), "tokens": column(1, 2)},
+        "fewer-tokens-than-handles": {"handles": handles(7, 8), "tokens": column(1)},
+        "more-counts-than-handles": {
+            "handles": handles(7), "tokens": column(1, 2), "counts": handles(1, 1)},
+        "fewer-counts-than-handles": {
+            "handles": handles(7, 8), "tokens": column(1, 2), "counts": handles(2)},
+        "counts-empty": {"handles": handles(7), "tokens": column(1), "counts": b""},
+        "counts-above-tokens": {
+            "handles": handles(7), "tokens": column(1, 2), "counts": handles(3)},
+        "counts-below-tokens": {
+            "handles": handles(7), "tokens": column(1, 2, 3), "counts": handles(2)},
+        "counts-whose-sum-wraps": {
+            "handles": handles(7, 8), "tokens": column(1), "counts": handles(2**32 - 1, 2)},
+        "counts-largest": {
+            "handles": handles(7), "tokens": column(1), "counts": handles(2**32 - 1)},
+    }.items():  # fmt: skip
+        yield malformed("engine", OUTPUT, f"columns-{name}", body)
+
+
+def before_hello() -> Iterator[Line]:
+    """Nothing counts before HELLO; what is no message is told so first."""
+    for op in (SUBMIT, ABORT, PING, PONG, CONTROL):
+        body = {"request_id": "a", "prompt_token_ids": PROMPT} if op == SUBMIT else FULL_CLIENT[op]
+        yield malformed("client", op, "before-hello", body, "no_session", before_hello=True)
+    for name, body in {"no-protocol": {"client": "x"}, "nil-protocol": {"protocol": None}}.items():
+        yield malformed("client", HELLO, f"before-hello-{name}", body, before_hello=True)
+    for name, frames, code in (
+        ("frame-before-hello", [b"\x01"], "protocol_error"),
+        ("unknown-op-before-hello", [b"\xff", b"\x80"], "unknown_op"),
+    ):
+        yield malformed_frames("client", name, frames, code) | {"before_hello": True}
+    again = {"protocol": [1, 0]}
+    yield malformed("client", HELLO, "in-an-open-session", again)
+
+
+def field_lines(sender: Sender) -> Iterator[Line]:
+    """All of one direction."""
+    assert all(op in NAMES for op in FIELDS[sender])
+    yield from wrong_types(sender)
+    yield from out_of_range(sender)
+    if sender == "client":
+        yield from unknown_fields()
+        yield from submit_values()
+        yield from before_hello()
+    else:
+        yield from columns()

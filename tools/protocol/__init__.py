@@ -1,1 +1,0 @@
-"""Keeps PROTOCOL.md and schema.json in step with the code: `python -m tools.protocol`."""
