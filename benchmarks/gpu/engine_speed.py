@@ -1,148 +1,223 @@
-"""Steps of an engine in this process: of decodes, of prompts, and how idle the GPU is in them."""
+"""Steps of an engine in this process: of decodes, of prompts, and how idle the GPU is in them.
+
+One engine at a time, started when a measurement first asks for its settings. The first one tells
+whether graphs can be recorded: where it does not start, those after it do without, so that the rest
+is measured.
+"""
 
 from __future__ import annotations
 
-import json
 import random
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.engine import Generated, LocalEngine
-from benchmarks.gpu.session import Session
-from benchmarks.gpu.shapes import Model, rates
+from benchmarks.gpu.engine import LocalEngine, engine_settings
+from benchmarks.gpu.results import Measurements, Results, UnavailableError
+from benchmarks.gpu.shapes import Model, models, rates
 from benchmarks.gpu.timing import synchronize
-from benchmarks.machine import spread
+from benchmarks.report import spread
+from nanocore.protocol.errors import ConfigError
 
 _EXTRA_OUTPUTS: Final = 64
-_DEVICE_WORK: Final = ("kernel", "gpu_memcpy", "gpu_memset")
+_VARIANTS: Final[dict[str, dict[str, Any]]] = {
+    "weights int8": {"quantization": "int8"},
+    "kv int8": {"kv_cache_dtype": "int8"},
+    "kv fp8": {"kv_cache_dtype": "fp8"},
+    "weights fp8": {"quantization": "fp8"},
+    "eager": {"enforce_eager": True},
+}
 
 
-def decode_figures(
-    engine: LocalEngine, model: Model, batch: int, context: int, session: Session
+def measure(results: Results, part: str) -> None:
+    """`speed`: the smaller model. `matrix`: the larger one, and both in each variant."""
+    with tempfile.TemporaryDirectory(prefix="nanocore-gpu-") as folder:
+        engine = CurrentEngine(results, Path(folder))
+        results.run(measurements(engine, part), needs_s=10, hangs_s=240)
+        engine.close()
+
+
+def measurements(engine: CurrentEngine, part: str) -> Measurements:
+    """By name."""
+    small, large = models(engine.results.session)
+    if part == "speed":
+        return _speed(engine, small, part, {}, (32, 1, 256, 8, 128, 64), (1024, 4096))
+    found = _speed(engine, large, part, {}, (32, 1, 256, 64), (1024,))
+    for model in (small, large):
+        for variant, settings in _VARIANTS.items():
+            found |= _speed(engine, model, part, settings, (32, 1, 256), (1024,), f"/{variant}")
+    return found
+
+
+def _speed(
+    engine: CurrentEngine, model: Model, part: str, settings: dict[str, Any],
+    batches: tuple[int, ...], lengths: tuple[int, ...], variant: str = "",
+) -> Measurements:  # fmt: skip
+    """Start, decode steps, idle time and prompts of one engine."""
+    context, name = 1024, f"{part}/{model.name}{variant}"
+    if engine.results.session.small:
+        batches, lengths, context = (4, 1), (64,), 64
+    use = partial(engine.use, model, settings)
+    found: Measurements = {f"{name}/start": partial(use, _start_figures)}
+    for batch in batches:
+        decode = partial(use, _decode_figures, batch, context)
+        found[f"{name}/decode/b{batch}/ctx{context}"] = decode
+    found[f"{name}/idle/b{batches[0]}"] = partial(use, _idle_figures, batches[0], context)
+    for length in lengths:
+        found[f"{name}/prefill/{length}"] = partial(use, _prefill_figures, length)
+    return found
+
+
+class CurrentEngine:
+    """An engine at a time, by what it is started with; one that failed is not used again."""
+
+    def __init__(self, results: Results, folder: Path) -> None:
+        self.results, self._folder = results, folder
+        self._engine: LocalEngine | None = None
+        self._key: tuple[str, str] | None = None
+
+    def use(self, model: Model, settings: dict[str, Any], figures: Any, *arguments: int) -> Any:
+        """Figures of an engine with these settings.
+
+        Raises:
+            UnavailableError: there are no such engines here. StartError and others: as engines do.
+        """
+        key = model.name, str(settings)
+        if key != self._key:
+            self.close()
+            self._key = key
+            common = engine_settings(self.results) | {"load_format": "dummy"}
+            folder = model.write_folder(self._folder)
+            try:
+                self._engine = LocalEngine(folder, **common | settings)
+            except ConfigError as refusal:
+                raise UnavailableError(str(refusal)) from refusal
+        if self._engine is None:
+            raise UnavailableError("its engine did not start, or failed")
+        try:
+            return figures(self._engine, model, self.results, *arguments)
+        except BaseException:
+            self._forget()
+            raise
+
+    def close(self) -> None:
+        """So that the device's memory is free."""
+        self._forget()
+        self._key = None
+
+    def _forget(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
+def _start_figures(engine: LocalEngine, _model: Model, _results: Results) -> dict[str, Any]:
+    return {"phases_s": engine.phases_s, "kernels": engine.kernels,
+            "num_blocks": engine.num_blocks, "eager": engine.config.enforce_eager}  # fmt: skip
+
+
+def _decode_figures(
+    engine: LocalEngine, model: Model, results: Results, batch: int, context: int
 ) -> dict[str, Any]:
     """Milliseconds of a step of `batch` rows of `context` tokens, and the share of its limit."""
-    num_steps = 4 if session.small else 64
-    generated = start_decoding(engine, model, batch, context, num_steps)
-    times_s = [engine.step(generated) for _ in range(num_steps)]
+    num_steps = 4 if results.session.small else 64
+    _start_decoding(engine, model, batch, context, num_steps)
+    step_ms = spread([1e3 * engine.step() for _ in range(num_steps)])
     engine.run()
-    step_ms = spread([round(1e3 * t, 4) for t in times_s])
-    middle = context + num_steps // 2
     config = engine.config
     limit_ms = 1e3 * model.decode_step_s(
-        batch, batch * middle, rates(session),
+        batch, batch * (context + num_steps // 2), rates(results),
         weight_bytes=1 if config.quantization else 2,
         kv_bytes=2 if config.kv_cache_dtype == "auto" else 1,
     )  # fmt: skip
-    return {
-        "step_ms": step_ms,
-        "tokens_per_s": round(1e3 * batch / step_ms["median"], 1),
-        "limit_ms": round(limit_ms, 4),
-        "share_of_limit": round(limit_ms / step_ms["median"], 4),
-    }
+    return {"step_ms": step_ms, "tokens_per_s": round(1e3 * batch / step_ms["median"], 1),
+            "limit_ms": limit_ms, "share_of_limit": limit_ms / step_ms["median"]}  # fmt: skip
 
 
-def prefill_figures(
-    engine: LocalEngine, model: Model, length: int, session: Session
+def _prefill_figures(
+    engine: LocalEngine, model: Model, results: Results, length: int
 ) -> dict[str, Any]:
     """Prompt tokens per second of steps that are full of prompts of this length."""
-    budget = engine.config.sizes.max_num_batched_tokens
-    num_prompts = max(1, min(budget // length, engine.config.sizes.max_num_seqs))
-    num_rounds = 2 if session.small else 5
-    times_s = []
+    sizes, session, times_ms = engine.config.sizes, results.session, []
+    num_prompts = max(1, min(sizes.max_num_batched_tokens // length, sizes.max_num_seqs))
     length = min(length, engine.scheduler.config.max_model_len - 1)
-    for repetition in range(num_rounds + 1):
+    for repetition in range(3 if session.small else 6):
         for prompt in _prompts(model, num_prompts, length, repetition):
             engine.add(prompt, 1)
         synchronize(session.device)
         start_s = time.perf_counter()
         engine.run()
-        times_s.append(time.perf_counter() - start_s)
-    del times_s[0]
-    limit_s = model.prefill_s([length] * num_prompts, rates(session))
-    step_ms = spread([round(1e3 * t, 3) for t in times_s])
-    return {
-        "step_ms": step_ms,
-        "tokens_per_s": round(1e3 * num_prompts * length / step_ms["median"], 1),
-        "num_prompts": num_prompts,
-        "limit_ms": round(1e3 * limit_s, 4),
-        "share_of_limit": round(1e3 * limit_s / step_ms["median"], 4),
-    }
+        times_ms.append(1e3 * (time.perf_counter() - start_s))
+    step_ms = spread(times_ms[1:])
+    limit_ms = 1e3 * model.prefill_s([length] * num_prompts, rates(results))
+    return {"step_ms": step_ms, "num_prompts": num_prompts,
+            "tokens_per_s": round(1e3 * num_prompts * length / step_ms["median"], 1),
+            "limit_ms": limit_ms, "share_of_limit": limit_ms / step_ms["median"]}  # fmt: skip
 
 
-def idle_figures(
-    engine: LocalEngine, model: Model, batch: int, context: int, session: Session
+def _idle_figures(
+    engine: LocalEngine, model: Model, results: Results, batch: int, context: int
 ) -> dict[str, Any]:
     """Milliseconds of a decode step in which the device has nothing to do.
 
     What the device was busy with is from a profile, which slows the host down; the step's own time
     is from steps without one.
     """
-    num_steps = 3 if session.small else 24
-    generated = start_decoding(engine, model, batch, context, 2 * num_steps)
-    plain_s = [engine.step(generated) for _ in range(num_steps)]
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if session.on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
+    session, num_steps = results.session, 3 if results.session.small else 24
+    _start_decoding(engine, model, batch, context, 2 * num_steps)
+    step_ms = spread([1e3 * engine.step() for _ in range(num_steps)])
+    on_device = [ProfilerActivity.CUDA] if session.on_gpu else []
+    with profile(activities=[ProfilerActivity.CPU, *on_device]) as profiled:
         for _ in range(num_steps):
-            engine.step(generated)
+            engine.step()
         synchronize(session.device)
     engine.run()
-    busy_s, num_pieces, names = device_work(profile)
-    step_ms = spread([round(1e3 * t, 4) for t in plain_s])
-    busy_ms = 1e3 * busy_s / num_steps
+    work = [
+        (event.time_range.start, event.time_range.end, event.name[:60])
+        for event in profiled.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
+    busy_us, by_name = device_work(work)
+    busy_ms = busy_us / 1e3 / num_steps
     return {
         "step_ms": step_ms,
         "device_busy_ms": round(busy_ms, 4),
         "idle_ms": round(step_ms["median"] - busy_ms, 4),
-        "device_pieces_per_step": round(num_pieces / num_steps, 1),
-        "most_time_ms": {name: round(1e3 * s / num_steps, 4) for name, s in names},
+        "device_pieces_per_step": round(len(work) / num_steps, 1),
+        "most_time_us": {name: round(us / num_steps, 1) for name, us in by_name.items()},
     }
 
 
-def device_work(profile: Any) -> tuple[float, int, list[tuple[str, float]]]:
-    """(seconds in which the device was busy, pieces of work, the longest kinds of it)."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    work = sorted(
-        (event["ts"], event["ts"] + event["dur"], event["name"])
-        for event in events
-        if event.get("cat") in _DEVICE_WORK and "dur" in event
-    )
-    busy_us, end_us = 0.0, float("-inf")
+def device_work(work: list[tuple[float, float, str]]) -> tuple[float, dict[str, float]]:
+    """Time in which pieces (start, end, name) kept the device busy, and that of the longest."""
+    busy, last = 0.0, float("-inf")
     by_name: dict[str, float] = {}
-    for start, end, name in work:
-        busy_us += max(0.0, end - max(start, end_us))
-        end_us = max(end_us, end)
-        by_name[name[:60]] = by_name.get(name[:60], 0.0) + (end - start) / 1e6
-    longest = sorted(by_name.items(), key=lambda item: -item[1])[:12]
-    return busy_us / 1e6, len(work), longest
+    for start, end, name in sorted(work):
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+        by_name[name] = by_name.get(name, 0.0) + end - start
+    return busy, dict(sorted(by_name.items(), key=lambda item: -item[1])[:12])
 
 
-def start_decoding(
+def _start_decoding(
     engine: LocalEngine, model: Model, batch: int, context: int, num_steps: int
-) -> Generated:
+) -> None:
     """Step until rows of so much context decode, and a few steps more; num_steps can follow.
 
     The first rows decode while the last ones' prompts are computed.
     """
     num_outputs = num_steps + _EXTRA_OUTPUTS
-    longest = engine.scheduler.config.max_model_len
-    context = min(context, longest - num_outputs)
-    generated = Generated()
-    for prompt in _prompts(model, batch, context, batch):
-        engine.add(prompt, num_outputs)
-    while len(generated.tokens) < batch:
-        engine.step(generated)
+    context = min(context, engine.scheduler.config.max_model_len - num_outputs)
+    handles = [engine.add(p, num_outputs) for p in _prompts(model, batch, context, batch)]
+    while not all(engine.tokens[handle] for handle in handles):
+        engine.step()
     for _ in range(3):
-        engine.step(generated)
-    return generated
+        engine.step()
 
 
 def _prompts(model: Model, count: int, length: int, seed: int) -> list[list[int]]:

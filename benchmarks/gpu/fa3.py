@@ -7,10 +7,6 @@ operator's arguments is that of the schema it registers; all of them are positio
 
 from __future__ import annotations
 
-import lzma
-import os
-import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -18,43 +14,23 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.results import UnavailableError
+
 FOLDER_VARIABLE: Final = "NANOCORE_GPU_BENCHMARK_CARRIED"
 """Tells packages of stand_ins where the library is."""
-_NAME: Final = "fa3.so"
-
-
-def is_carried(folder: Path | None) -> bool:
-    """Whether the library is in the folder, packed or not."""
-    return folder is not None and any((folder / f"{_NAME}{end}").exists() for end in ("", ".xz"))
+LIBRARY: Final = "vllm-site/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 
 
 @cache
-def load(folder: Path | None) -> bool:
-    """Whether the library is there and its operator registered.
+def load(folder: Path | None) -> None:
+    """Register its operator.
 
     Raises:
-        OSError: it is there and cannot be loaded.
+        UnavailableError: it was not carried. OSError: it cannot be loaded.
     """
-    if folder is None or not is_carried(folder):
-        return False
-    library = folder / _NAME
-    if not library.exists():
-        library = _unpack(folder / f"{_NAME}.xz")
-    torch.ops.load_library(str(library))
-    return hasattr(torch.ops._vllm_fa3_C, "fwd")
-
-
-def _unpack(packed: Path) -> Path:
-    """In the folder for temporary files, once for all processes."""
-    library = (
-        Path(tempfile.gettempdir()) / f"nanocore-{os.getuid()}-{packed.stat().st_size}-{_NAME}"
-    )
-    if not library.exists():
-        part = library.with_suffix(f".{os.getpid()}")
-        with lzma.open(packed) as source, part.open("wb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
-        part.replace(library)
-    return library
+    if folder is None or not (folder / LIBRARY).exists():
+        raise UnavailableError("not carried: FlashAttention 3")
+    torch.ops.load_library(str(folder / LIBRARY))
 
 
 def attention(
@@ -71,8 +47,6 @@ def attention(
     key_start_A: Tensor | None = None,
     num_splits: int = 0,
     window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention, [T, H, D]; the last query of a sequence sees all of its keys.
 
@@ -83,15 +57,14 @@ def attention(
     absent: Any = None
     results = torch.ops._vllm_fa3_C.fwd(
         q_THD, k, v,
-        absent, absent, absent,  # k_new, v_new, q_v
-        out,
+        absent, absent, absent, absent,  # k_new, v_new, q_v, out
         query_start_A, key_start_A, absent,  # cu_seqlens_q, _k, _k_new
         absent, seq_lens_B,  # seqused_q, seqused_k
         max_query, max_context,
         block_table_BM,
         absent, absent, absent, absent, absent,  # kv_batch_idx, leftpad_k, rotary's three
         absent, absent, absent,  # descales
-        scale, True, *window, softcap, True,  # causal; interleaved rotary
+        scale, True, *window, 0.0, True,  # causal; softcap; interleaved rotary
         absent, num_splits, absent, 0,  # scheduler metadata, splits, pack_gqa, sm_margin
         absent, 1, 0, absent,  # sinks, and context parallelism: one rank
     )  # fmt: skip

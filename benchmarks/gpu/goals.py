@@ -1,23 +1,22 @@
-"""The goals on one H200, and what the reports in a folder say of them: README.md's table.
+"""The goals on one H200, and what a report says of them: README.md's table.
 
-    python -m benchmarks.gpu.run table --device cpu --out benchmarks/results
+    python -m benchmarks.gpu.goals FOLDER/gpu.json
 
-Limits are computed at 4.3 TB/s and 790 TFLOP/s. A figure that no report holds is "not measured
-yet"; so is one of a rehearsal (--small, or on a CPU).
+Limits are computed at 4.3 TB/s and 790 TFLOP/s. A figure that the report does not hold is "not
+measured yet"; a rehearsal's report is refused.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gpu.reports import differs
-from benchmarks.gpu.session import Session, read_report, say
-
 README: Final = Path(__file__).with_name("README.md")
-BEGIN: Final = "<!-- goals: filled by `table` -->\n"
+BEGIN: Final = "<!-- goals: filled by `benchmarks.gpu.goals` -->\n"
 END: Final = "<!-- end of goals -->\n"
 NOT_MEASURED: Final = "not measured yet"
 _HEADING: Final = (
@@ -27,30 +26,21 @@ _HEADING: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure of a report, and what it should be. describe: from its measurement."""
+    """A figure of the report, and what it should be. describe: from its measurement."""
 
     measure: str
     limit: str
     goals: tuple[str, str, str]
-    report: str
     measurement: str
     describe: Callable[[dict[str, Any]], str]
 
-    def row(self, folder: Path) -> str:
+    def row(self, report: dict[str, Any]) -> str:
         """As Markdown."""
-        cells = (self.measure, self.limit, *self.goals, self._measured(folder))
-        return f"| {' | '.join(cells)} |"
-
-    def _measured(self, folder: Path) -> str:
-        report = read_report(folder, self.report)
-        if not report or differs(report, small=False, device="cuda"):
-            return NOT_MEASURED
-        found = report["measurements"].get(self.measurement)
-        if found is None:
-            if self.measurement in report["errors"]:
-                return "failed"
-            return NOT_MEASURED
-        return self.describe(found)
+        if found := report["figures"].get(self.measurement):
+            measured = self.describe(found)
+        else:
+            measured = "failed" if self.measurement in report["errors"] else NOT_MEASURED
+        return f"| {' | '.join((self.measure, self.limit, *self.goals, measured))} |"
 
 
 def _step(found: dict[str, Any]) -> str:
@@ -58,6 +48,7 @@ def _step(found: dict[str, Any]) -> str:
 
 
 def _throughput(found: dict[str, Any]) -> str:
+    found = found["nanocore"]
     return f"{found['output_tokens_per_s']['median']:,.0f} tok/s ({found['share_of_limit']:.0%})"
 
 
@@ -82,47 +73,39 @@ def _ratio(found: dict[str, Any]) -> str:
 
 GOALS: Final = (
     Goal("decode attention, B 256, context 1k", "4.3 TB/s", ("70 %", "80 %, >= 0.95x FA3", "88 %"),
-         "kernels", "attention/decode/g2/b256/ctx1024", _against_fa3),
+         "attention/decode/g2/b256/ctx1024", _against_fa3),
     Goal("prefill attention, 4k, causal, beside FA3", "1.0", ("0.5x", "0.6x", "0.75x"),
-         "kernels", "attention/prefill/g2/4x4096", _against_fa3),
+         "attention/prefill/g2/4x4096", _against_fa3),
     Goal("0.6B: a step, B 1, context 1k", "0.305 ms", ("1.5 ms", "1.1 ms (28 %)", "0.8 ms"),
-         "engine", "speed/qwen3-0.6b/decode/b1/ctx1024", _step),
+         "speed/qwen3-0.6b/decode/b1/ctx1024", _step),
     Goal("0.6B: a step, B 32, context 1k", "1.15 ms", ("2.6 ms", "2.0 ms (57 %)", "1.7 ms"),
-         "engine", "speed/qwen3-0.6b/decode/b32/ctx1024", _step),
+         "speed/qwen3-0.6b/decode/b32/ctx1024", _step),
     Goal("0.6B: a step, B 256, context 1k", "7.4 ms", ("11.5 ms", "9.6 ms (77 %)", "8.8 ms"),
-         "engine", "speed/qwen3-0.6b/decode/b256/ctx1024", _step),
+         "speed/qwen3-0.6b/decode/b256/ctx1024", _step),
     Goal("0.6B: nano-vllm's benchmark", "36.2k tok/s", ("16k (44 %)", "22k (61 %)", "25k (70 %)"),
-         "engine", "bench/qwen3-0.6b", _throughput),
+         "bench/qwen3-0.6b", _throughput),
     Goal("8B: a step, B 1, context 1k", "3.56 ms", ("4.9 ms", "4.4 ms (81 %)", "4.1 ms"),
-         "engine", "matrix/qwen3-8b/decode/b1/ctx1024", _step),
+         "matrix/qwen3-8b/decode/b1/ctx1024", _step),
     Goal("8B: nano-vllm's benchmark", "12.7k tok/s", ("7.5k", "8.9k (70 %)", "9.8k"),
-         "engine", "bench/qwen3-8b", _throughput),
+         "bench/qwen3-8b", _throughput),
     Goal("0.6B: 16k tokens of 1k prompts", "791k tok/s", ("35 %", "50 %", "60 %"),
-         "engine", "speed/qwen3-0.6b/prefill/1024", _prefill),
+         "speed/qwen3-0.6b/prefill/1024", _prefill),
     Goal("8B: 16k tokens of 1k prompts", "55.7k tok/s", ("60 %", "72 %", "80 %"),
-         "engine", "matrix/qwen3-8b/prefill/1024", _prefill),
+         "matrix/qwen3-8b/prefill/1024", _prefill),
     Goal("0.6B: GPU idle in a decode step, B 32", "0", ("1.5 ms", "< 0.1 ms", "0"),
-         "engine", "speed/qwen3-0.6b/idle/b32", _idle),
+         "speed/qwen3-0.6b/idle/b32", _idle),
     Goal("time of nano-vllm over ours, FA3 under it", "-", ("1.0x", ">= 1.3x", "1.5x"),
-         "peers", "nano-vllm, FA3/qwen3-0.6b", _ratio),
+         "nano-vllm/qwen3-0.6b", _ratio),
     Goal("time of vLLM 0.25.1 over ours, FA3", "-", ("0.7x", ">= 1.0x", "1.15x"),
-         "peers", "vllm, FA3/qwen3-0.6b", _ratio),
+         "vllm/qwen3-0.6b", _ratio),
     Goal("time of transformers, sdpa, over ours", "-", ("8x", "12x", ""),
-         "peers", "transformers, sdpa/qwen3-0.6b", _ratio),
+         "transformers/qwen3-0.6b", _ratio),
 )  # fmt: skip
 
 
-def measure(session: Session) -> None:
-    """Print the table, and put it into the README."""
-    table = goals_table(session.out)
-    say(table)
-    if not session.small:
-        README.write_text(with_table(README.read_text(), table))
-
-
-def goals_table(folder: Path) -> str:
+def goals_table(report: dict[str, Any]) -> str:
     """Markdown."""
-    return "\n".join([_HEADING, "|" + "---|" * 6, *(goal.row(folder) for goal in GOALS)]) + "\n"
+    return "\n".join([_HEADING, "|" + "---|" * 6, *(goal.row(report) for goal in GOALS)]) + "\n"
 
 
 def with_table(readme: str, table: str) -> str:
@@ -130,3 +113,19 @@ def with_table(readme: str, table: str) -> str:
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{table}{END}{after}"
+
+
+def main(argv: list[str]) -> int:
+    """Print the table, and put it into the README; 2 if that is no report of a GPU."""
+    report = json.loads(Path(argv[0]).read_text()) if len(argv) == 1 else {}
+    if not report or report["small"] or report["device"]["name"] == "cpu":
+        print("usage: python -m benchmarks.gpu.goals FOLDER/gpu.json, of a GPU", file=sys.stderr)
+        return 2
+    table = goals_table(report)
+    print(table)
+    README.write_text(with_table(README.read_text(), table))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,10 +11,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from benchmarks.gpu.session import Session, read_report
+from benchmarks.gpu.results import Results, Session
 from benchmarks.models import SHAPES, ModelShape
+from benchmarks.workloads import BenchmarkRequest
 
 _BYTES: Final = 2  # bfloat16
 
@@ -25,10 +26,9 @@ class Rates:
 
     copy: float
     gemm: float
-    measured: bool
 
 
-ASSUMED_RATES: Final = Rates(copy=4.3e12, gemm=790e12, measured=False)
+ASSUMED_RATES: Final = Rates(copy=4.3e12, gemm=790e12)
 """Of an H200, as measured by copies of 8.6 GB and products of 8192 x 8192 matrices."""
 
 
@@ -44,13 +44,10 @@ class Model:
     def num_body(self) -> int:
         """Parameters of the layers' matrices."""
         shape = self.shape
-        q_size, kv_size = (
-            n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads)
-        )
-        attention = shape.hidden_size * (2 * q_size + 2 * kv_size)
-        return shape.num_hidden_layers * (
-            attention + 3 * shape.hidden_size * shape.intermediate_size
-        )
+        num_heads = 2 * (shape.num_attention_heads + shape.num_key_value_heads)
+        attention = shape.hidden_size * num_heads * shape.head_dim
+        mlp = 3 * shape.hidden_size * shape.intermediate_size
+        return shape.num_hidden_layers * (attention + mlp)
 
     @property
     def num_head(self) -> int:
@@ -79,8 +76,7 @@ class Model:
         weights_s = max(
             weight_bytes * num_weights / rates.copy, 2 * num_weights * num_rows / rates.gemm
         )
-        num_kv_bytes = num_context * self.kv_bytes_per_token * kv_bytes / _BYTES
-        return weights_s + num_kv_bytes / rates.copy
+        return weights_s + num_context * self.kv_bytes_per_token * kv_bytes / _BYTES / rates.copy
 
     def prefill_s(self, lengths: Sequence[int], rates: Rates) -> float:
         """Least time of prompts; of the head's work only what sampling needs."""
@@ -89,11 +85,12 @@ class Model:
         flops = sum(2 * self.num_body * n + per_pair * n * n / 2 for n in lengths)
         return float(flops / rates.gemm)
 
-    def workload_s(self, requests: Sequence[tuple[int, int]], rates: Rates) -> float:
-        """Least time of requests (prompt and output tokens) that all run from the start."""
-        seconds = self.prefill_s([num_prompt for num_prompt, _ in requests], rates)
-        for step in range(1, max(num_output for _, num_output in requests)):
-            contexts = [prompt + step for prompt, output in requests if output > step]
+    def workload_s(self, requests: Sequence[BenchmarkRequest], rates: Rates) -> float:
+        """Least time of requests that all run from the start."""
+        sizes = [(len(r.prompt_token_ids), r.num_output_tokens) for r in requests]
+        seconds = self.prefill_s([num_prompt for num_prompt, _ in sizes], rates)
+        for step in range(1, max(num_output for _, num_output in sizes)):
+            contexts = [prompt + step for prompt, output in sizes if output > step]
             seconds += self.decode_step_s(len(contexts), sum(contexts), rates)
         return seconds
 
@@ -101,13 +98,10 @@ class Model:
         """A folder with config.json, and no weights."""
         folder = parent / self.name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config(), indent=1) + "\n")
-        return folder
-
-    def config(self) -> dict[str, Any]:
-        """The contents of config.json. Both names of the dtype: older and newer transformers."""
+        # Both names of the dtype: older and newer transformers.
         own = {"tie_word_embeddings": self.tied, "dtype": "bfloat16", "eos_token_id": 1}
-        return self.shape.config() | own
+        (folder / "config.json").write_text(json.dumps(self.shape.config() | own, indent=1) + "\n")
+        return folder
 
 
 _BILLION_8: Final = ModelShape(
@@ -131,26 +125,25 @@ _TINY: Final = ModelShape(
     vocab_size=512,
     max_position_embeddings=1024,
 )
-MODELS: Final = {
-    "qwen3-0.6b": Model("qwen3-0.6b", SHAPES["qwen3-0.6b"], tied=True),
-    "qwen3-8b": Model("qwen3-8b", _BILLION_8, tied=False),
-}
-TINY_MODELS: Final = {
-    "tiny": Model("tiny", _TINY, tied=True),
-    "tiny-untied": Model("tiny-untied", replace(_TINY, hidden_size=128), tied=False),
-}
+MODELS: Final = (
+    Model("qwen3-0.6b", SHAPES["qwen3-0.6b"], tied=True),
+    Model("qwen3-8b", _BILLION_8, tied=False),
+)
+TINY_MODELS: Final = (
+    Model("tiny", _TINY, tied=True),
+    Model("tiny-untied", replace(_TINY, hidden_size=128), tied=False),
+)
 
 
-def models(session: Session) -> dict[str, Model]:
-    """Those to measure."""
+def models(session: Session) -> tuple[Model, Model]:
+    """Those to measure: a small one and a large one."""
     return TINY_MODELS if session.small else MODELS
 
 
-def rates(session: Session) -> Rates:
-    """What `ceilings` measured, or an H200's where it has not run in this folder."""
-    report = read_report(session.out, "env")
-    found = report.get("measurements", {})
-    copy, gemm = found.get("copy"), found.get("gemm/8192")
-    if not session.on_gpu or copy is None or gemm is None:
+def rates(results: Results) -> Rates:
+    """What `env` measured, or an H200's where it did not."""
+    found = results.records.figures
+    if not results.session.on_gpu or not {"env/copy", "env/gemm"} <= found.keys():
         return ASSUMED_RATES
-    return Rates(copy["gb_per_s"]["median"] * 1e9, gemm["tflop_per_s"]["median"] * 1e12, True)
+    copy, gemm = found["env/copy"]["gb_per_s"], found["env/gemm"]["tflop_per_s"]
+    return Rates(copy["median"] * 1e9, gemm["median"] * 1e12)

@@ -1,218 +1,134 @@
 """Which shapes of tiles are fastest for attention.
 
-What the modules of nanocore/kernels/triton choose is measured beside all others; the table names
-the best one of each case and what the module's own choice loses to it. Shapes that need more
-registers or shared memory than there is fail to launch, which counts as being slow. A shape is
-compiled when it is first tried, a second or so each: the time limit cuts off the last cases.
+What the modules of nanocore/kernels/triton choose is measured beside all others; a measurement
+names the best one and what the module's own choice loses to it. Shapes that need more registers or
+shared memory than there is fail to launch, which counts as being slow. A shape is compiled when it
+is first tried, a second or so each: the time limit cuts off the last ones.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu.attention_cases import Heads, Step, make_step
-from benchmarks.gpu.session import Results, Session, say
-from benchmarks.gpu.timing import num_sets, time_calls
+from benchmarks.gpu.attention_cases import Heads, Step, groups, make_step
+from benchmarks.gpu.results import Measurements, Results, Session
+from benchmarks.gpu.timing import time_call
 
-_COMPILE_THREADS: Final = 12
-_HEADS: Final = {"g2": Heads(16, 8, 128), "g4": Heads(32, 8, 128)}
-
-PREFILL_GRID: Final = list(itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
+DECODE_GRID: Final = list(product((32, 64, 128), (4, 8), (3, 5)))
+"""Keys, warps, stages."""
+PREFILL_GRID: Final = list(product((64, 128), (32, 64, 128), (4, 8), (2, 3)))
 """Rows, keys, warps, stages."""
+_COMPILE_THREADS: Final = 12
+Run = Callable[[Step], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A choice, and the calls to time. is_ours: what the module would choose.
-
-    may_compile_beside: its first call may be made in a thread, beside others'.
-    """
-
-    name: str
-    is_ours: bool
-    calls: Callable[[], list[Callable[[], Any]]]
-    may_compile_beside: bool = True
-
-
-def measure(session: Session) -> None:
+def measure(results: Results, _part: str) -> None:
     """Case by case, the attention of decodes first."""
-    results = Results(session, "tune", needs_s=15.0 if session.on_gpu else 1.0)
-    cases = itertools.chain(_decode_cases(session), _prefill_cases(session))
     with torch.inference_mode():
-        results.run({name: partial(_try_all, session, candidates) for name, candidates in cases})
-    say(table(results.measurements))
+        results.run(measurements(results.session), needs_s=15 if results.session.on_gpu else 1)
 
 
-def _try_all(session: Session, make: Callable[[], list[Candidate]]) -> dict[str, Any]:
-    """Microseconds by candidate; the best one, and what ours takes beside it."""
-    candidates = make()
-    if session.on_gpu:
-        _compile_all(candidates)
-    found: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    ours = None
-    for candidate in candidates:
-        if session.remaining_s < 5 and found:
-            failed[candidate.name] = "time limit"
-            continue
-        try:
-            figures = time_calls(candidate.calls(), session.device)
-        except Exception as error:  # out of resources, or it does not compile
-            failed[candidate.name] = f"{type(error).__name__}: {str(error)[:120]}"
-            continue
-        found[candidate.name] = figures["us"]["median"]
-        ours = candidate.name if candidate.is_ours else ours
-    if not found:
-        raise RuntimeError(f"nothing runs: {failed}")
-    best = min(found, key=lambda name: found[name])
+def measurements(session: Session) -> Measurements:
+    """By name."""
+    decodes = [(2, 40)] if session.small else [(b, c) for c in (1024, 8192) for b in (32, 256, 1)]
+    prompts = [(2, 33)] if session.small else [(16, 1024), (4, 4096)]
     return {
-        "best": best,
-        "best_us": found[best],
-        "ours": ours,
-        "ours_over_best": round(found[ours] / found[best], 4) if ours else None,
-        "us": dict(sorted(found.items(), key=lambda item: item[1])),
-        "failed": failed,
+        f"tune/decode/{group}/b{batch}/ctx{context}": partial(
+            _try_all, session, heads, [(context, 1)] * batch, _decode_runs
+        )
+        for (group, heads), (batch, context) in product(groups(session).items(), decodes)
+    } | {
+        f"tune/prefill/{group}/{batch}x{length}": partial(
+            _try_all, session, heads, [(length, length)] * batch, _prefill_runs
+        )
+        for (group, heads), (batch, length) in product(groups(session).items(), prompts)
     }
 
 
-def _compile_all(candidates: list[Candidate]) -> None:
-    """Call each candidate once, in threads: the compiler leaves the interpreter alone."""
+def _try_all(
+    session: Session,
+    heads: Heads,
+    seqs: list[tuple[int, int]],
+    runs: Callable[[Session, Heads, Step], tuple[str, dict[str, Run]]],
+) -> dict[str, Any]:
+    """Microseconds by what was tried; the best, and what ours takes beside it."""
+    step = make_step(session, heads, seqs)
+    ours, candidates = runs(session, heads, step)
+    if session.on_gpu:  # the compiler leaves the interpreter alone
+        with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
+            list(pool.map(partial(_call_once, step), candidates.values()))
+    found: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, run in candidates.items():
+        if session.remaining_s < 5 and ours in found:
+            failed[name] = "time limit"
+            continue
+        try:
+            found[name] = time_call(partial(run, step), session.device)["us"]["median"]
+        except Exception as error:  # out of resources, or it does not compile
+            failed[name] = f"{type(error).__name__}: {str(error)[:120]}"
+    if not found:
+        raise RuntimeError(f"nothing runs: {failed}")
+    by_time = dict(sorted(found.items(), key=lambda item: item[1]))
+    best, best_us = next(iter(by_time.items()))
+    ratio = round(found[ours] / best_us, 4) if ours in found else None
+    return {"best": best, "ours": ours, "ours_over_best": ratio, "us": by_time, "failed": failed}
 
-    def call_once(candidate: Candidate) -> None:
-        with (
-            suppress(Exception),
-            torch.inference_mode(),
-        ):  # what fails here fails again, and is said
-            candidate.calls()[0]()
 
-    with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
-        list(pool.map(call_once, [c for c in candidates if c.may_compile_beside]))
+def _call_once(step: Step, run: Run) -> None:
+    with suppress(Exception), torch.inference_mode():  # what fails here fails again, and is said
+        run(step)
 
 
-Cases = Iterator[tuple[str, Callable[[], list[Candidate]]]]
-
-
-def _decode_cases(session: Session) -> Cases:
-    shapes = [(b, c) for c in (1024, 8192) for b in (32, 256, 1)]
-    grid = list(itertools.product((32, 64, 128), (4, 8), (3, 5)))
-    heads, dtype = _HEADS, torch.bfloat16
-    if session.small:
-        shapes, grid, heads, dtype = [(2, 40)], [(16, 4, 2)], {"g2": Heads(4, 2, 32)}, torch.float32
-    for group, (batch, context) in itertools.product(heads, shapes):
-        yield (
-            f"decode/{group}/b{batch}/ctx{context}",
-            partial(_decode, session, heads[group], batch, context, grid, dtype),
-        )
-
-
-def _decode(
-    session: Session, heads: Heads, batch: int, context: int, grid: list[Any], dtype: torch.dtype
-) -> list[Candidate]:
+def _decode_runs(session: Session, heads: Heads, step: Step) -> tuple[str, dict[str, Run]]:
+    """Our own name, and calls by name, ours first."""
     from nanocore.kernels.triton import attention
     from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
 
-    steps = _steps(session, heads, [(context, 1)] * batch, dtype)
-    own_tiles = attention.decode_tiles(heads.size, dtype.itemsize, _capability(session))
-    num_sms = _num_sms(session)
-    own_shares = attention.choose_num_shares(heads.num_kv, num_sms)
-    # Programs for each multiprocessor, if contexts are long enough; and without parts.
-    shares = sorted({own_shares, 1, 4 * num_sms // heads.num_kv})
-    all_tiles = {own_tiles, *(DecodeTiles(*values) for values in grid)}
-    if session.small:
-        shares = [own_shares]
-    candidates = []
-    for tiles, num_shares in itertools.product(sorted(all_tiles, key=str), shares):
+    own = attention.decode_tiles(heads.size, step.q_THD.itemsize, _capability(session))
+    own_shares = attention.choose_num_shares(heads.num_kv, _num_sms(session))
+    grid = [(16, 4, 2)] if session.small else DECODE_GRID
+    all_tiles = dict.fromkeys([own, *(DecodeTiles(*values) for values in grid)])
+    # Also twice as many programs, if contexts are long enough; and one for each context.
+    all_shares = dict.fromkeys([own_shares, 2 * own_shares, 1])
 
-        def run(step: Step, tiles: DecodeTiles = tiles, num_shares: int = num_shares) -> None:
-            step.metadata.scratch.clear()  # the plan is a part of the choice
-            out = torch.empty_like(step.q_THD)
-            decode_attention(
-                step.q_THD, step.cache, step.metadata, step.spec, out, tiles, num_shares
-            )
+    def run(tiles: DecodeTiles, num_shares: int, step: Step) -> None:
+        decode_attention(*step.operands(), torch.empty_like(step.q_THD), tiles, num_shares)
 
-        name = f"keys {tiles.keys}, {_depth(tiles)}, shares {num_shares}"
-        is_ours = tiles == own_tiles and num_shares == own_shares
-        candidates.append(Candidate(name, is_ours, partial(_calls, run, steps)))
-    return candidates
+    runs: dict[str, Run] = {
+        f"keys {t.keys}, warps {t.num_warps}, stages {t.num_stages}, shares {n}": partial(run, t, n)
+        for t, n in product(all_tiles, all_shares)
+    }
+    return next(iter(runs)), runs
 
 
-def _prefill_cases(session: Session) -> Cases:
-    shapes = [(16, 1024), (4, 4096), (2, 8192)]
-    grid = PREFILL_GRID
-    heads, dtype = _HEADS, torch.bfloat16
-    if session.small:
-        shapes, grid, heads, dtype = (
-            [(2, 33)],
-            [(16, 16, 4, 2)],
-            {"g2": Heads(4, 2, 32)},
-            torch.float32,
-        )
-    for group, (batch, length) in itertools.product(heads, shapes):
-        yield (
-            f"prefill/{group}/{batch}x{length}",
-            partial(_prefill, session, heads[group], batch, length, grid, dtype),
-        )
-
-
-def _prefill(
-    session: Session, heads: Heads, batch: int, length: int, grid: list[Any], dtype: torch.dtype
-) -> list[Candidate]:
+def _prefill_runs(session: Session, heads: Heads, step: Step) -> tuple[str, dict[str, Run]]:
     from nanocore.kernels.triton import attention
     from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
 
-    steps = _steps(session, heads, [(length, length)] * batch, dtype)
-    own = attention.prefill_tiles(heads.size, dtype.itemsize, _capability(session))
+    own = attention.prefill_tiles(heads.size, step.q_THD.itemsize, _capability(session))
     num_shares = attention.choose_num_shares(heads.num_kv, _num_sms(session))
-    candidates = []
-    for tiles in sorted({own, *(PrefillTiles(*values) for values in grid)}, key=str):
+    grid = [(16, 16, 4, 2)] if session.small else PREFILL_GRID
+    all_tiles = dict.fromkeys([own, *(PrefillTiles(*values) for values in grid)])
 
-        def run(step: Step, tiles: PrefillTiles = tiles) -> None:
-            step.metadata.scratch.clear()  # the plan is a part of the choice
-            out = torch.empty_like(step.q_THD)
-            prefill_attention(
-                step.q_THD, step.cache, step.metadata, step.spec, out, tiles, num_shares,
-                max_tokens=batch * length, max_seqs=batch, has_decodes=False,
-            )  # fmt: skip
+    def run(tiles: PrefillTiles, step: Step) -> None:
+        prefill_attention(
+            *step.operands(), torch.empty_like(step.q_THD), tiles, num_shares,
+            max_tokens=len(step.q_THD), max_seqs=len(step.metadata.seq_lens), has_decodes=False,
+        )  # fmt: skip
 
-        name = f"rows {tiles.rows}, keys {tiles.keys}, {_depth(tiles)}"
-        candidates.append(Candidate(name, tiles == own, partial(_calls, run, steps)))
-    return candidates
-
-
-def table(measurements: dict[str, Any]) -> str:
-    """A line for each case."""
-    lines = [f"{'':32}{'best us':>10}{'ours/best':>10}  best; ours"]
-    for name, found in measurements.items():
-        ratio = f"{found['ours_over_best']:.2f}" if found["ours_over_best"] else "?"
-        lines.append(
-            f"{name:32}{found['best_us']:>10.1f}{ratio:>10}  {found['best']}; {found['ours']}"
-        )
-    return "\n".join(lines)
-
-
-def _steps(
-    session: Session, heads: Heads, seqs: list[tuple[int, int]], dtype: torch.dtype
-) -> list[Step]:
-    num_tokens = sum(context for context, _ in seqs)
-    num_bytes = 2 * num_tokens * heads.num_kv * heads.size * dtype.itemsize
-    count = num_sets(num_bytes, session.device)
-    return [make_step(session, heads, seqs, number, dtype) for number in range(count)]
-
-
-def _calls(run: Callable[[Any], Any], sets: list[Any]) -> list[Callable[[], Any]]:
-    return [partial(run, s) for s in sets]
-
-
-def _depth(tile: Any) -> str:
-    return f"warps {tile.num_warps}, stages {tile.num_stages}"
+    runs: dict[str, Run] = {
+        f"rows {t.rows}, keys {t.keys}, warps {t.num_warps}, stages {t.num_stages}": partial(run, t)
+        for t in all_tiles
+    }
+    return next(iter(runs)), runs
 
 
 def _capability(session: Session) -> tuple[int, int]:

@@ -8,32 +8,17 @@ other prompts of the same lengths: no engine may find a prompt in its prefix cac
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import Final
+
+from benchmarks.workloads import BenchmarkRequest
 
 TEMPERATURE: Final = 0.6
 _MAX_TOKEN_ID: Final = 10000
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Prompts as token ids, and how many tokens to generate for each."""
-
-    prompts: list[list[int]]
-    num_outputs: list[int]
-
-    @property
-    def sizes(self) -> list[tuple[int, int]]:
-        """(prompt tokens, output tokens) of each request."""
-        return [(len(p), n) for p, n in zip(self.prompts, self.num_outputs, strict=True)]
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Of all requests."""
-        return sum(self.num_outputs)
-
-
-def nano_vllm_workload(vocab_size: int, repetition: int = 0, small: bool = False) -> Workload:
+def nano_vllm_workload(
+    vocab_size: int, repetition: int = 0, small: bool = False
+) -> list[BenchmarkRequest]:
     """One repetition; repetition 0 has the prompts of bench.py itself."""
     num_requests, shortest, longest = (6, 4, 24) if small else (256, 100, 1024)
     highest = min(_MAX_TOKEN_ID, vocab_size - 1)
@@ -46,4 +31,5 @@ def nano_vllm_workload(vocab_size: int, repetition: int = 0, small: bool = False
     if repetition:
         other = random.Random(f"prompts {repetition}")  # 1 and -1 are the same seed as numbers
         prompts = [[other.randint(0, highest) for _ in prompt] for prompt in prompts]
-    return Workload(prompts, num_outputs)
+    pairs = zip(prompts, num_outputs, strict=True)
+    return [BenchmarkRequest(tuple(prompt), count) for prompt, count in pairs]

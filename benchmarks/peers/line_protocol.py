@@ -1,15 +1,17 @@
-"""What compare.py and its drivers say to each other: one JSON object per line.
+"""What a benchmark and the drivers of engines say to each other: one JSON object per line.
 
 A driver runs one engine in the interpreter that has it, and stays up. It prints a line when it is
 ready: `versions`, `settings`, and `may_be_stopped`, whether its process group may get SIGSTOP
 while others have their turn. Then each line on stdin is a run,
 `{"requests": [[[token ids], num_output_tokens], ...]}`, answered by what `describe_run` makes. All
-requests are submitted at once, greedy, EOS ignored. The driver ends when stdin does. Only the
-standard library is imported, for this file runs in the interpreters of all engines.
+requests are submitted at once, EOS ignored, at the temperature of `--temperature`. The driver ends
+when stdin does. Only the standard library is imported, for this file runs in the interpreters of
+all engines.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -19,6 +21,25 @@ from typing import Any, TextIO
 
 Requests = list[tuple[list[int], int]]
 """Prompts as token ids, each with the number of tokens to generate."""
+
+
+def driver_parser() -> argparse.ArgumentParser:
+    """The flags that drivers of other engines have in common; each heeds those that it can."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="folder with config.json")
+    parser.add_argument("--random-weights", action="store_true", help="the folder has none")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--attention", help="one of the engine's own names")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--memory-share", type=float, default=0.9, help="of a GPU")
+    parser.add_argument("--kv-cache-gib", type=int, default=2, help="on a CPU")
+    return parser
 
 
 def claim_stdout() -> TextIO:
@@ -38,7 +59,7 @@ def serve(
 ) -> None:
     """Say that the engine is ready, and run what comes until stdin ends."""
     ready = {"versions": versions, "settings": settings, "may_be_stopped": may_be_stopped}
-    with suppress(BrokenPipeError):  # compare.py has gone
+    with suppress(BrokenPipeError):  # whoever compares has gone
         print(json.dumps(ready), file=answers)
         for line in sys.stdin:
             print(json.dumps(run(json.loads(line)["requests"])), file=answers)
@@ -53,7 +74,8 @@ def describe_run(
     """The answer to a run; the sequences have an item per request, in the order of submission.
 
     wall_s: from the first submission to the last token. ttft_s: from the first submission to a
-    request's first token. tpot_s: mean time of each token after it. token_ids: what was generated.
+    request's first token. tpot_s: mean time of each token after it; both are empty where nobody
+    looks at single tokens. token_ids: what was generated.
     """
     return {
         "wall_s": wall_s,

@@ -1,4 +1,4 @@
-"""llama.cpp's server behind compare.py's line protocol, over loopback HTTP.
+"""llama.cpp's server behind the line protocol, over loopback HTTP; on a CPU.
 
     python llama_cpp_driver.py --server path/to/llama-server --model FOLDER --type bf16 --threads 2
 

@@ -7,7 +7,8 @@ import pytest
 from benchmarks.gpu.shapes import ASSUMED_RATES, MODELS
 from benchmarks.gpu.workload import nano_vllm_workload
 
-SMALL, LARGE = MODELS["qwen3-0.6b"], MODELS["qwen3-8b"]
+SMALL, LARGE = MODELS
+BY_NAME = {model.name: model for model in MODELS}
 
 
 def test_sizes_are_those_of_the_models() -> None:
@@ -34,7 +35,7 @@ def test_sizes_are_those_of_the_models() -> None:
 def test_a_decode_step_reads_weights_and_kv(
     model: str, batch: int, context: int, milliseconds: float
 ) -> None:
-    least_s = MODELS[model].decode_step_s(batch, batch * context, ASSUMED_RATES)
+    least_s = BY_NAME[model].decode_step_s(batch, batch * context, ASSUMED_RATES)
     assert 1e3 * least_s == pytest.approx(milliseconds, rel=0.005)
 
 
@@ -52,20 +53,22 @@ def test_weights_and_caches_of_a_byte_are_read_in_half_the_time() -> None:
      ("qwen3-8b", 8192, 48.4e3)],
 )  # fmt: skip
 def test_prompts_are_multiplied_through(model: str, length: int, tokens_per_s: float) -> None:
-    least_s = MODELS[model].prefill_s([length], ASSUMED_RATES)
+    least_s = BY_NAME[model].prefill_s([length], ASSUMED_RATES)
     assert length / least_s == pytest.approx(tokens_per_s, rel=0.005)
 
 
 @pytest.mark.parametrize(("model", "tokens_per_s"), [("qwen3-0.6b", 36_200), ("qwen3-8b", 12_700)])
 def test_the_workload_is_nano_vllms_and_so_is_its_limit(model: str, tokens_per_s: float) -> None:
-    workload = nano_vllm_workload(MODELS[model].shape.vocab_size)
-    assert sum(map(len, workload.prompts)) == 142_827
-    assert workload.num_output_tokens == 133_966
-    least_s = MODELS[model].workload_s(workload.sizes, ASSUMED_RATES)
-    assert workload.num_output_tokens / least_s == pytest.approx(tokens_per_s, rel=0.005)
+    requests = nano_vllm_workload(BY_NAME[model].shape.vocab_size)
+    assert sum(len(request.prompt_token_ids) for request in requests) == 142_827
+    num_outputs = sum(request.num_output_tokens for request in requests)
+    assert num_outputs == 133_966
+    least_s = BY_NAME[model].workload_s(requests, ASSUMED_RATES)
+    assert num_outputs / least_s == pytest.approx(tokens_per_s, rel=0.005)
 
 
 def test_repetitions_differ_in_prompts_and_agree_in_lengths() -> None:
-    workloads = [nano_vllm_workload(1000, repetition) for repetition in (-1, 0, 1)]
-    assert len({tuple(w.prompts[0]) for w in workloads}) == 3
-    assert all(w.sizes == workloads[0].sizes for w in workloads)
+    drawn = [nano_vllm_workload(1000, repetition) for repetition in (-1, 0, 1)]
+    assert len({requests[0].prompt_token_ids for requests in drawn}) == 3
+    sizes = [[(len(r.prompt_token_ids), r.num_output_tokens) for r in found] for found in drawn]
+    assert sizes[0] == sizes[1] == sizes[2]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.gpu import fa3
+from benchmarks.gpu.results import Records
 from benchmarks.peer_process import PeerCommand, PeerError, PeerProcess
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
@@ -21,7 +21,7 @@ from tests.kernels.paged_case import PagedCase
 
 pytestmark = pytest.mark.campaign
 
-Report = Callable[[str], dict[str, Any]]
+ROOT = Path(__file__).parents[2]
 
 FAKE_MODEL_RUNNER = """
 def load_model(model, folder):
@@ -68,22 +68,45 @@ class SamplingParams:
     ignore_eos: bool
     max_tokens: int
     detokenize: bool
+    output_kind: str
 
 
 @dataclass
 class Output:
-    outputs: list
+    request_id: str = ""
+    outputs: list = ()
     token_ids: list = ()
+    finished: bool = False
 
 
-class LLM:
-    def __init__(self, model, load_format, skip_tokenizer_init, attention_backend, **others):
-        assert load_format == "dummy"
+class LLMEngine:
+    def __init__(self):
+        self.requests = {}
 
-    def generate(self, prompts, params, use_tqdm):
-        assert all(list(prompt) == ["prompt_token_ids"] for prompt in prompts)
-        return [Output([Output([], [1] * p.max_tokens)]) for p in params]
+    @classmethod
+    def from_engine_args(cls, arguments, enable_multiprocessing):
+        assert arguments["load_format"] == "dummy"
+        assert arguments["attention_backend"] == "FLASH_ATTN"
+        assert not arguments["enable_prefix_caching"]
+        return cls()
+
+    def add_request(self, request_id, prompt, params):
+        assert list(prompt) == ["prompt_token_ids"]
+        assert params.temperature == 0.6
+        self.requests[request_id] = params
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        name, params = self.requests.popitem()
+        return [Output(name, [Output(token_ids=[1] * params.max_tokens)], [], True)]
 """
+FAKE_VLLM_MODULES = {
+    "vllm/engine/arg_utils.py": "EngineArgs = dict",
+    "vllm/v1/engine/llm_engine.py": "from vllm import LLMEngine",
+    "vllm/sampling_params.py": "class RequestOutputKind: CUMULATIVE, FINAL_ONLY = 'all', 'last'",
+}
 
 
 def carry_fakes(folder: Path) -> None:
@@ -92,37 +115,37 @@ def carry_fakes(folder: Path) -> None:
     (package / "__init__.py").write_text(FAKE_NANO_VLLM)
     (package / "engine" / "__init__.py").write_text("")
     (package / "engine" / "model_runner.py").write_text(FAKE_MODEL_RUNNER)
-    (folder / "fa3.so.xz").write_bytes(b"")
-    (folder / "vllm-site" / "vllm").mkdir(parents=True)
-    (folder / "vllm-site" / "vllm" / "__init__.py").write_text(FAKE_VLLM)
+    site = folder / "vllm-site"
+    for name, text in (FAKE_VLLM_MODULES | {"vllm/__init__.py": FAKE_VLLM}).items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
 
 
-def test_peers_that_were_carried_take_turns_with_ours(
-    run_driver: Any, report: Report, tmp_path: Path
-) -> None:
-    carried = tmp_path / "carried"
-    carry_fakes(carried)
-    run_driver("peers", "--carried", str(carried), "--only", "nano-vllm, FA3/tiny,vllm, FA3/tiny")
-    found = report("peers")
-    assert found["errors"] == {}
-    for peer in ("nano-vllm, FA3", "vllm, FA3"):
-        figures = found["measurements"][f"{peer}/tiny"]
-        assert figures["engines"].keys() == {"nanocore", peer}
-        assert len(figures["times_slower_than_ours"]["values"]) == 2
-        assert all(e["output_tokens_per_s"]["min"] > 0 for e in figures["engines"].values())
+def run_part(part: str, folder: Path) -> Records:
+    command = [sys.executable, "-m", "benchmarks.gpu.part", part, "--device", "cpu", "--small"]
+    folders = ["--carried", str(folder / "carried"), "--out", str(folder)]
+    subprocess.run([*command, *folders], cwd=ROOT, check=True, timeout=110)
+    return Records("rehearsal.jsonl", (folder,))
 
 
-def test_a_peer_that_fails_costs_only_itself(
-    run_driver: Any, report: Report, tmp_path: Path
-) -> None:
-    carried = tmp_path / "carried"
-    (carried / "vllm-site" / "vllm").mkdir(parents=True)
-    (carried / "vllm-site" / "vllm" / "__init__.py").write_text("raise RuntimeError('no device')")
-    run_driver("peers", "--carried", str(carried), "--only", "vllm, FA3/tiny,nano-vllm")
-    found = report("peers")
-    assert "no device" in found["errors"]["vllm, FA3/tiny"]
-    assert set(found["skipped"].values()) == {"not carried: nano-vllm, fa3.so.xz"}
-    assert "nano-vllm, FA3/tiny" in found["skipped"]
+@pytest.mark.parametrize("peer", ["nano-vllm", "vllm", "transformers"])
+def test_a_peer_takes_turns_with_ours(peer: str, tmp_path: Path) -> None:
+    carry_fakes(tmp_path / "carried")
+    found = run_part(peer, tmp_path)
+    assert found.errors == {}
+    figures = found.figures[f"{peer}/tiny"]
+    assert len(figures["times_slower_than_ours"]["values"]) == 2
+    for engine in ("nanocore", peer):
+        assert figures[engine]["output_tokens_per_s"]["min"] > 0
+        assert figures[engine]["versions"]
+
+
+def test_a_peer_that_fails_is_told_with_its_log(tmp_path: Path) -> None:
+    package = tmp_path / "carried" / "vllm-site" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('no device')")
+    assert "no device" in run_part("vllm", tmp_path).errors["vllm/tiny"]
+    assert run_part("nano-vllm", tmp_path).skipped == {"nano-vllm/tiny": "not carried: nano-vllm"}
 
 
 def test_a_peer_that_does_not_answer_is_ended(tmp_path: Path) -> None:

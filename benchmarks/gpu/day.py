@@ -1,0 +1,213 @@
+"""The whole day on a GPU: parts in a fixed order, over calls of ten minutes that go on from there.
+
+    python3 -m benchmarks.gpu.day --out "$OUT" --carried carried
+
+Each part runs in a process of its own, whose time is limited: one that crashes, hangs or breaks the
+CUDA context costs what it was at, and another one goes on behind that. What a limit cuts off is
+continued when all parts have had their time, or by the next call; what failed is tried again with
+another commit. The records stay in --work, on the machine's disk, and are in --out as they are
+written; on a new machine they are taken from a folder that is carried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from benchmarks.gpu.part import PARTS, Part, add_flags
+from benchmarks.gpu.results import LOST_CODE, Records, file_name
+from benchmarks.report import describe_commit, table, write_report
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+CALL_LIMIT_S: Final = 570.0
+"""Of 600; then a call is killed."""
+GRACE_S: Final = 20.0
+"""What a part may take beyond its limit, to finish what it is at."""
+LEAST_S: Final = 15.0
+"""Less is not worth a start."""
+ENDED: Final = "ended"
+CUT_OFF: Final = "cut off by its limit"
+_MARK: Final = "NANOCORE_GPU_DAY"
+"""All that a call starts has this in its environment, so that all of it can be ended."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One call; 0 if nothing failed and nothing is missing, 1 if not."""
+    start_s = time.monotonic()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = [part.name for part in PARTS]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(names))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the report and log")
+    parser.add_argument("--carried", type=Path, nargs="*", default=[], help="what carry.py made, "
+                        "or the --out of an earlier day")  # fmt: skip
+    work = Path(tempfile.gettempdir()) / f"nanocore-gpu-{os.getuid()}"
+    parser.add_argument("--work", type=Path, default=work, help="stays from call to call")
+    parser.add_argument("--limit-s", type=float, default=CALL_LIMIT_S, help="of this call")
+    add_flags(parser)
+    arguments = parser.parse_args(argv)
+    if unknown := {*arguments.parts} - {*names}:
+        parser.error(f"{', '.join(unknown)}: choose from {', '.join(names)}")
+    for folder in arguments.carried:
+        if not folder.is_dir():
+            parser.error(f"--carried {folder}: not a folder")
+    day = Day(arguments, start_s + arguments.limit_s)
+    day.run([part for part in PARTS if part.name in (arguments.parts or names)])
+    return day.summarize()
+
+
+class Day:
+    """The records, and what is to be done."""
+
+    def __init__(self, arguments: argparse.Namespace, end_s: float) -> None:
+        self._arguments, self._end_s = arguments, end_s
+        self._work, self._out = arguments.work.absolute(), arguments.out.absolute()
+        self._carried = self._work / "carried"
+        for folder in (self._carried, self._out):
+            folder.mkdir(parents=True, exist_ok=True)
+        end_family(f"{_MARK}={self._work}")  # of a call that was killed
+        name = file_name(arguments.device, arguments.small)
+        for folder in (*arguments.carried, self._out):
+            if (folder / name).exists() and not (self._work / name).exists():
+                shutil.copy(folder / name, self._work)
+        if (self._work / name).exists():
+            shutil.copy(self._work / name, self._out)
+        for folder in arguments.carried:
+            unpack(folder, self._carried)
+        self._records = Records(name, (self._work, self._out))
+        self._report = Path(name).with_suffix(".json")
+        self._reopen()
+
+    def _reopen(self) -> None:
+        """What was skipped may be possible now, and what failed may be repaired by a commit."""
+        records, again = self._records, [*self._records.skipped]
+        if records.head.get("commit") != describe_commit()["commit"]:
+            again += records.errors
+        parts = {name.partition("/")[0] for name in again}
+        records.add(endings=dict.fromkeys(sorted(parts), "to be tried again"))
+
+    def run(self, parts: Sequence[Part]) -> None:
+        """Those that have not ended, in their order; those that a limit cut off, last."""
+        endings = self._records.endings
+        todo = [part for part in parts if endings.get(part.name) != ENDED]
+        todo.sort(key=lambda part: endings.get(part.name) == CUT_OFF)
+        while todo:
+            part = todo.pop(0)
+            left_s = self._end_s - GRACE_S - time.monotonic()
+            lacking = [name for name in part.needs if not (self._carried / f".{name}").exists()]
+            if lacking:
+                ending = f"waits: not carried: {', '.join(lacking)}"
+            elif left_s < LEAST_S:
+                return
+            else:
+                print(f"{part.name}: {min(part.limit_s, left_s):.0f} s at most", flush=True)
+                ending = self._run_processes(part, time.monotonic() + min(part.limit_s, left_s))
+            todo += [part] if ending == CUT_OFF else []
+            self._records.add(endings={part.name: ending})
+            write_report(self._out / self._report, self._records.report())
+
+    def _run_processes(self, part: Part, end_s: float) -> str:
+        """One after the other, each behind what broke the one before; says how it ended."""
+        log = self._out / "gpu.log"
+        while (left_s := end_s - time.monotonic()) > 1:
+            flags = ["--device", self._arguments.device, *["--small"] * self._arguments.small]
+            command = [
+                sys.executable, "-m", "benchmarks.gpu.part", part.name, *flags,
+                "--limit-s", f"{left_s:.1f}", "--carried", str(self._carried),
+                "--out", str(self._work), str(self._out),
+            ]  # fmt: skip
+            code = run_bounded(command, left_s + GRACE_S, self._environment(), log)
+            self._records.read()
+            begun, missing = self._records.begun, self._records.missing
+            if code == 0:
+                return CUT_OFF if self._records.of_part(part.name, missing) else ENDED
+            if code is not None and begun is None and code != LOST_CODE:
+                return f"exit code {code}: see {log.name}"
+            if code is not None and begun is not None:
+                tail = log.read_bytes()[-3000:].decode(errors="replace")
+                self._records.add(name=begun, error=f"crash or hang: exit code {code}\n{tail}")
+        return CUT_OFF
+
+    def summarize(self) -> int:
+        """Print a line for each part; 0 if none misses anything, and nothing failed."""
+        records = self._records
+        rows = [["", "measured", "failed", "skipped", "missing", "ending"]]
+        for part in PARTS:
+            kinds = (records.figures, records.errors, records.skipped, records.missing)
+            counts = [str(len(records.of_part(part.name, kind))) for kind in kinds]
+            rows.append([part.name, *counts, records.endings.get(part.name, "not begun")])
+        print(table(rows), flush=True)
+        is_complete = all(records.endings.get(part.name) == ENDED for part in PARTS)
+        return 0 if is_complete and not records.errors else 1
+
+    def _environment(self) -> dict[str, str]:
+        path = [str(ROOT), os.environ.get("PYTHONPATH", ""), str(self._carried / "site")]
+        return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1",
+                _MARK: str(self._work)}  # fmt: skip
+
+
+def unpack(folder: Path, target: Path) -> None:
+    """Archives that were carried, once; one that is damaged costs only what needs it."""
+    for archive in sorted(folder.glob("*.tar.xz")):
+        mark = target / f".{archive.name.removesuffix('.tar.xz')}"
+        if mark.exists():
+            continue
+        try:
+            with tarfile.open(archive) as opened:
+                opened.extractall(target, filter="data")
+        except Exception as error:
+            print(f"{archive} is damaged: {type(error).__name__}: {error}", flush=True)
+        else:
+            mark.touch()
+
+
+def run_bounded(
+    command: list[str], limit_s: float, changes: dict[str, str], log: Path
+) -> int | None:
+    """Exit code of a command; None if it was killed at the limit. What it started ends with it.
+
+    changes: to the environment; it has the mark of `end_family`.
+    """
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, env=os.environ | changes, cwd=ROOT, stdout=output, stderr=output
+        )
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:  # of an interrupt, too
+        end_family(f"{_MARK}={changes[_MARK]}")
+        process.wait()
+
+
+def end_family(mark: str) -> None:
+    """End all that was started with NAME=VALUE in its environment, in whatever session it is."""
+    while family := [*_family(mark.encode())]:
+        for pid in family:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _family(mark: bytes) -> Sequence[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

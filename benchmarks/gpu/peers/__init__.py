@@ -1,1 +1,0 @@
-"""Drivers of engines: each is a process that answers runs, see benchmarks/peers/line_protocol."""
