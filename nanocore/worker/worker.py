@@ -102,10 +102,10 @@ class Worker:
         """
         model = self._runner.model
         if self._config.load_format == "dummy":
-            weight_bytes = fill_dummy_weights(model.slots(), self._config.seed)
+            weight_bytes = fill_dummy_weights(model.entries(), self._config.seed)
         else:
             weight_bytes = load_weights(
-                Path(self._config.folder), model.slots(), model.slot_name, self._progress
+                Path(self._config.folder), model.entries(), model.entry_name, self._progress
             )
         self._weight_bytes = weight_bytes - self._runner.pack(self._config.quantization)
 

@@ -215,7 +215,7 @@ def load_model(
     """A model on one rank, its weights loaded."""
     placement = Placement(dtype, torch.device(device))
     model = build_model(load_model_config(folder), placement)
-    load_weights(folder, model.slots(), model.slot_name)
+    load_weights(folder, model.entries(), model.entry_name)
     ModelRunner(model, TorchKernels()).pack(quantization)
     return model
 

@@ -138,7 +138,7 @@ def make_runner(
     max_model_len: served positions.
     """
     model = model or build_model(load_model_config(folder), placement)
-    load_weights(folder, model.slots(), model.slot_name)
+    load_weights(folder, model.entries(), model.entry_name)
     runner = ModelRunner(model, kernels or make_kernels(backend), links, queue)
     runner.pack(quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)

@@ -96,7 +96,7 @@ class Engine:
     ) -> None:
         placement = Placement(dtype, torch.device("cpu"), SingleRank(), 0, 1)
         model = build_model(load_model_config(folder), placement)
-        load_weights(folder, model.slots(), model.slot_name)
+        load_weights(folder, model.entries(), model.entry_name)
         self.runner = ModelRunner(model, kernels)
         self.runner.pack(quantization)
         self.dtype = dtype

@@ -115,7 +115,7 @@ def make_runner(
 ) -> ModelRunner:
     placement = placement or Placement(way.dtype, torch.device("cpu"))
     model = build_model(load_model_config(folder), placement)
-    load_weights(folder, model.slots(), model.slot_name)
+    load_weights(folder, model.entries(), model.entry_name)
     stream = FakeStream(max(1, way.depth))
     device = DeviceQueue(stream, FakeGraphRecorder()) if way.depth else None
     kernels = DeviceKernels() if way.depth else make_kernels(way.backend)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading.checkpoint import INDEX_FILE, read_header
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.weights import Slots, whole
+from nanocore.worker.loading.weights import Entries, whole
 
 TENSORS = {
     "model.a.weight": torch.arange(6.0).view(2, 3),
@@ -29,13 +29,13 @@ TENSORS = {
 BYTES = [0, 10, 0x7F, 0x80, 0xC3, 0xFF, *b' "+-.,0129:FI[]\\e{}']
 
 
-def slots() -> Slots:
+def entries() -> Entries:
     return {name: whole(torch.full_like(tensor, torch.nan)) for name, tensor in TENSORS.items()}
 
 
 def outcome(folder: Path) -> str:
     """ "loaded", if every value is in its place, or what the error says."""
-    targets = slots()
+    targets = entries()
     try:
         load_weights(folder, targets, str)
     except ModelFileError as error:

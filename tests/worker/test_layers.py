@@ -63,8 +63,8 @@ def test_a_bfloat16_layer_norm_rounds_as_transformers_does(tmp_path: Path) -> No
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).transformer.ln_f
     config = load_model_config(folder)
     norm = LayerNorm(Placement(torch.bfloat16, CPU), config, config.hidden_size)
-    for name, slot in norm.slots("n").items():
-        slot.parts[0].target.copy_(getattr(theirs, name.removeprefix("n.")).detach())
+    for name, entry in norm.entries("n").items():
+        entry.parts[0].target.copy_(getattr(theirs, name.removeprefix("n.")).detach())
     x, residual = 7 * values(100, config.hidden_size), values(100, config.hidden_size) + 1
     normed, total = norm.add(x, residual, TorchKernels())
     assert torch.equal(total, residual + x)
@@ -93,9 +93,9 @@ def test_bfloat16_embeddings_are_scaled_as_transformers_does(tmp_path: Path) -> 
 def test_weights_are_filled_then_packed_once_and_filled_no_more(name: str, tmp_path: Path) -> None:
     model = build_model(config_of(name, tmp_path), Placement(torch.float32, CPU))
     packer = WeightPacker(TorchKernels())
-    assert model.slots()
+    assert model.entries()
     model.pack(packer)
-    for use in (model.slots, lambda: model.pack(packer)):
+    for use in (model.entries, lambda: model.pack(packer)):
         with pytest.raises(AssertionError, match="packed, and filled no more"):
             use()
 
@@ -197,11 +197,11 @@ def test_ranks_of_all_stages_keep_every_value_of_the_checkpoint(name: str, tmp_p
     for stage in range(2):
         for rank in range(2):
             placement = Placement(torch.float32, META, _Rank(rank, 2), stage, 2)
-            slots = build_model(config, placement).slots()
-            assert not kept or slots.keys() == kept.keys()
-            for tensor_name, slot in slots.items():
-                mark = kept.setdefault(tensor_name, torch.zeros(slot.shape, dtype=torch.bool))
-                for part in slot.parts:
+            entries = build_model(config, placement).entries()
+            assert not kept or entries.keys() == kept.keys()
+            for tensor_name, entry in entries.items():
+                mark = kept.setdefault(tensor_name, torch.zeros(entry.shape, dtype=torch.bool))
+                for part in entry.parts:
                     assert mark[part.index].shape == part.target.shape
                     mark[part.index] = True
     assert all(mark.all() for mark in kept.values())

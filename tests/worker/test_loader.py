@@ -15,7 +15,7 @@ from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading import loader
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import check_weights, load_weights
-from nanocore.worker.loading.weights import Index, Part, Slot, Slots, TensorNames, whole
+from nanocore.worker.loading.weights import Entries, Entry, Index, Part, TensorNames, whole
 
 
 def numbered(*shape: int) -> Tensor:
@@ -30,21 +30,21 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 def load_part(folder: Path, stored: Tensor, index: Index, dtype: torch.dtype) -> Tensor:
     save_file({"a": stored}, folder / "model.safetensors")
     target = torch.empty_like(stored[index], dtype=dtype)
-    load_weights(folder, {"a": Slot(tuple(stored.shape), [Part(target, index)])}, str)
+    load_weights(folder, {"a": Entry(tuple(stored.shape), [Part(target, index)])}, str)
     return target
 
 
-def refusal(folder: Path, slots: Slots, names: TensorNames = str) -> str:
+def refusal(folder: Path, entries: Entries, names: TensorNames = str) -> str:
     """What load_weights says; check_weights must say the same."""
     with pytest.raises(ModelFileError) as loading:
-        load_weights(folder, slots, names)
+        load_weights(folder, entries, names)
     with pytest.raises(ModelFileError) as checking:
-        check_weights(folder, slots, names)
+        check_weights(folder, entries, names)
     assert str(loading.value) == str(checking.value)
     return str(loading.value).replace(f"{folder}/", "")
 
 
-def one(shape: tuple[int, ...] = (2,), name: str = "a") -> Slots:
+def one(shape: tuple[int, ...] = (2,), name: str = "a") -> Entries:
     return {name: whole(torch.zeros(shape))}
 
 
@@ -52,8 +52,8 @@ def test_tensors_land_in_their_views_in_the_parameters_dtype(tmp_path: Path) -> 
     stored = {"a": numbered(2, 3), "b": torch.ones(1, 3)}
     save_file({name: t.bfloat16() for name, t in stored.items()}, tmp_path / "model.safetensors")
     merged = torch.zeros(3, 3)
-    slots = {"a": whole(merged[:2]), "b": whole(merged[2:])}
-    assert load_weights(tmp_path, slots, str) == 9 * 2
+    entries = {"a": whole(merged[:2]), "b": whole(merged[2:])}
+    assert load_weights(tmp_path, entries, str) == 9 * 2
     assert torch.equal(merged, torch.cat([stored["a"], stored["b"]]))
 
 
@@ -91,7 +91,7 @@ def test_two_parts_of_a_tensor_and_views_with_gaps(tmp_path: Path) -> None:
         Part(memory[:, 1:3], (slice(0, 4), slice(4, 6))),
         Part(memory[1:3, 4:], (slice(2, 4),)),
     ]
-    num_bytes = load_weights(tmp_path, {"a": Slot((4, 6), parts)}, str)
+    num_bytes = load_weights(tmp_path, {"a": Entry((4, 6), parts)}, str)
     expected = torch.zeros(4, 10)
     expected[:, 1:3] = stored[:, 4:6]
     expected[1:3, 4:] = stored[2:4]
@@ -117,14 +117,14 @@ def test_an_offset_is_added_and_rounded_once(tmp_path: Path, dtype: torch.dtype)
 
 def test_what_a_rank_does_not_keep_is_not_read_and_must_be_there(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(9)}, tmp_path / "model.safetensors")
-    slots = one() | {"b": Slot((9,))}
-    assert load_weights(tmp_path, slots, str) == 2 * 4
-    assert check_weights(tmp_path, slots, str) == (2 + 9) * 4
+    entries = one() | {"b": Entry((9,))}
+    assert load_weights(tmp_path, entries, str) == 2 * 4
+    assert check_weights(tmp_path, entries, str) == (2 + 9) * 4
     assert "'b' has shape [9], config.json implies [8]" in refusal(
-        tmp_path, one() | {"b": Slot((8,))}
+        tmp_path, one() | {"b": Entry((8,))}
     )
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert "1 of 2 tensors are missing, e.g. 'b'" in refusal(tmp_path, slots)
+    assert "1 of 2 tensors are missing, e.g. 'b'" in refusal(tmp_path, entries)
 
 
 def test_checking_takes_tensors_without_memory(tmp_path: Path) -> None:
@@ -141,9 +141,9 @@ def test_an_ignored_tensor_may_be_there_of_any_dtype(tmp_path: Path) -> None:
 
 def test_a_tensor_goes_where_its_translated_name_says(tmp_path: Path) -> None:
     save_file({"inner.a": torch.ones(2)}, tmp_path / "model.safetensors")
-    slots = one()
-    assert load_weights(tmp_path, slots, lambda name: name.removeprefix("inner.")) == 8
-    assert slots["a"].parts[0].target.tolist() == [1.0, 1.0]
+    entries = one()
+    assert load_weights(tmp_path, entries, lambda name: name.removeprefix("inner.")) == 8
+    assert entries["a"].parts[0].target.tolist() == [1.0, 1.0]
     assert "1 of 1 tensors are missing" not in refusal(tmp_path, one())
 
 
@@ -178,9 +178,9 @@ def test_shards_are_read_by_index_through_links(tmp_path: Path) -> None:
         folder, {name: f"model-0000{i}-of-00002.safetensors" for i, name in enumerate("ab", 1)}
     )
     (folder / "consolidated.safetensors").write_bytes(b"another copy, for other programs")
-    slots = one(name="a") | one(name="b")
-    assert load_weights(folder, slots, str) == 16
-    assert [slot.parts[0].target.tolist() for slot in slots.values()] == [[1, 1], [2, 2]]
+    entries = one(name="a") | one(name="b")
+    assert load_weights(folder, entries, str) == 16
+    assert [entry.parts[0].target.tolist() for entry in entries.values()] == [[1, 1], [2, 2]]
 
 
 def test_a_single_file_may_have_any_name(tmp_path: Path) -> None:
@@ -198,21 +198,23 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
 def test_an_index_that_names_another_shard_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "1.safetensors")
     save_file({"b": torch.ones(2)}, tmp_path / "2.safetensors")
-    slots = one(name="a") | one(name="b")
+    entries = one(name="a") | one(name="b")
     write_index(tmp_path, {"a": "2.safetensors", "b": "1.safetensors"})
     assert "tensor 'a' should be in 2.safetensors, but it is in 1.safetensors" in refusal(
-        tmp_path, slots
+        tmp_path, entries
     )
     write_index(tmp_path, {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"})
-    assert "tensor 'c' should be in 2.safetensors, but it is in no file" in refusal(tmp_path, slots)
-    assert load_weights(tmp_path, slots, {"a": "a", "b": "b"}.get) == 16
+    assert "tensor 'c' should be in 2.safetensors, but it is in no file" in refusal(
+        tmp_path, entries
+    )
+    assert load_weights(tmp_path, entries, {"a": "a", "b": "b"}.get) == 16
 
 
 def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "1.safetensors")
     write_index(tmp_path, {"a": "1.safetensors"})
-    slots = one(name="a") | one(name="b")
-    assert f"1.safetensors: tensor 'b' is not in {INDEX_FILE}" in refusal(tmp_path, slots)
+    entries = one(name="a") | one(name="b")
+    assert f"1.safetensors: tensor 'b' is not in {INDEX_FILE}" in refusal(tmp_path, entries)
 
 
 @pytest.mark.parametrize("stray", ["model.safetensors", "model-00002-of-00002.safetensors"])

@@ -104,8 +104,8 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     config = make_worker_config(
         folder=str(tiny_model), max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=300
     )
-    for slot in model.slots().values():
-        for part in slot.parts:
+    for entry in model.entries().values():
+        for part in entry.parts:
             part.target.zero_()
     runner.pack(None)
     plans: list[SchedulerOutput] = []

@@ -14,7 +14,7 @@ from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.loading.weights import Slots
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.memory.kv_memory import KVSpec
 from nanocore.worker.placement import Placement
 
@@ -47,13 +47,15 @@ class Attention:
             softcap=config.attn_logit_softcapping,
         )
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         """Where the checkpoint's tensors with this prefix go."""
-        slots = self.qkv_proj.slots(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj")
-        slots |= self.o_proj.slots(f"{prefix}o_proj")
+        entries = self.qkv_proj.entries(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj")
+        entries |= self.o_proj.entries(f"{prefix}o_proj")
         if self.q_norm and self.k_norm:
-            slots |= self.q_norm.slots(f"{prefix}q_norm") | self.k_norm.slots(f"{prefix}k_norm")
-        return slots
+            entries |= self.q_norm.entries(f"{prefix}q_norm") | self.k_norm.entries(
+                f"{prefix}k_norm"
+            )
+        return entries
 
     def pack(self, packer: WeightPacker) -> None:
         """See `Weight`."""

@@ -23,7 +23,7 @@ from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.norm import Norm, RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.layers.rotary import rotary_table
-from nanocore.worker.loading.weights import EMBEDDING, HEAD, Slot, Slots, without_parts
+from nanocore.worker.loading.weights import EMBEDDING, HEAD, Entries, Entry, without_parts
 from nanocore.worker.memory.kv_memory import KVSpec
 from nanocore.worker.placement import Placement
 
@@ -40,12 +40,12 @@ class Layer(Protocol):
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None: ...
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         """Where the checkpoint's tensors with this prefix go."""
         ...
 
     def pack(self, packer: WeightPacker) -> None:
-        """Hand the loaded weights to the backend, once; `slots` is to be asked before."""
+        """Hand the loaded weights to the backend, once; `entries` is to be asked before."""
         ...
 
     def __call__(
@@ -58,12 +58,12 @@ class Layer(Protocol):
 class MLP(Protocol):
     """What a layer has after attention: a gated MLP, or experts; [T, E] to [T, E]."""
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         """Where the checkpoint's tensors with this prefix go."""
         ...
 
     def pack(self, packer: WeightPacker) -> None:
-        """Hand the loaded weights to the backend, once; `slots` is to be asked before."""
+        """Hand the loaded weights to the backend, once; `entries` is to be asked before."""
         ...
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor: ...
@@ -83,7 +83,7 @@ class DecoderLayer:
         self.make_norms(placement, config)
 
     def make_norms(self, placement: Placement, config: ModelConfig) -> None:
-        """Those that `norm_slots` names."""
+        """Those that `norm_entries` names."""
         self.input_norm = self.norm_class(placement, config, config.hidden_size)
         self.post_attention_norm = self.norm_class(placement, config, config.hidden_size)
 
@@ -91,22 +91,22 @@ class DecoderLayer:
         """What stands after attention in this layer; families with experts override it."""
         return GatedMLP(placement, config, config.intermediate_size)
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         return {
-            **self.attention.slots(f"{prefix}self_attn."),
-            **self.mlp.slots(f"{prefix}mlp."),
-            **self.norm_slots(prefix),
+            **self.attention.entries(f"{prefix}self_attn."),
+            **self.mlp.entries(f"{prefix}mlp."),
+            **self.norm_entries(prefix),
         }
 
     def pack(self, packer: WeightPacker) -> None:
         self.attention.pack(packer)
         self.mlp.pack(packer)
 
-    def norm_slots(self, prefix: str) -> Slots:
+    def norm_entries(self, prefix: str) -> Entries:
         """Where the norms' tensors with this prefix go; families with other norms override it."""
         return {
-            **self.input_norm.slots(f"{prefix}input_layernorm"),
-            **self.post_attention_norm.slots(f"{prefix}post_attention_layernorm"),
+            **self.input_norm.entries(f"{prefix}input_layernorm"),
+            **self.post_attention_norm.entries(f"{prefix}post_attention_layernorm"),
         }
 
     def __call__(
@@ -142,21 +142,21 @@ class DecoderModel:
             self.head = (self.embedding if tied else None) or self._vocabulary()
             self.norm = self.layer_class.norm_class(placement, config, config.hidden_size)
 
-    def slots(self) -> Slots:
+    def entries(self) -> Entries:
         """Every tensor the checkpoint must hold; those of other stages have no parts here."""
         config, meta = self.config, self.placement.on_meta()
-        slots = self._vocabulary_slots()
+        entries = self._vocabulary_entries()
         for i in range(config.num_layers):
             prefix = f"model.layers.{i}."
             if i in self.layer_range:
-                slots |= self.layers[i - self.layer_range.start].slots(prefix)
+                entries |= self.layers[i - self.layer_range.start].entries(prefix)
             else:
-                slots |= without_parts(self.layer_class(meta, config, i).slots(prefix))
+                entries |= without_parts(self.layer_class(meta, config, i).entries(prefix))
         norm = self.layer_class.norm_class(meta, config, config.hidden_size)
-        slots |= without_parts(norm.slots("model.norm"))
+        entries |= without_parts(norm.entries("model.norm"))
         if self.norm:
-            slots |= self.norm.slots("model.norm")
-        return slots
+            entries |= self.norm.entries("model.norm")
+        return entries
 
     @property
     def kv_specs(self) -> list[KVSpec]:
@@ -165,20 +165,20 @@ class DecoderModel:
 
     @classmethod
     def common_name(cls, stored: str) -> str | None:
-        """What `slots` calls a checkpoint's tensor; None for one that no such model reads.
+        """What `entries` calls a checkpoint's tensor; None for one that no such model reads.
 
         Families whose checkpoints call things otherwise translate here. Old files hold the
         frequencies of the rotation.
         """
         return None if stored.endswith(".self_attn.rotary_emb.inv_freq") else stored
 
-    def slot_name(self, stored: str) -> str | None:
+    def entry_name(self, stored: str) -> str | None:
         """Likewise of this model, whose head may be the embedding."""
         name = self.common_name(stored)
         return None if name == HEAD and self.config.tie_word_embeddings else name
 
     def pack(self, packer: WeightPacker) -> None:
-        """Hand the loaded weights to the backend, once; `slots` is to be asked before."""
+        """Hand the loaded weights to the backend, once; `entries` is to be asked before."""
         for layer in self.layers:
             layer.pack(packer)
         if self.norm is not None and self.config.logits_divisor != 1.0:
@@ -238,12 +238,12 @@ class DecoderModel:
         config = self.config
         return VocabParallelEmbedding(self.placement, config.vocab_size, config.hidden_size)
 
-    def _vocabulary_slots(self) -> Slots:
+    def _vocabulary_entries(self) -> Entries:
         """A tied matrix is one tensor that the first and the last stage both keep."""
         shape = (self.config.vocab_size, self.config.hidden_size)
-        embedding = Slot(shape, self.embedding.parts() if self.embedding else [])
-        head = Slot(shape, self.head.parts() if self.head else [])
+        embedding = Entry(shape, self.embedding.parts() if self.embedding else [])
+        head = Entry(shape, self.head.parts() if self.head else [])
         if not self.config.tie_word_embeddings:
             return {EMBEDDING: embedding, HEAD: head}
         parts = embedding.parts if self.head is self.embedding else embedding.parts + head.parts
-        return {EMBEDDING: Slot(shape, parts)}
+        return {EMBEDDING: Entry(shape, parts)}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
 from nanocore.worker.layers.packing import Weight, WeightPacker
-from nanocore.worker.loading.weights import Part, Slot, Slots, whole
+from nanocore.worker.loading.weights import Entries, Entry, Part, whole
 from nanocore.worker.placement import Placement
 
 
@@ -60,20 +60,20 @@ class ColumnParallelLinear:
         self.weight = Weight(placement.empty(sum(self.sizes), in_features))
         self.bias = placement.empty(sum(self.sizes)) if bias else None
 
-    def slots(self, *names: str) -> Slots:
+    def entries(self, *names: str) -> Entries:
         """One checkpoint tensor per projection, in the order of `parts`."""
         weight_names = [f"{name}.weight" for name in names]
-        slots = self._slots(self.weight.parameter, (self.in_features,), weight_names)
+        entries = self._entries(self.weight.parameter, (self.in_features,), weight_names)
         if self.bias is not None:
-            slots |= self._slots(self.bias, (), [f"{name}.bias" for name in names])
-        return slots
+            entries |= self._entries(self.bias, (), [f"{name}.bias" for name in names])
+        return entries
 
-    def fused_slots(self, name: str) -> Slots:
+    def fused_entries(self, name: str) -> Entries:
         """One checkpoint tensor that stacks the projections whole, one after the other."""
-        slots = {f"{name}.weight": self._fused_slot(self.weight.parameter)}
+        entries = {f"{name}.weight": self._fused_entry(self.weight.parameter)}
         if self.bias is not None:
-            slots[f"{name}.bias"] = self._fused_slot(self.bias)
-        return slots
+            entries[f"{name}.bias"] = self._fused_entry(self.bias)
+        return entries
 
     def pack(self, packer: WeightPacker) -> None:
         """See `Weight`."""
@@ -82,17 +82,17 @@ class ColumnParallelLinear:
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         return kernels.linear(x, self.weight.packed, self.bias)
 
-    def _fused_slot(self, stacked: Tensor) -> Slot:
+    def _fused_entry(self, stacked: Tensor) -> Entry:
         parts, offset = [], 0
         for rows, target in zip(self.parts, stacked.split(self.sizes), strict=True):
             start = offset + rows.start
             parts.append(Part(target, (slice(start, start + rows.size),)))
             offset += rows.total
-        return Slot((offset, *stacked.shape[1:]), parts)
+        return Entry((offset, *stacked.shape[1:]), parts)
 
-    def _slots(self, stacked: Tensor, rest: tuple[int, ...], names: list[str]) -> Slots:
+    def _entries(self, stacked: Tensor, rest: tuple[int, ...], names: list[str]) -> Entries:
         return {
-            name: Slot((rows.total, *rest), [Part(target, (rows.kept,))])
+            name: Entry((rows.total, *rest), [Part(target, (rows.kept,))])
             for name, rows, target in zip(names, self.parts, stacked.split(self.sizes), strict=True)
         }
 
@@ -118,15 +118,15 @@ class RowParallelLinear:
         self.weight = Weight(placement.empty(out_features, self.columns.size))
         self.bias = placement.empty(out_features) if bias else None
 
-    def slots(self, name: str) -> Slots:
+    def entries(self, name: str) -> Entries:
         """The checkpoint's weight, and bias if there is one."""
         parameter = self.weight.parameter
         num_rows = len(parameter)
         index = (slice(0, num_rows), self.columns.kept)
-        slots = {f"{name}.weight": Slot((num_rows, self.in_features), [Part(parameter, index)])}
+        entries = {f"{name}.weight": Entry((num_rows, self.in_features), [Part(parameter, index)])}
         if self.bias is not None:
-            slots[f"{name}.bias"] = whole(self.bias)
-        return slots
+            entries[f"{name}.bias"] = whole(self.bias)
+        return entries
 
     def pack(self, packer: WeightPacker) -> None:
         """See `Weight`."""

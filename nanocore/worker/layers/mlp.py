@@ -8,7 +8,7 @@ from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.loading.weights import Slots
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
 
 
@@ -31,11 +31,11 @@ class GatedMLP:
             placement, inner_size, config.hidden_size, what, bias=config.mlp_bias
         )
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         """Where the checkpoint's tensors with this prefix go."""
         return {
-            **self.gate_up_proj.slots(f"{prefix}gate_proj", f"{prefix}up_proj"),
-            **self.down_proj.slots(f"{prefix}down_proj"),
+            **self.gate_up_proj.entries(f"{prefix}gate_proj", f"{prefix}up_proj"),
+            **self.down_proj.entries(f"{prefix}down_proj"),
         }
 
     def pack(self, packer: WeightPacker) -> None:
@@ -71,10 +71,10 @@ class PlainMLP:
             placement, inner_size, config.hidden_size, what, bias=config.mlp_bias
         )
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         """Where the checkpoint's tensors with this prefix go."""
         up_proj, down_proj = f"{prefix}up_proj", f"{prefix}down_proj"
-        return self.up_proj.slots(up_proj) | self.down_proj.slots(down_proj)
+        return self.up_proj.entries(up_proj) | self.down_proj.entries(down_proj)
 
     def pack(self, packer: WeightPacker) -> None:
         """See `Weight`."""

@@ -18,7 +18,7 @@ from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
 from nanocore.worker.layers.linear import Rows
 from nanocore.worker.layers.packing import Weight, WeightPacker
-from nanocore.worker.loading.weights import Part, Slot, Slots, whole
+from nanocore.worker.loading.weights import Entries, Entry, Part, whole
 from nanocore.worker.placement import Placement
 
 
@@ -41,9 +41,9 @@ class SparseMLP:
         self.gate_up_XIE = placement.empty(moe.num_experts, 2 * self.rows.size, hidden_size)
         self.down_XEI = placement.empty(moe.num_experts, hidden_size, self.rows.size)
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         """Checkpoints keep every expert's projections apart."""
-        slots = {f"{prefix}gate.weight": whole(self.router.parameter)}
+        entries = {f"{prefix}gate.weight": whole(self.router.parameter)}
         hidden_size = self.down_XEI.shape[1]
         inner = self.rows.kept
         in_shape, out_shape = (self.rows.total, hidden_size), (hidden_size, self.rows.total)
@@ -51,11 +51,11 @@ class SparseMLP:
         experts = zip(gates_XIE.unbind(), ups_XIE.unbind(), self.down_XEI.unbind(), strict=True)
         for i, (gate_IE, up_IE, down_EI) in enumerate(experts):
             expert = f"{prefix}experts.{i}."
-            slots[f"{expert}gate_proj.weight"] = Slot(in_shape, [Part(gate_IE, (inner,))])
-            slots[f"{expert}up_proj.weight"] = Slot(in_shape, [Part(up_IE, (inner,))])
+            entries[f"{expert}gate_proj.weight"] = Entry(in_shape, [Part(gate_IE, (inner,))])
+            entries[f"{expert}up_proj.weight"] = Entry(in_shape, [Part(up_IE, (inner,))])
             down = Part(down_EI, (slice(0, hidden_size), inner))
-            slots[f"{expert}down_proj.weight"] = Slot(out_shape, [down])
-        return slots
+            entries[f"{expert}down_proj.weight"] = Entry(out_shape, [down])
+        return entries
 
     def pack(self, packer: WeightPacker) -> None:
         """See `Weight`; of the router alone, for `Kernels.moe` takes experts as they are loaded."""

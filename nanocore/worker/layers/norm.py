@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.loading.weights import Slots, whole
+from nanocore.worker.loading.weights import Entries, whole
 from nanocore.worker.placement import Placement
 
 
@@ -21,7 +21,7 @@ class Norm(Protocol):
 
     def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None: ...
 
-    def slots(self, name: str) -> Slots:
+    def entries(self, name: str) -> Entries:
         """Where the checkpoint's tensors with this name go."""
         ...
 
@@ -50,7 +50,7 @@ class RMSNorm:
         self.offset = config.norm_offset
         self.weight = placement.empty(size, dtype=torch.float32 if self.offset else None)
 
-    def slots(self, name: str) -> Slots:
+    def entries(self, name: str) -> Entries:
         """Where the checkpoint's weight goes, and what is added to it."""
         return {f"{name}.weight": whole(self.weight, self.offset)}
 
@@ -76,7 +76,7 @@ class LayerNorm:
         self.weight = placement.empty(size)
         self.bias = placement.empty(size)
 
-    def slots(self, name: str) -> Slots:
+    def entries(self, name: str) -> Entries:
         return {f"{name}.weight": whole(self.weight), f"{name}.bias": whole(self.bias)}
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:

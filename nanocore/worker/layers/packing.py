@@ -1,6 +1,6 @@
 """A weight's two states: a parameter that is filled, and then what the kernel backend packed.
 
-Layers say where the parameter is filled from (`slots`) while it is there, and hand it to the
+Layers say where the parameter is filled from (`entries`) while it is there, and hand it to the
 backend once (`pack`); from then on kernels are called, and the parameter's memory is gone.
 """
 

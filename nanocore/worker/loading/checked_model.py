@@ -55,7 +55,7 @@ def read_model(
 
 def loaded_bytes(model: DecoderModel) -> int:
     """Of the weights of this rank's part, as they are when they have been loaded."""
-    return sum(part.target.nbytes for slot in model.slots().values() for part in slot.parts)
+    return sum(part.target.nbytes for entry in model.entries().values() for part in entry.parts)
 
 
 def check_files(config: WorkerConfig, model: DecoderModel) -> None:
@@ -65,7 +65,7 @@ def check_files(config: WorkerConfig, model: DecoderModel) -> None:
         ModelFileError: they are not; see `loader.load_weights`.
     """
     if config.load_format != "dummy":
-        check_weights(Path(config.folder), model.slots(), model.slot_name)
+        check_weights(Path(config.folder), model.entries(), model.entry_name)
 
 
 def check_memory(config: WorkerConfig, loaded_bytes: dict[int, int]) -> None:

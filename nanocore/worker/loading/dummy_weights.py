@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocore.worker.loading.weights import Part, Slots
+from nanocore.worker.loading.weights import Entries, Part
 
 _INT16_STD = 2**16 / math.sqrt(12)
 _NORM_STD = 0.1
 _BIAS_STD = 0.02
 
 
-def fill_dummy_weights(slots: Slots, seed: int = 0) -> int:
-    """Fill every part of all slots; returns their bytes.
+def fill_dummy_weights(entries: Entries, seed: int = 0) -> int:
+    """Fill every part of all entries; returns their bytes.
 
     Matrices have mean 0 and standard deviation 1 / sqrt(last dimension), biases 0 and 0.02, other
     vectors (norms) 1 and 0.1; all are uniform. Offsets change nothing: a norm is near 1 whatever a
@@ -31,10 +31,10 @@ def fill_dummy_weights(slots: Slots, seed: int = 0) -> int:
     six or four bytes per element of a tensor's row, if that is more.
     """
     num_bytes = 0
-    for name, slot in slots.items():
-        std, mean = _std_and_mean(name, slot.shape)
-        for part in slot.parts:
-            _fill(part, slot.shape, (seed, zlib.crc32(name.encode())), std, mean)
+    for name, entry in entries.items():
+        std, mean = _std_and_mean(name, entry.shape)
+        for part in entry.parts:
+            _fill(part, entry.shape, (seed, zlib.crc32(name.encode())), std, mean)
             num_bytes += part.target.nbytes
     return num_bytes
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading.checkpoint import StoredTensor, quoted, stored_tensors
 from nanocore.worker.loading.model_folder import display_name
-from nanocore.worker.loading.weights import HEAD, Index, Slot, Slots, TensorNames
+from nanocore.worker.loading.weights import HEAD, Entries, Entry, Index, TensorNames
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PIECE_BYTES = 4 * 2**20
@@ -37,7 +37,7 @@ _MAX_THREADS = 4
 class _Piece:
     """Consecutive rows of a stored tensor, and where what `index` keeps of them goes.
 
-    shape: of the rows. file_offset: of their first byte. add: see `Slot.offset`.
+    shape: of the rows. file_offset: of their first byte. add: see `Entry.offset`.
     """
 
     stored: StoredTensor
@@ -56,14 +56,14 @@ class _Piece:
         return self.target.numel() * self.dtype.itemsize
 
 
-def load_weights(folder: Path, slots: Slots, names: TensorNames, progress: bool = False) -> int:
-    """Fill every part of all slots from the folder's safetensors files.
+def load_weights(folder: Path, entries: Entries, names: TensorNames, progress: bool = False) -> int:
+    """Fill every part of all entries from the folder's safetensors files.
 
     Args:
         folder: single `model.safetensors`, or an index with its shards.
-        slots: every tensor that the checkpoint must hold. Parts may be of any float dtype, on any
+        entries: every tensor that the checkpoint must hold. Parts may be of any float dtype, on any
             device.
-        names: from the files' names to those of slots.
+        names: from the files' names to those of entries.
         progress: show a bar on stderr, if that is a terminal.
 
     Returns:
@@ -74,8 +74,10 @@ def load_weights(folder: Path, slots: Slots, names: TensorNames, progress: bool 
         ModelFileError: a file is missing, damaged, incomplete or no safetensors; a tensor is
             missing, unexpected, repeated, or of another shape or kind.
     """
-    expected = _expected_tensors(folder, slots, names)
-    pieces = [piece for name, stored in expected.items() for piece in _pieces(stored, slots[name])]
+    expected = _expected_tensors(folder, entries, names)
+    pieces = [
+        piece for name, stored in expected.items() for piece in _pieces(stored, entries[name])
+    ]
     num_bytes = sum(piece.kept_bytes for piece in pieces)
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     with (
@@ -95,29 +97,31 @@ def load_weights(folder: Path, slots: Slots, names: TensorNames, progress: bool 
     return num_bytes
 
 
-def check_weights(folder: Path, slots: Slots, names: TensorNames) -> int:
+def check_weights(folder: Path, entries: Entries, names: TensorNames) -> int:
     """Check all that can be known of a checkpoint without reading its weights; fills nothing.
 
     Returns:
-        Bytes of all tensors in `slots` as they are stored, whatever this rank keeps of them.
+        Bytes of all tensors in `entries` as they are stored, whatever this rank keeps of them.
 
     Raises:
         ModelFileError: see `load_weights`.
     """
-    return sum(stored.num_bytes for stored in _expected_tensors(folder, slots, names).values())
+    return sum(stored.num_bytes for stored in _expected_tensors(folder, entries, names).values())
 
 
-def _expected_tensors(folder: Path, slots: Slots, names: TensorNames) -> dict[str, StoredTensor]:
-    """All tensors of `slots`, each with the shape it should have, in the order of the files."""
+def _expected_tensors(
+    folder: Path, entries: Entries, names: TensorNames
+) -> dict[str, StoredTensor]:
+    """All tensors of `entries`, each with the shape it should have, in the order of the files."""
     found: dict[str, StoredTensor] = {}
     for stored in stored_tensors(folder, lambda name: names(name) is not None):
         where = f"{stored.path}: tensor {quoted(stored.name)}"
         name = names(stored.name) or ""
-        slot = slots.get(name)
-        if slot is None:
+        entry = entries.get(name)
+        if entry is None:
             raise ModelFileError(f"{where} is not part of this model: is it what config.json says?")
-        if stored.shape != slot.shape:
-            implied = list(slot.shape)
+        if stored.shape != entry.shape:
+            implied = list(entry.shape)
             raise ModelFileError(
                 f"{where} has shape {list(stored.shape)}, config.json implies {implied}"
             )
@@ -132,23 +136,23 @@ def _expected_tensors(folder: Path, slots: Slots, names: TensorNames) -> dict[st
                 "download the model again"
             )
         found[name] = stored
-    missing = sorted(slots.keys() - found.keys())
+    missing = sorted(entries.keys() - found.keys())
     if missing:
         raise ModelFileError(
-            f"{folder}: {len(missing)} of {len(slots)} tensors are missing, "
+            f"{folder}: {len(missing)} of {len(entries)} tensors are missing, "
             f"e.g. {missing[0]!r}: is it what config.json says?"
             + (" tie_word_embeddings would make the embedding the head" * (missing == [HEAD]))
         )
     return found
 
 
-def _pieces(stored: StoredTensor, slot: Slot) -> Iterator[_Piece]:
+def _pieces(stored: StoredTensor, entry: Entry) -> Iterator[_Piece]:
     """All that this rank keeps of a tensor."""
-    for part in slot.parts:
-        assert part.target.shape == torch.empty(slot.shape, device="meta")[part.index].shape
+    for part in entry.parts:
+        assert part.target.shape == torch.empty(entry.shape, device="meta")[part.index].shape
         if part.target.numel():
             yield from _cut(
-                _Piece(stored, stored.offset, slot.shape, part.index, part.target, slot.offset)
+                _Piece(stored, stored.offset, entry.shape, part.index, part.target, entry.offset)
             )
 
 

@@ -25,7 +25,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class Entry:
     """One tensor of a checkpoint.
 
     shape: of the whole tensor. parts: what this rank keeps of it; empty if nothing.
@@ -37,7 +37,7 @@ class Slot:
     offset: float = 0.0
 
 
-Slots = dict[str, Slot]
+Entries = dict[str, Entry]
 """By checkpoint tensor name, in the order of the model."""
 
 
@@ -45,24 +45,24 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 
 TensorNames = Callable[[str], str | None]
-"""From a checkpoint's name of a tensor to that in `Slots`; None if it is not to be read."""
+"""From a checkpoint's name of a tensor to that in `Entries`; None if it is not to be read."""
 
 
-def without_parts(slots: Slots) -> Slots:
+def without_parts(entries: Entries) -> Entries:
     """The same tensors, of which this rank keeps nothing."""
-    return {name: replace(slot, parts=[]) for name, slot in slots.items()}
+    return {name: replace(entry, parts=[]) for name, entry in entries.items()}
 
 
-def whole(target: Tensor, offset: float = 0.0) -> Slot:
-    """A tensor that every rank keeps whole, in target; offset: see `Slot`."""
-    return Slot(tuple(target.shape), [Part(target, ())], offset)
+def whole(target: Tensor, offset: float = 0.0) -> Entry:
+    """A tensor that every rank keeps whole, in target; offset: see `Entry`."""
+    return Entry(tuple(target.shape), [Part(target, ())], offset)
 
 
-def transposed(slot: Slot) -> Slot:
+def transposed(entry: Entry) -> Entry:
     """The same matrix where a checkpoint holds it with rows and columns exchanged."""
-    num_rows, num_columns = slot.shape
+    num_rows, num_columns = entry.shape
     parts = []
-    for part in slot.parts:
+    for part in entry.parts:
         missing = (slice(0, num_rows), slice(0, num_columns))[len(part.index) :]
         parts.append(Part(part.target.t(), (*part.index, *missing)[::-1]))
-    return replace(slot, shape=(num_columns, num_rows), parts=parts)
+    return replace(entry, shape=(num_columns, num_rows), parts=parts)

@@ -14,7 +14,7 @@ from nanocore.worker.config.windows import window_with_gaps
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.norm import RMSNorm
-from nanocore.worker.loading.weights import Slots
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
 
 
@@ -26,11 +26,11 @@ class Gemma2Layer(DecoderLayer):
         self.pre_feedforward_norm = RMSNorm(placement, config, config.hidden_size)
         self.post_feedforward_norm = RMSNorm(placement, config, config.hidden_size)
 
-    def norm_slots(self, prefix: str) -> Slots:
+    def norm_entries(self, prefix: str) -> Entries:
         return {
-            **super().norm_slots(prefix),
-            **self.pre_feedforward_norm.slots(f"{prefix}pre_feedforward_layernorm"),
-            **self.post_feedforward_norm.slots(f"{prefix}post_feedforward_layernorm"),
+            **super().norm_entries(prefix),
+            **self.pre_feedforward_norm.entries(f"{prefix}pre_feedforward_layernorm"),
+            **self.post_feedforward_norm.entries(f"{prefix}post_feedforward_layernorm"),
         }
 
     def __call__(

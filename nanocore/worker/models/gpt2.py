@@ -20,7 +20,7 @@ from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.mlp import PlainMLP
 from nanocore.worker.layers.norm import LayerNorm, Norm
-from nanocore.worker.loading.weights import Slot, Slots, transposed, whole
+from nanocore.worker.loading.weights import Entries, Entry, transposed, whole
 from nanocore.worker.placement import Placement
 
 _PREFIXES: Final = {
@@ -63,17 +63,17 @@ class GPT2Layer(DecoderLayer):
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> PlainMLP:
         return PlainMLP(placement, config)
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         linear = {
-            **self.attention.qkv_proj.fused_slots(f"{prefix}attn.c_attn"),
-            **self.attention.o_proj.slots(f"{prefix}attn.c_proj"),
-            **self.mlp.up_proj.slots(f"{prefix}mlp.c_fc"),
-            **self.mlp.down_proj.slots(f"{prefix}mlp.c_proj"),
+            **self.attention.qkv_proj.fused_entries(f"{prefix}attn.c_attn"),
+            **self.attention.o_proj.entries(f"{prefix}attn.c_proj"),
+            **self.mlp.up_proj.entries(f"{prefix}mlp.c_fc"),
+            **self.mlp.down_proj.entries(f"{prefix}mlp.c_proj"),
         }
         return {
             **{n: transposed(s) if len(s.shape) == 2 else s for n, s in linear.items()},
-            **self.input_norm.slots(f"{prefix}ln_1"),
-            **self.post_attention_norm.slots(f"{prefix}ln_2"),
+            **self.input_norm.entries(f"{prefix}ln_1"),
+            **self.post_attention_norm.entries(f"{prefix}ln_2"),
         }
 
 
@@ -101,11 +101,11 @@ class GPT2Model(DecoderModel):
         if placement.is_first_stage:
             self.positions_LE = placement.empty(*self.positions_shape)
 
-    def slots(self) -> Slots:
-        positions = Slot(self.positions_shape)
+    def entries(self) -> Entries:
+        positions = Entry(self.positions_shape)
         if self.positions_LE is not None:
             positions = whole(self.positions_LE)
-        return {"model.embed_positions.weight": positions, **super().slots()}
+        return {"model.embed_positions.weight": positions, **super().entries()}
 
     @classmethod
     def common_name(cls, stored: str) -> str | None:

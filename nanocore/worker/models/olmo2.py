@@ -20,7 +20,7 @@ from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import Rows
 from nanocore.worker.layers.norm import Norm, RMSNorm
-from nanocore.worker.loading.weights import Slots
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
 
 
@@ -42,11 +42,11 @@ class Olmo2Attention(Attention):
         self.whole_q_norm = Olmo2Norm(placement, config, q_rows.total)
         self.whole_k_norm = Olmo2Norm(placement, config, k_rows.total)
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         return {
-            **super().slots(prefix),
-            **self.whole_q_norm.slots(f"{prefix}q_norm"),
-            **self.whole_k_norm.slots(f"{prefix}k_norm"),
+            **super().entries(prefix),
+            **self.whole_q_norm.entries(f"{prefix}q_norm"),
+            **self.whole_k_norm.entries(f"{prefix}k_norm"),
         }
 
     def project(self, x_TE: Tensor, kernels: Kernels) -> Tensor:
@@ -75,10 +75,10 @@ class Olmo2Layer(DecoderLayer):
         self.post_attention_norm = Olmo2Norm(placement, config, config.hidden_size)
         self.post_feedforward_norm = Olmo2Norm(placement, config, config.hidden_size)
 
-    def norm_slots(self, prefix: str) -> Slots:
+    def norm_entries(self, prefix: str) -> Entries:
         return {
-            **self.post_attention_norm.slots(f"{prefix}post_attention_layernorm"),
-            **self.post_feedforward_norm.slots(f"{prefix}post_feedforward_layernorm"),
+            **self.post_attention_norm.entries(f"{prefix}post_attention_layernorm"),
+            **self.post_feedforward_norm.entries(f"{prefix}post_feedforward_layernorm"),
         }
 
     def __call__(

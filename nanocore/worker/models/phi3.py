@@ -11,7 +11,7 @@ from nanocore.worker.config.settings import Settings
 from nanocore.worker.config.windows import window_everywhere
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
-from nanocore.worker.loading.weights import Slots
+from nanocore.worker.loading.weights import Entries
 
 
 class Phi3Layer(DecoderLayer):
@@ -19,14 +19,14 @@ class Phi3Layer(DecoderLayer):
 
     mlp: GatedMLP
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         attention, mlp = self.attention, self.mlp
         return {
-            **attention.qkv_proj.fused_slots(f"{prefix}self_attn.qkv_proj"),
-            **attention.o_proj.slots(f"{prefix}self_attn.o_proj"),
-            **mlp.gate_up_proj.fused_slots(f"{prefix}mlp.gate_up_proj"),
-            **mlp.down_proj.slots(f"{prefix}mlp.down_proj"),
-            **self.norm_slots(prefix),
+            **attention.qkv_proj.fused_entries(f"{prefix}self_attn.qkv_proj"),
+            **attention.o_proj.entries(f"{prefix}self_attn.o_proj"),
+            **mlp.gate_up_proj.fused_entries(f"{prefix}mlp.gate_up_proj"),
+            **mlp.down_proj.entries(f"{prefix}mlp.down_proj"),
+            **self.norm_entries(prefix),
         }
 
 

@@ -17,7 +17,7 @@ from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.moe import SparseDecoderLayer, SparseMLP
 from nanocore.worker.layers.packing import Weight, WeightPacker
-from nanocore.worker.loading.weights import Slots, whole
+from nanocore.worker.loading.weights import Entries, whole
 from nanocore.worker.placement import Placement
 
 
@@ -33,10 +33,10 @@ class SharedExpertMLP(SparseMLP):
         )  # fmt: skip
         self.shared_gate = Weight(placement.empty(1, config.hidden_size))
 
-    def slots(self, prefix: str) -> Slots:
+    def entries(self, prefix: str) -> Entries:
         return {
-            **super().slots(prefix),
-            **self.shared_expert.slots(f"{prefix}shared_expert."),
+            **super().entries(prefix),
+            **self.shared_expert.entries(f"{prefix}shared_expert."),
             f"{prefix}shared_expert_gate.weight": whole(self.shared_gate.parameter),
         }
 
