@@ -139,8 +139,8 @@ def break_model(folder: Path, damage: str) -> list[str]:
             edit_config(folder, quantization_config={"quant_method": "awq"})
             return ["quantization_config"]
         case "unknown rope":
-            edit_config(folder, rope_parameters={"rope_type": "longrope", "factor": 4.0})
-            return ["rope_type", "longrope"]
+            edit_config(folder, rope_parameters={"rope_type": "spiral", "factor": 4.0})
+            return ["rope_type", "spiral"]
         case "config of wrong types":
             edit_config(folder, hidden_size="wide")
             return [str(config), "hidden_size"]

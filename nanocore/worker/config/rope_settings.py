@@ -167,6 +167,8 @@ def _check(settings: Settings, rope: Settings, config: RopeConfig, head_dim: int
 
 
 def _check_factors(rope: Settings, name: str, factors: tuple[float, ...], rotary_dim: int) -> None:
+    if not rope.has(name):
+        raise rope.error(name, "is needed by rope_type longrope")
     if len(factors) != rotary_dim // 2:
         raise rope.error(
             name,
