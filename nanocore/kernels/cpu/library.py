@@ -11,12 +11,12 @@ import ctypes
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
 from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
-ABI_VERSION: Final = 6
+ABI_VERSION: Final = 7
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -75,7 +75,7 @@ _SIGNATURES: Final = {
     "workspace_free": (None, (c_void_p,)),
     "program_new": (c_void_p, (c_void_p,)),
     "program_free": (None, (c_void_p,)),
-    "program_run": (None, (c_void_p, POINTER(StepStruct), POINTER(c_double))),
+    "program_run": (None, (c_void_p, POINTER(StepStruct))),
     "packed_bytes": (c_int64, (POINTER(LinearWeightStruct),)),
     "pack": (None, (c_void_p, c_int, c_void_p, POINTER(LinearWeightStruct))),
     "embedding": (

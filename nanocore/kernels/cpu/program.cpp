@@ -4,7 +4,6 @@
 // and arrays of one step. So a step of the whole model is one call, without a look at Python in
 // between. Operands are addresses of the caller's memory, which must live as long as the program.
 
-#include <chrono>
 #include <deque>
 #include <functional>
 
@@ -66,7 +65,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 6; }
+NANOCORE_API int nanocore_abi_version() { return 7; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -101,19 +100,9 @@ NANOCORE_API void* nanocore_program_new(void* workspace) {
 
 NANOCORE_API void nanocore_program_free(void* program) { delete static_cast<Program*>(program); }
 
-// seconds: of each kernel in order, added to; or null.
-NANOCORE_API void nanocore_program_run(void* program, const Step* step, double* seconds) {
-    using Clock = std::chrono::steady_clock;
+NANOCORE_API void nanocore_program_run(void* program, const Step* step) {
     const OnCore stay = static_cast<Program*>(program)->workspace->pool.stay();
-    for (const auto& kernel : static_cast<Program*>(program)->kernels) {
-        if (!seconds) {
-            kernel(*step);
-            continue;
-        }
-        const Clock::time_point start = Clock::now();
-        kernel(*step);
-        *seconds++ += std::chrono::duration<double>(Clock::now() - start).count();
-    }
+    for (const auto& kernel : static_cast<Program*>(program)->kernels) kernel(*step);
 }
 
 // Bytes of a packed weight.

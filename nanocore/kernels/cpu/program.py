@@ -52,14 +52,11 @@ class Program:
         self._library = workspace.library
         self._kept: list[Any] = [workspace]
         self._handle = self._library.call("program_new", workspace.handle)
-        self._names: list[str] = []
-        self._seconds: ctypes.Array[ctypes.c_double] | None = None
         weakref.finalize(self, self._library.call, "program_free", self._handle)
 
     def append(self, kernel: str, rows: int, *arguments: Any) -> None:
         """Add a kernel: `nanocore_*` of program.cpp without its first argument."""
         self._library.call(kernel, self._handle, rows, *arguments)
-        self._names.append(kernel)
 
     def keep(self, *memory: Any) -> None:
         """Let these live as long as the program."""
@@ -67,16 +64,7 @@ class Program:
 
     def run(self, step: StepStruct) -> None:
         """Run all kernels on a step; the interpreter is free meanwhile."""
-        self._library.call("program_run", self._handle, ctypes.byref(step), self._seconds)
-
-    def profile(self) -> dict[str, float]:
-        """Seconds of runs in each kind of kernel; they are measured from the first call on."""
-        if self._seconds is None:
-            self._seconds = (ctypes.c_double * len(self._names))()
-        totals: dict[str, float] = defaultdict(float)
-        for name, seconds in zip(self._names, self._seconds, strict=True):
-            totals[name] += seconds
-        return dict(totals)
+        self._library.call("program_run", self._handle, ctypes.byref(step))
 
 
 class Recording(TorchFunctionMode):
