@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
@@ -19,6 +20,7 @@ from nanocore.protocol.errors import InvalidRequestError
 
 _LOWS: Final = ("minimum", "exclusiveMinimum", "minLength")
 _HIGHS: Final = ("maximum", "maxLength", "maxItems")
+_LENGTHS: Final = {"minLength", "maxLength", "maxItems"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,14 @@ class _Limit:
     low: float
     high: float
     exceeds_low: bool
+    is_length: bool
     remedy: str
 
-    def allows(self, value: Any) -> bool:
-        size = len(value) if isinstance(value, (str, list)) else value
-        if self.exceeds_low and size == self.low:
-            return False
-        return self.low <= size <= self.high and size != math.inf
+    @property
+    def closed(self) -> tuple[float, float]:
+        """The least and the greatest that are allowed."""
+        low = math.nextafter(self.low, math.inf) if self.exceeds_low else self.low
+        return low, min(self.high, sys.float_info.max)
 
     def refusal(self, value: Any) -> str:
         """What, value, limit and remedy."""
@@ -57,16 +60,18 @@ def check_limits(struct: msgspec.Struct) -> None:
     Raises:
         InvalidRequestError: the first that is out of range.
     """
-    for limit in _limits(type(struct)):
-        value = getattr(struct, limit.field)
-        if value is not None and not limit.allows(value):
+    for field, is_length, low, high, limit in _limits(type(struct)):
+        value = getattr(struct, field)
+        if value is not None and not low <= (len(value) if is_length else value) <= high:
             raise InvalidRequestError(limit.refusal(value))
 
 
 @functools.cache
-def _limits(struct: type[msgspec.Struct]) -> list[_Limit]:
+def _limits(struct: type[msgspec.Struct]) -> list[tuple[str, bool, float, float, _Limit]]:
+    """(field, whether its length is limited, least, greatest, what says so): for every request."""
     hints = get_type_hints(struct, include_extras=True)
-    return [limit for name, hint in hints.items() for limit in _limits_of(name, hint)]
+    limits = [limit for name, hint in hints.items() for limit in _limits_of(name, hint)]
+    return [(limit.field, limit.is_length, *limit.closed, limit) for limit in limits]
 
 
 def _limits_of(name: str, hint: Any) -> Iterator[_Limit]:
@@ -84,5 +89,6 @@ def _limits_of(name: str, hint: Any) -> Iterator[_Limit]:
                 low=lows[0] if lows else 0,
                 high=highs[0] if highs else math.inf,
                 exceeds_low="exclusiveMinimum" in schema,
+                is_length=bool(schema.keys() & _LENGTHS),
                 remedy=(part.extra or {}).get("remedy", ""),
             )
