@@ -88,7 +88,7 @@ def _parse(arguments: list[str]) -> tuple[EngineConfig, bool]:
 def _near_match(parser: argparse.ArgumentParser, argument: str) -> str:
     """The flag that may have been meant."""
     known = [flag for action in parser._actions for flag in action.option_strings]
-    near = get_close_matches(argument.partition("=")[0], known, n=1)
+    near = get_close_matches(argument.partition("=")[0], known, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -43,6 +43,7 @@ from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.endpoint import TcpAddress
 from nanocore.protocol.errors import (
     CacheMemoryError,
+    ConfigError,
     ModelFileError,
     StartError,
     is_out_of_memory,
@@ -294,6 +295,9 @@ def find_model(config: EngineConfig) -> Path:
         except OSError as error:
             name = shorten(config.model)
             raise ModelFileError(f"--model {name}: {error.strerror or error}") from None
+    if config.revision is not None:
+        revision = shorten(config.revision)
+        raise ConfigError(f"--revision {revision}: it is that of a --model, and none is given")
     logger.info("no --model given: serving the bundled demo model")
     return Path(str(resources.files("nanocore") / "demo_model"))
 

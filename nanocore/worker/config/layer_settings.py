@@ -40,7 +40,8 @@ def read_heads(settings: Settings, family: Family) -> tuple[int, int, int]:
         num_kv_heads = family.num_kv_heads or num_heads
     if num_heads % num_kv_heads:
         raise ModelFileError(
-            f"{settings.source}: {num_heads} heads cannot share {num_kv_heads} KV heads evenly"
+            f"{settings.source}: {num_heads} heads (num_attention_heads) cannot share "
+            f"{num_kv_heads} KV heads (num_key_value_heads) evenly"
         )
     default = None if settings.is_set("head_dim") else family.head_dim  # null is no default
     if not settings.has("head_dim") and default is None and hidden_size % num_heads:

@@ -97,7 +97,10 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
         ModelFileError: see `load_model_config`.
     """
     names = settings.get("architectures", list[str], [])
-    architecture = names[0] if names else "none"
+    if not names:
+        known = ", ".join(ARCHITECTURES)
+        raise settings.error("architectures", f"must name what the model is; known: {known}")
+    architecture = names[0]
     if architecture not in ARCHITECTURES:
         raise ModelFileError(
             f"{settings.source}: architecture {shorten(repr(architecture))} is unknown"

@@ -16,7 +16,9 @@ _PROJECTIONS: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 def _translate(settings: Settings) -> Settings:
     """There are no other MLPs than experts, and their weights always sum to 1."""
     experts = {
-        "num_local_experts": settings.get("num_local_experts", int, 8),
+        "num_local_experts": settings.get(
+            "num_local_experts", int, settings.get("num_experts", int, 8)
+        ),
         "num_experts_per_tok": settings.get("num_experts_per_tok", int, 2),
         "moe_intermediate_size": settings.size("intermediate_size"),
         "norm_topk_prob": True,
