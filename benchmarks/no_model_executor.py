@@ -1,13 +1,10 @@
-"""An executor without a model: it answers every plan at once.
+"""A model's place in a scheduler's loop: it answers every plan at once.
 
 For measuring what an engine's own bookkeeping costs. Every request's output is the same tokens,
 read in a circle.
 """
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,35 +17,15 @@ TOKEN_DTYPE = np.dtype("<i4")
 class NoModelExecutor:
     """Answers one token for each row whose known tokens are all computed; vectorised over rows.
 
-    num_rows: rows that plans may name. token_ids: what it answers, by position. spent_ns: in it.
+    num_rows: rows that plans may name. token_ids: what it answers, by position.
     """
 
-    max_concurrent_steps = 1
-
     def __init__(self, num_rows: int, token_ids: list[int]) -> None:
-        self.spent_ns = 0
         self._token_ids = np.array(token_ids, TOKEN_DTYPE)
         self._active = np.zeros(num_rows, bool)
         self._num_tokens = np.zeros(num_rows, np.int64)
         self._num_computed = np.zeros(num_rows, np.int64)
         self._counts = np.zeros(num_rows, np.int64)
-
-    def submit(self, plan: SchedulerOutput) -> None:
-        """Run the step at once."""
-        start_ns = time.perf_counter_ns()
-        self._result = self.execute(plan)
-        self.spent_ns += time.perf_counter_ns() - start_ns
-
-    def collect(self) -> ModelRunnerOutput:
-        """The result of the one step that is in flight."""
-        return self._result
-
-    def blame(self) -> str:
-        """Nothing can hang."""
-        return "the benchmark's executor hangs"
-
-    def on_failure(self, report: Callable[[str], None]) -> None:
-        """Nothing can fail."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Apply the plan's differences and answer."""

@@ -105,15 +105,15 @@ def with_range(figure: dict[str, Any], digits: int | None = None) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, aligned: the first column to the left, the others to the right."""
+    """Markdown of a head and rows, aligned: the first column to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        first, *others = zip(row, widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(1, f"|{'---|' * len(widths)}")
+    return "\n".join(lines)
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

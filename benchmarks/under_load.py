@@ -1,6 +1,6 @@
 """Time to first token and between tokens while requests keep arriving.
 
-    nice -n -15 python benchmarks/under_load.py [--model small] [--targets 200]
+    python benchmarks/under_load.py [--model small] [--targets 200]
 
 Short requests arrive as a Poisson process and stream; now and then a long prompt comes among them.
 Engines take turns over the repetitions, each with the same arrivals: `whole`, whose budget takes a
@@ -24,7 +24,6 @@ from typing import Any, Final
 
 import numpy as np
 from models import model_folder
-from noise import CpuTimes, nice_sessions
 from report import describe_run, spread, table, with_range, write_report
 
 from nanocore.client import AsyncEngineClient, SamplingParams
@@ -98,7 +97,6 @@ class Times:
     itl_ms: list[float] = field(default_factory=list)
     num_output_tokens: int = 0
     wall_s: float = 0.0
-    foreign_cpu_share: float = 0.0
 
     def figures(self) -> dict[str, float]:
         """Percentiles and rates of the run."""
@@ -108,7 +106,6 @@ class Times:
             **_percentiles("long_ttft_ms", self.long_ttft_ms),
             "output_tokens_per_s": self.num_output_tokens / self.wall_s,
             "wall_s": self.wall_s,
-            "foreign_cpu_share": self.foreign_cpu_share,
         }
 
 
@@ -127,7 +124,6 @@ async def run_load(client: AsyncEngineClient, load: Load, seed: str) -> Times:
     )
     times = Times()
     loop = asyncio.get_running_loop()
-    cpu_times = CpuTimes.now()
     start_s = loop.time()
 
     async def request(arrival: Arrival) -> None:
@@ -150,17 +146,15 @@ async def run_load(client: AsyncEngineClient, load: Load, seed: str) -> Times:
         for arrival in arrivals:
             group.create_task(request(arrival))
     times.wall_s = loop.time() - start_s
-    times.foreign_cpu_share = CpuTimes.now().foreign_share_since(cpu_times)
     return times
 
 
 async def measure(model: Path, arguments: Arguments, load: Load, seed: str) -> Times:
     """One run of an engine of these flags."""
     async with AsyncEngineClient.launch(model=model, **arguments) as client:
-        with nice_sessions():
-            warm_up_s = min(WARM_UP_S, load.duration_s)
-            await run_load(client, replace(load, duration_s=warm_up_s), f"warm-up {seed}")
-            return await run_load(client, load, seed)
+        warm_up_s = min(WARM_UP_S, load.duration_s)
+        await run_load(client, replace(load, duration_s=warm_up_s), f"warm-up {seed}")
+        return await run_load(client, load, seed)
 
 
 def compare(

@@ -1,6 +1,6 @@
 """llama.cpp's server behind the line protocol, over loopback HTTP; on a CPU.
 
-    python llama_cpp_driver.py --server path/to/llama-server --model FOLDER --type bf16 --threads 2
+    python llama_cpp_driver.py --server path/to/llama-server --model FOLDER --threads 2
 
 A slot for each of the largest workload's 32 requests, continuous batching. Needs `pip install
 gguf` for the model file, which is written to a temporary folder at start.
@@ -32,18 +32,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--server", required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--type", default="bf16")
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
     answers = claim_stdout()
     with tempfile.TemporaryDirectory(prefix="nanocore-gguf-") as folder:
-        gguf = f"{folder}/{arguments.type}.gguf"
+        gguf = f"{folder}/bf16.gguf"
         converter = Path(__file__).with_name("gguf_file.py")
-        subprocess.run(
-            [sys.executable, converter, "--model", arguments.model, "--type", arguments.type,
-             "--out", gguf],
-            check=True,
-        )  # fmt: skip
+        command = [sys.executable, converter, "--model", arguments.model, "--out", gguf]
+        subprocess.run(command, check=True)
         flags = [
             "--threads", str(arguments.threads), "--threads-batch", str(arguments.threads),
             "--parallel", str(_NUM_SLOTS), "--ctx-size", str(_NUM_SLOTS * _SLOT_TOKENS),
@@ -60,7 +56,7 @@ def main() -> None:
                 answers,
                 lambda requests: _run(port, requests),
                 versions={"llama.cpp": _version(arguments.server)},
-                settings={"type": arguments.type, "flags": " ".join(flags)},
+                settings={"type": "bf16", "flags": " ".join(flags)},
             )
         finally:
             server.terminate()
