@@ -50,12 +50,12 @@ class Load:
     comes at the middle of each such stretch.
     """
 
-    rate: float
-    duration_s: float
-    short_tokens: int
-    long_tokens: int
-    output_tokens: int
-    long_every_s: float
+    rate: float = 0.5
+    duration_s: float = 120.0
+    short_tokens: int = 64
+    long_tokens: int = 4096
+    output_tokens: int = 48
+    long_every_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +182,8 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="small")
-    parser.add_argument("--rate", type=float, default=0.5, help="short requests per second")
-    parser.add_argument("--duration-s", type=float, default=120.0)
-    parser.add_argument("--short-tokens", type=int, default=64)
-    parser.add_argument("--long-tokens", type=int, default=4096)
-    parser.add_argument("--output-tokens", type=int, default=48)
-    parser.add_argument("--long-every-s", type=float, default=30.0)
+    for name, value in asdict(Load()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--chunk-tokens", type=int, default=512, help="budget of `chunked`")
     parser.add_argument("--targets", default="200", help="milliseconds, by commas")
     parser.add_argument("--max-num-seqs", type=int, default=64)
@@ -199,11 +195,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, and write."""
     arguments = parse_arguments()
-    load = Load(
-        rate=arguments.rate, duration_s=arguments.duration_s, short_tokens=arguments.short_tokens,
-        long_tokens=arguments.long_tokens, output_tokens=arguments.output_tokens,
-        long_every_s=arguments.long_every_s,
-    )  # fmt: skip
+    load = Load(**{name: getattr(arguments, name) for name in asdict(Load())})
     max_model_len = load.long_tokens + load.output_tokens
     own_arguments: dict[str, Arguments] = {
         "whole": {"max_num_batched_tokens": 2 * max_model_len},  # others come with it

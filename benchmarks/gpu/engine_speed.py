@@ -21,6 +21,7 @@ from benchmarks.gpu.engine import LocalEngine, engine_settings
 from benchmarks.gpu.results import Measurements, Results, UnavailableError
 from benchmarks.gpu.shapes import Model, models, rates
 from benchmarks.gpu.timing import synchronize
+from benchmarks.models import write_config
 from benchmarks.report import spread
 from nanocore.protocol.errors import ConfigError
 
@@ -92,7 +93,8 @@ class CurrentEngine:
             self.close()
             self._key = key
             common = engine_settings(self.results) | {"load_format": "dummy"}
-            folder = model.write_folder(self._folder)
+            folder = self._folder / model.name
+            write_config(model.shape, folder)
             try:
                 self._engine = LocalEngine(folder, **common | settings)
             except ConfigError as refusal:
