@@ -4,9 +4,9 @@
 
 Measures everything alternately, each side and pass in a process of its own, prints medians and
 ratios, and writes benchmarks/results/overhead.json. What the keys measure is said in
-`overhead_engine.py`, `overhead_client.py` and `overhead_wire.py`; `overhead_vllm.py` measures steps
-and admission of vLLM. --before names a checkout of another commit, with its kernels compiled, whose
-own overhead.py is run.
+`overhead_engine.py` and `overhead_wire.py`; `overhead_vllm.py` measures steps and admission of
+vLLM. --before names a checkout of another commit, with its kernels compiled, whose own overhead.py
+is run.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from overhead_client import client_us_per_token, demo_folder
 from overhead_engine import admit_us, step_us
-from overhead_wire import as_int32_array, outputs_us, submit_us
+from overhead_wire import client_us_per_token, demo_folder, outputs_us, submit_us
 from report import describe_run, spread, table, with_range, write_report
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -51,8 +50,6 @@ CASES: Final = {
     "admit_32768_hit": Case("32k-token prompt, cached", lambda n: admit_us(32768, n, cached=True)),
     "submit_2048": Case("request of 2,048 tokens: encode + decode", lambda n: submit_us(2048, n)),
     "submit_32768": Case("32,768 tokens", lambda n: submit_us(32768, n)),
-    "submit_32768_array": Case("32,768 tokens from an int32 array",
-                               lambda n: submit_us(32768, n, as_int32_array)),
     "outputs_256": Case("outputs of a step, 256 requests: encode + decode",
                         lambda n: outputs_us(256, n)),
     "outputs_1024": Case("1024 requests", lambda n: outputs_us(1024, n)),

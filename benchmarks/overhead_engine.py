@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
-from no_model_executor import NoModelExecutor
+from numpy.typing import NDArray
 
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
 from nanocore.engine_core.io.admission import Admission
@@ -28,6 +28,7 @@ from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.messages import ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 65536
@@ -39,6 +40,7 @@ _CARD = ModelCard(
     model="none", architecture="none", dtype="none", vocab_size=VOCAB_SIZE,
     max_model_len=MAX_MODEL_LEN, eos_token_ids=[EOS], block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS,
 )  # fmt: skip
+_TOKEN: Final = np.dtype("<i4")
 _now_ns = time.perf_counter_ns
 
 
@@ -51,6 +53,40 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+class NoModelExecutor:
+    """In place of a model: answers a token for each row whose known tokens are all computed.
+
+    num_rows: rows that plans may name. token_ids: what it answers, by position, in a circle.
+    """
+
+    def __init__(self, num_rows: int, token_ids: list[int]) -> None:
+        self._token_ids = np.array(token_ids, _TOKEN)
+        self._active = np.zeros(num_rows, bool)
+        self._num_tokens = np.zeros(num_rows, np.int64)
+        self._num_computed = np.zeros(num_rows, np.int64)
+        self._counts = np.zeros(num_rows, np.int64)
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Apply the plan's differences and answer."""
+        self._active[_column(plan.removed_rows)] = False
+        for new in plan.added:
+            self._active[new.row] = True
+            self._num_tokens[new.row] = len(new.token_ids) // _TOKEN.itemsize
+            self._num_computed[new.row] = new.num_computed_tokens
+        np.copyto(self._counts, self._active)
+        self._counts[_column(plan.chunk_rows)] = _column(plan.chunk_counts)
+        self._num_computed += self._counts
+        sampled = (self._counts > 0) & (self._num_computed >= self._num_tokens)
+        (rows,) = np.nonzero(sampled)
+        token_ids = self._token_ids[self._num_tokens[rows] % len(self._token_ids)]
+        self._num_tokens[rows] += 1
+        return ModelRunnerOutput(rows=rows.astype(_TOKEN).tobytes(), token_ids=token_ids.tobytes())
+
+
+def _column(column: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(column, _TOKEN)
 
 
 class _Engine:

@@ -228,13 +228,13 @@ def make_request(length: int) -> Request:
 
 
 def wire_request(prompt: list[int]) -> EngineCoreRequest:
-    """A request as a client sends it; the id is as long as one of vLLM's server."""
+    """A request as a client sends it."""
     params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=60_000, ignore_eos=True,
                             output_kind=RequestOutputKind.DELTA)  # fmt: skip
     params.update_from_generation_config({}, eos_token_id=151_645)
-    name = f"cmpl-{uuid.UUID(int=_random.getrandbits(128)).hex}-0"
+    name = uuid.uuid4().hex
     return EngineCoreRequest(
-        request_id=f"{name}-{_random.getrandbits(32):08x}", external_req_id=name,
+        request_id=name, external_req_id=name,
         prompt_token_ids=prompt, sampling_params=params, arrival_time=time.time(),
         mm_features=None, pooling_params=None, lora_request=None, cache_salt=None,
         data_parallel_rank=None,

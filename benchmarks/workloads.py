@@ -1,9 +1,9 @@
-"""The five workloads that every benchmark of this project runs: W1 to W5.
+"""The workloads: W1 to W5 of every comparison on a CPU, and nano-vllm's on a GPU.
 
 Prompts are token ids, so that no tokenizer takes part. All requests of a workload are submitted at
-once, decode greedily and ignore EOS, so each yields exactly the output tokens it asks for. Prompts
-are drawn anew for every (workload, repetition): prefixes repeat only where a workload means them
-to. Lengths never change, so repetitions are equal work.
+once and ignore EOS, so each yields exactly the output tokens it asks for. Prompts are drawn anew
+for every (workload, repetition): prefixes repeat only where a workload means them to. Lengths never
+change, so repetitions are equal work.
 """
 
 from __future__ import annotations
@@ -114,3 +114,27 @@ def workload_names(text: str) -> list[str]:
         known = ",".join(WORKLOAD_NAMES)
         raise argparse.ArgumentTypeError(f"unknown: {','.join(unknown)}; known: {known}")
     return names
+
+
+def nano_vllm_workload(
+    vocab_size: int, repetition: int = 0, small: bool = False
+) -> list[BenchmarkRequest]:
+    """nano-vllm's benchmark: 256 requests of 100 to 1,024 prompt and as many output tokens.
+
+    Drawn as its bench.py draws them, with seed 0, so all engines have the work for which figures
+    are published. Repetition 0 has its prompts, others have other prompts of the same lengths: no
+    engine may find one in its prefix cache.
+    """
+    num_requests, shortest, longest = (6, 4, 24) if small else (256, 100, 1024)
+    highest = min(10_000, vocab_size - 1)
+    rng = random.Random(0)
+    prompts = [
+        [rng.randint(0, highest) for _ in range(rng.randint(shortest, longest))]
+        for _ in range(num_requests)
+    ]
+    num_outputs = [rng.randint(shortest, longest) for _ in range(num_requests)]
+    if repetition:
+        other = random.Random(f"prompts {repetition}")  # 1 and -1 are the same seed as numbers
+        prompts = [[other.randint(0, highest) for _ in prompt] for prompt in prompts]
+    pairs = zip(prompts, num_outputs, strict=True)
+    return [BenchmarkRequest(tuple(prompt), count) for prompt, count in pairs]

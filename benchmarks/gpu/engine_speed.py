@@ -137,8 +137,7 @@ def _decode_figures(
         weight_bytes=1 if config.quantization else 2,
         kv_bytes=2 if config.kv_cache_dtype == "auto" else 1,
     )  # fmt: skip
-    return {"step_ms": step_ms, "tokens_per_s": round(1e3 * batch / step_ms["median"], 1),
-            "limit_ms": limit_ms, "share_of_limit": limit_ms / step_ms["median"]}  # fmt: skip
+    return _beside_limit(step_ms, batch, limit_ms)
 
 
 def _prefill_figures(
@@ -157,8 +156,11 @@ def _prefill_figures(
         times_ms.append(1e3 * (time.perf_counter() - start_s))
     step_ms = spread(times_ms[1:])
     limit_ms = 1e3 * model.prefill_s([length] * num_prompts, rates(results))
-    return {"step_ms": step_ms, "num_prompts": num_prompts,
-            "tokens_per_s": round(1e3 * num_prompts * length / step_ms["median"], 1),
+    return _beside_limit(step_ms, num_prompts * length, limit_ms)
+
+
+def _beside_limit(step_ms: dict[str, Any], num_tokens: int, limit_ms: float) -> dict[str, Any]:
+    return {"step_ms": step_ms, "tokens_per_s": round(1e3 * num_tokens / step_ms["median"], 1),
             "limit_ms": limit_ms, "share_of_limit": limit_ms / step_ms["median"]}  # fmt: skip
 
 

@@ -22,13 +22,13 @@ from benchmarks.gpu.engine import engine_settings
 from benchmarks.gpu.fa3 import FOLDER_VARIABLE
 from benchmarks.gpu.results import Measurements, Results, UnavailableError
 from benchmarks.gpu.shapes import Model, models, rates
-from benchmarks.gpu.workload import TEMPERATURE, nano_vllm_workload
 from benchmarks.models import write_config
 from benchmarks.peer_process import PeerCommand, PeerProcess
 from benchmarks.report import spread
-from benchmarks.workloads import BenchmarkRequest
+from benchmarks.workloads import BenchmarkRequest, nano_vllm_workload
 
 OURS: Final = "nanocore"
+TEMPERATURE: Final = 0.6
 _ROUNDS_S: Final = 100.0
 """After so long no other round is begun."""
 _BENCHMARKS: Final = Path(__file__).resolve().parents[1]

@@ -1,14 +1,11 @@
 """Writes a Qwen3 folder as a GGUF file in bf16 for llama.cpp; needs `pip install gguf`.
 
-    python gguf_file.py --model FOLDER --out FILE
-
 llama.cpp's own converter wants a tokenizer, which the benchmarks' models do not have. This file's
 vocabulary is one of placeholders: requests bring token ids, and nobody reads the text.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -19,19 +16,19 @@ from gguf.quants import quantize
 from safetensors import safe_open
 
 
-def main() -> None:
-    """Write one file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    config = json.loads((arguments.model / "config.json").read_text())
+def write_gguf(model: Path, out: Path) -> None:
+    """Write one file.
+
+    Raises:
+        ValueError: the model is no Qwen3, or has a tensor that llama.cpp does not know.
+    """
+    config = json.loads((model / "config.json").read_text())
     if config["model_type"] != "qwen3":
-        parser.error(f"--model of type {config['model_type']}: only qwen3 is written as GGUF")
-    writer = gguf.GGUFWriter(arguments.out, "qwen3")
+        raise ValueError(f"model of type {config['model_type']}: only qwen3 is written as GGUF")
+    writer = gguf.GGUFWriter(out, "qwen3")
     _add_sizes(writer, config)
     _add_vocabulary(writer, config["vocab_size"])
-    _add_tensors(writer, arguments.model, config["num_hidden_layers"])
+    _add_tensors(writer, model, config["num_hidden_layers"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -76,7 +73,3 @@ def _add_tensors(writer: gguf.GGUFWriter, model: Path, num_layers: int) -> None:
                 values = tensors.get_tensor(name).to(torch.float32).numpy()
                 kind = types.BF16 if values.ndim > 1 else types.F32
                 writer.add_tensor(gguf_name, quantize(values, kind), raw_dtype=kind)
-
-
-if __name__ == "__main__":
-    main()

@@ -92,7 +92,7 @@ def test_steps_and_admission_are_measured(benchmark: ModuleType) -> None:
 def test_messages_are_measured(benchmark: ModuleType) -> None:
     figures = [
         benchmark.submit_us(2, 2),
-        benchmark.submit_us(2, 2, benchmark.as_int32_array),
+        benchmark.client_us_per_token(2, 2),
         benchmark.outputs_us(2, 2),
     ]
     assert [len(values) for values in figures] == [2] * 3
