@@ -63,7 +63,7 @@ def tiny_workload(name: str, vocab_size: int, repetition: int) -> Any:
     workloads = importlib.import_module("workloads")
     prompts = [(repetition % vocab_size, i, 3) for i in range(2)]
     requests = tuple(workloads.BenchmarkRequest(prompt, 4) for prompt in prompts)
-    return workloads.Workload(name, "tiny", requests)
+    return workloads.Workload(name, requests)
 
 
 def run_compare(
