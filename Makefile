@@ -14,7 +14,7 @@ help:
 	@echo "make test   style, types and the tests, in a few minutes"
 	@echo "make test-all  the long campaigns, too: sanitizers, all GPU kernels compiled, benchmarks, other languages' clients"
 	@echo "make lint   style and types alone"
-	@echo "make bench  the offline workloads W1-W5, to benchmarks/results/"
+	@echo "make bench  our engine alone on the workloads W1-W5, to benchmarks/results/"
 	@echo "make clean  remove the environment and caches"
 
 # The kernels are compiled with each installation, so tests do with one: it has all that engines need.
@@ -47,7 +47,7 @@ test-all: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/offline.py --model small
+	$(BIN)/python benchmarks/compare.py --model small --out benchmarks/results/offline-small.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

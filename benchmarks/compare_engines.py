@@ -28,13 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", default="", metavar="A,B", help=f"any of {', '.join(PEERS)}")
     parser.add_argument("--vllm-python", metavar="PATH", default=os.environ.get("VLLM_PYTHON"),
                         help="interpreter that has vLLM (or $VLLM_PYTHON)")  # fmt: skip
-    parser.add_argument("--vllm-dtype", default="bfloat16", help="bfloat16 or float32")
     parser.add_argument("--llama-server", metavar="PATH", default=os.environ.get("LLAMA_SERVER"),
                         help="its binary (or $LLAMA_SERVER)")  # fmt: skip
-    parser.add_argument("--llama-types", default="bf16", metavar="A,B", help="bf16,q8_0")
-    parser.add_argument("--transformers-python", metavar="PATH", default=sys.executable,
-                        help="interpreter that has transformers (default: this one)")  # fmt: skip
-    parser.add_argument("--transformers-dtype", default="bfloat16")
     parser.add_argument("--variant", action="append", default=[], metavar="NAME=FLAGS",
                         help="our engine a second time, with more flags")  # fmt: skip
     parser.add_argument("--driver", action="append", default=[], metavar="NAME=COMMAND",
@@ -58,8 +53,8 @@ def engine_commands(
         name, flags = _named("--variant", text)
         ours.append((name, [*engine_flags, *shlex.split(flags)]))
     commands = [_our_command(arguments, model, name, flags) for name, flags in ours]
-    for peer in filter(None, arguments.peers.split(",")):
-        commands += _peer_commands(arguments, peer, model)
+    peers = filter(None, arguments.peers.split(","))
+    commands += [_peer_command(arguments, peer, model) for peer in peers]
     for text in arguments.driver:
         name, command = _named("--driver", text)
         commands.append(PeerCommand(name, shlex.split(command)))
@@ -82,7 +77,7 @@ def _our_command(
     return PeerCommand(name, command, environment)
 
 
-def _peer_commands(arguments: argparse.Namespace, peer: str, model: Path) -> list[PeerCommand]:
+def _peer_command(arguments: argparse.Namespace, peer: str, model: Path) -> PeerCommand:
     common = ["--model", str(model), "--threads", str(arguments.threads)]
     environment = {"PYTHONPATH": "", "OMP_NUM_THREADS": str(arguments.threads)}
     match peer:
@@ -90,26 +85,18 @@ def _peer_commands(arguments: argparse.Namespace, peer: str, model: Path) -> lis
             python = _executable("--vllm-python", arguments.vllm_python)
             command = [
                 python, str(_DRIVERS / "vllm_driver.py"), *common,
-                "--dtype", arguments.vllm_dtype,
                 "--max-model-len", str(arguments.max_model_len),
                 "--kv-cache-gib", str(arguments.kv_cache_gib),
             ]  # fmt: skip
-            return [PeerCommand(peer, command, environment, _REMEDY)]
+            return PeerCommand(peer, command, environment, _REMEDY)
         case "llama.cpp":
             server = _executable("--llama-server", arguments.llama_server)
             driver = [sys.executable, str(_DRIVERS / "llama_cpp_driver.py"), "--server", server]
-            return [
-                # our own path: the model file is written with a package of this interpreter
-                PeerCommand(f"{peer} {kind}", [*driver, *common, "--type", kind], remedy=_REMEDY)
-                for kind in arguments.llama_types.split(",")
-            ]
+            # our own path: the model file is written with a package of this interpreter
+            return PeerCommand(f"{peer} bf16", [*driver, *common], remedy=_REMEDY)
         case "transformers":
-            python = _executable("--transformers-python", arguments.transformers_python)
-            command = [
-                python, str(_DRIVERS / "transformers_driver.py"), *common,
-                "--dtype", arguments.transformers_dtype,
-            ]  # fmt: skip
-            return [PeerCommand(peer, command, environment, _REMEDY)]
+            command = [sys.executable, str(_DRIVERS / "transformers_driver.py"), *common]
+            return PeerCommand(peer, command, environment, _REMEDY)
     raise PeerError(f"--peers {peer}: unknown; choose from {', '.join(PEERS)}")
 
 

@@ -13,8 +13,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ _BLOCK_GAIN = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a Qwen3 model with tied embeddings, named as config.json names them."""
+    """Sizes of a Qwen3 model, named as config.json names them."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -39,6 +38,7 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
+    tie_word_embeddings: bool = True
 
     def config(self) -> dict[str, Any]:
         """The contents of config.json."""
@@ -46,35 +46,14 @@ class ModelShape:
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
-            "torch_dtype": "bfloat16",
+            "torch_dtype": "bfloat16",  # both names: older and newer transformers
+            "dtype": "bfloat16",
             "hidden_act": "silu",
             "attention_bias": False,
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e6,
-            "tie_word_embeddings": True,
             **sizes,
         }
-
-    def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor of the checkpoint."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        q_size = self.num_attention_heads * self.head_dim
-        kv_size = self.num_key_value_heads * self.head_dim
-        yield "model.embed_tokens.weight", (self.vocab_size, hidden)
-        yield "model.norm.weight", (hidden,)
-        for i in range(self.num_hidden_layers):
-            layer = f"model.layers.{i}"
-            yield f"{layer}.input_layernorm.weight", (hidden,)
-            yield f"{layer}.self_attn.q_proj.weight", (q_size, hidden)
-            yield f"{layer}.self_attn.k_proj.weight", (kv_size, hidden)
-            yield f"{layer}.self_attn.v_proj.weight", (kv_size, hidden)
-            yield f"{layer}.self_attn.o_proj.weight", (hidden, q_size)
-            yield f"{layer}.self_attn.q_norm.weight", (self.head_dim,)
-            yield f"{layer}.self_attn.k_norm.weight", (self.head_dim,)
-            yield f"{layer}.post_attention_layernorm.weight", (hidden,)
-            yield f"{layer}.mlp.gate_proj.weight", (inner, hidden)
-            yield f"{layer}.mlp.up_proj.weight", (inner, hidden)
-            yield f"{layer}.mlp.down_proj.weight", (hidden, inner)
 
 
 SHAPES = {
@@ -101,6 +80,25 @@ SHAPES = {
         max_position_embeddings=40960,
     ),
 }
+SHAPES["qwen3-8b"] = replace(
+    SHAPES["qwen3-0.6b"],
+    hidden_size=4096,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    intermediate_size=12288,
+    tie_word_embeddings=False,
+)
+SHAPES["tiny"] = ModelShape(  # for rehearsals
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=128,
+    vocab_size=512,
+    max_position_embeddings=1024,
+)
+SHAPES["tiny-untied"] = replace(SHAPES["tiny"], hidden_size=128, tie_word_embeddings=False)
 
 
 def cached_model(name: str) -> Path:
@@ -118,14 +116,27 @@ def model_folder(name: str) -> Path:
     return cached_model(name) if name in SHAPES else Path(name)
 
 
+def write_config(shape: ModelShape, folder: Path) -> None:
+    """The folder's config.json; weights may also be made by who reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape.config(), indent=2) + "\n")
+
+
 def make_model(shape: ModelShape, folder: Path) -> None:
     """Write a model folder, replacing what was there; all of it or nothing."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes long
+
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        weights = {name: _random_tensor(name, size) for name, size in shape.tensor_shapes()}
+        with torch.device("meta"):
+            model = Qwen3ForCausalLM(Qwen3Config(**shape.config()))
+        weights = {
+            name: _random_tensor(name, tuple(empty.shape))
+            for name, empty in model.named_parameters()
+        }
         save_file(weights, unfinished / _WEIGHTS_FILE, metadata={"format": "pt"})
-        (unfinished / "config.json").write_text(json.dumps(shape.config(), indent=2) + "\n")
+        write_config(shape, unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     finally:
@@ -145,7 +156,7 @@ def _random_tensor(name: str, size: tuple[int, ...]) -> torch.Tensor:
 
 def _gain(name: str) -> float:
     """Factor on a matrix that would otherwise keep the size of what it is given."""
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or "lm_head" in name:
         return _LOGIT_STD  # the final norm makes hidden states of length sqrt(hidden_size)
     if "o_proj" in name or "down_proj" in name:
         return _BLOCK_GAIN

@@ -1,12 +1,12 @@
 """What the engine costs beside the model, next to an older nanocore and next to vLLM.
 
-    nice -n -15 python benchmarks/overhead.py [--only step,wire] [--before DIR] [--vllm-python PATH]
+    python benchmarks/overhead.py [--only step,admit] [--before DIR] [--vllm-python PATH]
 
-Measures everything alternately, each side and pass in a process of its own, prints medians, goals
-and ratios, and writes benchmarks/results/overhead.json. What the keys measure is said in
-`overhead_engine.py`, `overhead_client.py`, `overhead_wire.py` and `overhead_sampling.py`;
-`overhead_vllm.py` measures some of them of vLLM. --before names a checkout of another commit, with
-its kernels compiled, whose own overhead.py is run.
+Measures everything alternately, each side and pass in a process of its own, prints medians and
+ratios, and writes benchmarks/results/overhead.json. What the keys measure is said in
+`overhead_engine.py` and `overhead_wire.py`; `overhead_vllm.py` measures steps and admission of
+vLLM. --before names a checkout of another commit, with its kernels compiled, whose own overhead.py
+is run.
 """
 
 from __future__ import annotations
@@ -22,72 +22,39 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from noise import nice_sessions
-from overhead_client import client_us_per_token, demo_folder
-from overhead_engine import admit_us, blocks_us, core_us, step_us
-from overhead_sampling import sampling_us
-from overhead_wire import as_int32_array, outputs_us, submit_us, trips_us
+from overhead_engine import admit_us, step_us
+from overhead_wire import client_us_per_token, demo_folder, outputs_us, submit_us
 from report import describe_run, spread, table, with_range, write_report
 
 RESULTS: Final = Path(__file__).parent / "results"
 OURS: Final = "nanocore"
-VLLM_KEYS: Final = ("step", "admit", "submit_2048", "submit_32768", "outputs")
+VLLM_KEYS: Final = ("step", "admit")
 Figures = dict[str, list[float]]
 
 
 class Case(NamedTuple):
-    """A line of the table. goal: microseconds on a two-core machine, at most.
+    """A line of the table. measure: from the number of repeats to microseconds of each."""
 
-    measure: from the number of repeats to a figure of each.
-    """
-
-    group: str
     text: str
-    goal: float | None
     measure: Callable[[int], list[float]]
 
 
 CASES: Final = {
-    "step_1": Case("engine", "schedule + update, steady decode step, 1 request", 23,
-                   lambda n: step_us(1, n)),
-    "step_16": Case("engine", "16 requests", 40, lambda n: step_us(16, n)),
-    "step_64": Case("engine", "64 requests", 90, lambda n: step_us(64, n)),
-    "step_256": Case("engine", "256 requests", 250, lambda n: step_us(256, n)),
-    "step_1024": Case("engine", "1024 requests", 800, lambda n: step_us(1024, n)),
-    "core_256": Case("engine", "engine-core step without a model, 256 requests", 350,
-                     lambda n: core_us(256, n)),
-    "admit_128": Case("engine", "admission, 128-token prompt", 30, lambda n: admit_us(128, n)),
-    "admit_32768_cold": Case("engine", "admission, 32k-token prompt, cold", 1200,
-                             lambda n: admit_us(32768, n)),
-    "admit_32768_hit": Case("engine", "admission, 32k-token prompt, cached", 1200,
-                            lambda n: admit_us(32768, n, cached=True)),
-    "blocks_8_cold": Case("engine", "allocate + free per block, 8 at a time", 0.6,
-                          lambda n: blocks_us(8, n)),
-    "blocks_128_cold": Case("engine", "128 at a time", 0.3, lambda n: blocks_us(128, n)),
-    "blocks_8_evict": Case("engine", "8 at a time, evicting", 0.7,
-                           lambda n: blocks_us(8, n, evict=True)),
-    "blocks_128_evict": Case("engine", "128 at a time, evicting", 0.4,
-                             lambda n: blocks_us(128, n, evict=True)),
-    "submit_2048": Case("wire", "request of 2,048 tokens: encode + decode", 10,
-                        lambda n: submit_us(2048, n)),
-    "submit_32768": Case("wire", "32,768 tokens", 60, lambda n: submit_us(32768, n)),
-    "submit_32768_array": Case("wire", "32,768 tokens from an int32 array", 60,
-                               lambda n: submit_us(32768, n, as_int32_array)),
-    "outputs_256": Case("wire", "outputs of a step, 256 requests: encode + decode", 10,
+    "step_1": Case("schedule + update, steady decode step, 1 request", lambda n: step_us(1, n)),
+    "step_16": Case("16 requests", lambda n: step_us(16, n)),
+    "step_64": Case("64 requests", lambda n: step_us(64, n)),
+    "step_256": Case("256 requests", lambda n: step_us(256, n)),
+    "step_1024": Case("1024 requests", lambda n: step_us(1024, n)),
+    "admit_128": Case("admission, 128-token prompt", lambda n: admit_us(128, n)),
+    "admit_32768_cold": Case("32k-token prompt, cold", lambda n: admit_us(32768, n)),
+    "admit_32768_hit": Case("32k-token prompt, cached", lambda n: admit_us(32768, n, cached=True)),
+    "submit_2048": Case("request of 2,048 tokens: encode + decode", lambda n: submit_us(2048, n)),
+    "submit_32768": Case("32,768 tokens", lambda n: submit_us(32768, n)),
+    "outputs_256": Case("outputs of a step, 256 requests: encode + decode",
                         lambda n: outputs_us(256, n)),
-    "outputs_1024": Case("wire", "1024 requests", 20, lambda n: outputs_us(1024, n)),
-    "trip_echo": Case("wire", "round trip over ipc, an echo of plain pyzmq", None,
-                      lambda n: trips_us(n)["echo"]),
-    "trip_ping": Case("wire", "PING to PONG", None, lambda n: trips_us(n)["ping"]),
-    "trip_health": Case("wire", "client.health()", None, lambda n: trips_us(n)["health"]),
-    "client_256": Case("client", "client side per token, 256 streams, to text", 2.0,
+    "outputs_1024": Case("1024 requests", lambda n: outputs_us(1024, n)),
+    "client_256": Case("client side per token, 256 streams, to text",
                        lambda n: client_us_per_token(256, n)),
-    "sampling_plain": Case("sampling", "sampling, 256 rows, a temperature alone", None,
-                           lambda n: sampling_us(n)["plain"]),
-    "sampling_some": Case("sampling", "16 of the 256 use everything", None,
-                          lambda n: sampling_us(n)["some"]),
-    "sampling_full": Case("sampling", "all 256 use everything", None,
-                          lambda n: sampling_us(n)["full"]),
 }  # fmt: skip
 
 
@@ -102,14 +69,13 @@ def main() -> None:
     sides = _sides(arguments)
     figures: dict[str, Figures] = {name: {} for name in sides}
     versions: dict[str, Any] = {}
-    with nice_sessions():
-        for number in range(arguments.passes):
-            print(f"pass {number + 1} of {arguments.passes}", file=sys.stderr)
-            for name, (command, environment) in sides.items():
-                answer = _run_child(command, environment)
-                versions[name] = answer.get("versions")
-                for key, values in answer["figures"].items():
-                    figures[name].setdefault(key, []).extend(values)
+    for number in range(arguments.passes):
+        print(f"pass {number + 1} of {arguments.passes}", file=sys.stderr)
+        for name, (command, environment) in sides.items():
+            answer = _run_child(command, environment)
+            versions[name] = answer.get("versions")
+            for key, values in answer["figures"].items():
+                figures[name].setdefault(key, []).extend(values)
     report = {
         **describe_run(),
         "vllm_versions": versions.get("vllm"),
@@ -123,20 +89,15 @@ def main() -> None:
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--only",
-        type=lambda text: text.split(","),
-        default=list(CASES),
-        metavar="A,B",
-        help="groups (engine, wire, client, sampling), or beginnings of keys",
-    )
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(CASES),
+                        metavar="A,B", help="beginnings of keys")  # fmt: skip
     parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout to compare with")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vLLM")
     parser.add_argument("--passes", type=int, default=3, help="of all sides, alternately")
     parser.add_argument("--repeats", type=int, default=5, help="of each figure in a pass")
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead.json")
     parser.add_argument("--as-child", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()  # fmt: skip
+    arguments = parser.parse_args()
     if arguments.before and not (arguments.before / "benchmarks" / "overhead.py").exists():
         parser.error(f"--before {arguments.before}: no checkout of nanocore")
     if arguments.vllm_python and shutil.which(arguments.vllm_python) is None:
@@ -154,7 +115,7 @@ def _keys(names: list[str], parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _is_meant(key: str, name: str) -> bool:
-    return name == CASES[key].group or f"{key}_".startswith(f"{name}_")
+    return f"{key}_".startswith(f"{name}_")
 
 
 def _sides(arguments: argparse.Namespace) -> dict[str, tuple[list[str], dict[str, str]]]:
@@ -172,7 +133,6 @@ def _sides(arguments: argparse.Namespace) -> dict[str, tuple[list[str], dict[str
         sides["before"] = (ours(other), {"PYTHONPATH": str(other)})
     if arguments.vllm_python:
         shared = [key for key in arguments.only if any(_is_meant(key, n) for n in VLLM_KEYS)]
-        shared = [key for key in shared if key != "submit_32768_array"]
         command = [arguments.vllm_python, str(script.with_name("overhead_vllm.py"))]
         sides["vllm"] = (
             [*command, "--model", str(demo_folder()), *options, ",".join(shared)], {}
@@ -190,17 +150,15 @@ def _run_child(command: list[str], environment: dict[str, str]) -> dict[str, Any
 
 
 def _table(figures: dict[str, Figures]) -> str:
-    """Medians with their range and goals, and what the others take, as multiples of it."""
+    """Medians with their range, and what the others take, as multiples of it."""
     others = [name for name in figures if name != OURS]
-    rows = [["median us (range)", OURS, "goal", *(f"{name}, times" for name in others)]]
+    rows = [["median us (range)", OURS, *(f"{name}, times" for name in others)]]
     for key, values in figures[OURS].items():
-        goal = CASES[key].goal
         ratios = [
             f"{median(figures[name][key]) / median(values):.2f}" if key in figures[name] else ""
             for name in others
         ]
-        cell = with_range(spread(values))
-        rows.append([CASES[key].text, cell, "" if goal is None else f"{goal:g}", *ratios])
+        rows.append([CASES[key].text, with_range(spread(values)), *ratios])
     return table(rows)
 
 

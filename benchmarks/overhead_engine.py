@@ -7,9 +7,6 @@ step_us      schedule() and update() of one steady decode step, mean over many s
              crossings are in it
 admit_us     one request: from the SUBMIT to a Request with all its block keys, add(), and the first
              schedule() of at most 8192 tokens; cold, or all but the last block cached
-blocks_us    per block: a request's blocks allocated, registered under their keys, and freed; in an
-             empty cache, or with every allocation evicting older contents
-core_us      EngineCore.step() with an executor that answers at once, without the executor's time
 """
 
 from __future__ import annotations
@@ -19,21 +16,19 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from queue import SimpleQueue
 from typing import Final
 
 import numpy as np
-from no_model_executor import NoModelExecutor
+from numpy.typing import NDArray
 
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
-from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.queue_limit import QueueLimit
-from nanocore.engine_core.mailbox import Outbox
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.kv_cache import KeyChain, KVCacheManager
+from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.messages import ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 BLOCK_SIZE: Final = 16
 NUM_BLOCKS: Final = 65536
@@ -41,11 +36,11 @@ MAX_MODEL_LEN: Final = 65536
 NUM_PROMPT_TOKENS: Final = 128
 VOCAB_SIZE: Final = 151_936
 EOS: Final = 151_645
-NUM_CACHED_BLOCKS: Final = 12288  # blocks that a repeat of blocks_us runs through the manager
 _CARD = ModelCard(
     model="none", architecture="none", dtype="none", vocab_size=VOCAB_SIZE,
     max_model_len=MAX_MODEL_LEN, eos_token_ids=[EOS], block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS,
 )  # fmt: skip
+_TOKEN: Final = np.dtype("<i4")
 _now_ns = time.perf_counter_ns
 
 
@@ -58,6 +53,40 @@ def frozen_heap() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+class NoModelExecutor:
+    """In place of a model: answers a token for each row whose known tokens are all computed.
+
+    num_rows: rows that plans may name. token_ids: what it answers, by position, in a circle.
+    """
+
+    def __init__(self, num_rows: int, token_ids: list[int]) -> None:
+        self._token_ids = np.array(token_ids, _TOKEN)
+        self._active = np.zeros(num_rows, bool)
+        self._num_tokens = np.zeros(num_rows, np.int64)
+        self._num_computed = np.zeros(num_rows, np.int64)
+        self._counts = np.zeros(num_rows, np.int64)
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Apply the plan's differences and answer."""
+        self._active[_column(plan.removed_rows)] = False
+        for new in plan.added:
+            self._active[new.row] = True
+            self._num_tokens[new.row] = len(new.token_ids) // _TOKEN.itemsize
+            self._num_computed[new.row] = new.num_computed_tokens
+        np.copyto(self._counts, self._active)
+        self._counts[_column(plan.chunk_rows)] = _column(plan.chunk_counts)
+        self._num_computed += self._counts
+        sampled = (self._counts > 0) & (self._num_computed >= self._num_tokens)
+        (rows,) = np.nonzero(sampled)
+        token_ids = self._token_ids[self._num_tokens[rows] % len(self._token_ids)]
+        self._num_tokens[rows] += 1
+        return ModelRunnerOutput(rows=rows.astype(_TOKEN).tobytes(), token_ids=token_ids.tobytes())
+
+
+def _column(column: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(column, _TOKEN)
 
 
 class _Engine:
@@ -103,17 +132,12 @@ class _Engine:
         self.step()
 
 
-def _num_steps(num_requests: int) -> int:
-    """Steps per repeat: fewer where they would fill the cache."""
-    return 128 if num_requests <= 64 else 64
-
-
 def step_us(num_requests: int, repeats: int) -> list[float]:
     """One steady decode step of so many requests."""
     engine = _Engine()
     scheduler, executor = engine.scheduler, engine.executor
     engine.start(num_requests)
-    num_steps = _num_steps(num_requests)
+    num_steps = 128 if num_requests <= 64 else 64  # more would fill the cache
     figures = []
     with frozen_heap():
         for _ in range(repeats + 1):
@@ -158,49 +182,4 @@ def admit_us(num_tokens: int, repeats: int, cached: bool = False) -> list[float]
                 engine.clear()
             figures.append(spent_ns / 1e3 / count)
         assert num_cached == (num_tokens - BLOCK_SIZE if cached else 0)
-    return figures[1:]
-
-
-def blocks_us(num_blocks: int, repeats: int, evict: bool = False) -> list[float]:
-    """Allocate, register and free, per block, for requests of so many blocks."""
-    kv_cache = KVCacheManager(4096 if evict else 16384, BLOCK_SIZE)
-    rng = random.Random(2)
-    chains = []
-    for _ in range(NUM_CACHED_BLOCKS // num_blocks):
-        chains.append(KeyChain(BLOCK_SIZE))
-        chains[-1].extend(rng.randbytes(4 * BLOCK_SIZE * num_blocks))
-    figures = []
-    with frozen_heap():
-        for _ in range(repeats + 1):
-            if not evict:
-                assert kv_cache.reset_prefix_cache()
-            t0 = _now_ns()
-            for handle, chain in enumerate(chains):
-                block_ids = kv_cache.allocate(handle, num_blocks * BLOCK_SIZE)
-                kv_cache.register(handle, chain.keys, num_blocks)
-                kv_cache.free(handle)
-            figures.append((_now_ns() - t0) / 1e3 / NUM_CACHED_BLOCKS)
-            assert block_ids is not None
-            assert kv_cache.num_cached_blocks == (4096 if evict else NUM_CACHED_BLOCKS)
-    return figures[1:]
-
-
-def core_us(num_requests: int, repeats: int) -> list[float]:
-    """One step of the EngineCore, inbox and outbox included."""
-    engine = _Engine()
-    engine.start(num_requests)
-    num_steps = _num_steps(num_requests)
-    executor = engine.executor
-    outbox = Outbox()
-    core = EngineCore(engine.scheduler, executor, SimpleQueue(), outbox)
-    figures = []
-    with frozen_heap():
-        for _ in range(repeats + 1):
-            executor.spent_ns = 0
-            t0 = _now_ns()
-            for _ in range(num_steps):
-                core.step()
-                outbox.drain()
-            figures.append((_now_ns() - t0 - executor.spent_ns) / 1e3 / num_steps)
-    outbox.close()
     return figures[1:]

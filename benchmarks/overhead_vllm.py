@@ -1,6 +1,6 @@
 """What vLLM's bookkeeping costs, without a model: the peer half of overhead.py.
 
-    python benchmarks/overhead_vllm.py --model DIR --repeats 3 [--only step_256,admit_128]
+    python benchmarks/overhead_vllm.py --model DIR --repeats 3 --only step_256,admit_128
 
 Runs in an interpreter that has vLLM 0.32, and imports nothing of nanocore. Prints one JSON object:
 `versions`, and `figures`, which lists microseconds of each key, one per repeat after a warm-up:
@@ -9,7 +9,6 @@ Runs in an interpreter that has vLLM 0.32, and imports nothing of nanocore. Prin
   statistics. Mean over 128 steps (of more than 64 requests: 64), so block boundaries count.
 - admit_N: a prompt of N tokens, nothing else running: making the request with all block hashes,
   add_request(), the first schedule(). cold: nothing is cached. hit: all but the last block is.
-- submit_N: encode and decode a request of N prompt tokens; outputs_B: outputs of B tokens.
 
 Blocks hold 16 tokens, prompts 128 unless named otherwise, a step at most 8192 and 1024 requests.
 Hashes are xxhash. The collector runs, the heap frozen after set-up as an engine's. Objects of a
@@ -51,7 +50,6 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK_SIZE = 16
@@ -71,21 +69,15 @@ def main() -> None:
     """Parse the command line, measure, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True, help="folder of a small Qwen3")
-    parser.add_argument("--repeats", type=int, default=3, help="figures per key (default: 3)")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(_MEASURES),
-                        metavar="KEY,KEY", help=f"of {', '.join(_MEASURES)}")  # fmt: skip
+    parser.add_argument("--repeats", type=int, required=True, help="figures per key")
+    parser.add_argument("--only", required=True, metavar="KEY,KEY", help=", ".join(_MEASURES))
     arguments = parser.parse_args()
-    if unknown := set(arguments.only) - set(_MEASURES):
-        parser.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(_MEASURES)}")
-    if arguments.repeats < 1:
-        parser.error(f"--repeats {arguments.repeats}: at least 1")
-
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints as well
     torch.set_num_threads(1)
     enable_envs_cache()  # as an engine core does
     figures = {}
-    for key in (key for key in _MEASURES if key in arguments.only):
+    for key in filter(None, arguments.only.split(",")):
         figures[key] = _MEASURES[key](arguments.model, arguments.repeats)
         print(key, figures[key], file=sys.stderr, flush=True)
     packages = {name: version(name) for name in ("torch", "msgspec", "tokenizers", "xxhash")}
@@ -132,54 +124,17 @@ def _admit(scheduler: Scheduler, prompt: list[int], num_hit_tokens: int) -> int:
     return spent_ns
 
 
-def measure_submit(_model: str, repeats: int, length: int) -> list[float]:
-    """submit_N: as the client encodes it, and the core's input thread decodes it."""
-    request, encoder = wire_request(make_prompt(length)), MsgpackEncoder()
-    decoder = MsgpackDecoder(EngineCoreRequest)
-    return _both_ways_us(lambda: encoder.encode(request), decoder, repeats)
-
-
-def measure_outputs(model: str, repeats: int, num_requests: int) -> list[float]:
-    """outputs_B: what a scheduler put out for a decode step, without statistics."""
-    outputs = _decode_step(_decoding_scheduler(model, num_requests, 1))[1]
-    outputs.weight_version = "default"  # as the core adds
-    assert outputs.scheduler_stats is None
-    encoder, buffer, decoder = MsgpackEncoder(), bytearray(), MsgpackDecoder(EngineCoreOutputs)
-    return _both_ways_us(lambda: encoder.encode_into(outputs, buffer), decoder, repeats)
-
-
 _MEASURES: dict[str, Callable[[str, int], list[float]]] = {
     **{f"step_{b}": partial(measure_step, num_requests=b) for b in (1, 16, 64, 256, 1024)},
     "admit_128": partial(measure_admission, length=128, hit=False),
     "admit_32768_cold": partial(measure_admission, length=32_768, hit=False),
     "admit_32768_hit": partial(measure_admission, length=32_768, hit=True),
-    **{f"submit_{n}": partial(measure_submit, length=n) for n in (2048, 32_768)},
-    **{f"outputs_{b}": partial(measure_outputs, num_requests=b) for b in (256, 1024)},
 }
 
 
 def _mean_us(step: Callable[[], tuple[int, Any]], num_steps: int) -> float:
     """Mean of the nanoseconds that steps return; what else they return is dropped untimed."""
     return sum(step()[0] for _ in range(num_steps)) / 1e3 / num_steps
-
-
-def _both_ways_us(encode: Callable[[], Any], decoder: MsgpackDecoder, repeats: int) -> list[float]:
-    """Encoding plus decoding, each the mean over 40 ms of calls."""
-    frames = [bytes(frame) for frame in encode()]
-    _freeze_heap()
-    figures = [0.0] * repeats
-    for call in (encode, lambda: decoder.decode(frames)):
-        num_calls = max(3, round(40_000 / _calls_us(call, 3)))
-        _calls_us(call, num_calls)
-        figures = [figure + _calls_us(call, num_calls) for figure in figures]
-    return figures
-
-
-def _calls_us(call: Callable[[], Any], num_calls: int) -> float:
-    start_ns = _now_ns()
-    for _ in range(num_calls):
-        call()
-    return (_now_ns() - start_ns) / 1e3 / num_calls
 
 
 def _freeze_heap() -> None:
@@ -200,7 +155,7 @@ def _decoding_scheduler(model: str, num_requests: int, num_steps: int) -> Schedu
 
 
 def _decode_step(scheduler: Scheduler) -> tuple[int, EngineCoreOutputs]:
-    """Nanoseconds in the scheduler, and the step's outputs."""
+    """Nanoseconds in the scheduler, and the step's outputs, to be dropped later."""
     start_ns = _now_ns()
     plan = scheduler.schedule()
     spent_ns = _now_ns() - start_ns
@@ -244,21 +199,19 @@ def prefill(scheduler: Scheduler) -> None:
 def sample(scheduler: Scheduler, plan: SchedulerOutput) -> ModelRunnerOutput:
     """What a model would answer: a random token for each request whose prompt is done."""
     requests = [scheduler.requests[request_id] for request_id in plan.num_scheduled_tokens]
-    done = {r.request_id: r.num_computed_tokens >= r.num_tokens for r in requests}
-    return _runner_output({i: make_prompt(int(is_done)) for i, is_done in done.items()})
-
-
-def _runner_output(token_ids: dict[str, list[int]]) -> ModelRunnerOutput:
+    names = [request.request_id for request in requests]
     return ModelRunnerOutput(
-        req_ids=list(token_ids),
-        req_id_to_index={request_id: row for row, request_id in enumerate(token_ids)},
-        sampled_token_ids=list(token_ids.values()),
+        req_ids=names,
+        req_id_to_index={name: row for row, name in enumerate(names)},
+        sampled_token_ids=[
+            make_prompt(int(r.num_computed_tokens >= r.num_tokens)) for r in requests
+        ],
     )
 
 
-def make_prompt(length: int = PROMPT_LENGTH, vocab_size: int = _VOCAB_SIZE) -> list[int]:
+def make_prompt(length: int) -> list[int]:
     """Random ids."""
-    return [_random.randrange(vocab_size) for _ in range(length)]
+    return [_random.randrange(_VOCAB_SIZE) for _ in range(length)]
 
 
 @cache
@@ -275,13 +228,13 @@ def make_request(length: int) -> Request:
 
 
 def wire_request(prompt: list[int]) -> EngineCoreRequest:
-    """A request as a client sends it; the id is as long as one of vLLM's server."""
+    """A request as a client sends it."""
     params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=60_000, ignore_eos=True,
                             output_kind=RequestOutputKind.DELTA)  # fmt: skip
     params.update_from_generation_config({}, eos_token_id=151_645)
-    name = f"cmpl-{uuid.UUID(int=_random.getrandbits(128)).hex}-0"
+    name = uuid.uuid4().hex
     return EngineCoreRequest(
-        request_id=f"{name}-{_random.getrandbits(32):08x}", external_req_id=name,
+        request_id=name, external_req_id=name,
         prompt_token_ids=prompt, sampling_params=params, arrival_time=time.time(),
         mm_features=None, pooling_params=None, lora_request=None, cache_salt=None,
         data_parallel_rank=None,

@@ -1,37 +1,29 @@
-"""What nanocore's wire costs: encoding and decoding, and small messages there and back.
+"""What nanocore's wire and client cost: from a prompt to the engine, from a step to its readers.
 
-submit_us   a request, from token ids in the client to the engine's numpy array; CPU time
-outputs_us  a step's OUTPUT of one token per request: encode, decode, unpack; CPU time
-trips_us    round trips over ipc, by the clock on the wall, of three kinds in turn:
-            echo    a ROUTER of plain pyzmq that sends back what it gets, in a process of its own
-            ping    PING to an engine's io thread, PONG back; the engine has nothing else to do
-            health  the same through `AsyncEngineClient.health`, in an asyncio event loop
-            The first two are asked by the same plain DEALER, which sleeps in poll().
+submit_us            a request, from token ids in the client to the engine's numpy array
+outputs_us           a step's OUTPUT of one token per request: encode, decode, unpack
+client_us_per_token  from an OUTPUT's frames to the text that a reader gets of each stream
+
+CPU time, and not the clock on the wall, because other processes share the machine. The client's
+tokens are those of a real text, by the tokenizer of the bundled demo model.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import random
-import statistics
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from array import array
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from functools import cache
+from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
-import zmq
+from overhead_engine import NUM_PROMPT_TOKENS, VOCAB_SIZE, frozen_heap
 
-from nanocore.client import AsyncEngineClient, SamplingParams
+from nanocore.client import SamplingParams
+from nanocore.client.stream import RequestStream
+from nanocore.client.stream_table import StreamTable
+from nanocore.client.tokenizer import Tokenizer
 from nanocore.engine_core.io.session import output_frames
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import (
@@ -41,21 +33,24 @@ from nanocore.protocol.codec import (
     pack_int32,
     unpack_output,
 )
-from nanocore.protocol.messages import PROTOCOL_VERSION, Bye, Hello, Op, Output, Ping, Submit
+from nanocore.protocol.messages import Accepted, Output, Submit
 
-VOCAB_SIZE: Final = 151_936  # ids up to that of the largest vocabularies
-NUM_TRIPS: Final = 1000  # of each kind, per repeat
-_TRIPS_PER_TURN: Final = 250
 _REPEAT_NS: Final = 40_000_000
-_PATIENCE_MS: Final = 10_000
+TEXT: Final = (
+    "An engine keeps the keys and values of every token it has read. When two questions begin "
+    "alike, the second one should not pay for the first part again: the blocks are hashed, found, "
+    "and shared. In 2024 a busy server answered 1,250 requests per minute; today the same machine "
+    "answers 4,800. Café, naïve, façade and 東京 need more than one byte per letter, so the "
+    "decoder holds a token back until its bytes are whole. def step(self): return "
+    "self.schedule() — and so on. "
+)
+"""Words, numbers, code, and letters of several bytes."""
+_NUM_STEPS, _NUM_WARM_STEPS = 128, 8
 
 
-def submit_us(
-    num_tokens: int, repeats: int, kind: Callable[[list[int]], Any] = list
-) -> list[float]:
-    """A request of so many random tokens. kind: of the caller's sequence, a list or an array."""
-    drawn = random.Random(4)
-    token_ids = kind([drawn.randrange(VOCAB_SIZE) for _ in range(num_tokens)])
+def submit_us(num_tokens: int, repeats: int) -> list[float]:
+    """A request of so many random tokens, from a list of them."""
+    token_ids = random.Random(4).choices(range(VOCAB_SIZE), k=num_tokens)
     params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=60_000, ignore_eos=True)
     sampling = params.for_engine()
     decode = engine_decoder().decode
@@ -67,13 +62,8 @@ def submit_us(
         assert isinstance(received, Submit)
         return np.frombuffer(received.prompt_token_ids, np.dtype("<i4"))
 
-    assert both_ways().tolist() == list(token_ids)
+    assert both_ways().tolist() == token_ids
     return _per_call_us(both_ways, repeats)
-
-
-def as_int32_array(token_ids: list[int]) -> array[int]:
-    """What a caller passes who has token ids in an array."""
-    return array("i", token_ids)
 
 
 def outputs_us(num_requests: int, repeats: int) -> list[float]:
@@ -106,103 +96,70 @@ def _per_call_us(call: Callable[[], Any], repeats: int) -> list[float]:
     return figures
 
 
-@cache
-def trips_us(repeats: int) -> dict[str, list[float]]:
-    """Of each kind the median of NUM_TRIPS round trips, once per repeat."""
-    return asyncio.run(_trips_us(repeats))
+def demo_folder() -> Path:
+    """The bundled demo model's folder."""
+    return Path(str(resources.files("nanocore") / "demo_model"))
 
 
-async def _trips_us(repeats: int) -> dict[str, list[float]]:
-    figures: dict[str, list[float]] = {"echo": [], "ping": [], "health": []}
-    async with AsyncEngineClient.launch() as client:
-        with (
-            _echo_process() as echo_endpoint,
-            closing(_Dealer(echo_endpoint)) as echo,
-            closing(_Dealer(client.endpoint)) as engine,
-        ):
-            engine.open_session()
-            for repeat in range(-1, repeats):  # the first one warms up
-                trips: dict[str, list[float]] = {name: [] for name in figures}
-                while len(trips["echo"]) < NUM_TRIPS:
-                    trips["echo"] += [echo.ask(i, Op.PING) for i in range(_TRIPS_PER_TURN)]
-                    trips["ping"] += [engine.ask(i, Op.PONG) for i in range(_TRIPS_PER_TURN)]
-                    for _ in range(_TRIPS_PER_TURN):
-                        trips["health"].append((await client.health()).latency_s)
-                if repeat >= 0:
-                    for name, values in trips.items():
-                        figures[name].append(statistics.median(values) * 1e6)
+def client_us_per_token(num_streams: int, repeats: int) -> list[float]:
+    """From the frames of an OUTPUT with one token for each stream to every stream's RequestOutput
+    in the hands of its reader, without the event loop between them."""
+    tokenizer = Tokenizer.from_folder(demo_folder())
+    text_ids = tokenizer.encode(TEXT, add_special_tokens=False)
+
+    def token(position: int) -> int:
+        return text_ids[position % len(text_ids)]
+
+    figures = []
+    for _ in range(repeats):
+        table = StreamTable()
+        streams = []
+        for handle in range(num_streams):
+            prompt = [token(7 * handle + i) for i in range(NUM_PROMPT_TOKENS)]
+            stream = RequestStream(
+                f"r{handle}", None, prompt, SamplingParams(), tokenizer, leave=_no_leaving
+            )
+            table.add(stream)
+            table.accept(Accepted(request_id=stream.request_id, handle=handle, seed=0))
+            streams.append(stream)
+        steps = [
+            encode(
+                Output(
+                    handles=pack_int32(range(num_streams)),
+                    tokens=pack_int32(
+                        token(7 * handle + NUM_PROMPT_TOKENS + step)
+                        for handle in range(num_streams)
+                    ),
+                )
+            )
+            for step in range(_NUM_WARM_STEPS + _NUM_STEPS)
+        ]
+        spent_ns = _read_steps(table, streams, steps)
+        figures.append(spent_ns / 1e3 / _NUM_STEPS / num_streams)
     return figures
 
 
-class _Dealer:
-    """One that blocks, of plain pyzmq."""
-
-    def __init__(self, endpoint: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.connect(endpoint)
-
-    def open_session(self) -> None:
-        """Say HELLO, and wait for WELCOME."""
-        self._socket.send_multipart(encode(Hello(protocol=PROTOCOL_VERSION)))
-        assert self._receive()[0] == bytes([Op.WELCOME])
-
-    def ask(self, nonce: int, answer: Op) -> float:
-        """Seconds from a PING to the message with this op and its nonce."""
-        frames = encode(Ping(nonce=nonce))
-        start_s = time.perf_counter()
-        self._socket.send_multipart(frames)
-        received = self._receive()
-        while received[0][0] != answer:  # the engine's own PING, once a second
-            received = self._receive()
-        elapsed_s = time.perf_counter() - start_s
-        assert msgspec.msgpack.decode(received[1]).get("nonce", 0) == nonce
-        return elapsed_s
-
-    def close(self) -> None:
-        """Say BYE."""
-        self._socket.send_multipart(encode(Bye()))
-        self._socket.close(linger=200)
-        self._context.term()
-
-    def _receive(self) -> list[bytes]:
-        assert self._socket.poll(_PATIENCE_MS), "nothing came"
-        return self._socket.recv_multipart()
+def _read_steps(table: StreamTable, streams: list[RequestStream], steps: list[list[bytes]]) -> int:
+    """Nanoseconds that all steps but the first ones take; also checks what was read."""
+    decode = client_decoder().decode
+    start_ns = 0
+    with frozen_heap():
+        for number, frames in enumerate(steps):
+            if number == _NUM_WARM_STEPS:
+                start_ns = time.thread_time_ns()
+            message = decode(frames)
+            assert isinstance(message, Output)
+            table.deliver(message)
+            for stream in streams:
+                output = stream.read()
+                assert output is not None
+                output.outputs[0].delta  # noqa: B018  what a reader takes
+        spent_ns = time.thread_time_ns() - start_ns
+    assert output is not None
+    assert len(output.outputs[0].token_ids) == len(steps)
+    assert len(output.outputs[0].text) > 1
+    return spent_ns
 
 
-@contextmanager
-def _echo_process() -> Iterator[str]:
-    """The endpoint of an echo. It ends with us, however we end."""
-    with tempfile.TemporaryDirectory(prefix="nanocore-") as directory:
-        endpoint = f"ipc://{directory}/echo.sock"
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), endpoint],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # as an engine: sessions are scheduled against each other
-        )
-        try:
-            yield endpoint
-        finally:
-            process.kill()
-            process.communicate()
-
-
-def _echo(endpoint: str) -> None:
-    """Serve until stdin ends."""
-
-    def end_with_the_parent() -> None:
-        sys.stdin.read()
-        os._exit(0)
-
-    threading.Thread(target=end_with_the_parent, daemon=True).start()
-    router = zmq.Context().socket(zmq.ROUTER)
-    router.bind(endpoint)
-    poller = zmq.Poller()
-    poller.register(router, zmq.POLLIN)
-    while True:
-        poller.poll()
-        router.send_multipart(router.recv_multipart())
-
-
-if __name__ == "__main__":
-    _echo(sys.argv[1])
+def _no_leaving(stream: RequestStream) -> None:
+    raise AssertionError(f"{stream.request_id} was left")

@@ -31,19 +31,17 @@ _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def describe_run(packages: Sequence[str] = ("nanocore", "torch", "numpy")) -> dict[str, Any]:
-    """Which code ran where, when, and how: the head of every report."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": describe_command(),
-        **describe_commit(),
-        "host": describe_host(),
-        "versions": describe_versions(packages),
-    }
+    """Which code ran where, when, and how: the head of every report.
 
-
-def describe_host() -> dict[str, Any]:
-    """CPU, memory and kernel."""
-    return {
+    packages: whose versions decide speed; None where one is not installed. `nice` and
+    `load_average` say how quiet the machine was when it began.
+    """
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in packages:
+        versions[name] = None
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    host = {
         "cpu": _proc_value("/proc/cpuinfo", "model name"),
         "cores": os.cpu_count(),
         "memory_gib": round(int(_proc_value("/proc/meminfo", "MemTotal").split()[0]) / 2**20, 1),
@@ -52,18 +50,15 @@ def describe_host() -> dict[str, Any]:
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "load_average": os.getloadavg(),
     }
-
-
-def describe_versions(
-    packages: Sequence[str] = ("nanocore", "torch", "numpy"),
-) -> dict[str, str | None]:
-    """Versions of what decides speed; None where a package is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in packages:
-        found[name] = None
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    # Absolute paths are cut to their last component.
+    words = (re.sub(r"(^|[=\s])/(?:[^/\s]*/)*(?=[^/])", r"\1", word) for word in sys.argv)
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"python {' '.join(words)}",
+        **describe_commit(),
+        "host": host,
+        "versions": versions,
+    }
 
 
 def describe_commit() -> dict[str, Any]:
@@ -82,13 +77,6 @@ def describe_commit() -> dict[str, Any]:
     }
 
 
-def describe_command() -> str:
-    """The command line, absolute paths cut to their last component."""
-    return "python " + " ".join(
-        re.sub(r"(^|[=\s])/(?:[^/\s]*/)*(?=[^/])", r"\1", w) for w in sys.argv
-    )
-
-
 def spread(values: Sequence[float], digits: int = 4) -> dict[str, Any]:
     """Median and range of one figure, and its repetitions; all rounded."""
     kept = [round(value, digits) for value in values]
@@ -105,15 +93,15 @@ def with_range(figure: dict[str, Any], digits: int | None = None) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, aligned: the first column to the left, the others to the right."""
+    """Markdown of a head and rows, aligned: the first column to the left, others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        first, *others = zip(row, widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.insert(1, f"|{'---|' * len(widths)}")
+    return "\n".join(lines)
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Time to first token and between tokens while requests keep arriving.
 
-    nice -n -15 python benchmarks/under_load.py [--model small] [--targets 200]
+    python benchmarks/under_load.py [--model small] [--targets 200]
 
 Short requests arrive as a Poisson process and stream; now and then a long prompt comes among them.
 Engines take turns over the repetitions, each with the same arrivals: `whole`, whose budget takes a
@@ -24,7 +24,6 @@ from typing import Any, Final
 
 import numpy as np
 from models import model_folder
-from noise import CpuTimes, nice_sessions
 from report import describe_run, spread, table, with_range, write_report
 
 from nanocore.client import AsyncEngineClient, SamplingParams
@@ -51,12 +50,12 @@ class Load:
     comes at the middle of each such stretch.
     """
 
-    rate: float
-    duration_s: float
-    short_tokens: int
-    long_tokens: int
-    output_tokens: int
-    long_every_s: float
+    rate: float = 0.5
+    duration_s: float = 120.0
+    short_tokens: int = 64
+    long_tokens: int = 4096
+    output_tokens: int = 48
+    long_every_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,6 @@ class Times:
     itl_ms: list[float] = field(default_factory=list)
     num_output_tokens: int = 0
     wall_s: float = 0.0
-    foreign_cpu_share: float = 0.0
 
     def figures(self) -> dict[str, float]:
         """Percentiles and rates of the run."""
@@ -108,7 +106,6 @@ class Times:
             **_percentiles("long_ttft_ms", self.long_ttft_ms),
             "output_tokens_per_s": self.num_output_tokens / self.wall_s,
             "wall_s": self.wall_s,
-            "foreign_cpu_share": self.foreign_cpu_share,
         }
 
 
@@ -127,7 +124,6 @@ async def run_load(client: AsyncEngineClient, load: Load, seed: str) -> Times:
     )
     times = Times()
     loop = asyncio.get_running_loop()
-    cpu_times = CpuTimes.now()
     start_s = loop.time()
 
     async def request(arrival: Arrival) -> None:
@@ -150,17 +146,15 @@ async def run_load(client: AsyncEngineClient, load: Load, seed: str) -> Times:
         for arrival in arrivals:
             group.create_task(request(arrival))
     times.wall_s = loop.time() - start_s
-    times.foreign_cpu_share = CpuTimes.now().foreign_share_since(cpu_times)
     return times
 
 
 async def measure(model: Path, arguments: Arguments, load: Load, seed: str) -> Times:
     """One run of an engine of these flags."""
     async with AsyncEngineClient.launch(model=model, **arguments) as client:
-        with nice_sessions():
-            warm_up_s = min(WARM_UP_S, load.duration_s)
-            await run_load(client, replace(load, duration_s=warm_up_s), f"warm-up {seed}")
-            return await run_load(client, load, seed)
+        warm_up_s = min(WARM_UP_S, load.duration_s)
+        await run_load(client, replace(load, duration_s=warm_up_s), f"warm-up {seed}")
+        return await run_load(client, load, seed)
 
 
 def compare(
@@ -188,12 +182,8 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="small")
-    parser.add_argument("--rate", type=float, default=0.5, help="short requests per second")
-    parser.add_argument("--duration-s", type=float, default=120.0)
-    parser.add_argument("--short-tokens", type=int, default=64)
-    parser.add_argument("--long-tokens", type=int, default=4096)
-    parser.add_argument("--output-tokens", type=int, default=48)
-    parser.add_argument("--long-every-s", type=float, default=30.0)
+    for name, value in asdict(Load()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--chunk-tokens", type=int, default=512, help="budget of `chunked`")
     parser.add_argument("--targets", default="200", help="milliseconds, by commas")
     parser.add_argument("--max-num-seqs", type=int, default=64)
@@ -205,11 +195,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, and write."""
     arguments = parse_arguments()
-    load = Load(
-        rate=arguments.rate, duration_s=arguments.duration_s, short_tokens=arguments.short_tokens,
-        long_tokens=arguments.long_tokens, output_tokens=arguments.output_tokens,
-        long_every_s=arguments.long_every_s,
-    )  # fmt: skip
+    load = Load(**{name: getattr(arguments, name) for name in asdict(Load())})
     max_model_len = load.long_tokens + load.output_tokens
     own_arguments: dict[str, Arguments] = {
         "whole": {"max_num_batched_tokens": 2 * max_model_len},  # others come with it

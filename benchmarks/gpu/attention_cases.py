@@ -1,9 +1,7 @@
 """Attention over a paged cache at real shapes: decodes of one step, chunks, prompts.
 
-Blocks are scattered over the cache. Beside ours: FlashAttention 3 where it was carried, and for
-prompts torch's attention over the same K and V laid side by side, which no engine has, as the best
-that torch can do. Each call makes the step's plan anew, as FlashAttention 3's does; an engine makes
-it once for all layers.
+Blocks are scattered over the cache. Beside ours: FlashAttention 3 where it was carried. Each call
+makes the step's plan anew, as FlashAttention 3's does; an engine makes it once for all layers.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from benchmarks.gpu.kernels import KernelCase, draw, dtype_of
 from benchmarks.gpu.results import Session
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, Kernels, KVCache
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
-from nanocore.kernels.torch_kv_cache import gather_kv
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory, KVSpec
 
 BLOCK_SIZE: Final = 64
@@ -138,11 +135,7 @@ def _case(
         min(p + 1, seen) for context, count in seqs for p in range(context - count, context)
     )
     key_bytes = heads.num_kv * kv_cache_format(kv, dtype, "cuda").bytes_per_head(heads.size)
-    others: dict[str, Callable[[Step], Callable[[], Tensor]]] = {}
-    if kv == "auto" and session.on_gpu:
-        others["fa3"] = partial(_with_fa3, session)
-    if seqs == [(seqs[0][0], seqs[0][0])] * len(seqs):
-        others["torch sdpa, contiguous"] = with_sdpa
+    has_fa3 = kv == "auto" and session.on_gpu
     return KernelCase(
         name=f"attention/{kind}/{group}/{shape}",
         num_bytes=2 * num_keys * key_bytes
@@ -150,26 +143,12 @@ def _case(
         flops=4 * pairs * heads.num_q * heads.size,
         make=lambda _: make_step(session, heads, seqs, window, kv),
         run=_run,
-        others=others,
+        others={"fa3": partial(_with_fa3, session)} if has_fa3 else {},
     )
 
 
 def _run(kernels: Kernels, step: Step) -> Tensor:
     return kernels.paged_attention(*step.operands())
-
-
-def with_sdpa(step: Step) -> Callable[[], Tensor]:
-    """Prompts of one length by torch, over K and V of all sequences side by side, without pages."""
-    batch, length = len(step.metadata.seq_lens), step.metadata.seq_lens[0]
-    k, v = (
-        x.flatten(1, 2)[:, :length].transpose(1, 2).contiguous()
-        for x in gather_kv(step.cache, step.metadata.block_table_BM, step.q_THD.dtype)
-    )
-    q = step.q_THD.view(batch, length, *step.q_THD.shape[1:]).transpose(1, 2).contiguous()
-    return partial(
-        torch.nn.functional.scaled_dot_product_attention,
-        q, k, v, is_causal=True, scale=step.spec.scale, enable_gqa=True,
-    )  # fmt: skip
 
 
 def _with_fa3(session: Session, step: Step) -> Callable[[], Tensor]:

@@ -19,7 +19,6 @@ import torch
 
 from benchmarks.gpu.engine import LocalEngine, engine_settings
 from benchmarks.gpu.results import Measurements, Results
-from benchmarks.gpu.shapes import TINY_MODELS
 from benchmarks.models import SHAPES, make_model
 
 _SHAPE: Final = replace(
@@ -34,6 +33,7 @@ _PATHS: Final[dict[str, dict[str, Any]]] = {
     "graphs": {"enforce_eager": False, "async_scheduling": False},
     "overlapped": {"enforce_eager": False, "async_scheduling": True},
     "chunks": {"max_num_batched_tokens": 48},
+    "one by one": {"max_num_seqs": 1},
 }
 MAX_MARGIN: Final = {"float32": 1e-3, "bfloat16": 0.25}
 """Of logits with a standard deviation of about 3, between two choices that bfloat16 may swap."""
@@ -52,12 +52,10 @@ def measurements(checked: Checked) -> Measurements:
         f"check/transformers/{dtype}": partial(checked.with_transformers, dtype)
         for dtype in MAX_MARGIN
     }
-    found |= {
+    return found | {
         f"check/paths/{path}": partial(checked.with_eager, settings)
         for path, settings in _PATHS.items()
     }
-    found["check/paths/one by one"] = checked.one_by_one
-    return found
 
 
 class Checked:
@@ -65,7 +63,7 @@ class Checked:
 
     def __init__(self, results: Results, folder: Path) -> None:
         session = self._session = results.session
-        shape = TINY_MODELS[0].shape if session.small else _SHAPE
+        shape = SHAPES["tiny"] if session.small else _SHAPE
         make_model(shape, folder)
         rng = random.Random(7)
         lengths = _LENGTHS[:7] if session.small else _LENGTHS
@@ -109,38 +107,20 @@ class Checked:
         Raises:
             AssertionError: they differ.
         """
-        engine = self._invariant_engine(**settings)
-        tokens = engine.generate(self._prompts, self._num_outputs)
-        engine.close()
-        return self._compare(tokens)
-
-    def one_by_one(self) -> dict[str, Any]:
-        """Requests alone beside the same ones in a batch.
-
-        Raises:
-            AssertionError: they differ.
-        """
-        engine = self._invariant_engine()
-        alone = []
-        for number, prompt in enumerate(self._prompts):
-            handle = engine.add(prompt, self._num_outputs, float(number % 2), number)
-            engine.run()
-            alone.append(engine.tokens[handle])
-        engine.close()
-        return self._compare(alone)
-
-    def _compare(self, tokens: list[list[int]]) -> dict[str, Any]:
         if not self._eager:
-            engine = self._invariant_engine(enforce_eager=True, async_scheduling=False)
-            self._eager = engine.generate(self._prompts, self._num_outputs)
-            engine.close()
+            self._eager = self._generate({"enforce_eager": True, "async_scheduling": False})
+        tokens = self._generate(settings)
         num_equal = sum(a == b for a, b in zip(tokens, self._eager, strict=True))
         if num_equal < len(tokens):
             raise AssertionError(f"{num_equal} of {len(tokens)} requests agree")
         return {"num_equal": num_equal, "num_requests": len(tokens)}
 
-    def _invariant_engine(self, **settings: Any) -> LocalEngine:
-        return LocalEngine(self._folder, **self._settings | {"batch_invariant": True} | settings)
+    def _generate(self, settings: dict[str, Any]) -> list[list[int]]:
+        settings = self._settings | {"batch_invariant": True} | settings
+        engine = LocalEngine(self._folder, **settings)
+        tokens = engine.generate(self._prompts, self._num_outputs)
+        engine.close()
+        return tokens
 
 
 @torch.inference_mode()

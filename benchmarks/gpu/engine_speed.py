@@ -21,6 +21,7 @@ from benchmarks.gpu.engine import LocalEngine, engine_settings
 from benchmarks.gpu.results import Measurements, Results, UnavailableError
 from benchmarks.gpu.shapes import Model, models, rates
 from benchmarks.gpu.timing import synchronize
+from benchmarks.models import write_config
 from benchmarks.report import spread
 from nanocore.protocol.errors import ConfigError
 
@@ -92,7 +93,8 @@ class CurrentEngine:
             self.close()
             self._key = key
             common = engine_settings(self.results) | {"load_format": "dummy"}
-            folder = model.write_folder(self._folder)
+            folder = self._folder / model.name
+            write_config(model.shape, folder)
             try:
                 self._engine = LocalEngine(folder, **common | settings)
             except ConfigError as refusal:
@@ -135,8 +137,7 @@ def _decode_figures(
         weight_bytes=1 if config.quantization else 2,
         kv_bytes=2 if config.kv_cache_dtype == "auto" else 1,
     )  # fmt: skip
-    return {"step_ms": step_ms, "tokens_per_s": round(1e3 * batch / step_ms["median"], 1),
-            "limit_ms": limit_ms, "share_of_limit": limit_ms / step_ms["median"]}  # fmt: skip
+    return _beside_limit(step_ms, batch, limit_ms)
 
 
 def _prefill_figures(
@@ -155,8 +156,11 @@ def _prefill_figures(
         times_ms.append(1e3 * (time.perf_counter() - start_s))
     step_ms = spread(times_ms[1:])
     limit_ms = 1e3 * model.prefill_s([length] * num_prompts, rates(results))
-    return {"step_ms": step_ms, "num_prompts": num_prompts,
-            "tokens_per_s": round(1e3 * num_prompts * length / step_ms["median"], 1),
+    return _beside_limit(step_ms, num_prompts * length, limit_ms)
+
+
+def _beside_limit(step_ms: dict[str, Any], num_tokens: int, limit_ms: float) -> dict[str, Any]:
+    return {"step_ms": step_ms, "tokens_per_s": round(1e3 * num_tokens / step_ms["median"], 1),
             "limit_ms": limit_ms, "share_of_limit": limit_ms / step_ms["median"]}  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What is on the machine, and what it can do at its best.
 
-Limits of all other parts come from `env/copy` and
-`env/gemm`. Operands are random: products of zeros run faster, for they take less power.
+Limits of all other parts come from `env/copy` and `env/gemm`. Operands are random:
+products of zeros run faster, for they take less power.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.gpu.results import Measurements, Results, Session, UnavailableError
-from benchmarks.gpu.timing import time_call, time_host
+from benchmarks.gpu.timing import time_call
 from benchmarks.report import spread
 
 _QUERY: Final = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit"
@@ -34,7 +34,6 @@ def measurements(session: Session) -> Measurements:
         "env/installed": _installed,
         "env/copy": partial(_copy, session),
         "env/gemm": partial(_gemm, session),
-        "env/launch": partial(_launch, session),
     }
 
 
@@ -70,16 +69,3 @@ def _gemm(session: Session) -> dict[str, Any]:
     figures = time_call(partial(torch.nn.functional.linear, a, b), session.device)
     values = [2 * size**3 / us / 1e6 for us in figures["us"]["values"]]
     return {"tflop_per_s": spread(values, 3), "size": size, "method": figures["method"]}
-
-
-def _launch(session: Session) -> dict[str, Any]:
-    """Microseconds of an empty Triton kernel: on the host, and from node to node of a graph."""
-    from benchmarks.gpu.empty_kernel import launch_empty
-
-    x, num_calls = torch.zeros(1, device=session.device), 3 if session.small else 500
-    call = partial(launch_empty, x)
-    return {
-        "host_us": time_host(call, num_calls, session.device),
-        "torch_host_us": time_host(x.zero_, num_calls, session.device),
-        "us": time_call(call, session.device)["us"],
-    }

@@ -1,6 +1,6 @@
 """FlashAttention 3 (Shah et al. 2024) as a yardstick, from a library that was carried.
 
-vllm 0.25.1's wheel has it compiled for Hopper, torch 2.11 and CUDA 13 as one shared library, which
+The wheel of vLLM has it compiled for Hopper, torch 2.11 and CUDA 13 as one shared library, which
 registers its operators with torch by itself. `carry.py` takes it out of the wheel. The order of the
 operator's arguments is that of the schema it registers; all of them are positional.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.gpu.results import UnavailableError
 
 FOLDER_VARIABLE: Final = "NANOCORE_GPU_BENCHMARK_CARRIED"
-"""Tells packages of stand_ins where the library is."""
-LIBRARY: Final = "vllm-site/vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
+"""Tells the stand-in for flash_attn where the library is."""
+LIBRARY: Final = "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
 
 
 @cache

@@ -11,21 +11,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-README: Final = Path(__file__).with_name("README.md")
-BEGIN: Final = "<!-- goals: filled by `benchmarks.gpu.goals` -->\n"
-END: Final = "<!-- end of goals -->\n"
+from benchmarks.report import table
+
 NOT_MEASURED: Final = "not measured yet"
-_HEADING: Final = (
-    "| measure (H200, bfloat16, random weights) | limit | first goal | goal | stretch | measured |"
-)
+_HEADING: Final = ["measure (H200, bfloat16, random weights)", "limit", "first goal", "goal",
+                   "stretch", "measured"]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
+class Goal(NamedTuple):
     """A figure of the report, and what it should be. describe: from its measurement."""
 
     measure: str
@@ -34,13 +30,13 @@ class Goal:
     measurement: str
     describe: Callable[[dict[str, Any]], str]
 
-    def row(self, report: dict[str, Any]) -> str:
-        """As Markdown."""
+    def row(self, report: dict[str, Any]) -> list[str]:
+        """Of the table."""
         if found := report["figures"].get(self.measurement):
             measured = self.describe(found)
         else:
             measured = "failed" if self.measurement in report["errors"] else NOT_MEASURED
-        return f"| {' | '.join((self.measure, self.limit, *self.goals, measured))} |"
+        return [self.measure, self.limit, *self.goals, measured]
 
 
 def _step(found: dict[str, Any]) -> str:
@@ -96,8 +92,6 @@ GOALS: Final = (
          "speed/qwen3-0.6b/idle/b32", _idle),
     Goal("time of nano-vllm over ours, FA3 under it", "-", ("1.0x", ">= 1.3x", "1.5x"),
          "nano-vllm/qwen3-0.6b", _ratio),
-    Goal("time of vLLM 0.25.1 over ours, FA3", "-", ("0.7x", ">= 1.0x", "1.15x"),
-         "vllm/qwen3-0.6b", _ratio),
     Goal("time of transformers, sdpa, over ours", "-", ("8x", "12x", ""),
          "transformers/qwen3-0.6b", _ratio),
 )  # fmt: skip
@@ -105,25 +99,16 @@ GOALS: Final = (
 
 def goals_table(report: dict[str, Any]) -> str:
     """Markdown."""
-    return "\n".join([_HEADING, "|" + "---|" * 6, *(goal.row(report) for goal in GOALS)]) + "\n"
-
-
-def with_table(readme: str, table: str) -> str:
-    """The README with this table in place of its own."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{table}{END}{after}"
+    return table([_HEADING, *(goal.row(report) for goal in GOALS)])
 
 
 def main(argv: list[str]) -> int:
-    """Print the table, and put it into the README; 2 if that is no report of a GPU."""
+    """Print the table; 2 if that is no report of a GPU."""
     report = json.loads(Path(argv[0]).read_text()) if len(argv) == 1 else {}
     if not report or report["small"] or report["device"]["name"] == "cpu":
         print("usage: python -m benchmarks.gpu.goals FOLDER/gpu.json, of a GPU", file=sys.stderr)
         return 2
-    table = goals_table(report)
-    print(table)
-    README.write_text(with_table(README.read_text(), table))
+    print(goals_table(report))
     return 0
 
 

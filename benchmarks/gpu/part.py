@@ -35,13 +35,11 @@ PARTS: Final = (
     Part("speed", "engine_speed", 110),
     Part("check", "engine_checks", 130),
     Part("bench", "peers", 130),
-    Part("attention", "kernels", 150),
-    Part("matrix", "engine_speed", 180),
-    Part("nano-vllm", "peers", 150, ("nano-vllm", "base")),
-    Part("transformers", "peers", 100),
-    Part("vllm", "peers", 250, ("vllm-1", "vllm-2", "base")),
+    Part("attention", "kernels", 200),
+    Part("matrix", "engine_speed", 300),
+    Part("nano-vllm", "peers", 200, ("nano-vllm", "base")),
+    Part("transformers", "peers", 150),
     Part("products", "kernels", 120),
-    Part("tune", "tune", 140),
 )
 """In the order of what they tell."""
 

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,38 +22,26 @@ from benchmarks.gpu.engine import engine_settings
 from benchmarks.gpu.fa3 import FOLDER_VARIABLE
 from benchmarks.gpu.results import Measurements, Results, UnavailableError
 from benchmarks.gpu.shapes import Model, models, rates
-from benchmarks.gpu.workload import TEMPERATURE, nano_vllm_workload
+from benchmarks.models import write_config
 from benchmarks.peer_process import PeerCommand, PeerProcess
 from benchmarks.report import spread
-from benchmarks.workloads import BenchmarkRequest
+from benchmarks.workloads import BenchmarkRequest, nano_vllm_workload
 
 OURS: Final = "nanocore"
+TEMPERATURE: Final = 0.6
 _ROUNDS_S: Final = 100.0
 """After so long no other round is begun."""
 _BENCHMARKS: Final = Path(__file__).resolve().parents[1]
 _STAND_INS: Final = Path(__file__).parent / "stand_ins"
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """flags: of its driver. carried: folder of carried things that is put on its path.
-
-    stand_ins: folder of packages of ours in place of what it imports and the machine lacks.
-    """
-
-    driver: str
-    flags: tuple[str, ...]
-    carried: str | None = None
-    stand_ins: str | None = None
-
-
-PEERS: Final = {
-    "vllm": Peer("vllm_driver.py", ("--attention", "FLASH_ATTN"), "vllm-site", "vllm"),
-    "nano-vllm": Peer("nano_vllm_driver.py", (), "nano-vllm", "nano_vllm"),
-    "transformers": Peer(
-        "transformers_driver.py", ("--attention", "paged|sdpa", "--batching", "continuous")
-    ),
+NANO_VLLM: Final = "nano-vllm"
+"""Also the folder of its carried source; it runs with our stand-in for flash_attn."""
+DRIVERS: Final = {
+    NANO_VLLM: ["nano_vllm_driver.py"],
+    "transformers": ["transformers_driver.py", "--batching", "continuous"],
 }
+"""Of each peer, with flags of its own."""
 
 
 def measure(results: Results, part: str) -> None:
@@ -72,11 +59,12 @@ def measurements(results: Results, part: str) -> Measurements:
 
 def _measure(results: Results, part: str, model: Model) -> dict[str, Any]:
     """Start the engines, warm up, and take turns as long as the time allows."""
-    session, peer = results.session, PEERS.get(part)
+    session, has_peer = results.session, part in DRIVERS
     with tempfile.TemporaryDirectory(prefix="nanocore-gpu-") as name, ExitStack() as stack:
-        folder = model.write_folder(Path(name))
-        commands = [_our_command(results, folder, 0.44 if peer else 0.9)]
-        commands += [_peer_command(results, part, peer, folder)] if peer else []
+        folder = Path(name, model.name)
+        write_config(model.shape, folder)
+        commands = [_our_command(results, folder, 0.44 if has_peer else 0.9)]
+        commands += [_peer_command(results, part, folder)] if has_peer else []
         ready, engines = {}, []
         # One after the other: each sizes its KV cache by the memory that it finds.
         for number, command in enumerate(commands):
@@ -97,7 +85,7 @@ def _measure(results: Results, part: str, model: Model) -> dict[str, Any]:
         }
         for name, values in walls_s.items()
     }
-    if peer:
+    if has_peer:
         ratios = [b / a for a, b in zip(walls_s[OURS], walls_s[part], strict=True)]
         figures["times_slower_than_ours"] = spread(ratios)
     return figures
@@ -143,33 +131,31 @@ def _our_command(results: Results, folder: Path, memory_share: float) -> PeerCom
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             flags += [f"--{flag}", str(value)]
-    return _command(OURS, "nanocore_driver.py", folder, flags, [])
+    return _command(OURS, ["nanocore_driver.py"], folder, flags, [])
 
 
-def _peer_command(results: Results, name: str, peer: Peer, folder: Path) -> PeerCommand:
+def _peer_command(results: Results, name: str, folder: Path) -> PeerCommand:
     """Raises UnavailableError if it was not carried."""
-    session, path = results.session, []
-    if peer.carried:
-        if not session.carried or not (session.carried / peer.carried).exists():
-            raise UnavailableError(f"not carried: {peer.carried}")
-        path.append(str(session.carried / peer.carried))
-    if peer.stand_ins:
-        path.append(str(_STAND_INS / peer.stand_ins))
+    session, path = results.session, list[Path]()
+    if name == NANO_VLLM:
+        if not session.carried or not (session.carried / name).exists():
+            raise UnavailableError(f"not carried: {name}")
+        path = [session.carried / name, _STAND_INS]
     limits = {"model-len": 4096, "num-seqs": 256, "num-batched-tokens": 16384}
     if session.small:
         limits = {"model-len": 256, "num-seqs": 8, "num-batched-tokens": 256}
     flags = [word for limit, value in limits.items() for word in (f"--max-{limit}", str(value))]
     flags += ["--device", session.device.type, "--memory-share", "0.44", "--random-weights"]
-    flags += ["--no-prefix-caching", *peer.flags]
-    command = _command(name, peer.driver, folder, flags, path)
+    command = _command(name, DRIVERS[name], folder, flags, path)
     command.environment[FOLDER_VARIABLE] = str(session.carried)
     return command
 
 
 def _command(
-    name: str, driver: str, folder: Path, flags: list[str], path: list[str]
+    name: str, driver: list[str], folder: Path, flags: list[str], path: list[Path]
 ) -> PeerCommand:
     common = ["--model", str(folder), "--temperature", str(TEMPERATURE)]
-    command = [sys.executable, str(_BENCHMARKS / "peers" / driver), *common, *flags]
-    path = [*path, str(_BENCHMARKS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return PeerCommand(name, command, {"PYTHONPATH": os.pathsep.join(path)})
+    script = str(_BENCHMARKS / "peers" / driver[0])
+    command = [sys.executable, script, *driver[1:], *common, *flags]
+    words = [*map(str, path), str(_BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")]
+    return PeerCommand(name, command, {"PYTHONPATH": os.pathsep.join(filter(None, words))})

@@ -207,7 +207,4 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         return {"name": device.type}
     import torch
 
-    found = torch.cuda.get_device_properties(device)
-    sizes = {"memory_gib": found.total_memory / 2**30, "l2_mib": found.L2_cache_size / 2**20}
-    return {"name": found.name, "multiprocessors": found.multi_processor_count,
-            "cuda": torch.version.cuda, **sizes}  # fmt: skip
+    return {"name": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}

@@ -7,10 +7,8 @@ all of the host's work count as nothing. Nothing has learned weights: only shape
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.gpu.results import Results, Session
@@ -34,11 +32,14 @@ ASSUMED_RATES: Final = Rates(copy=4.3e12, gemm=790e12)
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A Qwen3 by its sizes. tied: the head is the embedding."""
+    """One of `SHAPES`, by its name."""
 
     name: str
-    shape: ModelShape
-    tied: bool
+
+    @property
+    def shape(self) -> ModelShape:
+        """Its sizes."""
+        return SHAPES[self.name]
 
     @property
     def num_body(self) -> int:
@@ -94,45 +95,9 @@ class Model:
             seconds += self.decode_step_s(len(contexts), sum(contexts), rates)
         return seconds
 
-    def write_folder(self, parent: Path) -> Path:
-        """A folder with config.json, and no weights."""
-        folder = parent / self.name
-        folder.mkdir(parents=True, exist_ok=True)
-        # Both names of the dtype: older and newer transformers.
-        own = {"tie_word_embeddings": self.tied, "dtype": "bfloat16", "eos_token_id": 1}
-        (folder / "config.json").write_text(json.dumps(self.shape.config() | own, indent=1) + "\n")
-        return folder
 
-
-_BILLION_8: Final = ModelShape(
-    hidden_size=4096,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=12288,
-    vocab_size=151936,
-    max_position_embeddings=40960,
-)
-"""Qwen3-8B (Qwen3 technical report, 2025)."""
-_TINY: Final = ModelShape(
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=128,
-    vocab_size=512,
-    max_position_embeddings=1024,
-)
-MODELS: Final = (
-    Model("qwen3-0.6b", SHAPES["qwen3-0.6b"], tied=True),
-    Model("qwen3-8b", _BILLION_8, tied=False),
-)
-TINY_MODELS: Final = (
-    Model("tiny", _TINY, tied=True),
-    Model("tiny-untied", replace(_TINY, hidden_size=128), tied=False),
-)
+MODELS: Final = Model("qwen3-0.6b"), Model("qwen3-8b")
+TINY_MODELS: Final = Model("tiny"), Model("tiny-untied")
 
 
 def models(session: Session) -> tuple[Model, Model]:

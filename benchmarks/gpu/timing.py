@@ -28,7 +28,7 @@ def time_call(call: Call, device: torch.device) -> dict[str, Any]:
     """Microseconds of a call, and how they were taken."""
     call()  # compiles, and allocates what is kept
     if device.type != "cuda":
-        return {"us": time_host(call, 1, device, num_values=2), "method": "clock"}
+        return {"us": spread([_clock_us(call) for _ in range(2)], 3), "method": "clock"}
     torch.cuda.synchronize()
     flush = _flush(device)
     both, method = _repeated([flush, call])
@@ -41,21 +41,6 @@ def subtract(pairs: Sequence[tuple[float, float]]) -> list[float]:
     """Microseconds of a call, from times of all calls with and without what is beside them."""
     beside_us = median(alone_us for _, alone_us in pairs)
     return [max(1e-3, (both_us - beside_us) / _CALLS) for both_us, _ in pairs]
-
-
-def time_host(
-    call: Call, num_calls: int, device: torch.device, num_values: int = _REPLAYS
-) -> dict[str, Any]:
-    """Microseconds that the host takes to make a call, the device's work not waited for."""
-    values = []
-    for _ in range(num_values):
-        synchronize(device)
-        start_s = time.perf_counter()
-        for _ in range(num_calls):
-            call()
-        values.append(1e6 * (time.perf_counter() - start_s) / num_calls)
-    synchronize(device)
-    return spread(values, 3)
 
 
 def synchronize(device: torch.device) -> None:
@@ -87,6 +72,12 @@ def _flush(device: torch.device) -> Call:
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     buffer = torch.zeros(_L2_FACTOR * l2_bytes // 8, dtype=torch.int64, device=device)
     return lambda: torch.amax(buffer)
+
+
+def _clock_us(call: Call) -> float:
+    start_s = time.perf_counter()
+    call()
+    return 1e6 * (time.perf_counter() - start_s)
 
 
 def _event_us(run: Call) -> float:

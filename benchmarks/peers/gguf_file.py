@@ -1,6 +1,4 @@
-"""Writes a Qwen3 folder as a GGUF file for llama.cpp; needs `pip install gguf`.
-
-    python gguf_file.py --model FOLDER --type bf16 --out FILE
+"""Writes a Qwen3 folder as a GGUF file in bf16 for llama.cpp; needs `pip install gguf`.
 
 llama.cpp's own converter wants a tokenizer, which the benchmarks' models do not have. This file's
 vocabulary is one of placeholders: requests bring token ids, and nobody reads the text.
@@ -8,7 +6,6 @@ vocabulary is one of placeholders: requests bring token ids, and nobody reads th
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -18,27 +15,20 @@ import torch
 from gguf.quants import quantize
 from safetensors import safe_open
 
-TYPES = {
-    "f32": gguf.GGMLQuantizationType.F32,
-    "bf16": gguf.GGMLQuantizationType.BF16,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
-}
 
+def write_gguf(model: Path, out: Path) -> None:
+    """Write one file.
 
-def main() -> None:
-    """Write one file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--type", choices=TYPES, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    config = json.loads((arguments.model / "config.json").read_text())
+    Raises:
+        ValueError: the model is no Qwen3, or has a tensor that llama.cpp does not know.
+    """
+    config = json.loads((model / "config.json").read_text())
     if config["model_type"] != "qwen3":
-        parser.error(f"--model of type {config['model_type']}: only qwen3 is written as GGUF")
-    writer = gguf.GGUFWriter(arguments.out, "qwen3")
+        raise ValueError(f"model of type {config['model_type']}: only qwen3 is written as GGUF")
+    writer = gguf.GGUFWriter(out, "qwen3")
     _add_sizes(writer, config)
     _add_vocabulary(writer, config["vocab_size"])
-    _add_tensors(writer, arguments.model, TYPES[arguments.type], config["num_hidden_layers"])
+    _add_tensors(writer, model, config["num_hidden_layers"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -70,10 +60,9 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     writer.add_token_merges(["<0 >"])  # an empty list cannot be written
 
 
-def _add_tensors(
-    writer: gguf.GGUFWriter, model: Path, kind: gguf.GGMLQuantizationType, num_layers: int
-) -> None:
+def _add_tensors(writer: gguf.GGUFWriter, model: Path, num_layers: int) -> None:
     """All tensors by llama.cpp's names; vectors stay float32, as its own converter leaves them."""
+    types = gguf.GGMLQuantizationType
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers)
     for path in sorted(model.glob("*.safetensors")):
         with safe_open(path, framework="pt") as tensors:
@@ -82,9 +71,5 @@ def _add_tensors(
                 if gguf_name is None:
                     raise ValueError(f"{path.name}: {name} has no name in llama.cpp")
                 values = tensors.get_tensor(name).to(torch.float32).numpy()
-                tensor_kind = kind if values.ndim > 1 else TYPES["f32"]
-                writer.add_tensor(gguf_name, quantize(values, tensor_kind), raw_dtype=tensor_kind)
-
-
-if __name__ == "__main__":
-    main()
+                kind = types.BF16 if values.ndim > 1 else types.F32
+                writer.add_tensor(gguf_name, quantize(values, kind), raw_dtype=kind)

@@ -32,11 +32,9 @@ def driver_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--attention", help="one of the engine's own names")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--memory-share", type=float, default=0.9, help="of a GPU")
     parser.add_argument("--kv-cache-gib", type=int, default=2, help="on a CPU")
     return parser

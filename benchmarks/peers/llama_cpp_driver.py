@@ -1,6 +1,6 @@
 """llama.cpp's server behind the line protocol, over loopback HTTP; on a CPU.
 
-    python llama_cpp_driver.py --server path/to/llama-server --model FOLDER --type bf16 --threads 2
+    python llama_cpp_driver.py --server path/to/llama-server --model FOLDER --threads 2
 
 A slot for each of the largest workload's 32 requests, continuous batching. Needs `pip install
 gguf` for the model file, which is written to a temporary folder at start.
@@ -13,13 +13,13 @@ import http.client
 import json
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from gguf_file import write_gguf
 from line_protocol import Requests, TokenClock, claim_stdout, serve
 
 _NUM_SLOTS = 32
@@ -31,19 +31,13 @@ def main() -> None:
     """Write the model file, start the server, serve."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--server", required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--type", default="bf16")
+    parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
     answers = claim_stdout()
     with tempfile.TemporaryDirectory(prefix="nanocore-gguf-") as folder:
-        gguf = f"{folder}/{arguments.type}.gguf"
-        converter = Path(__file__).with_name("gguf_file.py")
-        subprocess.run(
-            [sys.executable, converter, "--model", arguments.model, "--type", arguments.type,
-             "--out", gguf],
-            check=True,
-        )  # fmt: skip
+        gguf = Path(folder, "bf16.gguf")
+        write_gguf(arguments.model, gguf)
         flags = [
             "--threads", str(arguments.threads), "--threads-batch", str(arguments.threads),
             "--parallel", str(_NUM_SLOTS), "--ctx-size", str(_NUM_SLOTS * _SLOT_TOKENS),
@@ -51,7 +45,16 @@ def main() -> None:
         ]  # fmt: skip
         port = _free_port()
         server = subprocess.Popen(
-            [arguments.server, "--model", gguf, "--host", "127.0.0.1", "--port", str(port), *flags],
+            [
+                arguments.server,
+                "--model",
+                str(gguf),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                *flags,
+            ],
             stdin=subprocess.DEVNULL,
         )
         try:
@@ -60,7 +63,7 @@ def main() -> None:
                 answers,
                 lambda requests: _run(port, requests),
                 versions={"llama.cpp": _version(arguments.server)},
-                settings={"type": arguments.type, "flags": " ".join(flags)},
+                settings={"type": "bf16", "flags": " ".join(flags)},
             )
         finally:
             server.terminate()

@@ -46,8 +46,9 @@ def main() -> None:
     arguments = parser.parse_args()
     answers = claim_stdout()
     torch.set_num_threads(arguments.threads)
-    attention = arguments.attention or "sdpa"
-    run = _run_static if arguments.batching == "static" else _run_continuous
+    is_static = arguments.batching == "static"
+    attention = "sdpa" if is_static else "paged|sdpa"
+    run = _run_static if is_static else _run_continuous
     model = _load(arguments, attention)
     serve(
         answers,

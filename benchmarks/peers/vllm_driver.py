@@ -1,10 +1,9 @@
-"""vLLM behind the line protocol: V1, engine core in a process of its own.
+"""vLLM behind the line protocol, on a CPU: V1, engine core in a process of its own.
 
     path/to/python-with-vllm vllm_driver.py --model FOLDER --threads 2 --kv-cache-gib 2
 
-On a CPU all cores compute: vLLM's default keeps one back for its own scheduler. Intel's OpenMP and
-tcmalloc are preloaded, as vLLM's documentation advises; what is not found is said in `settings`.
-On a GPU single tokens are not timed: outputs come once they are whole, as from `LLM.generate`.
+All cores compute: vLLM's default keeps one back for its own scheduler. Intel's OpenMP and tcmalloc
+are preloaded, as vLLM's documentation advises; what is not found is said in `settings`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from line_protocol import Requests, TokenClock, claim_stdout, describe_run, driver_parser, serve
+from line_protocol import Requests, TokenClock, claim_stdout, driver_parser, serve
 
 _STARTED = "NANOCORE_COMPARE_PRELOADED"
 
@@ -36,11 +35,6 @@ def _serve(answers: Any, arguments: argparse.Namespace) -> None:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    on_cpu = arguments.device == "cpu"
-    start_s = time.perf_counter()
-    chosen: dict[str, Any] = {"load_format": "dummy"} if arguments.random_weights else {}
-    chosen |= {"attention_backend": arguments.attention} if arguments.attention else {}
-    chosen |= {} if on_cpu else {"gpu_memory_utilization": arguments.memory_share}
     engine = LLMEngine.from_engine_args(
         EngineArgs(
             model=arguments.model,
@@ -49,40 +43,36 @@ def _serve(answers: Any, arguments: argparse.Namespace) -> None:
             max_model_len=arguments.max_model_len,
             max_num_seqs=arguments.max_num_seqs,
             max_num_batched_tokens=arguments.max_num_batched_tokens,
-            enable_prefix_caching=not arguments.no_prefix_caching,
+            enable_prefix_caching=True,
             disable_log_stats=True,
-            **chosen,
         ),
         enable_multiprocessing=True,
     )
-    settings = {"dtype": arguments.dtype, **chosen,
-                "start_s": round(time.perf_counter() - start_s, 1)}  # fmt: skip
-    if on_cpu:
-        settings["preloaded"] = [Path(p).name for p in os.environ["LD_PRELOAD"].split(":") if p]
-        settings["omp_threads_bind"] = os.environ["VLLM_CPU_OMP_THREADS_BIND"]
+    settings = {
+        "dtype": arguments.dtype,
+        "preloaded": [Path(p).name for p in os.environ["LD_PRELOAD"].split(":") if p],
+        "omp_threads_bind": os.environ["VLLM_CPU_OMP_THREADS_BIND"],
+    }
     serve(
         answers,
-        lambda requests: _run(engine, arguments, requests),
+        lambda requests: _run(engine, requests),
         versions={"vllm": vllm.__version__},
         settings=settings,
-        may_be_stopped=on_cpu,
     )
 
 
-def _run(engine: Any, arguments: argparse.Namespace, requests: Requests) -> dict[str, Any]:
+def _run(engine: Any, requests: Requests) -> dict[str, Any]:
     """Add all requests, then step until they are done."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    on_cpu = arguments.device == "cpu"
-    kind = RequestOutputKind.CUMULATIVE if on_cpu else RequestOutputKind.FINAL_ONLY
     token_ids: list[list[int]] = [[] for _ in requests]
     start_s = time.perf_counter()
     clock = TokenClock(start_s, len(requests))
     for index, (prompt, num_output_tokens) in enumerate(requests):
         params = SamplingParams(
-            temperature=arguments.temperature, ignore_eos=True, max_tokens=num_output_tokens,
-            detokenize=False, output_kind=kind,
+            temperature=0.0, ignore_eos=True, max_tokens=num_output_tokens,
+            detokenize=False, output_kind=RequestOutputKind.CUMULATIVE,
         )  # fmt: skip
         engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
     while engine.has_unfinished_requests():
@@ -91,30 +81,22 @@ def _run(engine: Any, arguments: argparse.Namespace, requests: Requests) -> dict
             clock.tick(index, time.perf_counter())
             if output.finished:
                 token_ids[index] = list(output.outputs[0].token_ids)
-    wall_s = time.perf_counter() - start_s
-    return clock.describe_run(wall_s, token_ids) if on_cpu else describe_run(
-        wall_s, [], [], token_ids
-    )  # fmt: skip
+    return clock.describe_run(time.perf_counter() - start_s, token_ids)
 
 
 def _environment(arguments: argparse.Namespace) -> dict[str, str]:
     """What vLLM must be started with."""
-    environment = os.environ | {
+    intel_openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    found = [str(intel_openmp)] if intel_openmp.exists() else []
+    tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
+    found += [tcmalloc] if tcmalloc else []
+    return os.environ | {
         _STARTED: "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
-    if arguments.device == "cuda":
-        return environment
-    intel_openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    found = [str(intel_openmp)] if intel_openmp.exists() else []
-    tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
-    found += [tcmalloc] if tcmalloc else []
-    return environment | {
         "LD_PRELOAD": ":".join(found),
         "VLLM_CPU_KVCACHE_SPACE": str(arguments.kv_cache_gib),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import day
-from benchmarks.gpu.goals import README
 from benchmarks.gpu.part import PARTS
 from benchmarks.gpu.results import LOST_CODE, Records, file_name
 
+README = Path(day.__file__).with_name("README.md")
 USABLE_S = day.CALL_LIMIT_S - day.GRACE_S
 
 
@@ -89,7 +89,7 @@ def carry(folder: Path, *names: str) -> str:
     return str(folder)
 
 
-ARCHIVES = ("base", "nano-vllm", "vllm-1", "vllm-2")
+ARCHIVES = ("base", "nano-vllm")
 EVERY_PART = [part.name for part in PARTS]
 
 
@@ -167,17 +167,17 @@ def test_a_process_that_begins_nothing_is_not_started_again_and_again(
 
 
 def test_what_failed_is_tried_again_with_another_commit_only(parts: FakeParts) -> None:
-    parts.records = {"tune/x": {"error": "wrong"}}
-    assert parts.call("tune") == 1
-    parts.call("tune")
+    parts.records = {"env/x": {"error": "wrong"}}
+    assert parts.call("env") == 1
+    parts.call("env")
     assert parts.names == []
     parts.commit, parts.records = "new", {}
-    parts.call("tune")
-    assert parts.names == ["tune"]
+    parts.call("env")
+    assert parts.names == ["env"]
     found = parts.state()
     assert found.errors == {}
     assert {name: figures["commit"] for name, figures in found.figures.items()} == {
-        "tune/y": "old", "tune/x": "new"
+        "env/y": "old", "env/x": "new"
     }  # fmt: skip
 
 
@@ -192,11 +192,11 @@ def test_what_was_skipped_is_tried_again_by_each_call(parts: FakeParts) -> None:
 
 
 def test_peers_wait_until_they_are_carried(parts: FakeParts, tmp_path: Path) -> None:
-    parts.call("vllm", "--carried", carry(tmp_path / "first", "base", "vllm-1"))
+    parts.call("nano-vllm", "--carried", carry(tmp_path / "first", "base"))
     assert parts.names == []
-    assert parts.state().endings["vllm"] == "waits: not carried: vllm-2"
-    parts.call("vllm", "--carried", carry(tmp_path / "second", "vllm-2"))
-    assert parts.names == ["vllm"]
+    assert parts.state().endings["nano-vllm"] == "waits: not carried: nano-vllm"
+    parts.call("nano-vllm", "--carried", carry(tmp_path / "second", "nano-vllm"))
+    assert parts.names == ["nano-vllm"]
 
 
 def test_a_damaged_archive_is_told_and_does_not_stop_the_day(
@@ -224,7 +224,7 @@ def test_on_a_new_machine_the_records_that_were_carried_are_continued(
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["tunes"], "tunes: choose from env, tests"), (["--carried", "/nowhere"], "not a folder")],
+    [(["sped"], "sped: choose from env, tests"), (["--carried", "/nowhere"], "not a folder")],
 )
 def test_what_is_not_there_is_refused(
     parts: FakeParts, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]

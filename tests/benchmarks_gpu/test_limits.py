@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.gpu.shapes import ASSUMED_RATES, MODELS
-from benchmarks.gpu.workload import nano_vllm_workload
+from benchmarks.workloads import nano_vllm_workload
 
 SMALL, LARGE = MODELS
 BY_NAME = {model.name: model for model in MODELS}

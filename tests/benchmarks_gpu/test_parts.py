@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import engine_checks, engine_speed, environment, kernels, peers, tune
-from benchmarks.gpu.goals import BEGIN, END, GOALS, NOT_MEASURED, README, goals_table, with_table
+from benchmarks.gpu import engine_checks, engine_speed, environment, kernels, peers
+from benchmarks.gpu.goals import GOALS, NOT_MEASURED, goals_table
 from benchmarks.gpu.part import PARTS
 from benchmarks.gpu.results import Records, Results, Session
-from nanocore.kernels.triton import attention
-from nanocore.kernels.triton.prefill_attention import PrefillTiles
 
 pytestmark = pytest.mark.campaign
 
@@ -56,10 +54,9 @@ def names_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, l
     found = {
         "env": environment.measurements(session),
         "check": engine_checks.measurements(engine_checks.Checked(results, folder / "model")),
-        "tune": tune.measurements(session),
     }
     found |= {part: engine_speed.measurements(engine, part) for part in ("speed", "matrix")}
-    others = ("bench", "nano-vllm", "transformers", "vllm")
+    others = ("bench", "nano-vllm", "transformers")
     found |= {part: peers.measurements(results, part) for part in others}
     names = {part: list(measurements) for part, measurements in found.items()}
     for part in ("attention", "products"):
@@ -88,8 +85,7 @@ def test_every_part_measures_what_has_its_name_and_every_goal_is_measured(
 def test_the_readme_has_the_table_of_goals() -> None:
     table = goals_table({"figures": {}, "errors": {}})
     assert table.count(NOT_MEASURED) == len(GOALS)
-    assert table in README.read_text()
-    assert with_table(f"a\n{BEGIN}old\n{END}b\n", "new\n") == f"a\n{BEGIN}new\n{END}b\n"
+    assert table in (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
 
 
 def test_a_goal_that_was_measured_is_in_the_table() -> None:
@@ -97,19 +93,19 @@ def test_a_goal_that_was_measured_is_in_the_table() -> None:
     ratio = {"times_slower_than_ours": {"median": 1.5, "min": 1.25, "max": 2.0}}
     bench = {"nanocore": {"output_tokens_per_s": {"median": 20000.0}, "share_of_limit": 0.5}}
     case = {"share_of_limit": 0.75, "others": {"fa3": {"times_of_ours": 0.9}}}
-    figures = {"speed/qwen3-0.6b/decode/b1/ctx1024": step, "vllm/qwen3-0.6b": ratio,
+    figures = {"speed/qwen3-0.6b/decode/b1/ctx1024": step, "nano-vllm/qwen3-0.6b": ratio,
                "bench/qwen3-0.6b": bench, "attention/prefill/g2/4x4096": case}  # fmt: skip
     table = goals_table({"figures": figures, "errors": {}})
     for cell in ("1.23 ms (25%)", "1.50x (1.25-2.00)", "20,000 tok/s (50%)", "75% of the limit"):
-        assert f"| {cell}" in table
+        assert f" {cell}" in table
 
 
 def test_the_machine_is_described_and_its_ceilings_are_measured(run_part: Run) -> None:
-    found = run_part("env", interpret="1")
+    found = run_part("env")
     assert (found.errors, found.missing) == ({}, [])
     assert found.figures["env/installed"]["packages"]["torch"] == torch.__version__
     assert found.figures["env/copy"]["gb_per_s"]["median"] > 0
-    assert found.figures["env/launch"]["host_us"]["median"] > 0
+    assert found.figures["env/gemm"]["tflop_per_s"]["median"] > 0
 
 
 def test_kernels_are_right_and_timed(run_part: Run) -> None:
@@ -126,23 +122,6 @@ def test_kernels_are_right_and_timed(run_part: Run) -> None:
         assert figures["error"] < 1e-5
         assert figures["us"]["min"] > 0
         assert all("us" in other for other in figures["others"].values())
-
-
-def test_tiles_are_tried(run_part: Run) -> None:
-    found = run_part("tune", "--only", "tune/decode", interpret="1")
-    assert found.errors == {}
-    (figures,) = found.figures.values()
-    assert figures["failed"] == {}
-    assert figures["us"][figures["ours"]] >= figures["us"][figures["best"]]
-    assert figures["ours_over_best"] >= 1
-
-
-def test_prompts_are_tried_with_one_and_with_two_programs_on_a_multiprocessor() -> None:
-    own = attention.prefill_tiles(128, 2, (9, 0))
-    assert own == PrefillTiles(64, 64, num_warps=4, num_stages=3)
-    assert {own, PrefillTiles(128, 64, num_warps=8, num_stages=3)} <= {
-        PrefillTiles(*values) for values in tune.PREFILL_GRID
-    }
 
 
 def test_the_engine_is_checked_and_timed(run_part: Run) -> None:

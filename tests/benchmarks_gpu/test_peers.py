@@ -51,62 +51,11 @@ class LLM:
         assert model.weight.isfinite().all()
         assert AutoTokenizer.from_pretrained(folder, use_fast=True).eos_token_id == 1
         assert os.environ["NANOCORE_GPU_BENCHMARK_CARRIED"]
-        assert any(path.endswith("stand_ins/nano_vllm") for path in sys.path)
+        assert any(path.endswith("/stand_ins") for path in sys.path)
 
     def generate(self, prompts, params, use_tqdm):
         return [{"text": "", "token_ids": [1] * p.max_tokens} for p in params]
 """
-FAKE_VLLM = """
-from dataclasses import dataclass
-__version__ = "0.25.1"
-import xgrammar
-
-
-@dataclass
-class SamplingParams:
-    temperature: float
-    ignore_eos: bool
-    max_tokens: int
-    detokenize: bool
-    output_kind: str
-
-
-@dataclass
-class Output:
-    request_id: str = ""
-    outputs: list = ()
-    token_ids: list = ()
-    finished: bool = False
-
-
-class LLMEngine:
-    def __init__(self):
-        self.requests = {}
-
-    @classmethod
-    def from_engine_args(cls, arguments, enable_multiprocessing):
-        assert arguments["load_format"] == "dummy"
-        assert arguments["attention_backend"] == "FLASH_ATTN"
-        assert not arguments["enable_prefix_caching"]
-        return cls()
-
-    def add_request(self, request_id, prompt, params):
-        assert list(prompt) == ["prompt_token_ids"]
-        assert params.temperature == 0.6
-        self.requests[request_id] = params
-
-    def has_unfinished_requests(self):
-        return bool(self.requests)
-
-    def step(self):
-        name, params = self.requests.popitem()
-        return [Output(name, [Output(token_ids=[1] * params.max_tokens)], [], True)]
-"""
-FAKE_VLLM_MODULES = {
-    "vllm/engine/arg_utils.py": "EngineArgs = dict",
-    "vllm/v1/engine/llm_engine.py": "from vllm import LLMEngine",
-    "vllm/sampling_params.py": "class RequestOutputKind: CUMULATIVE, FINAL_ONLY = 'all', 'last'",
-}
 
 
 def carry_fakes(folder: Path) -> None:
@@ -115,10 +64,6 @@ def carry_fakes(folder: Path) -> None:
     (package / "__init__.py").write_text(FAKE_NANO_VLLM)
     (package / "engine" / "__init__.py").write_text("")
     (package / "engine" / "model_runner.py").write_text(FAKE_MODEL_RUNNER)
-    site = folder / "vllm-site"
-    for name, text in (FAKE_VLLM_MODULES | {"vllm/__init__.py": FAKE_VLLM}).items():
-        (site / name).parent.mkdir(parents=True, exist_ok=True)
-        (site / name).write_text(text)
 
 
 def run_part(part: str, folder: Path) -> Records:
@@ -128,7 +73,7 @@ def run_part(part: str, folder: Path) -> Records:
     return Records("rehearsal.jsonl", (folder,))
 
 
-@pytest.mark.parametrize("peer", ["nano-vllm", "vllm", "transformers"])
+@pytest.mark.parametrize("peer", ["nano-vllm", "transformers"])
 def test_a_peer_takes_turns_with_ours(peer: str, tmp_path: Path) -> None:
     carry_fakes(tmp_path / "carried")
     found = run_part(peer, tmp_path)
@@ -141,11 +86,11 @@ def test_a_peer_takes_turns_with_ours(peer: str, tmp_path: Path) -> None:
 
 
 def test_a_peer_that_fails_is_told_with_its_log(tmp_path: Path) -> None:
-    package = tmp_path / "carried" / "vllm-site" / "vllm"
+    assert run_part("nano-vllm", tmp_path).skipped == {"nano-vllm/tiny": "not carried: nano-vllm"}
+    package = tmp_path / "carried" / "nano-vllm" / "nanovllm"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('no device')")
-    assert "no device" in run_part("vllm", tmp_path).errors["vllm/tiny"]
-    assert run_part("nano-vllm", tmp_path).skipped == {"nano-vllm/tiny": "not carried: nano-vllm"}
+    assert "no device" in run_part("nano-vllm", tmp_path).errors["nano-vllm/tiny"]
 
 
 def test_a_peer_that_does_not_answer_is_ended(tmp_path: Path) -> None:
@@ -192,8 +137,7 @@ def test_the_stand_in_attends_as_flash_attn_does(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(fa3.FOLDER_VARIABLE, "carried")
     monkeypatch.setattr(fa3, "load", lambda _: True)
     monkeypatch.setattr(fa3, "attention", attend)
-    stand_ins = Path(__file__).parents[2] / "benchmarks" / "gpu" / "stand_ins" / "nano_vllm"
-    monkeypatch.syspath_prepend(str(stand_ins))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu" / "stand_ins"))
     import flash_attn
 
     case = PagedCase([(7, 7), (21, 21), (4, 4)], block_size=16)

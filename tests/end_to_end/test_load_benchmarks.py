@@ -1,4 +1,4 @@
-"""The benchmarks of load and of one engine's workloads run, and write what they say."""
+"""The benchmark of load runs, and writes what it says."""
 
 from __future__ import annotations
 
@@ -60,22 +60,3 @@ def test_engines_are_compared_under_load(
             )
             assert 0 < p50 <= p99 <= largest
         assert summary["output_tokens_per_s"]["min"] > 0
-
-
-@pytest.mark.parametrize("benchmark", ["offline"], indirect=True)
-def test_workloads_are_run_and_reported_with_the_engines_counters(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    flags = ["--model", str(DEMO_MODEL), "--workloads", "W5,W3", "--reps", "2",
-             "--kv-cache-memory-bytes", str(64 * 2**20)]  # fmt: skip
-    report = run_main(benchmark, monkeypatch, tmp_path / "out.json", *flags)
-    assert report["engine"]["kv_cache_memory_bytes"] == 64 * 2**20
-    single, shared = report["workloads"]["W5"], report["workloads"]["W3"]
-    assert single["num_steps"]["values"] == [128, 128]
-    assert single["prefix_cache_hit_rate"]["max"] == 0.0
-    assert shared["prefix_cache_hit_rate"]["min"] > 0.9
-    for name, figures in report["workloads"].items():
-        wall_s, rate = figures["wall_s"]["values"], figures["output_tokens_per_s"]["values"]
-        assert [t * r for t, r in zip(wall_s, rate, strict=True)] == pytest.approx(
-            [figures["num_output_tokens"]] * 2, rel=1e-2
-        ), name

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tests.demo_model.tasks import Example, Message, Mix, training_examples
+from tests.demo_model.tasks import Example, Mix, training_examples
 
 Chat = tuple[list[int], list[bool]]
 Batch = tuple[Tensor, Tensor]
@@ -30,21 +30,20 @@ class ChatEncoder:
         self.newline = tokenizer.encode("\n").ids
         self.roles = {r: tokenizer.encode(r).ids for r in ("system", "user", "assistant")}
 
-    def __call__(self, messages: Sequence[Message]) -> Chat:
-        """Token ids, and whether each is to be learned: an assistant's words and their end."""
+    def __call__(self, example: Example) -> Chat:
+        """Of the chat with its answer: token ids, and whether each is to be learned.
+
+        Learned are the assistant's words and their end.
+        """
         ids: list[int] = []
         learned: list[bool] = []
-        for message in messages:
+        for message in (*example.messages, {"role": "assistant", "content": example.answer}):
             head = [self.start, *self.roles[message["role"]], *self.newline]
             body = [*self.tokenizer.encode(message["content"]).ids, self.end]
             ids += [*head, *body, *self.newline]
             spoken = message["role"] == "assistant"
             learned += [False] * len(head) + [spoken] * len(body) + [False] * len(self.newline)
         return ids, learned
-
-    def example(self, example: Example) -> Chat:
-        """The chat of an example with its answer."""
-        return self([*example.messages, {"role": "assistant", "content": example.answer}])
 
 
 def collate(chats: Sequence[Chat]) -> Batch:
@@ -75,6 +74,6 @@ def cut(chats: Sequence[Chat], batch_tokens: int) -> Iterator[Batch]:
 def pool(encoder: ChatEncoder, seed: int, mix: Mix, batch_tokens: int) -> list[Batch]:
     """The batches of one pool of 1,500 chats; the same for the same arguments."""
     examples = islice(training_examples(seed, mix), 1500)
-    batches = list(cut([encoder.example(e) for e in examples], batch_tokens))
+    batches = list(cut([encoder(example) for example in examples], batch_tokens))
     random.Random(seed).shuffle(batches)
     return batches

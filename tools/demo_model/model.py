@@ -46,27 +46,12 @@ def make_model(vocab_size: int) -> Qwen3ForCausalLM:
 
 def batch_loss(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
     """Cross-entropy of the tokens to be learned."""
-    logits, wanted = _logits(model, batch)
-    return F.cross_entropy(logits.float(), batch[1].flatten()[wanted])
-
-
-@torch.no_grad()
-def right_answers(model: Qwen3ForCausalLM, batch: Batch) -> int:
-    """How many rows of the batch have all their tokens to be learned predicted."""
-    ids, targets = batch
-    logits, wanted = _logits(model, batch)
-    wrong = torch.zeros(ids.numel(), dtype=torch.bool)
-    wrong[wanted] = logits.argmax(-1) != targets.flatten()[wanted]
-    return int((~wrong.view(ids.shape).any(dim=1)).sum())
-
-
-def _logits(model: Qwen3ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(logits of the positions to be learned from, the flat mask of these)."""
     ids, targets = batch
     wanted = targets.flatten() >= 0
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        return model.lm_head(hidden.flatten(0, 1)[wanted]), wanted
+        logits = model.lm_head(hidden.flatten(0, 1)[wanted])
+    return F.cross_entropy(logits.float(), targets.flatten()[wanted])
 
 
 def export(model: Qwen3ForCausalLM, folder: Path) -> None:

@@ -3,13 +3,12 @@
 Seeded and resumable: the text is generated as training goes on (see `tasks.py`), and a
 checkpoint in the work folder carries on where a stopped run left off. The length of the facts
 grows in phases, and the learning rate follows the share of `--minutes` that is used up. Every
-few minutes the held-out accuracy of each task is measured and the model is exported.
+few minutes the model is exported; `tests/demo_model/accuracy.py` tells what it knows.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -23,15 +22,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.report import write_report
-from tests.demo_model import tasks
 from tests.demo_model.tasks import Mix
 from tools.demo_model import tokenizer
-from tools.demo_model.data import Batch, ChatEncoder, cut, pool
-from tools.demo_model.model import batch_loss, export, make_model, right_answers
+from tools.demo_model.data import Batch, ChatEncoder, pool
+from tools.demo_model.model import batch_loss, export, make_model
 
 SEED = 1
 WARM_UP_STEPS = 150
-EVAL_MINUTES = 5.0
+EXPORT_MINUTES = 5.0
 CHECKPOINT_MINUTES = 2.0
 
 
@@ -66,14 +64,13 @@ PHASES = (
 
 @dataclass
 class Progress:
-    """Where the training stands, and what was measured so far."""
+    """Where the training stands, and the losses so far."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
     pools: int = 0
     losses: list[dict[str, float]] = field(default_factory=list)
-    accuracies: list[dict[str, float]] = field(default_factory=list)
 
 
 class Trainer:
@@ -143,24 +140,6 @@ class Trainer:
         self.progress.tokens += batch[0].numel()
         return loss.item()
 
-    def evaluate(self, count: int) -> dict[str, float]:
-        """Held-out accuracy by task, of whole answers.
-
-        A greedy answer is right exactly when every one of its tokens is the likeliest after
-        the right tokens before it, so one pass over the right answers tells.
-        """
-        result = {}
-        for task in tasks.TASKS:
-            examples = tasks.held_out(task, count)
-            chats = []
-            for example in examples:
-                ids, learned = self.encoder.example(example)
-                last = len(self.encoder(example.messages)[0])
-                chats.append((ids, [i >= last and flag for i, flag in enumerate(learned)]))
-            right = sum(right_answers(self.model, batch) for batch in cut(chats, 16384))
-            result[task] = right / len(examples)
-        return result
-
 
 def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for the embeddings and the norms."""
@@ -178,22 +157,17 @@ def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
-def report(trainer: Trainer, count: int) -> None:
-    """Export, measure, and say where the training stands."""
-    progress = trainer.progress
+def publish(trainer: Trainer) -> None:
+    """Write the model as it is now, and the losses until now."""
     export(trainer.model, trainer.args.out)
-    accuracy = trainer.evaluate(count)
-    minutes = round(progress.seconds / 60, 1)
-    progress.accuracies.append({"minutes": minutes, "tokens": progress.tokens, **accuracy})
-    write_report(trainer.args.work / "history.json", asdict(progress))
-    tqdm.write(json.dumps(progress.accuracies[-1]))
+    write_report(trainer.args.work / "history.json", asdict(trainer.progress))
 
 
 def train(trainer: Trainer) -> None:
     """Train until the time is used up."""
     progress = trainer.progress
     bar = tqdm(total=trainer.args.minutes, unit="min", bar_format="{l_bar}{bar}| {postfix}")
-    saved = measured = progress.seconds
+    saved = exported = progress.seconds
     smooth = 0.0
     while trainer.share < 1.0:
         for batch in trainer.next_pool():
@@ -207,16 +181,16 @@ def train(trainer: Trainer) -> None:
                 rate = progress.tokens / progress.seconds
                 text = f"step {progress.step} loss {smooth:.3f} {rate:.0f} tokens/s"
                 bar.set_postfix_str(text)
-            if progress.seconds - measured > 60 * EVAL_MINUTES:
-                measured = progress.seconds
-                report(trainer, 40)
+            if progress.seconds - exported > 60 * EXPORT_MINUTES:
+                exported = progress.seconds
+                publish(trainer)
             if progress.seconds - saved > 60 * CHECKPOINT_MINUTES:
                 saved = progress.seconds
                 trainer.save()
             if trainer.share >= 1.0:
                 break
     trainer.save()
-    report(trainer, 200)
+    publish(trainer)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ replays it for any step that fits; long contexts are split by what only the devi
 `attention_plan`. Batch-invariant, all tokens go through the kernel of chunks, unsplit, in tiles of
 one shape: what a token gets then never depends on how its tokens came, or beside whom. Shapes were
 chosen by what fits a multiprocessor; `DecodeTiles` and `PrefillTiles` are arguments of the kernels'
-own functions, for benchmarks to try others. Shape suffixes: see `interface`.
+own functions, so that others can be tried. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
