@@ -238,10 +238,10 @@ class PlayedEngine:
         patience_s = self._patience_s + more_s
         deadline_s = time.monotonic() + patience_s
         while (frames := self._take()) is None:
-            exited = self._process.poll() is not None
-            if exited and (frames := self._take()) is not None:
-                break
-            if exited:
+            if self._process.poll() is not None:
+                self._socket.wait(0)  # what it sent before it went is here, and may not be read
+                if (frames := self._take()) is not None:
+                    break
                 got = f"its exit with {self._process.returncode}; {self.error_text()}"
                 raise BrokenError(expected, got)
             waiting = time.monotonic() < deadline_s
