@@ -163,9 +163,10 @@ def foreign_handles_are_ignored(tested: ClientUnderTest) -> None:
         stranger = {"handle": 1, "finish_reason": "length"}
         client.send(Op.OUTPUT, output_body({HANDLE: TOKENS[1:3]}, stranger))
         client.send(Op.OUTPUT, output_body({}, {"handle": 0, "finish_reason": "error"}))
-        client.output(TOKENS[3:], end())
-        client.output([92, 93])
-        client.output([94], end("stop"))
+        with client.held():
+            client.output(TOKENS[3:], end())
+            client.output([92, 93])
+            client.output([94], end("stop"))
         client.leaves(TOKENS, "length")
 
 

@@ -6,13 +6,16 @@ patience, and a client that exits early is noticed at once.
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import struct
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -161,6 +164,20 @@ class PlayedEngine:
     def output(self, tokens: Sequence[int], *events: Body) -> None:
         """OUTPUT of the client's request."""
         self.send(Op.OUTPUT, output_body({HANDLE: tokens} if tokens else {}, *events))
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The client stands still meanwhile, and cannot leave before all is sent.
+
+        What is sent to a client that has gone would cost its last words.
+        """
+        self._process.send_signal(signal.SIGSTOP)
+        if self._process.poll() is None:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def ping_and_wait(self, wait_s: float) -> None:
         """PING and its PONG, and so long a pause that the next PING shows life, not haste."""
