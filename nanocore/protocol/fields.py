@@ -15,6 +15,11 @@ import msgspec
 MAX_REQUEST_ID_CHARS: Final = 256
 MAX_CACHE_SALT_CHARS: Final = 1024
 MAX_STOP_TOKEN_IDS: Final = 128
+MAX_NUM_SAMPLES: Final = 128
+MAX_LOGIT_BIASES: Final = 1024
+MAX_ALLOWED_TOKEN_IDS: Final = 1024
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORDS_TOKENS: Final = 1024
 MAX_EXACT_INT: Final = 2**53 - 1
 """The largest integer that every language's numbers hold exactly."""
 MAX_INT32: Final = 2**31 - 1
@@ -40,3 +45,4 @@ CacheSalt = Annotated[str, limited(minLength=1, maxLength=MAX_CACHE_SALT_CHARS)]
 Seed = Annotated[int, limited(minimum=0, maximum=MAX_EXACT_INT)]
 Int32Column = Annotated[bytes, limited(column="int32")]
 Uint32Column = Annotated[bytes, limited(column="uint32")]
+Float32Column = Annotated[bytes, limited(column="float32")]

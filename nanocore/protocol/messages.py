@@ -19,6 +19,7 @@ from nanocore.protocol.fields import (
     MAX_REQUEST_ID_CHARS,
     CacheSalt,
     ExactInt,
+    Float32Column,
     Handle,
     Int32Column,
     RequestId,
@@ -29,7 +30,7 @@ from nanocore.protocol.fields import (
 )
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 4)
+PROTOCOL_VERSION = (1, 5)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -120,6 +121,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_tokens: Annotated[int | None, since(1)] = None
     max_file_chunk_bytes: Annotated[int, since(3)] = MAX_FILE_CHUNK_BYTES
     max_num_clients: Annotated[int | None, since(4)] = None
+    max_logprobs: Annotated[int | None, since(5)] = None
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=True):
@@ -171,7 +173,10 @@ class Submit(Message, frozen=True, forbid_unknown_fields=True):
 
 
 class Accepted(Message, frozen=True):
-    """Engine to client: the request is queued. handle: its short name in OUTPUT."""
+    """Engine to client: the request is queued. handle: its short name in OUTPUT.
+
+    Of several samples that of the first; the i-th one's is handle + i. seed: likewise.
+    """
 
     op = Op.ACCEPTED
     request_id: RequestId
@@ -194,11 +199,30 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str | None = None
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Log probabilities in columns: one entry per token, and for each of them some candidates.
+
+    handles: uint32, whose token it is; those of one handle are in their order. ranks: uint32, the
+    token's own, 1 is the most likely one. counts: uint32, how many candidates it has.
+    token_ids: int32, logprobs: float32 (natural logarithms), of the candidates, token by token: the
+    token itself, then the most likely ones in falling order.
+    """
+
+    handles: Uint32Column = b""
+    ranks: Uint32Column = b""
+    counts: Uint32Column = b""
+    token_ids: Int32Column = b""
+    logprobs: Float32Column = b""
+
+
 class Output(Message, frozen=True):
     """Engine to client: what one step, or several, produced for this client, as columns.
 
     handles: uint32 column, one entry per request with tokens. tokens: int32 column, in the order of
     handles. counts: uint32 column of tokens per handle, absent when every count is one.
+    logprobs: of these tokens, as far as their requests ask for them. prompt_logprobs: of prompt
+    tokens from the second on, in pieces, the last one no later than the request's first token; of
+    several samples under the first one's handle.
     """
 
     op = Op.OUTPUT
@@ -206,6 +230,8 @@ class Output(Message, frozen=True):
     tokens: Int32Column = b""
     counts: Uint32Column | None = None
     events: list[Event] = []
+    logprobs: Annotated[TokenLogprobs | None, since(5)] = None
+    prompt_logprobs: Annotated[TokenLogprobs | None, since(5)] = None
 
 
 class Error(Message, frozen=True):
@@ -222,10 +248,14 @@ class Error(Message, frozen=True):
 
 
 class Abort(Message, frozen=True, forbid_unknown_fields=True):
-    """Client to engine: end these requests. Idempotent; unknown ids are ignored."""
+    """Client to engine: end these requests. Idempotent; unknown ids are ignored.
+
+    handles: uint32 column, single samples to end, of this session's requests.
+    """
 
     op = Op.ABORT
     request_ids: list[str]
+    handles: Annotated[Uint32Column, since(5)] = b""
 
 
 class Ping(Message, frozen=True):

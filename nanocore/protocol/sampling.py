@@ -15,7 +15,12 @@ import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.fields import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_BAD_WORDS_TOKENS,
     MAX_INT32,
+    MAX_LOGIT_BIASES,
+    MAX_NUM_SAMPLES,
     MAX_STOP_TOKEN_IDS,
     Seed,
     limited,
@@ -28,12 +33,16 @@ GREEDY_TEMPERATURE = 1e-5
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_LOGIT_BIAS = 100
 
 
-class EngineSamplingParams(
+class CommonSamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The part of the sampling parameters that the engine obeys.
+    """What users write and the engine obeys alike.
+
+    A step changes a row's logits in this order: allowed_token_ids, logit_bias, min_tokens, bad
+    words, repetition, frequency and presence penalty, temperature, min_p, top_k, top_p.
 
     temperature: 0 is greedy; otherwise logits are divided by it.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -45,6 +54,16 @@ class EngineSamplingParams(
     ignore_eos: do not end at the model's EOS tokens.
     skip_reading_prefix_cache: compute the whole prompt, although a prefix of it may be cached; the
     request's own blocks are cached for others all the same.
+    n: samples of the same prompt, side by side; the i-th one's seed is (seed + i) modulo 2**53.
+    min_tokens: so many output tokens before EOS or one of stop_token_ids can be sampled.
+    presence_penalty, frequency_penalty: taken from the logits of tokens that the output holds;
+    once, or once for each time (OpenAI's).
+    repetition_penalty: logits of tokens that prompt or output hold are divided by it if positive,
+    else multiplied (CTRL: Keskar et al. 2019).
+    allowed_token_ids: sample no others.
+    logprobs: with each token its log probability, its rank, and those of the so many most likely
+    tokens; -1 for all. Of the logits as the model has them, before anything above.
+    prompt_logprobs: the same of each prompt token but the first. The prompt is computed whole.
     """
 
     temperature: Annotated[float, limited("0 is greedy", minimum=0)] = 1.0
@@ -58,9 +77,35 @@ class EngineSamplingParams(
     stop_token_ids: Annotated[list[int], limited(maxItems=MAX_STOP_TOKEN_IDS)] = []
     ignore_eos: bool = False
     skip_reading_prefix_cache: Annotated[bool, since(1)] = False
+    n: Annotated[int, since(5), limited(minimum=1, maximum=MAX_NUM_SAMPLES)] = 1
+    min_tokens: Annotated[int, since(5), limited(minimum=0, maximum=MAX_INT32)] = 0
+    presence_penalty: Annotated[float, since(5), limited("0 is off", minimum=-2, maximum=2)] = 0.0
+    frequency_penalty: Annotated[float, since(5), limited("0 is off", minimum=-2, maximum=2)] = 0.0
+    repetition_penalty: Annotated[
+        float, since(5), limited("1 is off", minimum=0.01, maximum=100)
+    ] = 1.0
+    allowed_token_ids: (
+        Annotated[
+            list[int],
+            since(5),
+            limited("absent for all", minItems=1, maxItems=MAX_ALLOWED_TOKEN_IDS),
+        ]
+        | None
+    ) = None
+    logprobs: (
+        Annotated[int, since(5), limited("-1 for all", minimum=-1, maximum=MAX_INT32)] | None
+    ) = None
+    prompt_logprobs: (
+        Annotated[int, since(5), limited("-1 for all", minimum=-1, maximum=MAX_INT32)] | None
+    ) = None
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens={self.min_tokens} is out of range: at most max_tokens, which is "
+                f"{self.max_tokens}"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -68,19 +113,44 @@ class EngineSamplingParams(
         return self.temperature < GREEDY_TEMPERATURE
 
 
+class EngineSamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
+    """The sampling parameters as the engine gets them.
+
+    logit_bias: (token id, what is added to its logit) pairs, each token once.
+    bad_words_token_ids: sequences of tokens that the output never holds: after the others, the last
+    token of one is not sampled.
+    """
+
+    logit_bias: Annotated[
+        list[tuple[int, float]], since(5), limited(maxItems=MAX_LOGIT_BIASES)
+    ] = []
+    bad_words_token_ids: Annotated[list[list[int]], since(5), limited(maxItems=MAX_BAD_WORDS)] = []
+
+    def __post_init__(self) -> None:
+        CommonSamplingParams.__post_init__(self)
+        if self.logit_bias:
+            _check_logit_bias(self.logit_bias)
+        if self.bad_words_token_ids:
+            _check_bad_words(self.bad_words_token_ids)
+
+
 class DefaultSampling(EngineSamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """What an engine recommends. A later one may recommend what this client does not know."""
 
 
-class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
+class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
     """What users write: the engine's parameters and those that need text.
 
+    logit_bias: what is added to logits, by token id; in [-100, 100].
+    bad_words: texts that the output never holds; whole ones, as the tokenizer writes them.
     stop: end before any of these strings appears in the text.
     include_stop_str_in_output: keep the stop string at the end of the text.
     skip_special_tokens: leave tokens such as <|im_end|> out of the text.
     detokenize: produce text at all; False saves the work when only token_ids are wanted.
     """
 
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str] = []
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -95,18 +165,11 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
                 raise InvalidRequestError(
                     f"{name}={value!r} is of the wrong type: {error}"
                 ) from None
-        EngineSamplingParams.__post_init__(self)
+        CommonSamplingParams.__post_init__(self)
+        _check_logit_bias([*(self.logit_bias or {}).items()])
+        _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS // 2)
         stops = self.stop_strings
-        if len(stops) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(
-                f"len(stop)={len(stops)} is out of range: at most {MAX_STOP_STRINGS} strings"
-            )
-        for text in stops:
-            if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                raise InvalidRequestError(
-                    f"stop={text!r} is out of range: each string must have 1 to "
-                    f"{MAX_STOP_STRING_CHARS} characters"
-                )
+        _check_strings("stop", stops, MAX_STOP_STRINGS)
         if stops and not self.detokenize:
             raise InvalidRequestError("stop strings need text: use them with detokenize=True")
 
@@ -118,13 +181,61 @@ class SamplingParams(EngineSamplingParams, frozen=True, kw_only=True):
     @classmethod
     def from_engine(cls, params: EngineSamplingParams) -> SamplingParams:
         """What an engine recommends, with the client's own parameters at their defaults."""
-        return cls(**{name: getattr(params, name) for name in params.__struct_fields__})
-
-    def for_engine(self) -> EngineSamplingParams:
-        """Without what only a client can do: what SUBMIT holds."""
-        return EngineSamplingParams(
-            **{name: getattr(self, name) for name in EngineSamplingParams.__struct_fields__}
+        return cls(
+            logit_bias=dict(params.logit_bias) or None,
+            **{name: getattr(params, name) for name in CommonSamplingParams.__struct_fields__},
         )
+
+    def for_engine(
+        self, bad_words_token_ids: list[list[int]] | None = None
+    ) -> EngineSamplingParams:
+        """Without what only a client can do: what SUBMIT holds.
+
+        bad_words_token_ids: the bad words', as the tokenizer has them.
+        """
+        return EngineSamplingParams(
+            logit_bias=[*(self.logit_bias or {}).items()],
+            bad_words_token_ids=bad_words_token_ids or [],
+            **{name: getattr(self, name) for name in CommonSamplingParams.__struct_fields__},
+        )
+
+
+def _check_logit_bias(pairs: list[tuple[int, float]]) -> None:
+    if len(pairs) > MAX_LOGIT_BIASES:
+        raise InvalidRequestError(
+            f"len(logit_bias)={len(pairs)} is out of range: at most {MAX_LOGIT_BIASES}"
+        )
+    for token_id, bias in pairs:
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:  # NaN is not
+            raise InvalidRequestError(
+                f"logit_bias of token {token_id} is {bias!r}, which is out of range: it must be in "
+                f"[-{MAX_LOGIT_BIAS}, {MAX_LOGIT_BIAS}]; to forbid a token use bad words"
+            )
+    if len({token_id for token_id, _ in pairs}) < len(pairs):
+        raise InvalidRequestError("logit_bias has a token id twice: add the two up")
+
+
+def _check_bad_words(words: list[list[int]]) -> None:
+    num_tokens = sum(map(len, words))
+    if num_tokens > MAX_BAD_WORDS_TOKENS:
+        raise InvalidRequestError(
+            f"bad_words_token_ids has {num_tokens} token ids in all: at most {MAX_BAD_WORDS_TOKENS}"
+        )
+    if not all(words):
+        raise InvalidRequestError("bad_words_token_ids has an empty sequence: leave it out")
+
+
+def _check_strings(name: str, texts: list[str], most: int) -> None:
+    if len(texts) > most:
+        raise InvalidRequestError(
+            f"len({name})={len(texts)} is out of range: at most {most} strings"
+        )
+    for text in texts:
+        if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+            raise InvalidRequestError(
+                f"{name}={text!r} is out of range: each string must have 1 to "
+                f"{MAX_STOP_STRING_CHARS} characters"
+            )
 
 
 @cache

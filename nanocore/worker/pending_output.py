@@ -41,18 +41,15 @@ class DoneOutput:
 def make_output(rows: NDArray[np.int64], sampled: Mapping[str, Tensor]) -> ModelRunnerOutput:
     """What rows sampled. sampled: on the host, by name; nothing if the stage does not sample.
 
-    "token_ids": int64, row by row. "counts": of each row, if some has other than one. All others
-    are columns of `ModelRunnerOutput`.
+    "token_ids": int64, row by row. "counts": of each row, if some has other than one.
     """
-    columns = dict(sampled)
-    token_ids, counts = columns.pop("token_ids", None), columns.pop("counts", None)
+    token_ids, counts = sampled.get("token_ids"), sampled.get("counts")
     if token_ids is None:
         return _NOTHING
     return ModelRunnerOutput(
         rows=rows.astype("<i4").tobytes(),
         token_ids=token_ids.numpy().astype("<i4").tobytes(),
         counts=b"" if counts is None else counts.numpy().astype("<i4").tobytes(),
-        columns={name: column.numpy().astype("<f4").tobytes() for name, column in columns.items()},
     )
 
 

@@ -24,6 +24,9 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     the others outputs of a request that resumes.
     block_ids: int32 column. num_computed_tokens: tokens whose KV is in those blocks already.
     seed: the request's noise is a function of it and the position.
+    stop_token_ids: EOS, unless it is ignored, and stop ids: not sampled before min_tokens.
+    num_prompt_logprobs: of prompt tokens whose log probabilities are known already, if it asks for
+    them.
     """
 
     row: int
@@ -33,6 +36,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: bytes
     sampling: EngineSamplingParams
     seed: int
+    stop_token_ids: list[int] = []
+    num_prompt_logprobs: int = 0
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,13 +68,28 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
 
 
+class RowLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log probabilities in columns, as the wire's `TokenLogprobs` has them, by row.
+
+    rows: int32, whose token it is. ranks, counts: int32 for each token. token_ids: int32, logprobs:
+    float32, of their candidates.
+    """
+
+    rows: bytes
+    ranks: bytes
+    counts: bytes
+    token_ids: bytes
+    logprobs: bytes
+
+
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step's result. rows: int32 column of the rows that sampled.
 
     token_ids: int32 column, row by row. counts: int32 column, how many tokens each of the rows has;
     empty: one each. A row that computed drafts may have none, and at most one more than these; what
-    it computed from its last token on is then computed again. columns: float32 columns by name with
-    a number for each token, such as its log probability; only what some row asked for.
+    it computed from its last token on is then computed again. logprobs: of the tokens of rows that
+    ask for them, in the order of rows. prompt_logprobs: of the prompt tokens after those that the
+    step computed, likewise.
 
     A row whose logits are not finite has NO_TOKEN. Until it is removed it may be computed on, with
     a token that has no embedding.
@@ -78,4 +98,5 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     rows: bytes
     token_ids: bytes
     counts: bytes = b""
-    columns: dict[str, bytes] = {}
+    logprobs: RowLogprobs | None = None
+    prompt_logprobs: RowLogprobs | None = None

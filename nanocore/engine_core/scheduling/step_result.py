@@ -13,7 +13,7 @@ import numpy as np
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
 from nanocore.engine_core.scheduling.row_table import RowTable
 from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
-from nanocore.engine_core.scheduling.token_columns import IntArray, NumberColumns, TokenColumns
+from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns
 from nanocore.protocol.codec import pack_int32
 from nanocore.worker.plan import ModelRunnerOutput
 
@@ -62,21 +62,17 @@ def _columns(result: ModelRunnerOutput) -> TokenColumns:
     # As wide as an index, because they will be one several times.
     rows = np.frombuffer(result.rows, TOKEN_DTYPE).astype(np.int64)
     token_ids = np.frombuffer(result.token_ids, TOKEN_DTYPE)
-    if not (result.counts or result.columns) and len(rows) == len(token_ids):
+    if not result.counts and len(rows) == len(token_ids):
         return TokenColumns(rows, token_ids)
     counts = np.frombuffer(result.counts, TOKEN_DTYPE) if result.counts else None
-    columns: NumberColumns = {}
-    for name, data in result.columns.items():
-        columns[name] = np.frombuffer(data, "<f4")
     num_tokens = len(rows) if counts is None else int(counts.sum())
     fits = counts is None or (len(counts) == len(rows) and not (counts < 0).any())
-    lengths = {"token_ids": len(token_ids)} | {n: len(c) for n, c in columns.items()}
-    if not fits or set(lengths.values()) != {num_tokens}:
+    if not fits or len(token_ids) != num_tokens:
         raise ValueError(
             f"a step's result does not fit together: {len(rows)} rows of {num_tokens} tokens, "
-            f"{None if counts is None else len(counts)} counts, and columns of {lengths}"
+            f"{None if counts is None else len(counts)} counts, and {len(token_ids)} token ids"
         )
-    return TokenColumns(rows, token_ids, counts, columns)
+    return TokenColumns(rows, token_ids, counts)
 
 
 def _check_rows(plan: StepPlan, rows: IntArray) -> None:

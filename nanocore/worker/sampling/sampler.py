@@ -46,16 +46,14 @@ class TokenSampler:
         if rows.all_greedy:
             return self.sample_plain(logits_RV, None)
         metadata = SamplingMetadata(rows.tensors, places, rows.asked)
-        if len(rows.processed) == 0:
-            return self.sample_plain(logits_RV, metadata.noise)
-        if len(rows.plain) == 0:
-            return self.sample_processed(logits_RV, metadata)
-        plain, processed = torch.from_numpy(rows.plain), torch.from_numpy(rows.processed)
-        token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
-        token_ids_R[plain] = self.sample_plain(logits_RV[plain], metadata.of_rows(plain).noise)
-        token_ids_R[processed] = self.sample_processed(
-            logits_RV[processed], metadata.of_rows(processed)
-        )
+        # As on a device: plain ones for all, which copies no logits, and then those that ask for
+        # more anew.
+        token_ids_R = self.sample_plain(logits_RV, metadata.noise)
+        if len(rows.processed):
+            index_P = torch.from_numpy(rows.processed)
+            token_ids_R[index_P] = self.sample_processed(
+                logits_RV[index_P], metadata.of_rows(index_P)
+            )
         return token_ids_R
 
     def sample_plain(
