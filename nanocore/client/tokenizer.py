@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NotRequired, Self, TypedDict
 
@@ -15,7 +16,7 @@ import tokenizers
 
 from nanocore.client.chat_template import ChatTemplate
 from nanocore.client.special_tokens import SpecialTokens
-from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenTexts
+from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import ModelFileName
 
@@ -74,7 +75,8 @@ class Tokenizer:
         if getattr(self.backend.model, "dropout", None) is not None:
             self.backend.model.dropout = None
         self._source = source
-        self._token_texts: dict[bool, TokenTexts | None] = {}
+        self._token_texts: dict[bool, TokenTexts] = {}
+        self._shown_tokens: dict[int, TokenText] = {}
         config = _parse_object(files, "tokenizer_config.json", source)
         special_tokens = SpecialTokens(
             config, _parse_object(files, "special_tokens_map.json", source)
@@ -125,10 +127,32 @@ class Tokenizer:
         text: str = self.backend.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
-    def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
-        """Texts of single tokens; None if this model's tokens have none of their own."""
+    def token_text(self, token_id: int) -> TokenText:
+        """What a token adds to a text that other tokens begin, for logprobs.
+
+        Special tokens are shown as they are written. Models whose tokens have no text of their own
+        (`token_texts(False).are_exact` is false) give what this one adds to one certain other
+        token, or if it changes that one, what it is alone.
+        """
+        shown = self._shown_tokens.get(token_id)
+        if shown is None:
+            text = self._special_texts.get(token_id)
+            if text is None:
+                text = self.token_texts(skip_special_tokens=False)[token_id]
+            data = text if isinstance(text, bytes) else text.encode()
+            shown = TokenText(data.decode("utf-8", "replace"), data)
+            self._shown_tokens[token_id] = shown
+        return shown
+
+    @cached_property
+    def _special_texts(self) -> dict[int, str | bytes]:
+        added = self.backend.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
+    def token_texts(self, skip_special_tokens: bool) -> TokenTexts:
+        """Texts of single tokens; see there what they are worth."""
         if skip_special_tokens not in self._token_texts:
-            texts = TokenTexts.of(self.backend, skip_special_tokens)
+            texts = TokenTexts(self.backend, skip_special_tokens)
             self._token_texts[skip_special_tokens] = texts
         return self._token_texts[skip_special_tokens]
 
