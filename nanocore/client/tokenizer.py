@@ -1,13 +1,13 @@
 """Text to token ids and back, and chat messages to a prompt, from a model's own files.
 
 Uses the `tokenizers` library and a sandboxed jinja2: no code of the model runs, and nothing of
-torch or transformers is imported.
+torch is imported, nor of transformers but for models that have no tokenizer.json.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NotRequired, Self, TypedDict
@@ -17,6 +17,7 @@ import tokenizers
 from nanocore.client.chat_template import ChatTemplate
 from nanocore.client.special_tokens import SpecialTokens
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
+from nanocore.client.tokenizer_conversion import VOCABULARY_FILES, make_tokenizer_json
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import ModelFileName
 
@@ -26,9 +27,18 @@ TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
 )
-"""What a Tokenizer is made of; only the first is needed."""
+"""What a Tokenizer is made of; only the first is needed, or VOCABULARY_FILES in its place."""
+
+
+def needed_files(available: Container[str]) -> list[ModelFileName]:
+    """Those of a model's files that its Tokenizer is made of."""
+    wanted = TOKENIZER_FILES
+    if "tokenizer.json" not in available:
+        wanted += VOCABULARY_FILES
+    return [name for name in wanted if name in available]
 
 
 class ChatMessage(TypedDict):
@@ -50,23 +60,22 @@ class Tokenizer:
     """The tokenizer of one model.
 
     Args:
-        files: contents by name, of those of `TOKENIZER_FILES` that the model has. The chat template
-            is chat_template.jinja, or else a part of tokenizer_config.json.
+        files: contents by name, of the `needed_files` that the model has. The chat template is
+            chat_template.jinja, or else a part of tokenizer_config.json.
         source: where they come from, for error messages.
 
     Raises:
-        InvalidRequestError: tokenizer.json is missing, or one of the files is damaged.
+        InvalidRequestError: tokenizer.json is missing and cannot be made, or a file is damaged.
     """
 
     def __init__(self, files: Mapping[str, bytes], source: str) -> None:
-        if "tokenizer.json" not in files:
-            raise InvalidRequestError(
-                f"{source} has no tokenizer.json: pass token ids instead of text, with "
-                "detokenize=False, or tokenizer=FOLDER with the folder that holds the model's "
-                "tokenizer.json"
-            )
+        config = _parse_object(files, "tokenizer_config.json", source)
+        older = _parse_object(files, "special_tokens_map.json", source)
+        content = files.get("tokenizer.json")
+        if content is None:
+            content = make_tokenizer_json(files, config, older, source)
         try:
-            self.backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+            self.backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequestError(f"tokenizer.json of {source}: {error}") from None
         # How training cut, filled and varied its texts: none of it is for prompts.
@@ -77,11 +86,9 @@ class Tokenizer:
         self._source = source
         self._token_texts: dict[bool, TokenTexts] = {}
         self._shown_tokens: dict[int, TokenText] = {}
-        config = _parse_object(files, "tokenizer_config.json", source)
-        special_tokens = SpecialTokens(
-            config, _parse_object(files, "special_tokens_map.json", source)
-        )
+        added = _parse_object(files, "added_tokens.json", source)
         try:
+            special_tokens = SpecialTokens(config, older, added)
             special_tokens.add_to(self.backend)
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidRequestError(f"the special tokens of {source}: {error}") from None
@@ -97,9 +104,12 @@ class Tokenizer:
         Raises:
             InvalidRequestError: as the constructor, or a file cannot be read.
         """
-        paths = [folder / name for name in TOKENIZER_FILES]
+        paths = [folder / name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES)]
         try:
-            files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+            there = {path.name: path for path in paths if path.is_file()}
+            files: dict[str, bytes] = {
+                name: there[name].read_bytes() for name in needed_files(there)
+            }
         except OSError as error:
             raise InvalidRequestError(f"{error.filename}: {error.strerror}") from None
         return cls(files, str(folder))
