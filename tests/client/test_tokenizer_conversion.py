@@ -35,8 +35,11 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], None]]] = {
     ),
     "gemma": ("GemmaTokenizer", lambda folder: write_sentence_pieces(folder, "GemmaTokenizer")),
     "any": ("TokenizersBackend", lambda folder: write_sentence_pieces(folder, "TokenizersBackend")),
+    "of-old": (
+        "TokenizersBackend", lambda folder: write_sentence_pieces(folder, "PreTrainedTokenizerFast")
+    ),
 }  # fmt: skip
-IN_SENTENCE_PIECES = {"llama", "gemma", "any"}
+IN_SENTENCE_PIECES = {"llama", "gemma", "any", "of-old"}
 KINDS = [
     pytest.param(name, marks=needs_sentencepiece if name in IN_SENTENCE_PIECES else ())
     for name in FOLDERS
