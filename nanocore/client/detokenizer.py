@@ -35,7 +35,7 @@ class IncrementalDetokenizer:
         prompt_token_ids: what the output follows (a leading space may depend on it).
         skip_special_tokens: leave special tokens out of the text.
 
-    tokens_per_slice: as many at once hold the caller up for 2 ms at most, on a slow machine, too.
+    tokens_per_slice: as many at once hold the caller up for one or two milliseconds.
     """
 
     def __init__(
