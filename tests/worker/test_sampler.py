@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanocore.kernels import gumbel_noise
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling.candidates import logits_of, make_candidates, token_ids_of
-from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
+from nanocore.worker.sampling.columns import SampledRows
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.sampling_reference import (
     Settings,
@@ -141,12 +140,20 @@ def test_a_column_for_each_rank_is_a_row_for_the_native_kernels(size: int) -> No
     assert sample_split(logits_RV, sampled, size, kernels).tolist() == expected.tolist()
 
 
-def test_greedy_and_plain_rows_send_one_number_each_and_others_their_logits() -> None:
+def test_rows_send_one_number_each_and_those_that_ask_for_more_their_logits_too() -> None:
     counting = CountingRank()
     rows = [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0)]
     sampler = TokenSampler(0, 5000, counting, TorchKernels())
     sampler.sample(torch.zeros(3, 2500), make_rows(rows, 5000), places_at(torch.arange(3)))
-    assert counting.gathered == [(2,), (1, 2500)]
+    assert counting.gathered == [(3,), (1, 2500)]
+
+
+def test_rows_that_all_ask_for_more_send_nothing_but_their_logits() -> None:
+    counting = CountingRank()
+    sampler = TokenSampler(0, 5000, counting, TorchKernels())
+    rows = make_rows([(1.0, 50, 0.9, 0.0)] * 2, 5000)
+    sampler.sample(torch.zeros(2, 2500), rows, places_at(torch.arange(2)))
+    assert counting.gathered == [(2, 2500)]
 
 
 class CountingRank(SingleRank):
@@ -211,14 +218,3 @@ def test_the_order_of_candidates_is_that_of_logits_then_of_smaller_ids() -> None
     assert all(a < b for a, b in pairwise(candidates.tolist()))
     assert torch.equal(logits_of(candidates), values)
     assert token_ids_of(candidates).tolist() == token_ids.tolist()
-
-
-def test_tokens_that_a_processor_sees_are_ids_although_a_row_has_none() -> None:
-    """The step after the one in which a row had no token is begun before the host knows."""
-    rows = make_rows([GREEDY, PLAIN], 100)
-    table = torch.tensor([[5, 6, 7], [8, -1, 0]], dtype=torch.int32)
-    places = TokenPlaces(table, torch.tensor([1, 0]), torch.tensor([2, 3]))
-    metadata = SamplingMetadata(rows.tensors, places)
-    assert metadata.known_tokens_RL.tolist() == [[8, 0, 0], [5, 6, 7]]
-    assert table.tolist() == [[5, 6, 7], [8, -1, 0]]
-    assert metadata.of_rows(torch.tensor([1])).num_tokens_R.tolist() == [3]
