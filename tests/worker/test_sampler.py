@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanocore.kernels import gumbel_noise
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.select import select_kernels
+from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling.candidates import logits_of, make_candidates, token_ids_of
-from nanocore.worker.sampling.columns import SampledRows
+from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.sampling.sampler import TokenSampler
+from tests.logit_edits_reference import draw_row, places_of, sampled_rows
 from tests.sampling_reference import (
     Settings,
     make_metadata,
@@ -40,7 +42,11 @@ def positions(logits_RV: Tensor) -> Tensor:
 
 
 def sample_split(
-    logits_RV: Tensor, rows: SampledRows, size: int, kernels: Kernels = KERNELS
+    logits_RV: Tensor,
+    rows: SampledRows,
+    size: int,
+    kernels: Kernels = KERNELS,
+    places: TokenPlaces | None = None,
 ) -> Tensor:
     """The tokens that so many ranks sample."""
     vocab_size = logits_RV.shape[1]
@@ -50,7 +56,7 @@ def sample_split(
         first = min(tp.rank * range_size, vocab_size)
         columns = logits_RV[:, first : first + range_size].contiguous()
         sampler = TokenSampler(first, vocab_size, tp, kernels)
-        return sampler.sample(columns, rows, places_at(positions(logits_RV)))
+        return sampler.sample(columns, rows, places or places_at(positions(logits_RV)))
 
     return same_on_every_rank(run_ranks(size, of_rank))
 
@@ -131,6 +137,17 @@ def test_equal_logits_on_different_ranks_go_to_the_smallest_ids() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("vocab_size", [1, 33, 300])
+def test_any_split_edits_and_samples_what_whole_rows_do(vocab_size: int, size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    rows = [draw_row(rng, vocab_size) for _ in range(12)]
+    sampled, places = sampled_rows(rows, vocab_size), places_of(rows)
+    logits_RV = torch.randn(12, vocab_size, generator=torch.Generator().manual_seed(1))
+    whole = TokenSampler(0, vocab_size, SingleRank(), KERNELS).sample(logits_RV, sampled, places)
+    assert sample_split(logits_RV, sampled, size, places=places).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
 def test_a_column_for_each_rank_is_a_row_for_the_native_kernels(size: int) -> None:
     rows: list[Settings] = [(1.0, 2, 1.0, 0.0), (0.7, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)]
     logits_RV = torch.randn(3, 2, generator=torch.Generator().manual_seed(1))
@@ -185,6 +202,18 @@ def test_nothing_waits_for_a_device_to_sample_processed_rows_of_several_ranks() 
     sampler = TokenSampler(0, 5000, CountingRank(), TorchKernels())
     with Waits():
         sampler.sample_processed(torch.zeros(2, 2500), metadata)
+
+
+def test_nothing_waits_for_a_device_to_edit_rows() -> None:
+    rng = np.random.default_rng(0)
+    rows = [draw_row(rng, 300) for _ in range(8)]
+    sampled, places = sampled_rows(rows, 300), places_of(rows)
+    assert sampled.lists is not None
+    index_P = torch.from_numpy(sampled.processed)
+    metadata = SamplingMetadata(sampled.tensors, places, sampled.lists)
+    sampler = TokenSampler(0, 300, SingleRank(), TorchKernels())
+    with Waits():
+        sampler.sample_processed(torch.zeros(len(index_P), 300), metadata.of_rows(index_P))
 
 
 @pytest.mark.parametrize("row", [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.1)])
