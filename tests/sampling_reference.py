@@ -40,7 +40,7 @@ def places_at(position_R: Tensor) -> TokenPlaces:
 
 def make_metadata(rows: SampledRows, position_R: Tensor) -> SamplingMetadata:
     """How these rows sample tokens for these positions."""
-    return SamplingMetadata(rows.tensors, places_at(position_R), rows.asked)
+    return SamplingMetadata(rows.tensors, places_at(position_R), rows.lists)
 
 
 def sample_whole(logits_RV: Tensor, rows: SampledRows, position_R: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nanocore.kernels.activation import Activation
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
+from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 
 GraphSupport = Literal["never", "decodes", "always"]
@@ -328,6 +329,19 @@ class Kernels(Protocol):
 
         The column is -1 of a row that has no token, for its greatest value is not finite, or one is
         NaN; the value is not finite either, and NaN if one is. places: columns go there too.
+        """
+        ...
+
+    def edit_logits(self, logits_RV: Tensor, edits: LogitEdits) -> None:
+        """Change float32 logits of the whole vocabulary as rows ask, in place, in this order.
+
+        All but the allowed tokens become minus infinity; biases are added; before min_tokens stops
+        become minus infinity, and so does the last token of each bad sequence if the output ends
+        with all tokens before it. Then, of tokens that the row holds, logits above 0 are divided by
+        the repetition penalty and others multiplied by it; and those of the output have the
+        frequency penalty taken off, times how often it holds them, and the presence penalty.
+
+        What is not finite stays so. The same bits in each backend; the host does not wait.
         """
         ...
 

@@ -34,10 +34,12 @@ from nanocore.kernels.linear_weight import (
     pack_rows,
     quantize_rows,
 )
+from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_filtered_sampling import filtered
 from nanocore.kernels.torch_kv_cache import store_kv
+from nanocore.kernels.torch_logit_edits import edit_logits
 from nanocore.kernels.torch_moe import activate, add_shared, gated, moe, route
 
 NO_TOKEN: Final = -1
@@ -169,6 +171,9 @@ class TorchKernels:
         if places is not None:
             places.write(column_R)
         return value_R, column_R
+
+    def edit_logits(self, logits_RV: Tensor, edits: LogitEdits) -> None:
+        edit_logits(logits_RV, edits)
 
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters

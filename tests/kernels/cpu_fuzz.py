@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from nanocore.kernels.cpu.library import Library
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.linear_weight import TokenEmbedding
 from tests.kernels.cpu_case import PagedCase
+from tests.logit_edits_reference import draw_row, edit
 
 
 def exactly(num_bytes: int) -> Tensor:
@@ -67,6 +69,14 @@ def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> 
     kernels.best_filtered_token(logits, noise, filters)
 
 
+def edited_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
+    """Edits of logits, which rows ask for at random."""
+    width = rng.choice([1, 2, rng.randint(1, 150)])
+    drawn = np.random.default_rng(rng.randrange(1 << 30))
+    rows = [draw_row(drawn, width) for _ in range(rng.choice([1, 2, 30]))]
+    edit(kernels, torch.randn(len(rows), width), rows)
+
+
 def single_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
     """Norms."""
     rows, size = rng.choice([0, 1, 2, 3, 50, 300]), rng.randint(1, 150)
@@ -105,7 +115,7 @@ def main() -> None:
     torch.manual_seed(0)
     for _ in range(num_rounds):
         for dtype in (torch.float32, torch.bfloat16):
-            for part in (linear_layers, single_rows, attention, best_tokens):
+            for part in (linear_layers, single_rows, attention, best_tokens, edited_rows):
                 part(kernels, rng, dtype)
     print(f"{num_rounds} rounds")
 

@@ -25,6 +25,7 @@ from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
@@ -71,9 +72,15 @@ class Sample:
 
 
 def write_script(
-    prompts: Sequence[list[int]], outputs: Sequence[list[int]], num_groups: int = 1
+    prompts: Sequence[list[int]],
+    outputs: Sequence[list[int]],
+    num_groups: int = 1,
+    samplings: Sequence[EngineSamplingParams] | None = None,
 ) -> Script:
-    """The plans by which each prompt gets its output. num_groups: pipeline stages."""
+    """The plans by which each prompt gets its output. num_groups: pipeline stages.
+
+    samplings: of each request, whose number is its seed; without them all are greedy.
+    """
     scheduler, executor = make_scheduler(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -98,7 +105,8 @@ def write_script(
     for request, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN}
         added = make_request(request, prompt, len(output), **sizes)
-        added.sampling = msgspec.structs.replace(added.sampling, temperature=0.0)
+        own = EngineSamplingParams(temperature=0.0) if samplings is None else samplings[request]
+        added.sampling = msgspec.structs.replace(own, max_tokens=len(output))
         scheduler.add(added)
     deliveries, in_flight = Deliveries(), deque[ModelRunnerOutput]()
     plans, samples = [], []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.batch.input_batch import InputBatch, StepInputs
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
-from nanocore.worker.sampling.columns import SampledRows
+from nanocore.worker.sampling.columns import RowColumns, SampledRows
 from tests.fakes import Deliveries, FakeExecutor, make_request, make_scheduler
 
 BLOCK_SIZE = 4
@@ -150,7 +150,6 @@ def test_sampling_columns_follow_their_rows() -> None:
     batch.apply(plan)
     sampled = sampling_of(batch, plan)
     assert not sampled.all_greedy
-    assert sampled.plain.tolist() == [0, 1]
     assert sampled.processed.tolist() == [2]
     values = {name: column.tolist() for name, column in sampled.columns.items()}
     assert (
@@ -164,6 +163,32 @@ def test_sampling_columns_follow_their_rows() -> None:
             "min_p": [0.0, 0.0, 0.125],
         }.items()
     )
+
+
+def test_lists_of_tokens_go_with_the_request_that_named_them() -> None:
+    batch = make_batch()
+    named = EngineSamplingParams(temperature=0.0, allowed_token_ids=[3, 4])
+    batch.apply(plan := plan_adding((1, EngineSamplingParams()), (2, named), (0, named)))
+    sampled = sampling_of(batch, plan)
+    assert sampled.processed.tolist() == [0, 2]
+    assert sampled.lists is not None
+    assert sampled.lists.allowed_starts_A.tolist() == [0, 2, 4]
+    assert sampled.lists.allowed_N.tolist() == [3, 4, 3, 4]
+    columns = RowColumns(1, 50)
+    for sampling, is_named in ((named, True), (EngineSamplingParams(), False)):
+        columns.set_row(new_row(0, sampling, 0, 0))
+        assert (columns.of_rows(np.zeros(1, np.int64)).lists is not None) == is_named
+
+
+def test_rows_whose_logits_are_edited_come_first_among_those_that_ask() -> None:
+    batch = make_batch()
+    filtered = EngineSamplingParams(top_p=0.5)
+    edited = EngineSamplingParams(presence_penalty=1.0)
+    batch.apply(plan := plan_adding((0, filtered), (1, EngineSamplingParams()), (2, edited)))
+    sampled = sampling_of(batch, plan)
+    assert sampled.processed.tolist() == [2, 0]
+    assert sampled.lists is not None
+    assert sampled.lists.num_rows == 1
 
 
 def test_what_follows_from_the_rows_is_made_once_until_one_comes_or_goes() -> None:

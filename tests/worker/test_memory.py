@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.select import select_kernels
 from nanocore.protocol.errors import CacheMemoryError, WorkerError
 from nanocore.worker.memory import kv_cache_bytes as memory
@@ -125,7 +126,16 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
         "sample_processed",
         lambda *args, **more: (sampled.append(len(args[0])), sample(*args, **more))[1],
     )
+    edited: list[LogitEdits] = []
+    monkeypatch.setattr(runner.kernels, "edit_logits", lambda _, edits: edited.append(edits))
     run_largest_steps(runner, kv_cache_format("auto", placement.dtype), config)
+    assert [len(edits.rows_R) for edits in edited] == sampled
+    assert {
+        len(getattr(edits.lists, name)) // len(edits.rows_R)
+        for edits in edited
+        for name in ("allowed_N", "bad_N")
+    } == {1024}
+    assert {len(edits.lists.biased_N) // len(edits.rows_R) for edits in edited} == {384}
     assert [plan.num_tokens for plan in plans] == [8 * 37, 300]
     assert longest == [37, 1023]
     assert sampled == [8, 8, 1]

@@ -22,6 +22,7 @@ from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling.candidates import logits_of, make_candidates, token_ids_of
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.sampling.sampler import TokenSampler
+from tests.logit_edits_reference import draw_row, places_of, sampled_rows
 from tests.sampling_reference import (
     Settings,
     make_metadata,
@@ -41,7 +42,11 @@ def positions(logits_RV: Tensor) -> Tensor:
 
 
 def sample_split(
-    logits_RV: Tensor, rows: SampledRows, size: int, kernels: Kernels = KERNELS
+    logits_RV: Tensor,
+    rows: SampledRows,
+    size: int,
+    kernels: Kernels = KERNELS,
+    places: TokenPlaces | None = None,
 ) -> Tensor:
     """The tokens that so many ranks sample."""
     vocab_size = logits_RV.shape[1]
@@ -51,7 +56,7 @@ def sample_split(
         first = min(tp.rank * range_size, vocab_size)
         columns = logits_RV[:, first : first + range_size].contiguous()
         sampler = TokenSampler(first, vocab_size, tp, kernels)
-        return sampler.sample(columns, rows, places_at(positions(logits_RV)))
+        return sampler.sample(columns, rows, places or places_at(positions(logits_RV)))
 
     return same_on_every_rank(run_ranks(size, of_rank))
 
@@ -132,6 +137,17 @@ def test_equal_logits_on_different_ranks_go_to_the_smallest_ids() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("vocab_size", [1, 33, 300])
+def test_any_split_edits_and_samples_what_whole_rows_do(vocab_size: int, size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    rows = [draw_row(rng, vocab_size) for _ in range(12)]
+    sampled, places = sampled_rows(rows, vocab_size), places_of(rows)
+    logits_RV = torch.randn(12, vocab_size, generator=torch.Generator().manual_seed(1))
+    whole = TokenSampler(0, vocab_size, SingleRank(), KERNELS).sample(logits_RV, sampled, places)
+    assert sample_split(logits_RV, sampled, size, places=places).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
 def test_a_column_for_each_rank_is_a_row_for_the_native_kernels(size: int) -> None:
     rows: list[Settings] = [(1.0, 2, 1.0, 0.0), (0.7, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)]
     logits_RV = torch.randn(3, 2, generator=torch.Generator().manual_seed(1))
@@ -141,12 +157,20 @@ def test_a_column_for_each_rank_is_a_row_for_the_native_kernels(size: int) -> No
     assert sample_split(logits_RV, sampled, size, kernels).tolist() == expected.tolist()
 
 
-def test_greedy_and_plain_rows_send_one_number_each_and_others_their_logits() -> None:
+def test_rows_send_one_number_each_and_those_that_ask_for_more_their_logits_too() -> None:
     counting = CountingRank()
     rows = [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0)]
     sampler = TokenSampler(0, 5000, counting, TorchKernels())
     sampler.sample(torch.zeros(3, 2500), make_rows(rows, 5000), places_at(torch.arange(3)))
-    assert counting.gathered == [(2,), (1, 2500)]
+    assert counting.gathered == [(3,), (1, 2500)]
+
+
+def test_rows_that_all_ask_for_more_send_nothing_but_their_logits() -> None:
+    counting = CountingRank()
+    sampler = TokenSampler(0, 5000, counting, TorchKernels())
+    rows = make_rows([(1.0, 50, 0.9, 0.0)] * 2, 5000)
+    sampler.sample(torch.zeros(2, 2500), rows, places_at(torch.arange(2)))
+    assert counting.gathered == [(2, 2500)]
 
 
 class CountingRank(SingleRank):
@@ -180,6 +204,18 @@ def test_nothing_waits_for_a_device_to_sample_processed_rows_of_several_ranks() 
         sampler.sample_processed(torch.zeros(2, 2500), metadata)
 
 
+def test_nothing_waits_for_a_device_to_edit_rows() -> None:
+    rng = np.random.default_rng(0)
+    rows = [draw_row(rng, 300) for _ in range(8)]
+    sampled, places = sampled_rows(rows, 300), places_of(rows)
+    assert sampled.lists is not None
+    index_P = torch.from_numpy(sampled.processed)
+    metadata = SamplingMetadata(sampled.tensors, places, sampled.lists)
+    sampler = TokenSampler(0, 300, SingleRank(), TorchKernels())
+    with Waits():
+        sampler.sample_processed(torch.zeros(len(index_P), 300), metadata.of_rows(index_P))
+
+
 @pytest.mark.parametrize("row", [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.1)])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("spoilt_by", [torch.nan, -torch.nan, torch.inf])
@@ -211,14 +247,3 @@ def test_the_order_of_candidates_is_that_of_logits_then_of_smaller_ids() -> None
     assert all(a < b for a, b in pairwise(candidates.tolist()))
     assert torch.equal(logits_of(candidates), values)
     assert token_ids_of(candidates).tolist() == token_ids.tolist()
-
-
-def test_tokens_that_a_processor_sees_are_ids_although_a_row_has_none() -> None:
-    """The step after the one in which a row had no token is begun before the host knows."""
-    rows = make_rows([GREEDY, PLAIN], 100)
-    table = torch.tensor([[5, 6, 7], [8, -1, 0]], dtype=torch.int32)
-    places = TokenPlaces(table, torch.tensor([1, 0]), torch.tensor([2, 3]))
-    metadata = SamplingMetadata(rows.tensors, places)
-    assert metadata.known_tokens_RL.tolist() == [[8, 0, 0], [5, 6, 7]]
-    assert table.tolist() == [[5, 6, 7], [8, -1, 0]]
-    assert metadata.of_rows(torch.tensor([1])).num_tokens_R.tolist() == [3]

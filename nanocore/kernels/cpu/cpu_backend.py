@@ -18,13 +18,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.cpu.library import (
-    CacheLayoutStruct,
-    Library,
-    LinearWeightStruct,
-    NormWeightStruct,
-    StepStruct,
-)
+from nanocore.kernels.cpu.library import Library, NormWeightStruct, StepStruct
 from nanocore.kernels.cpu.program import (
     SAMPLES,
     NotRecordable,
@@ -32,6 +26,14 @@ from nanocore.kernels.cpu.program import (
     Recording,
     Workspace,
     record,
+)
+from nanocore.kernels.cpu.structs import (
+    DTYPES,
+    cache_struct,
+    edits_struct,
+    norm_struct,
+    step_struct,
+    weight_struct,
 )
 from nanocore.kernels.interface import (
     AttentionMetadata,
@@ -46,15 +48,14 @@ from nanocore.kernels.interface import (
     SharedExpert,
 )
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization_name
+from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-_KINDS: Final = {**_DTYPES, torch.int8: 2}
 _GATES: Final = {"silu": 1, "gelu": 2}
-_OF_LOGITS: Final = frozenset(("softcap", "best_token", "best_filtered_token"))
+_OF_LOGITS: Final = frozenset(("softcap", "best_token", "best_filtered_token", "edit_logits"))
 """Kernels whose rows are float32 always, so that they are told no dtype."""
 _TILE_COLUMNS = 32
 NATIVE_MULTIPLE = 16
@@ -83,12 +84,12 @@ class CpuKernels(TorchKernels):
         if quantization is not None:
             scale_O = torch.empty(-(-out_features // _TILE_COLUMNS) * _TILE_COLUMNS)
         weight = LinearWeight(out_features, in_features, dtype, torch.empty(0), scale_O)
-        struct = _weight_struct(weight)
+        struct = weight_struct(weight)
         packed = huge_pages(self.library.call("packed_bytes", byref(struct)))
         struct.packed = packed.data_ptr()
         weight_OI = weight_OI.contiguous()
         self.library.call(
-            "pack", self.workspace.handle, _DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
+            "pack", self.workspace.handle, DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
             byref(struct),
         )  # fmt: skip
         return LinearWeight(out_features, in_features, dtype, packed, scale_O)
@@ -123,7 +124,7 @@ class CpuKernels(TorchKernels):
         out_TE = self._empty(token_ids_T, weight.in_features, embedding.dtype)
         step = StepStruct(token_ids=token_ids_T.data_ptr())
         self._run(
-            "embedding", out_TE, byref(_weight_struct(weight)), embedding.first_token,
+            "embedding", out_TE, byref(weight_struct(weight)), embedding.first_token,
             embedding.factor, out_TE.data_ptr(), step=step,
         )  # fmt: skip
         return out_TE
@@ -176,11 +177,11 @@ class CpuKernels(TorchKernels):
             qkv = qkv.contiguous()
         q_norm = k_norm = NormWeightStruct()
         if qk_norm is not None:
-            q_norm = _norm_struct(qk_norm.q_weight, qk_norm.eps)
-            k_norm = _norm_struct(qk_norm.k_weight, qk_norm.eps)
+            q_norm = norm_struct(qk_norm.q_weight, qk_norm.eps)
+            k_norm = norm_struct(qk_norm.k_weight, qk_norm.eps)
         head_dim = cache.k_NSKD.shape[3]
         self._run(
-            "rope", qkv, qkv.data_ptr(), num_heads, byref(_cache_struct(cache)), byref(q_norm),
+            "rope", qkv, qkv.data_ptr(), num_heads, byref(cache_struct(cache)), byref(q_norm),
             byref(k_norm), rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.cos.shape[1],
             step=self._step(metadata),
         )  # fmt: skip
@@ -196,7 +197,7 @@ class CpuKernels(TorchKernels):
         out = self._empty(q_THD, num_heads * head_dim, q_THD.dtype)
         self._run(
             "attention", out, q_THD.data_ptr(), q_THD.stride(0), num_heads,
-            byref(_cache_struct(cache)), spec.scale, spec.window, spec.softcap, out.data_ptr(),
+            byref(cache_struct(cache)), spec.scale, spec.window, spec.softcap, out.data_ptr(),
             step=self._step(metadata),
         )  # fmt: skip
         return out.unflatten(1, (num_heads, head_dim))
@@ -243,6 +244,9 @@ class CpuKernels(TorchKernels):
         )  # fmt: skip
         return value_R, index_R
 
+    def edit_logits(self, logits_RV: Tensor, edits: LogitEdits) -> None:
+        self._run("edit_logits", logits_RV, byref(edits_struct(logits_RV, edits)))
+
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         assert self._recording is None, "one capture at a time"
         placeholder = torch.zeros(max_tokens, dtype=torch.int64)
@@ -271,8 +275,8 @@ class CpuKernels(TorchKernels):
         width = weight.out_features // 2 if gate else weight.out_features
         out_TO = self._empty(x_TI, width, out_dtype)
         self._run(
-            "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(_weight_struct(weight)),
-            None if bias_O is None else bias_O.data_ptr(), gate, _DTYPES[out_dtype],
+            "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(weight_struct(weight)),
+            None if bias_O is None else bias_O.data_ptr(), gate, DTYPES[out_dtype],
             out_TO.data_ptr(), out_TO.stride(0),
         )  # fmt: skip
         return out_TO
@@ -290,7 +294,7 @@ class CpuKernels(TorchKernels):
         out = self._empty(rows, size, x.dtype)
         self._run(
             "rms_norm", rows, rows.data_ptr(), rows.stride(0),
-            None if residual is None else residual.data_ptr(), byref(_norm_struct(weight, eps)),
+            None if residual is None else residual.data_ptr(), byref(norm_struct(weight, eps)),
             size, out.data_ptr(),
         )  # fmt: skip
         return out.view(x.shape)
@@ -305,7 +309,7 @@ class CpuKernels(TorchKernels):
         self, kernel: str, rows: Tensor, *arguments: Any, step: StepStruct | None = None
     ) -> None:
         """Record a kernel, or run it at once on the rows of this tensor."""
-        head = () if kernel in _OF_LOGITS else (_DTYPES[rows.dtype],)
+        head = () if kernel in _OF_LOGITS else (DTYPES[rows.dtype],)
         if self._recording is not None:
             self._recording.program.append(kernel, self._recording.rows, *head, *arguments)
             return
@@ -314,7 +318,7 @@ class CpuKernels(TorchKernels):
         program.run(step or StepStruct())
 
     def _step(self, metadata: AttentionMetadata) -> StepStruct | None:
-        return None if self._recording is not None else _step_struct(metadata)
+        return None if self._recording is not None else step_struct(metadata)
 
     def _refuse_recording(self, what: str) -> None:
         if self._recording is not None:
@@ -337,7 +341,7 @@ class Captured:
     def __call__(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor:
-        step = _step_struct(metadata)
+        step = step_struct(metadata)
         step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
         step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
         self.program.run(step)
@@ -356,43 +360,3 @@ def huge_pages(num_bytes: int) -> Tensor:
     memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % _PAGE_BYTES
     return torch.from_numpy(memory[start : start + num_bytes])
-
-
-def _weight_struct(weight: LinearWeight) -> LinearWeightStruct:
-    scale = weight.scale_O
-    return LinearWeightStruct(
-        _KINDS[weight.dtype],
-        weight.data.data_ptr(),
-        None if scale is None else scale.data_ptr(),
-        weight.in_features,
-        weight.out_features,
-    )
-
-
-def _norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
-    return NormWeightStruct(weight.data_ptr(), weight.dtype == torch.float32, eps)
-
-
-def _cache_struct(cache: KVCache) -> CacheLayoutStruct:
-    _, block_size, num_heads, head_dim = cache.k_NSKD.shape
-    k, v = cache.k_NSKD.data_ptr(), cache.v_NSKD.data_ptr()
-    block_stride = cache.k_NSKD.stride(0)
-    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size, block_stride)
-
-
-def _step_struct(metadata: AttentionMetadata) -> StepStruct:
-    """The part of a step that attention needs; metadata must outlive it."""
-    table_BM = metadata.block_table_BM
-    assert table_BM.stride(1) == 1, "a row's block ids are adjacent"
-    query_start = np.array(metadata.query_start, np.int64)
-    step = StepStruct(
-        num_seqs=len(metadata.seq_lens),
-        positions=metadata.positions_T.data_ptr(),
-        slots=metadata.slot_mapping_T.data_ptr(),
-        query_start=query_start.ctypes.data,
-        seq_lens=metadata.seq_lens_B.data_ptr(),
-        block_table=table_BM.data_ptr(),
-        block_table_stride=table_BM.stride(0),
-    )
-    step.kept = query_start
-    return step

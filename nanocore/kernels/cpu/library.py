@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
-ABI_VERSION: Final = 7
+ABI_VERSION: Final = 8
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -47,6 +47,38 @@ class CacheLayoutStruct(ctypes.Structure):
         ("head_dim", c_int64),
         ("block_size", c_int64),
         ("block_stride", c_int64),
+    )
+
+
+class TokenListStruct(ctypes.Structure):
+    """`TokenList` of logit_edits.h."""
+
+    _fields_ = (("starts", c_void_p), ("ids", c_void_p))
+
+
+class EditLogitsStruct(ctypes.Structure):
+    """`EditLogitsCall` of logit_edits.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("size", c_int64),
+        ("stride", c_int64),
+        ("token_table", c_void_p),
+        ("table_stride", c_int64),
+        ("table_rows", c_void_p),
+        ("num_prompt_tokens", c_void_p),
+        ("num_tokens", c_void_p),
+        ("min_tokens", c_void_p),
+        ("repetition_penalty", c_void_p),
+        ("frequency_penalty", c_void_p),
+        ("presence_penalty", c_void_p),
+        ("allowed", TokenListStruct),
+        ("biased", TokenListStruct),
+        ("biases", c_void_p),
+        ("stops", TokenListStruct),
+        ("sequence_starts", c_void_p),
+        ("bad", TokenListStruct),
+        ("rows", c_int64),
     )
 
 
@@ -113,6 +145,7 @@ _SIGNATURES: Final = {
         (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p,
          c_void_p, c_void_p, c_void_p, c_void_p),
     ),
+    "edit_logits": (None, (c_void_p, c_int64, POINTER(EditLogitsStruct))),
     "softcap": (None, (c_void_p, c_int64, c_void_p, c_int64, c_float)),
 }  # fmt: skip
 """Result and arguments of `nanocore_*` in program.cpp."""

@@ -47,12 +47,15 @@ class Scratch {
     int64_t size_ = 0;
 };
 
-// What a run of kernels shares. `panel` is one for each thread.
+// What a run of kernels shares. `panel` and `token_counts` are one for each thread; the counts are
+// zero between kernels.
 struct Workspace {
-    explicit Workspace(const std::vector<int>& cores) : pool(cores), panel(cores.size()) {}
+    explicit Workspace(const std::vector<int>& cores)
+        : pool(cores), panel(cores.size()), token_counts(cores.size()) {}
     Pool pool;
     Scratch rows;
     std::vector<Scratch> panel;
+    std::vector<std::vector<int32_t>> token_counts;
     std::vector<int64_t> first_item;
 };
 

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "filtered_sampling.h"
+#include "logit_edits.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
 
@@ -65,7 +66,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 7; }
+NANOCORE_API int nanocore_abi_version() { return 8; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -263,4 +264,9 @@ NANOCORE_API void nanocore_best_filtered_token(void* program, int64_t rows, cons
            BestFilteredTokenCall{logits, size, stride, temperature, seed, position, top_k, top_p,
                                  max_gap, value, index, 0},
            kNothing);
+}
+
+// The struct's rows are not read.
+NANOCORE_API void nanocore_edit_logits(void* program, int64_t rows, const EditLogitsCall* call) {
+    append(program, rows, *call, kNothing);
 }

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata
+from nanocore.kernels.logit_edits import TokenLists
 from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.batch.block_table import AppendedBlocks
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
@@ -123,15 +124,17 @@ class DeviceSteps:
         shape = StepShape.of(step, appended)
         graph = self._graphs.find(shape) if self._graphs is not None else None
         layout = shape if graph is None else graph.shape
+        sampling = self._batch.sampled_rows(step)
+        # Behind the fields: what only some steps have.
+        more = [part.column for part in (new, sampling.packed) if part is not None]
         size = num_bytes(layout)
-        num_staged = size + (0 if new is None else new.column.nbytes)
+        num_staged = size + sum(column.nbytes for column in more)
         buffer = self._stream.stage(num_staged)
         staged = buffer.memory[:num_staged]
         columns = self._columns(buffer, layout, is_graph=graph is not None)
-        sampling = self._batch.sampled_rows(step)
         columns.fill(step, appended, sampling)
-        if new is not None:
-            staged[size:].view(torch.int32).numpy()[:] = new.column
+        if more:
+            np.concatenate(more, out=staged[size:].view(torch.int32).numpy())
 
         def work() -> Tensors:
             if graph is None:
@@ -140,9 +143,10 @@ class DeviceSteps:
             else:
                 graph.memory.copy_(staged[:size], non_blocking=True)
                 inputs, tail = graph.fields, staged[size:]
+            if more:
+                tail = tail.to(self._device, non_blocking=True).view(torch.int32)
             if new is not None:
-                column = tail.to(self._device, non_blocking=True)
-                self._rows.take(column.view(torch.int32), new)
+                self._rows.take(tail[: len(new.column)], new)
             if graph is None:
                 result = self._compute(inputs, HostBounds.of_step(step))
             else:
@@ -151,7 +155,7 @@ class DeviceSteps:
             if result is None:
                 return {}
             if len(sampling.processed):
-                self._sample_processed(inputs, result, sampling)
+                self._sample_processed(inputs, result, sampling, tail)
             return {"token_ids": result.token_ids_R[: shape.num_samples]}
 
         if self._sampler is not None:  # else the tokens come with a later plan
@@ -190,15 +194,23 @@ class DeviceSteps:
         token_ids_R = self._sampler.sample_plain(logits_RV, sampling.noise, sampling.places)
         return Sampled(logits_RV, token_ids_R)
 
-    def _sample_processed(self, step: StepFields, result: Sampled, rows: SampledRows) -> None:
-        """Sample anew for these rows, in place of their plain tokens."""
+    def _sample_processed(
+        self, step: StepFields, result: Sampled, rows: SampledRows, staged: Tensor
+    ) -> None:
+        """Sample anew for these rows, in place of their plain tokens.
+
+        staged: int32, what ends with the rows' lists.
+        """
         assert self._sampler is not None
+        lists = None
+        if rows.packed is not None:
+            lists = TokenLists.of(staged[-len(rows.packed.column) :], rows.packed.sizes)
         index_P = step.processed_R[: len(rows.processed)]
-        sampling = self._sampling(step, rows.asked)
+        sampling = self._sampling(step, lists)
         result.token_ids_R[index_P] = self._sampler.sample_processed(
             result.logits_RV[index_P], sampling.of_rows(index_P)
         )
         sampling.places.write(result.token_ids_R)
 
-    def _sampling(self, step: StepFields, asked: frozenset[str] = frozenset()) -> SamplingMetadata:
-        return SamplingMetadata(step.sampling, self._rows.places(step), asked)
+    def _sampling(self, step: StepFields, lists: TokenLists | None = None) -> SamplingMetadata:
+        return SamplingMetadata(step.sampling, self._rows.places(step), lists)

@@ -11,7 +11,10 @@ import numpy as np
 import torch
 
 from nanocore.kernels.kv_quantization import KVCacheFormat
+from nanocore.kernels.logit_edits import TokenLists
 from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.protocol.fields import MAX_STOP_TOKEN_IDS
+from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.plan import NewRow, SchedulerOutput
@@ -34,11 +37,12 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     runner.capture(config.max_num_batched_tokens, NUM_PROFILED_GRAPHS)
     num_rows = config.max_num_seqs
     per_row = max(1, min(config.max_num_batched_tokens // num_rows, max_len - 1))
-    rows = [_row(row, per_row, per_row, config.block_size) for row in range(num_rows)]
+    sampling = costliest_sampling(runner.config.vocab_size)
+    rows = [_row(row, per_row, per_row, config.block_size, sampling) for row in range(num_rows)]
     runner.execute(_plan(rows, [], per_row))
     if runner.sampler is not None and runner.model.head is not None:
         _sample(runner, runner.sampler, runner.model.head.num_tokens, rows)
-    rows = [_row(0, max_len - 1, num_tokens, config.block_size)]
+    rows = [_row(0, max_len - 1, num_tokens, config.block_size, sampling)]
     runner.execute(_plan(rows, list(range(num_rows)), num_tokens))
     runner.release_kv_memory()
 
@@ -51,15 +55,19 @@ def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[N
     sampled, device = columns.of_rows(np.arange(len(rows))), runner.device
     rows_R = torch.arange(len(rows), device=device)
     positions_R = torch.tensor([new.num_prompt_tokens for new in rows], device=device)
+    packed = sampled.packed
+    assert packed is not None, "the costliest rows name tokens"
     metadata = SamplingMetadata(
         {name: tensor.to(device) for name, tensor in sampled.tensors.items()},
         TokenPlaces(runner.token_table, rows_R, positions_R),
-        sampled.asked,
+        TokenLists.of(torch.from_numpy(packed.column).to(device), packed.sizes),
     )
     sampler.sample_processed(torch.zeros(len(rows), width, device=device), metadata)
 
 
-def _row(row: int, length: int, num_tokens: int, block_size: int) -> NewRow:
+def _row(
+    row: int, length: int, num_tokens: int, block_size: int, sampling: EngineSamplingParams
+) -> NewRow:
     """A row of `length` tokens of which the last num_tokens are to be computed."""
     return NewRow(
         row=row,
@@ -67,8 +75,9 @@ def _row(row: int, length: int, num_tokens: int, block_size: int) -> NewRow:
         num_prompt_tokens=length,
         num_computed_tokens=length - num_tokens,
         block_ids=np.zeros(-(-length // block_size), "<i4").tobytes(),
-        sampling=costliest_sampling(),
+        sampling=sampling,
         seed=0,
+        stop_token_ids=[0] * MAX_STOP_TOKEN_IDS,
     )
 
 

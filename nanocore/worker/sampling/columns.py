@@ -1,8 +1,9 @@
 """What the sampler must know of each row: columns, each declared once.
 
 From `COLUMNS` follow the table that the persistent batch keeps, the memory of a step's inputs on a
-device with its padding, and the largest step that memory is sized by. A parameter that changes what
-a row samples is a line here and, unless it is a filter, a processor in `processors`.
+device with its padding, and the largest step that memory is sized by. What a row asks for beside
+numbers are lists (`token_lists`). A parameter that changes logits is a line here or a list there,
+and a part of `Kernels.edit_logits`.
 
 Shape suffixes: see `nanocore.kernels.interface`.
 """
@@ -20,10 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.interface import Filters, Noise
+from nanocore.kernels.logit_edits import LogitEdits, TokenLists
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.protocol.fields import MAX_INT32
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import NewRow
+from nanocore.worker.sampling.token_lists import NO_LISTS, PackedLists, RowLists, longest_lists
 
 _MAX_FLOAT32: Final = float(np.finfo(np.float32).max)  # as good as any temperature above it
 
@@ -37,6 +40,10 @@ def _top_k(new: NewRow, vocab_size: int) -> int:
     return top_k if 0 < top_k < vocab_size else MAX_INT32
 
 
+def _min_tokens(new: NewRow, vocab_size: int) -> int:
+    return new.sampling.min_tokens if new.stop_token_ids else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A number that each row keeps for as long as its request runs.
@@ -46,7 +53,7 @@ class Column:
 
     kind: a "row" column is what every row samples with. A value of another kind asks for more if it
     is not the default: a "filter" leaves fewer tokens to choose from (and means nothing to a greedy
-    row), "logits" are changed by a processor, in greedy rows too.
+    row), "logits" are edited, in greedy rows too.
 
     of: a new row's value, given the size of the vocabulary; without it the parameter of that name.
     costliest: the parameter's value with which sampling takes most memory, so that it is sized for
@@ -74,43 +81,52 @@ COLUMNS: Final = (
     Column("seed", torch.int64, 0, "row", lambda new, _: new.seed),
     Column("num_prompt_tokens", torch.int64, 0, "row", lambda new, _: new.num_prompt_tokens),
     Column("temperature", torch.float32, 0.0, "row", _temperature),
+    Column("min_tokens", torch.int32, 0, "logits", _min_tokens, costliest=1),
+    Column("repetition_penalty", torch.float32, 1.0, "logits", costliest=1.1),
+    Column("frequency_penalty", torch.float32, 0.0, "logits", costliest=0.1),
+    Column("presence_penalty", torch.float32, 0.0, "logits", costliest=0.1),
     Column("top_k", torch.int32, MAX_INT32, "filter", _top_k),
     Column("top_p", torch.float32, 1.0, "filter", costliest=0.999),
     Column("min_p", torch.float32, 0.0, "filter"),
 )
 
 
-def costliest_sampling() -> EngineSamplingParams:
+def costliest_sampling(vocab_size: int) -> EngineSamplingParams:
     """That of a row which takes as much memory as any."""
-    return EngineSamplingParams(
-        **{column.name: column.costliest for column in COLUMNS if column.costliest is not None}
-    )
+    costliest = {
+        column.name: column.costliest for column in COLUMNS if column.costliest is not None
+    }
+    return EngineSamplingParams(**costliest, **longest_lists(vocab_size))
 
 
 class SampledRows:
     """The rows that a step samples, on the host; the same from step to step while the rows are.
 
-    columns: [R] by name. plain: int64 indices of the R that take the best token, noise added;
-    processed: of those that ask for more. asked: the columns of kind "logits" that one of these
-    asks for. all_greedy: every row takes its most likely token.
+    columns: [R] by name. processed: int64 indices of the R that ask for more than the best token,
+    noise added; first those whose logits are edited. packed: these ones' lists; None: no logits
+    are edited. all_greedy: every row takes its most likely token.
     """
 
-    def __init__(self, columns: dict[str, NDArray], is_processed: NDArray[np.bool_]) -> None:
-        self.columns = columns
-        self.processed, self.plain = is_processed.nonzero()[0], (~is_processed).nonzero()[0]
-        self.asked: frozenset[str] = frozenset()
-        if len(self.processed):
-            self.asked = frozenset(
-                column.name
-                for column in COLUMNS
-                if column.kind == "logits" and (columns[column.name] != column.default).any()
-            )
+    def __init__(
+        self,
+        columns: dict[str, NDArray],
+        processed: NDArray[np.int64],
+        packed: PackedLists | None = None,
+    ) -> None:
+        self.columns, self.processed, self.packed = columns, processed, packed
         self.all_greedy = not columns["temperature"].any()
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The columns, in the same memory."""
         return {name: torch.from_numpy(values) for name, values in self.columns.items()}
+
+    @cached_property
+    def lists(self) -> TokenLists | None:
+        """What is packed, in the same memory."""
+        if self.packed is None:
+            return None
+        return TokenLists.of(torch.from_numpy(self.packed.column), self.packed.sizes)
 
 
 class RowColumns:
@@ -127,24 +143,40 @@ class RowColumns:
             for column in COLUMNS
         }
         self._is_processed = np.zeros(num_rows, bool)
+        self._is_edited = np.zeros(num_rows, bool)
+        self._lists: dict[int, RowLists] = {}
 
     def set_row(self, new: NewRow) -> None:
         """Take in how the request samples that takes this row, instead of its last owner."""
         values = {column.name: column.value(new, self._vocab_size) for column in COLUMNS}
-        is_processed = any(
-            column.kind != "row" and values[column.name] != column.default for column in COLUMNS
-        )
+        asked = {
+            column.kind
+            for column in COLUMNS
+            if column.kind != "row" and values[column.name] != column.default
+        }
+        lists = RowLists.of(new)
+        is_edited = "logits" in asked or lists is not None
+        is_processed = is_edited or bool(asked)
         if is_processed and new.sampling.greedy:
             # Logits are changed and then filtered. One token is left, whatever the noise.
             values |= {"temperature": 1.0, "top_k": 1}
         for name, value in values.items():
             self._columns[name][new.row] = value
-        self._is_processed[new.row] = is_processed
+        self._is_processed[new.row], self._is_edited[new.row] = is_processed, is_edited
+        self._lists.pop(new.row, None)
+        if lists is not None:
+            self._lists[new.row] = lists
 
     def of_rows(self, rows: NDArray[np.int64]) -> SampledRows:
         """Copies of the columns of these rows, [R] in their order."""
         columns = {name: values[rows] for name, values in self._columns.items()}
-        return SampledRows(columns, self._is_processed[rows])
+        processed = self._is_processed[rows].nonzero()[0]
+        is_edited = self._is_edited[rows[processed]]
+        if not is_edited.any():
+            return SampledRows(columns, processed)
+        edited = processed[is_edited]
+        packed = PackedLists.of([self._lists.get(row, NO_LISTS) for row in rows[edited].tolist()])
+        return SampledRows(columns, np.concatenate((edited, processed[~is_edited])), packed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,49 +184,57 @@ class SamplingMetadata:
     """How R rows sample; tensors are where the logits are.
 
     columns: by name. places: where the sampled tokens go; what is before them in the rows is known.
-    asked: see `SampledRows`. index_R: the R of them that are meant; None: all.
+    lists: of the rows whose logits are edited; None: no row's are. index_R: the R of them that are
+    meant, first those with lists; None: all.
     """
 
     columns: Mapping[str, Tensor]
     places: TokenPlaces
-    asked: frozenset[str] = frozenset()
+    lists: TokenLists | None = None
     index_R: Tensor | None = None
 
     def of_rows(self, index_R: Tensor) -> SamplingMetadata:
         """How these of the R rows sample; index_R on the device of the columns."""
         assert self.index_R is None
-        return SamplingMetadata(self.columns, self.places, self.asked, index_R)
-
-    def column(self, name: str) -> Tensor:
-        """A column's values of the rows that are meant, [R], of its dtype."""
-        return self._chosen(self.columns[name])
-
-    @property
-    def known_tokens_RL(self) -> Tensor:
-        """int32, what rows hold so far, prompt and output; from num_tokens_R on any token ids.
-
-        A row that has NO_TOKEN ends, but may be computed on until the host has seen it: then that
-        is token 0 here, for this is mostly used as an index.
-        """
-        return self.places.token_table[self._chosen(self.places.rows_R)].clamp_(min=0)
-
-    @property
-    def num_tokens_R(self) -> Tensor:
-        """int64, how many tokens rows hold so far: the place of the one that they sample."""
-        return self._chosen(self.places.positions_R)
+        return SamplingMetadata(self.columns, self.places, self.lists, index_R)
 
     @property
     def noise(self) -> Noise:
         """How rows choose among their tokens."""
-        return Noise(self.column("temperature"), self.column("seed"), self.num_tokens_R)
+        position_R = self._chosen(self.places.positions_R)
+        return Noise(self._column("temperature"), self._column("seed"), position_R)
 
     @property
     def filters(self) -> Filters:
         """Which tokens rows may sample."""
-        return Filters(self.column("top_k"), self.column("top_p"), self.column("min_p"))
+        return Filters(self._column("top_k"), self._column("top_p"), self._column("min_p"))
+
+    @property
+    def edits(self) -> LogitEdits | None:
+        """What is done to the logits of the first rows; None: nothing."""
+        if self.lists is None:
+            return None
+        num_rows = self.lists.num_rows
+        first = slice(num_rows) if self.index_R is None else self.index_R[:num_rows]
+        return LogitEdits(
+            token_table=self.places.token_table,
+            rows_R=self.places.rows_R[first],
+            num_tokens_R=self.places.positions_R[first],
+            lists=self.lists,
+            **{f"{name}_R": self.columns[name][first] for name in _EDITING},
+        )
+
+    def _column(self, name: str) -> Tensor:
+        return self._chosen(self.columns[name])
 
     def _chosen(self, values: Tensor) -> Tensor:
         return values if self.index_R is None else values[self.index_R]
+
+
+_EDITING: Final = (
+    "num_prompt_tokens",
+    *(column.name for column in COLUMNS if column.kind == "logits"),
+)
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:

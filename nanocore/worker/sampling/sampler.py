@@ -2,10 +2,9 @@
 
 Plain rows, greedy or with nothing but a temperature, need each rank's best token: adding Gumbel
 noise, a pure function of (seed, position, token id), turns sampling into a maximum. So ranks
-exchange candidates, a number each. Rows that ask for more exchange their logits, for processors and
-filters depend on all of them, and every rank then samples the whole row: all see the same and
-decide alike without another word, and nothing here waits for a device. One rank has nothing to
-exchange.
+exchange candidates, a number each. Rows that ask for more exchange their logits, for filters depend
+on all of them, and every rank then edits and samples the whole row: all see the same and decide
+alike without another word, and nothing here waits for a device. One rank has nothing to exchange.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.candidates import best_candidate, sampled_token_ids
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
-from nanocore.worker.sampling.processors import process
 
 
 class TokenSampler:
@@ -40,15 +38,21 @@ class TokenSampler:
         """One token id per row, int64 [R]; NO_TOKEN of a row without a finite best logit.
 
         On the host. Args:
-            logits_RV: float32. rows: how they sample. places: of the sampled tokens, which are not
-            written.
+            logits_RV: float32. rows: how they sample. places: of the sampled tokens. Nothing is
+            written to either.
         """
         if rows.all_greedy:
             return self.sample_plain(logits_RV, None)
-        metadata = SamplingMetadata(rows.tensors, places, rows.asked)
+        metadata = SamplingMetadata(rows.tensors, places, rows.lists)
+        are_all_processed = len(rows.processed) == len(logits_RV)
+        if are_all_processed and rows.lists is None:
+            return self.sample_processed(logits_RV, metadata)
         # As on a device: plain ones for all, which copies no logits, and then those that ask for
         # more anew.
-        token_ids_R = self.sample_plain(logits_RV, metadata.noise)
+        if are_all_processed:
+            token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
+        else:
+            token_ids_R = self.sample_plain(logits_RV, metadata.noise)
         if len(rows.processed):
             index_P = torch.from_numpy(rows.processed)
             token_ids_R[index_P] = self.sample_processed(
@@ -72,8 +76,10 @@ class TokenSampler:
         return token_ids_R
 
     def sample_processed(self, logits_RV: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """Of rows that ask for more than a plain token, int64 [R]; logits may be written over."""
-        logits_RV = process(self._whole_rows(logits_RV), metadata)
+        """Of rows that ask for more than a plain token, int64 [R]; edited ones are written over."""
+        logits_RV, edits = self._whole_rows(logits_RV), metadata.edits
+        if edits is not None:
+            self._kernels.edit_logits(logits_RV[: edits.lists.num_rows], edits)
         return self._kernels.best_filtered_token(logits_RV, metadata.noise, metadata.filters)[1]
 
     def _whole_rows(self, logits_RV: Tensor) -> Tensor:

@@ -1,0 +1,94 @@
+"""Operands of the native kernels as C structs: views of tensors that must outlive them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanocore.kernels.cpu.library import (
+    CacheLayoutStruct,
+    EditLogitsStruct,
+    LinearWeightStruct,
+    NormWeightStruct,
+    StepStruct,
+    TokenListStruct,
+)
+from nanocore.kernels.interface import AttentionMetadata, KVCache
+from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.logit_edits import LogitEdits
+
+DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+_KINDS: Final = {**DTYPES, torch.int8: 2}
+
+
+def weight_struct(weight: LinearWeight) -> LinearWeightStruct:
+    scale = weight.scale_O
+    return LinearWeightStruct(
+        _KINDS[weight.dtype],
+        weight.data.data_ptr(),
+        None if scale is None else scale.data_ptr(),
+        weight.in_features,
+        weight.out_features,
+    )
+
+
+def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
+    return NormWeightStruct(weight.data_ptr(), weight.dtype == torch.float32, eps)
+
+
+def cache_struct(cache: KVCache) -> CacheLayoutStruct:
+    _, block_size, num_heads, head_dim = cache.k_NSKD.shape
+    k, v = cache.k_NSKD.data_ptr(), cache.v_NSKD.data_ptr()
+    block_stride = cache.k_NSKD.stride(0)
+    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size, block_stride)
+
+
+def step_struct(metadata: AttentionMetadata) -> StepStruct:
+    """The part of a step that attention needs; metadata must outlive it."""
+    table_BM = metadata.block_table_BM
+    assert table_BM.stride(1) == 1, "a row's block ids are adjacent"
+    query_start = np.array(metadata.query_start, np.int64)
+    step = StepStruct(
+        num_seqs=len(metadata.seq_lens),
+        positions=metadata.positions_T.data_ptr(),
+        slots=metadata.slot_mapping_T.data_ptr(),
+        query_start=query_start.ctypes.data,
+        seq_lens=metadata.seq_lens_B.data_ptr(),
+        block_table=table_BM.data_ptr(),
+        block_table_stride=table_BM.stride(0),
+    )
+    step.kept = query_start
+    return step
+
+
+def edits_struct(logits_RV: Tensor, edits: LogitEdits) -> EditLogitsStruct:
+    """Edits of these rows; edits must outlive it."""
+    assert logits_RV.stride(1) == edits.token_table.stride(1) == 1, "rows' values are adjacent"
+    lists = edits.lists
+
+    def of(starts: Tensor, ids: Tensor) -> TokenListStruct:
+        return TokenListStruct(starts.data_ptr(), ids.data_ptr())
+
+    return EditLogitsStruct(
+        logits=logits_RV.data_ptr(),
+        size=logits_RV.shape[1],
+        stride=logits_RV.stride(0),
+        token_table=edits.token_table.data_ptr(),
+        table_stride=edits.token_table.stride(0),
+        table_rows=edits.rows_R.data_ptr(),
+        num_prompt_tokens=edits.num_prompt_tokens_R.data_ptr(),
+        num_tokens=edits.num_tokens_R.data_ptr(),
+        min_tokens=edits.min_tokens_R.data_ptr(),
+        repetition_penalty=edits.repetition_penalty_R.data_ptr(),
+        frequency_penalty=edits.frequency_penalty_R.data_ptr(),
+        presence_penalty=edits.presence_penalty_R.data_ptr(),
+        allowed=of(lists.allowed_starts_A, lists.allowed_N),
+        biased=of(lists.bias_starts_A, lists.biased_N),
+        biases=lists.biases_N.data_ptr(),
+        stops=of(lists.stop_starts_A, lists.stops_N),
+        sequence_starts=lists.sequence_starts_A.data_ptr(),
+        bad=of(lists.bad_starts, lists.bad_N),
+    )
