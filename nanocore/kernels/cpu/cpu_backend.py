@@ -38,6 +38,7 @@ from nanocore.kernels.interface import (
     AttentionSpec,
     Filters,
     KVCache,
+    Logprobs,
     Noise,
     QKNorm,
     Replay,
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 _DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 _KINDS: Final = {**_DTYPES, torch.int8: 2}
 _GATES: Final = {"silu": 1, "gelu": 2}
-_OF_LOGITS: Final = frozenset(("softcap", "best_token", "best_filtered_token"))
+_OF_LOGITS: Final = frozenset(("softcap", "best_token", "best_filtered_token", "logprobs"))
 """Kernels whose rows are float32 always, so that they are told no dtype."""
 _TILE_COLUMNS = 32
 NATIVE_MULTIPLE = 16
@@ -242,6 +243,19 @@ class CpuKernels(TorchKernels):
             index_R.data_ptr(),
         )  # fmt: skip
         return value_R, index_R
+
+    def logprobs(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
+        num_rows, width = logits_RV.shape
+        num_top = min(num_top, width)
+        ids_RC = torch.empty(num_rows, 1 + num_top, dtype=torch.int32)
+        logprobs_RC, rank_R = torch.empty(ids_RC.shape), torch.empty(num_rows, dtype=torch.int32)
+        token_ids_R = token_ids_R.contiguous()
+        self._run(
+            "logprobs", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0),
+            token_ids_R.data_ptr(), num_top, ids_RC.data_ptr(), logprobs_RC.data_ptr(),
+            rank_R.data_ptr(),
+        )  # fmt: skip
+        return Logprobs(ids_RC, logprobs_RC, rank_R)
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         assert self._recording is None, "one capture at a time"

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
-ABI_VERSION: Final = 7
+ABI_VERSION: Final = 8
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -112,6 +112,11 @@ _SIGNATURES: Final = {
         None,
         (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p,
          c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
+    "logprobs": (
+        None,
+        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p,
+         c_void_p),
     ),
     "softcap": (None, (c_void_p, c_int64, c_void_p, c_int64, c_float)),
 }  # fmt: skip

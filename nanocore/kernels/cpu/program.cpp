@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "filtered_sampling.h"
+#include "logprobs.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
 
@@ -65,7 +66,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 7; }
+NANOCORE_API int nanocore_abi_version() { return 8; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -262,5 +263,13 @@ NANOCORE_API void nanocore_best_filtered_token(void* program, int64_t rows, cons
     append(program, rows,
            BestFilteredTokenCall{logits, size, stride, temperature, seed, position, top_k, top_p,
                                  max_gap, value, index, 0},
+           kNothing);
+}
+
+NANOCORE_API void nanocore_logprobs(void* program, int64_t rows, const float* logits, int64_t size,
+                                    int64_t stride, const int64_t* token_ids, int64_t num_top,
+                                    int32_t* ids, float* logprobs, int32_t* rank) {
+    append(program, rows,
+           LogprobsCall{logits, size, stride, token_ids, num_top, ids, logprobs, rank, 0},
            kNothing);
 }
