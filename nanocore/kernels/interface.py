@@ -139,7 +139,7 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Logarithms of probabilities, logit - logsumexp(row): each row's token, its K most likely ones.
+    """Log probabilities, logit - logsumexp(row), of each row's token and the K most likely ones.
 
     token_ids_RC: int32 [R, 1 + K], the row's own token and then the K first of the order: by logit
     falling, and of equal ones the smaller id first. logprobs_RC: float32, theirs. rank_R: int32,

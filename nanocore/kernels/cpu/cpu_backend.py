@@ -19,9 +19,7 @@ from torch import Tensor
 
 from nanocore.kernels.activation import Activation
 from nanocore.kernels.cpu.library import (
-    CacheLayoutStruct,
     Library,
-    LinearWeightStruct,
     NormWeightStruct,
     StepStruct,
 )
@@ -32,6 +30,13 @@ from nanocore.kernels.cpu.program import (
     Recording,
     Workspace,
     record,
+)
+from nanocore.kernels.cpu.structs import (
+    DTYPES,
+    cache_struct,
+    norm_struct,
+    step_struct,
+    weight_struct,
 )
 from nanocore.kernels.interface import (
     AttentionMetadata,
@@ -52,8 +57,6 @@ from nanocore.kernels.torch_backend import TorchKernels
 
 logger = logging.getLogger(__name__)
 
-_DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-_KINDS: Final = {**_DTYPES, torch.int8: 2}
 _GATES: Final = {"silu": 1, "gelu": 2}
 _OF_LOGITS: Final = frozenset(("softcap", "best_token", "best_filtered_token", "logprobs"))
 """Kernels whose rows are float32 always, so that they are told no dtype."""
@@ -84,12 +87,12 @@ class CpuKernels(TorchKernels):
         if quantization is not None:
             scale_O = torch.empty(-(-out_features // _TILE_COLUMNS) * _TILE_COLUMNS)
         weight = LinearWeight(out_features, in_features, dtype, torch.empty(0), scale_O)
-        struct = _weight_struct(weight)
+        struct = weight_struct(weight)
         packed = huge_pages(self.library.call("packed_bytes", byref(struct)))
         struct.packed = packed.data_ptr()
         weight_OI = weight_OI.contiguous()
         self.library.call(
-            "pack", self.workspace.handle, _DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
+            "pack", self.workspace.handle, DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
             byref(struct),
         )  # fmt: skip
         return LinearWeight(out_features, in_features, dtype, packed, scale_O)
@@ -124,7 +127,7 @@ class CpuKernels(TorchKernels):
         out_TE = self._empty(token_ids_T, weight.in_features, embedding.dtype)
         step = StepStruct(token_ids=token_ids_T.data_ptr())
         self._run(
-            "embedding", out_TE, byref(_weight_struct(weight)), embedding.first_token,
+            "embedding", out_TE, byref(weight_struct(weight)), embedding.first_token,
             embedding.factor, out_TE.data_ptr(), step=step,
         )  # fmt: skip
         return out_TE
@@ -177,11 +180,11 @@ class CpuKernels(TorchKernels):
             qkv = qkv.contiguous()
         q_norm = k_norm = NormWeightStruct()
         if qk_norm is not None:
-            q_norm = _norm_struct(qk_norm.q_weight, qk_norm.eps)
-            k_norm = _norm_struct(qk_norm.k_weight, qk_norm.eps)
+            q_norm = norm_struct(qk_norm.q_weight, qk_norm.eps)
+            k_norm = norm_struct(qk_norm.k_weight, qk_norm.eps)
         head_dim = cache.k_NSKD.shape[3]
         self._run(
-            "rope", qkv, qkv.data_ptr(), num_heads, byref(_cache_struct(cache)), byref(q_norm),
+            "rope", qkv, qkv.data_ptr(), num_heads, byref(cache_struct(cache)), byref(q_norm),
             byref(k_norm), rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.cos.shape[1],
             step=self._step(metadata),
         )  # fmt: skip
@@ -197,7 +200,7 @@ class CpuKernels(TorchKernels):
         out = self._empty(q_THD, num_heads * head_dim, q_THD.dtype)
         self._run(
             "attention", out, q_THD.data_ptr(), q_THD.stride(0), num_heads,
-            byref(_cache_struct(cache)), spec.scale, spec.window, spec.softcap, out.data_ptr(),
+            byref(cache_struct(cache)), spec.scale, spec.window, spec.softcap, out.data_ptr(),
             step=self._step(metadata),
         )  # fmt: skip
         return out.unflatten(1, (num_heads, head_dim))
@@ -285,8 +288,8 @@ class CpuKernels(TorchKernels):
         width = weight.out_features // 2 if gate else weight.out_features
         out_TO = self._empty(x_TI, width, out_dtype)
         self._run(
-            "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(_weight_struct(weight)),
-            None if bias_O is None else bias_O.data_ptr(), gate, _DTYPES[out_dtype],
+            "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(weight_struct(weight)),
+            None if bias_O is None else bias_O.data_ptr(), gate, DTYPES[out_dtype],
             out_TO.data_ptr(), out_TO.stride(0),
         )  # fmt: skip
         return out_TO
@@ -304,7 +307,7 @@ class CpuKernels(TorchKernels):
         out = self._empty(rows, size, x.dtype)
         self._run(
             "rms_norm", rows, rows.data_ptr(), rows.stride(0),
-            None if residual is None else residual.data_ptr(), byref(_norm_struct(weight, eps)),
+            None if residual is None else residual.data_ptr(), byref(norm_struct(weight, eps)),
             size, out.data_ptr(),
         )  # fmt: skip
         return out.view(x.shape)
@@ -319,7 +322,7 @@ class CpuKernels(TorchKernels):
         self, kernel: str, rows: Tensor, *arguments: Any, step: StepStruct | None = None
     ) -> None:
         """Record a kernel, or run it at once on the rows of this tensor."""
-        head = () if kernel in _OF_LOGITS else (_DTYPES[rows.dtype],)
+        head = () if kernel in _OF_LOGITS else (DTYPES[rows.dtype],)
         if self._recording is not None:
             self._recording.program.append(kernel, self._recording.rows, *head, *arguments)
             return
@@ -328,7 +331,7 @@ class CpuKernels(TorchKernels):
         program.run(step or StepStruct())
 
     def _step(self, metadata: AttentionMetadata) -> StepStruct | None:
-        return None if self._recording is not None else _step_struct(metadata)
+        return None if self._recording is not None else step_struct(metadata)
 
     def _refuse_recording(self, what: str) -> None:
         if self._recording is not None:
@@ -351,7 +354,7 @@ class Captured:
     def __call__(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor:
-        step = _step_struct(metadata)
+        step = step_struct(metadata)
         step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
         step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
         self.program.run(step)
@@ -370,43 +373,3 @@ def huge_pages(num_bytes: int) -> Tensor:
     memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % _PAGE_BYTES
     return torch.from_numpy(memory[start : start + num_bytes])
-
-
-def _weight_struct(weight: LinearWeight) -> LinearWeightStruct:
-    scale = weight.scale_O
-    return LinearWeightStruct(
-        _KINDS[weight.dtype],
-        weight.data.data_ptr(),
-        None if scale is None else scale.data_ptr(),
-        weight.in_features,
-        weight.out_features,
-    )
-
-
-def _norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
-    return NormWeightStruct(weight.data_ptr(), weight.dtype == torch.float32, eps)
-
-
-def _cache_struct(cache: KVCache) -> CacheLayoutStruct:
-    _, block_size, num_heads, head_dim = cache.k_NSKD.shape
-    k, v = cache.k_NSKD.data_ptr(), cache.v_NSKD.data_ptr()
-    block_stride = cache.k_NSKD.stride(0)
-    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size, block_stride)
-
-
-def _step_struct(metadata: AttentionMetadata) -> StepStruct:
-    """The part of a step that attention needs; metadata must outlive it."""
-    table_BM = metadata.block_table_BM
-    assert table_BM.stride(1) == 1, "a row's block ids are adjacent"
-    query_start = np.array(metadata.query_start, np.int64)
-    step = StepStruct(
-        num_seqs=len(metadata.seq_lens),
-        positions=metadata.positions_T.data_ptr(),
-        slots=metadata.slot_mapping_T.data_ptr(),
-        query_start=query_start.ctypes.data,
-        seq_lens=metadata.seq_lens_B.data_ptr(),
-        block_table=table_BM.data_ptr(),
-        block_table_stride=table_BM.stride(0),
-    )
-    step.kept = query_start
-    return step

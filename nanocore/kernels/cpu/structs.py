@@ -1,0 +1,69 @@
+"""Operands of the native kernels as the structs of their C interface.
+
+A struct holds addresses: what it was made of must outlive it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanocore.kernels.cpu.library import (
+    CacheLayoutStruct,
+    LinearWeightStruct,
+    NormWeightStruct,
+    StepStruct,
+)
+from nanocore.kernels.interface import AttentionMetadata, KVCache
+from nanocore.kernels.linear_weight import LinearWeight
+
+DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+"""Of activations, as the kernels number them."""
+KINDS: Final = {**DTYPES, torch.int8: 2}
+"""Of packed weights."""
+
+
+def weight_struct(weight: LinearWeight) -> LinearWeightStruct:
+    """A packed weight, with its scales if it has any."""
+    scale = weight.scale_O
+    return LinearWeightStruct(
+        KINDS[weight.dtype],
+        weight.data.data_ptr(),
+        None if scale is None else scale.data_ptr(),
+        weight.in_features,
+        weight.out_features,
+    )
+
+
+def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
+    """A norm's weight, [E]."""
+    return NormWeightStruct(weight.data_ptr(), weight.dtype == torch.float32, eps)
+
+
+def cache_struct(cache: KVCache) -> CacheLayoutStruct:
+    """Where one layer's K and V are; strides are in values."""
+    _, block_size, num_heads, head_dim = cache.k_NSKD.shape
+    k, v = cache.k_NSKD.data_ptr(), cache.v_NSKD.data_ptr()
+    block_stride = cache.k_NSKD.stride(0)
+    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size, block_stride)
+
+
+def step_struct(metadata: AttentionMetadata) -> StepStruct:
+    """The part of a step that attention needs; metadata must outlive it."""
+    table_BM = metadata.block_table_BM
+    assert table_BM.stride(1) == 1, "a row's block ids are adjacent"
+    query_start = np.array(metadata.query_start, np.int64)
+    step = StepStruct(
+        num_seqs=len(metadata.seq_lens),
+        positions=metadata.positions_T.data_ptr(),
+        slots=metadata.slot_mapping_T.data_ptr(),
+        query_start=query_start.ctypes.data,
+        seq_lens=metadata.seq_lens_B.data_ptr(),
+        block_table=table_BM.data_ptr(),
+        block_table_stride=table_BM.stride(0),
+    )
+    step.kept = query_start
+    return step
