@@ -28,6 +28,8 @@ from nanocore.worker.device.stream import Pending, StagingBuffer, Stream, Tensor
 from nanocore.worker.pending_output import make_output
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
+from nanocore.worker.sampling.logprob_rows import StepLogprobs
+from nanocore.worker.sampling.logprobs import Sampled
 from nanocore.worker.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
@@ -40,19 +42,19 @@ class StepComputer(Protocol):
         """See `Kernels.begin_step`; hidden states are the first stage's to find."""
         ...
 
-    def logits(
+    def forward(
         self, x_TE: Tensor | None, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor | None:
-        """Of the rows that sample, [R, V]; None if this stage does not, or no row does."""
+        """Hidden states of the tokens that sample, [R, E]; None if none does, or not here."""
         ...
 
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """Of these, [R, V]."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a step leaves on the device: logits, and each row's plain token, int64."""
-
-    logits_RV: Tensor
-    token_ids_R: Tensor
+    def logprobs(self, asked: StepLogprobs, column: Tensor, sampled: Sampled) -> dict[str, Tensor]:
+        """What is asked for beside tokens: see `LogprobComputer`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,13 @@ class PendingStep:
 
     rows: NDArray[np.int64]
     sampled: Pending
+    asked: StepLogprobs | None
 
     def is_done(self) -> bool:
         return self.sampled.is_done()
 
     def wait(self) -> ModelRunnerOutput:
-        return make_output(self.rows, self.sampled.wait())
+        return make_output(self.rows, self.sampled.wait(), self.asked)
 
 
 class DeviceSteps:
@@ -121,17 +124,19 @@ class DeviceSteps:
         """Enqueue a step. appended: blocks that rows got. sampled: see `NewTokens`."""
         new = NewTokens.of(plan, sampled)
         shape = StepShape.of(step, appended)
-        graph = self._graphs.find(shape) if self._graphs is not None else None
+        asked = None if self._sampler is None else self._batch.logprobs(step)
+        graph = None
+        if self._graphs is not None and (asked is None or asked.prompt is None):
+            graph = self._graphs.find(shape)
         layout = shape if graph is None else graph.shape
         size = num_bytes(layout)
-        num_staged = size + (0 if new is None else new.column.nbytes)
-        buffer = self._stream.stage(num_staged)
-        staged = buffer.memory[:num_staged]
+        extra = _Extra(None if asked is None else asked.column, None if new is None else new.column)
+        buffer = self._stream.stage(size + extra.num_bytes)
+        staged = buffer.memory[: size + extra.num_bytes]
         columns = self._columns(buffer, layout, is_graph=graph is not None)
         sampling = self._batch.sampled_rows(step)
         columns.fill(step, appended, sampling)
-        if new is not None:
-            staged[size:].view(torch.int32).numpy()[:] = new.column
+        extra.write(staged[size:])
 
         def work() -> Tensors:
             if graph is None:
@@ -140,11 +145,11 @@ class DeviceSteps:
             else:
                 graph.memory.copy_(staged[:size], non_blocking=True)
                 inputs, tail = graph.fields, staged[size:]
+            numbers, tokens = extra.split(tail, self._device)
             if new is not None:
-                column = tail.to(self._device, non_blocking=True)
-                self._rows.take(column.view(torch.int32), new)
+                self._rows.take(tokens, new)
             if graph is None:
-                result = self._compute(inputs, HostBounds.of_step(step))
+                result = self._compute(inputs, HostBounds.of_step(step), asked, numbers)
             else:
                 graph.replay()
                 result = graph.result
@@ -152,11 +157,14 @@ class DeviceSteps:
                 return {}
             if len(sampling.processed):
                 self._sample_processed(inputs, result, sampling)
-            return {"token_ids": result.token_ids_R[: shape.num_samples]}
+            sampled = {"token_ids": result.token_ids_R[: shape.num_samples]}
+            if asked is not None:
+                sampled |= self._computer.logprobs(asked, numbers, result)
+            return sampled
 
         if self._sampler is not None:  # else the tokens come with a later plan
             self._batch.append(step.sample_rows, None)
-        return PendingStep(step.sample_rows, self._stream.run(work))
+        return PendingStep(step.sample_rows, self._stream.run(work), asked)
 
     def _columns(self, buffer: StagingBuffer, shape: StepShape, is_graph: bool) -> StepColumns:
         """Of staged memory; kept for shapes that come again."""
@@ -168,8 +176,17 @@ class DeviceSteps:
                 buffer.scratch[key] = columns
         return columns
 
-    def _compute(self, step: StepFields, bounds: HostBounds) -> Sampled | None:
-        """All of a step but for what rows ask beside a plain token: that is never recorded."""
+    def _compute(
+        self,
+        step: StepFields,
+        bounds: HostBounds,
+        asked: StepLogprobs | None = None,
+        column: Tensor | None = None,
+    ) -> Sampled | None:
+        """All of a step but for what rows ask beside a plain token: that is never recorded.
+
+        asked, column: what log probabilities of prompts need hidden states for, if anything does.
+        """
         block_table_BM, x_TE = self._computer.begin_step(self._rows.of_step(step))
         metadata = AttentionMetadata(
             num_decodes=bounds.num_decodes,
@@ -182,13 +199,18 @@ class DeviceSteps:
             positions_T=step.positions_T,
             slot_mapping_T=step.slots_T,
         )
-        logits_RV = self._computer.logits(x_TE, metadata, step.sample_index_R)
-        if logits_RV is None:
+        index, num_samples = step.sample_index_R, len(step.sample_index_R)
+        if asked is not None and asked.prompt is not None:
+            assert column is not None
+            index = torch.cat((index, asked.split(column)[1][0]))
+        hidden = self._computer.forward(x_TE, metadata, index)
+        if hidden is None:
             return None
         assert self._sampler is not None, "a stage with logits samples"
+        logits_RV = self._computer.logits(hidden[:num_samples])
         sampling = self._sampling(step)
         token_ids_R = self._sampler.sample_plain(logits_RV, sampling.noise, sampling.places)
-        return Sampled(logits_RV, token_ids_R)
+        return Sampled(logits_RV, token_ids_R, hidden[num_samples:] if asked else None)
 
     def _sample_processed(self, step: StepFields, result: Sampled, rows: SampledRows) -> None:
         """Sample anew for these rows, in place of their plain tokens."""
@@ -202,3 +224,30 @@ class DeviceSteps:
 
     def _sampling(self, step: StepFields, asked: frozenset[str] = frozenset()) -> SamplingMetadata:
         return SamplingMetadata(step.sampling, self._rows.places(step), asked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extra:
+    """What is staged behind a step's fields, which end aligned; either may be missing."""
+
+    numbers: NDArray[np.int64] | None
+    tokens: NDArray[np.int32] | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(column.nbytes for column in (self.numbers, self.tokens) if column is not None)
+
+    def write(self, staged: Tensor) -> None:
+        """On the host, into exactly as many bytes."""
+        numbers, tokens = self.split(staged, staged.device)
+        if self.numbers is not None:
+            numbers.numpy()[:] = self.numbers
+        if self.tokens is not None:
+            tokens.numpy()[:] = self.tokens
+
+    def split(self, staged: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(numbers, tokens) of these bytes, on the device."""
+        if len(staged):
+            staged = staged.to(device, non_blocking=True)
+        size = 0 if self.numbers is None else self.numbers.nbytes
+        return staged[:size].view(torch.int64), staged[size:].view(torch.int32)

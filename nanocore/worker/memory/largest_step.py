@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -21,9 +22,13 @@ from nanocore.worker.sampling.sampler import TokenSampler
 NUM_PROFILED_GRAPHS: Final = 2
 """The largest ones, in whose memory the others live; of what each takes beside it, a sample."""
 
+_NUM_LOGPROBS: Final = 20
+"""What rows ask for at most, as long as the engine's limit is not raised."""
+
 
 def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: WorkerConfig) -> None:
-    """Run a step in which every row samples, as expensively as any, and a long context's end.
+    """Run a step in which every row samples, as expensively as any, and a long context's end, of
+    which every token's logits are looked at.
 
     The model's KV cache is gone afterwards, and the persistent batch is to be allocated anew. The
     graphs that were recorded stay until then.
@@ -38,7 +43,7 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     runner.execute(_plan(rows, [], per_row))
     if runner.sampler is not None and runner.model.head is not None:
         _sample(runner, runner.sampler, runner.model.head.num_tokens, rows)
-    rows = [_row(0, max_len - 1, num_tokens, config.block_size)]
+    rows = [_with_prompt_logprobs(_row(0, max_len - 1, num_tokens, config.block_size))]
     runner.execute(_plan(rows, list(range(num_rows)), num_tokens))
     runner.release_kv_memory()
 
@@ -67,8 +72,16 @@ def _row(row: int, length: int, num_tokens: int, block_size: int) -> NewRow:
         num_prompt_tokens=length,
         num_computed_tokens=length - num_tokens,
         block_ids=np.zeros(-(-length // block_size), "<i4").tobytes(),
-        sampling=costliest_sampling(),
+        sampling=msgspec.structs.replace(costliest_sampling(), logprobs=_NUM_LOGPROBS),
         seed=0,
+    )
+
+
+def _with_prompt_logprobs(new: NewRow) -> NewRow:
+    """They are known of what is computed already."""
+    sampling = msgspec.structs.replace(new.sampling, prompt_logprobs=_NUM_LOGPROBS)
+    return msgspec.structs.replace(
+        new, sampling=sampling, num_prompt_logprobs=new.num_computed_tokens
     )
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.interface import Kernels, Noise
+from nanocore.kernels.interface import Kernels, Logprobs, Noise
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.candidates import best_candidate, sampled_token_ids
@@ -75,6 +75,11 @@ class TokenSampler:
         """Of rows that ask for more than a plain token, int64 [R]; logits may be written over."""
         logits_RV = process(self._whole_rows(logits_RV), metadata)
         return self._kernels.best_filtered_token(logits_RV, metadata.noise, metadata.filters)[1]
+
+    def logprobs(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs | None:
+        """See `Kernels.logprobs`; of whole rows, and None on all ranks but the first."""
+        whole_RV = self._whole_rows(logits_RV)
+        return None if self._tp.rank else self._kernels.logprobs(whole_RV, token_ids_R, num_top)
 
     def _whole_rows(self, logits_RV: Tensor) -> Tensor:
         """Logits of the whole vocabulary, of which every rank has a range; the last has less."""
