@@ -138,6 +138,20 @@ class Filters:
         return Filters(self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows])
 
 
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities, logit - logsumexp(row), of each row's token and the K most likely ones.
+
+    token_ids_RC: int32 [R, 1 + K], the row's own token and then the K first of the order: by logit
+    falling, and of equal ones the smaller id first. logprobs_RC: float32, theirs. rank_R: int32,
+    the own token's place in that order, from 1 on.
+    """
+
+    token_ids_RC: Tensor
+    logprobs_RC: Tensor
+    rank_R: Tensor
+
+
 class Replay(Protocol):
     """Captured kernels, to be run again on the inputs of any step."""
 
@@ -354,6 +368,15 @@ class Kernels(Protocol):
         Weights exp(logit - best) are float32 and their sums float64 (Triton's: within a thread
         float32), in an order of the backend's own: a cut of top_p that lies so close to a sum that
         their rounding decides may be another one in another backend.
+        """
+        ...
+
+    def logprobs(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
+        """Log probabilities of each row's token and of the num_top most likely ones, or of all.
+
+        logits_RV: float32, of the whole vocabulary; only read. token_ids_R: int64. The host does
+        not wait. Sums of exp(logit - best) are float64, of float32. What is said of a row whose
+        best logit is not finite, that has a NaN, or whose token is below 0, means nothing.
         """
         ...
 

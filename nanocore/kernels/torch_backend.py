@@ -20,6 +20,7 @@ from nanocore.kernels.interface import (
     Filters,
     GraphSupport,
     KVCache,
+    Logprobs,
     Noise,
     QKNorm,
     Replay,
@@ -40,6 +41,7 @@ from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_filtered_sampling import filtered
 from nanocore.kernels.torch_kv_cache import store_kv
 from nanocore.kernels.torch_logit_edits import edit_logits
+from nanocore.kernels.torch_logprobs import logprobs
 from nanocore.kernels.torch_moe import activate, add_shared, gated, moe, route
 
 NO_TOKEN: Final = -1
@@ -179,6 +181,9 @@ class TorchKernels:
         self, logits_RV: Tensor, noise: Noise, filters: Filters
     ) -> tuple[Tensor, Tensor]:
         return self.best_token(filtered(logits_RV, noise, filters), 0, noise)
+
+    def logprobs(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
+        return logprobs(logits_RV, token_ids_R, num_top)
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         return None

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanocore.kernels.interface import AttentionMetadata, Kernels, KVCache, Replay, Rotary
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.kernels.step_rows import StepRows
-from nanocore.worker.batch.input_batch import BatchStep, InputBatch, ints
+from nanocore.worker.batch.input_batch import BatchStep, InputBatch, StepInputs, ints
 from nanocore.worker.device.device_rows import DeviceRows
 from nanocore.worker.device.device_steps import DeviceSteps
 from nanocore.worker.device.step_graphs import GraphRecorder, graph_shapes
@@ -32,6 +32,8 @@ from nanocore.worker.messages import Quantization
 from nanocore.worker.pending_output import NOTHING_SAMPLED, DoneOutput, PendingOutput, make_output
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.sampling.logprob_rows import StepLogprobs
+from nanocore.worker.sampling.logprobs import LogprobComputer, Sampled
 from nanocore.worker.sampling.sampler import TokenSampler
 
 
@@ -207,25 +209,55 @@ class ModelRunner:
     def _compute(self, step: BatchStep) -> PendingOutput:
         """Run a step on the host, replayed if it was captured; its output is done."""
         inputs = self.batch.inputs(step)
+        asked = None if self.sampler is None else self.batch.logprobs(step)
+        if asked is not None and asked.prompt is not None:
+            return self._compute_with_prompt(step, inputs, asked)
         compute = self._replay or self._embed_and_compute
         logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
         if logits_RV is None or len(logits_RV) == 0:
             return NOTHING_SAMPLED
+        return self._sample(step, logits_RV, asked)
+
+    def _compute_with_prompt(
+        self, step: BatchStep, inputs: StepInputs, asked: StepLogprobs
+    ) -> PendingOutput:
+        """Likewise, kernel by kernel, of a step that is asked for prompts' log probabilities."""
+        assert asked.prompt is not None
+        num_samples = len(inputs.sample_index_R)
+        index = torch.from_numpy(asked.prompt.columns[0])
+        hidden = self._embed_and_forward(
+            inputs.token_ids_T, inputs.attention, torch.cat((inputs.sample_index_R, index))
+        )
+        assert hidden is not None, "there are rows"
+        return self._sample(step, self.logits(hidden[:num_samples]), asked, hidden[num_samples:])
+
+    def _sample(
+        self,
+        step: BatchStep,
+        logits_RV: Tensor,
+        asked: StepLogprobs | None,
+        prompt_hidden_NE: Tensor | None = None,
+    ) -> PendingOutput:
         assert self.sampler is not None, "the last stage samples"
         token_ids_R = self.sampler.sample(
             logits_RV, self.batch.sampled_rows(step), self.batch.places(step)
         )
         self.batch.append(step.sample_rows, token_ids_R.numpy())
-        return DoneOutput(make_output(step.sample_rows, {"token_ids": token_ids_R}))
+        result = {"token_ids": token_ids_R}
+        if asked is not None:
+            sampled = Sampled(logits_RV, token_ids_R, prompt_hidden_NE)
+            column = torch.from_numpy(asked.column)
+            result |= self.logprobs(asked, column, sampled)
+        return DoneOutput(make_output(step.sample_rows, result, asked))
 
     def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
         """Of a step on a device; see `DecoderModel.begin_step`."""
         return self.model.begin_step(rows, self.kernels)
 
-    def logits(
+    def forward(
         self, x_TE: Tensor | None, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor | None:
-        """This rank's part of the model; logits [R, V] of the rows that sample, if there are any.
+        """This rank's layers; hidden states [R, E] of the tokens that sample, if there are any.
 
         x_TE: of the first stage. Hidden states come from and go to other stages.
         """
@@ -238,20 +270,40 @@ class ModelRunner:
             self.links.send.send(hidden)
         if not self.placement.is_last_stage or len(sample_index_R) == 0:
             return None
-        return self.model.compute_logits(hidden, self.kernels)
+        return hidden
+
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """This rank's logits, [R, V]; there may be no rows."""
+        if len(hidden_RE) == 0:
+            assert self.model.head is not None, "logits leave at the last stage"
+            return hidden_RE.new_empty(0, self.model.head.num_tokens, dtype=torch.float32)
+        return self.model.compute_logits(hidden_RE, self.kernels)
+
+    def logprobs(self, asked: StepLogprobs, column: Tensor, sampled: Sampled) -> dict[str, Tensor]:
+        """See `LogprobComputer.compute`."""
+        assert self.sampler is not None, "the last stage samples"
+        computer = LogprobComputer(self.sampler, self.logits)
+        return computer.compute(asked, column, sampled, self.token_table)
 
     def _forward(self, x_TE: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
         context = StepContext(self.kernels, metadata, self.rotary)
         return self.model.forward(x_TE, self.kv_caches, context, sample_index_R)
 
-    def _embed_and_compute(
+    def _embed_and_forward(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor | None:
-        """What `logits` says of token ids, on the host."""
+        """What `forward` says of token ids, on the host."""
         x_TE = None
         if self.links.receive is None:
             x_TE = self.model.embed(token_ids_T, self.kernels)
-        return self.logits(x_TE, metadata, sample_index_R)
+        return self.forward(x_TE, metadata, sample_index_R)
+
+    def _embed_and_compute(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor | None:
+        """The logits of tokens that sample, on the host; None if there are none here."""
+        hidden = self._embed_and_forward(token_ids_T, metadata, sample_index_R)
+        return None if hidden is None else self.logits(hidden)
 
     def _whole_step(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor

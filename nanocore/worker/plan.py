@@ -72,7 +72,8 @@ class RowLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log probabilities in columns, as the wire's `TokenLogprobs` has them, by row.
 
     rows: int32, whose token it is. ranks, counts: int32 for each token. token_ids: int32, logprobs:
-    float32, of their candidates.
+    float32, of their candidates: the token itself, then the k most likely ones, of equally likely
+    ones the smaller id first. k is what the row asks for, or the vocabulary's size if that is less.
     """
 
     rows: bytes
@@ -89,10 +90,10 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     empty: one each. A row that computed drafts may have none, and at most one more than these; what
     it computed from its last token on is then computed again. logprobs: of the tokens of rows that
     ask for them, in the order of rows. prompt_logprobs: of the prompt tokens after those that the
-    step computed, likewise.
+    step computed, each row's in the order of their positions; their rows need not sample.
 
-    A row whose logits are not finite has NO_TOKEN. Until it is removed it may be computed on, with
-    a token that has no embedding.
+    A row whose logits are not finite has NO_TOKEN, and no log probabilities of it. Until it is
+    removed it may be computed on, with a token that has no embedding.
     """
 
     rows: bytes

@@ -53,7 +53,7 @@ def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -
 
 
 def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Sampling, with and without noise and filters, of logits that may not be numbers."""
+    """Sampling, with noise and filters or not, and log probabilities, of what may be no numbers."""
     rows, width = rng.choice([0, 1, 2, 30]), rng.choice([rng.randint(1, 150), 2000])
     logits = torch.randn(rows, width) * rng.choice([0.0, 0.01, 3.0, 1e38])
     logits[torch.rand(rows, width) < rng.choice([0.0, 0.9])] = -torch.inf
@@ -67,6 +67,8 @@ def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> 
     )
     noise = Noise(noise.temperature_R + 0.5, noise.seed_R, noise.position_R)
     kernels.best_filtered_token(logits, noise, filters)
+    token_ids = torch.randint(-1, width, (rows,))
+    kernels.logprobs(logits, token_ids, rng.choice([0, 1, 5, rng.randint(1, 300), width]))
 
 
 def edited_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:

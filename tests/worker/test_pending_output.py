@@ -16,12 +16,12 @@ def test_one_token_of_each_row_needs_no_counts() -> None:
     output = make_output(ROWS, {"token_ids": torch.tensor([5, -1, 2**31 - 1])})
     assert np.frombuffer(output.rows, "<i4").tolist() == [4, 0, 7]
     assert np.frombuffer(output.token_ids, "<i4").tolist() == [5, -1, 2**31 - 1]
-    assert (output.counts, output.columns) == (b"", {})
+    assert output.counts == b""
+    assert output.logprobs is output.prompt_logprobs is None
 
 
-def test_several_tokens_of_a_row_and_numbers_of_each_token_come_along() -> None:
+def test_several_tokens_of_a_row_come_with_counts() -> None:
     sampled = {
-        "logprob": torch.tensor([-0.5, -1.5, -2.5, -3.5]),
         "token_ids": torch.tensor([1, 2, 3, 4]),
         "counts": torch.tensor([3, 0, 1]),
     }
@@ -29,9 +29,6 @@ def test_several_tokens_of_a_row_and_numbers_of_each_token_come_along() -> None:
     received = msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=ModelRunnerOutput)
     assert received == output
     assert np.frombuffer(received.counts, "<i4").tolist() == [3, 0, 1]
-    assert received.columns.keys() == {"logprob"}
-    assert np.frombuffer(received.columns["logprob"], "<f4").tolist() == [-0.5, -1.5, -2.5, -3.5]
-    assert len(sampled) == 3, "the caller's own are left alone"
 
 
 def test_a_stage_that_does_not_sample_has_no_rows() -> None:

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanocore.kernels import gumbel_noise
+from nanocore.kernels.candidates import logits_of, make_candidates, token_ids_of
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.sampling.candidates import logits_of, make_candidates, token_ids_of
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.logit_edits_reference import draw_row, places_of, sampled_rows

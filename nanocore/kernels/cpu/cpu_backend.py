@@ -40,6 +40,7 @@ from nanocore.kernels.interface import (
     AttentionSpec,
     Filters,
     KVCache,
+    Logprobs,
     Noise,
     QKNorm,
     Replay,
@@ -55,7 +56,9 @@ from nanocore.kernels.torch_backend import TorchKernels
 logger = logging.getLogger(__name__)
 
 _GATES: Final = {"silu": 1, "gelu": 2}
-_OF_LOGITS: Final = frozenset(("softcap", "best_token", "best_filtered_token", "edit_logits"))
+_OF_LOGITS: Final = frozenset(
+    ("softcap", "best_token", "best_filtered_token", "edit_logits", "logprobs")
+)
 """Kernels whose rows are float32 always, so that they are told no dtype."""
 _TILE_COLUMNS = 32
 NATIVE_MULTIPLE = 16
@@ -246,6 +249,19 @@ class CpuKernels(TorchKernels):
 
     def edit_logits(self, logits_RV: Tensor, edits: LogitEdits) -> None:
         self._run("edit_logits", logits_RV, byref(edits_struct(logits_RV, edits)))
+
+    def logprobs(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
+        num_rows, width = logits_RV.shape
+        num_top = min(num_top, width)
+        ids_RC = torch.empty(num_rows, 1 + num_top, dtype=torch.int32)
+        logprobs_RC, rank_R = torch.empty(ids_RC.shape), torch.empty(num_rows, dtype=torch.int32)
+        token_ids_R = token_ids_R.contiguous()
+        self._run(
+            "logprobs", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0),
+            token_ids_R.data_ptr(), num_top, ids_RC.data_ptr(), logprobs_RC.data_ptr(),
+            rank_R.data_ptr(),
+        )  # fmt: skip
+        return Logprobs(ids_RC, logprobs_RC, rank_R)
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         assert self._recording is None, "one capture at a time"

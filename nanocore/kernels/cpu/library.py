@@ -146,6 +146,11 @@ _SIGNATURES: Final = {
          c_void_p, c_void_p, c_void_p, c_void_p),
     ),
     "edit_logits": (None, (c_void_p, c_int64, POINTER(EditLogitsStruct))),
+    "logprobs": (
+        None,
+        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p,
+         c_void_p),
+    ),
     "softcap": (None, (c_void_p, c_int64, c_void_p, c_int64, c_float)),
 }  # fmt: skip
 """Result and arguments of `nanocore_*` in program.cpp."""

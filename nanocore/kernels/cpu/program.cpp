@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "filtered_sampling.h"
 #include "logit_edits.h"
+#include "logprobs.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
 
@@ -269,4 +270,12 @@ NANOCORE_API void nanocore_best_filtered_token(void* program, int64_t rows, cons
 // The struct's rows are not read.
 NANOCORE_API void nanocore_edit_logits(void* program, int64_t rows, const EditLogitsCall* call) {
     append(program, rows, *call, kNothing);
+}
+
+NANOCORE_API void nanocore_logprobs(void* program, int64_t rows, const float* logits, int64_t size,
+                                    int64_t stride, const int64_t* token_ids, int64_t num_top,
+                                    int32_t* ids, float* logprobs, int32_t* rank) {
+    append(program, rows,
+           LogprobsCall{logits, size, stride, token_ids, num_top, ids, logprobs, rank, 0},
+           kNothing);
 }

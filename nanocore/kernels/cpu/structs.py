@@ -1,4 +1,7 @@
-"""Operands of the native kernels as C structs: views of tensors that must outlive them."""
+"""Operands of the native kernels as the structs of their C interface.
+
+A struct holds addresses: what it was made of must outlive it.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,13 @@ from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.logit_edits import LogitEdits
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+"""Of activations, as the kernels number them."""
 _KINDS: Final = {**DTYPES, torch.int8: 2}
+"""Of packed weights."""
 
 
 def weight_struct(weight: LinearWeight) -> LinearWeightStruct:
+    """A packed weight, with its scales if it has any."""
     scale = weight.scale_O
     return LinearWeightStruct(
         _KINDS[weight.dtype],
@@ -36,10 +42,12 @@ def weight_struct(weight: LinearWeight) -> LinearWeightStruct:
 
 
 def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
+    """A norm's weight, [E]."""
     return NormWeightStruct(weight.data_ptr(), weight.dtype == torch.float32, eps)
 
 
 def cache_struct(cache: KVCache) -> CacheLayoutStruct:
+    """Where one layer's K and V are; strides are in values."""
     _, block_size, num_heads, head_dim = cache.k_NSKD.shape
     k, v = cache.k_NSKD.data_ptr(), cache.v_NSKD.data_ptr()
     block_stride = cache.k_NSKD.stride(0)

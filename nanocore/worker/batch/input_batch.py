@@ -22,6 +22,7 @@ from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.batch.block_table import AppendedBlocks, BlockTable
 from nanocore.worker.plan import NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
+from nanocore.worker.sampling.logprob_rows import LogprobRows, StepLogprobs
 
 _TOKEN_DTYPE = np.dtype("<i4")
 _NO_BLOCKS = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
@@ -110,6 +111,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.sampling = RowColumns(max_num_seqs, vocab_size)
+        self._logprobs = LogprobRows(max_num_seqs, vocab_size)
         self.token_table = torch.from_numpy(self.token_ids)
         self._steady_orders: dict[int, Order] = {}
         self._steady_samples: dict[int, SampledRows] = {}
@@ -122,7 +124,10 @@ class InputBatch:
         """
         if plan.removed_rows or plan.added:
             self._forget()
-        self.is_active[ints(plan.removed_rows)] = False
+        if plan.removed_rows:
+            removed = ints(plan.removed_rows)
+            self.is_active[removed] = False
+            self._logprobs.remove(removed)
         for new in plan.added:
             self._add(new)
         if not plan.block_rows:
@@ -181,6 +186,16 @@ class InputBatch:
             samples = self.sampling.of_rows(step.sample_rows)
             self._steady_samples[step.group] = samples
         return samples
+
+    def logprobs(self, step: BatchStep) -> StepLogprobs | None:
+        """Log probabilities that the step is asked for; to be called once, in the steps' order."""
+        if self._logprobs.is_empty:
+            return None
+        order = step.order
+        is_kept = order.is_steady and step.all_sample
+        sampled = self._logprobs.sampled(step.sample_rows, step.group if is_kept else None)
+        prompt = self._logprobs.prompt(order.rows_B, order.counts_B, step.seq_lens_B)
+        return None if sampled is prompt is None else StepLogprobs(sampled, prompt)
 
     def places(self, step: BatchStep) -> TokenPlaces:
         """Of the tokens that the step samples, in these rows' own memory."""
@@ -267,6 +282,7 @@ class InputBatch:
         self.num_computed[row] = new.num_computed_tokens
         self.blocks.set_row(row, ints(new.block_ids))
         self.sampling.set_row(new)
+        self._logprobs.add(new)
 
 
 def ints(column: bytes) -> NDArray[np.int32]:

@@ -29,6 +29,8 @@ from nanocore.worker.device.stream import Pending, StagingBuffer, Stream, Tensor
 from nanocore.worker.pending_output import make_output
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
+from nanocore.worker.sampling.logprob_rows import StepLogprobs
+from nanocore.worker.sampling.logprobs import Sampled
 from nanocore.worker.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
@@ -41,19 +43,19 @@ class StepComputer(Protocol):
         """See `Kernels.begin_step`; hidden states are the first stage's to find."""
         ...
 
-    def logits(
+    def forward(
         self, x_TE: Tensor | None, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor | None:
-        """Of the rows that sample, [R, V]; None if this stage does not, or no row does."""
+        """Hidden states of the tokens that sample, [R, E]; None if none does, or not here."""
         ...
 
+    def logits(self, hidden_RE: Tensor) -> Tensor:
+        """Of these, [R, V]."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """What a step leaves on the device: logits, and each row's plain token, int64."""
-
-    logits_RV: Tensor
-    token_ids_R: Tensor
+    def logprobs(self, asked: StepLogprobs, column: Tensor, sampled: Sampled) -> dict[str, Tensor]:
+        """What is asked for beside tokens: see `LogprobComputer`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,13 @@ class PendingStep:
 
     rows: NDArray[np.int64]
     sampled: Pending
+    asked: StepLogprobs | None
 
     def is_done(self) -> bool:
         return self.sampled.is_done()
 
     def wait(self) -> ModelRunnerOutput:
-        return make_output(self.rows, self.sampled.wait())
+        return make_output(self.rows, self.sampled.wait(), self.asked)
 
 
 class DeviceSteps:
@@ -122,19 +125,22 @@ class DeviceSteps:
         """Enqueue a step. appended: blocks that rows got. sampled: see `NewTokens`."""
         new = NewTokens.of(plan, sampled)
         shape = StepShape.of(step, appended)
-        graph = self._graphs.find(shape) if self._graphs is not None else None
+        asked = None if self._sampler is None else self._batch.logprobs(step)
+        graph = None
+        if self._graphs is not None and (asked is None or asked.prompt is None):
+            graph = self._graphs.find(shape)
         layout = shape if graph is None else graph.shape
         sampling = self._batch.sampled_rows(step)
-        # Behind the fields: what only some steps have.
-        more = [part.column for part in (new, sampling.packed) if part is not None]
         size = num_bytes(layout)
-        num_staged = size + sum(column.nbytes for column in more)
-        buffer = self._stream.stage(num_staged)
-        staged = buffer.memory[:num_staged]
+        extra = _Extra(
+            None if asked is None else asked.column,
+            [part.column for part in (new, sampling.packed) if part is not None],
+        )
+        buffer = self._stream.stage(size + extra.num_bytes)
+        staged = buffer.memory[: size + extra.num_bytes]
         columns = self._columns(buffer, layout, is_graph=graph is not None)
         columns.fill(step, appended, sampling)
-        if more:
-            np.concatenate(more, out=staged[size:].view(torch.int32).numpy())
+        extra.write(staged[size:])
 
         def work() -> Tensors:
             if graph is None:
@@ -143,24 +149,26 @@ class DeviceSteps:
             else:
                 graph.memory.copy_(staged[:size], non_blocking=True)
                 inputs, tail = graph.fields, staged[size:]
-            if more:
-                tail = tail.to(self._device, non_blocking=True).view(torch.int32)
+            numbers, tokens = extra.split(tail, self._device)
             if new is not None:
-                self._rows.take(tail[: len(new.column)], new)
+                self._rows.take(tokens[: len(new.column)], new)
             if graph is None:
-                result = self._compute(inputs, HostBounds.of_step(step))
+                result = self._compute(inputs, HostBounds.of_step(step), asked, numbers)
             else:
                 graph.replay()
                 result = graph.result
             if result is None:
                 return {}
             if len(sampling.processed):
-                self._sample_processed(inputs, result, sampling, tail)
-            return {"token_ids": result.token_ids_R[: shape.num_samples]}
+                self._sample_processed(inputs, result, sampling, tokens)
+            sampled = {"token_ids": result.token_ids_R[: shape.num_samples]}
+            if asked is not None:
+                sampled |= self._computer.logprobs(asked, numbers, result)
+            return sampled
 
         if self._sampler is not None:  # else the tokens come with a later plan
             self._batch.append(step.sample_rows, None)
-        return PendingStep(step.sample_rows, self._stream.run(work))
+        return PendingStep(step.sample_rows, self._stream.run(work), asked)
 
     def _columns(self, buffer: StagingBuffer, shape: StepShape, is_graph: bool) -> StepColumns:
         """Of staged memory; kept for shapes that come again."""
@@ -172,8 +180,17 @@ class DeviceSteps:
                 buffer.scratch[key] = columns
         return columns
 
-    def _compute(self, step: StepFields, bounds: HostBounds) -> Sampled | None:
-        """All of a step but for what rows ask beside a plain token: that is never recorded."""
+    def _compute(
+        self,
+        step: StepFields,
+        bounds: HostBounds,
+        asked: StepLogprobs | None = None,
+        column: Tensor | None = None,
+    ) -> Sampled | None:
+        """All of a step but for what rows ask beside a plain token: that is never recorded.
+
+        asked, column: what log probabilities of prompts need hidden states for, if anything does.
+        """
         block_table_BM, x_TE = self._computer.begin_step(self._rows.of_step(step))
         metadata = AttentionMetadata(
             num_decodes=bounds.num_decodes,
@@ -186,13 +203,18 @@ class DeviceSteps:
             positions_T=step.positions_T,
             slot_mapping_T=step.slots_T,
         )
-        logits_RV = self._computer.logits(x_TE, metadata, step.sample_index_R)
-        if logits_RV is None:
+        index, num_samples = step.sample_index_R, len(step.sample_index_R)
+        if asked is not None and asked.prompt is not None:
+            assert column is not None
+            index = torch.cat((index, asked.split(column)[1][0]))
+        hidden = self._computer.forward(x_TE, metadata, index)
+        if hidden is None:
             return None
         assert self._sampler is not None, "a stage with logits samples"
+        logits_RV = self._computer.logits(hidden[:num_samples])
         sampling = self._sampling(step)
         token_ids_R = self._sampler.sample_plain(logits_RV, sampling.noise, sampling.places)
-        return Sampled(logits_RV, token_ids_R)
+        return Sampled(logits_RV, token_ids_R, hidden[num_samples:] if asked else None)
 
     def _sample_processed(
         self, step: StepFields, result: Sampled, rows: SampledRows, staged: Tensor
@@ -214,3 +236,35 @@ class DeviceSteps:
 
     def _sampling(self, step: StepFields, lists: TokenLists | None = None) -> SamplingMetadata:
         return SamplingMetadata(step.sampling, self._rows.places(step), lists)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extra:
+    """What only some steps have, staged behind the fields, which end aligned.
+
+    numbers: what log probabilities are asked for. tokens: those of rows that begin, and then those
+    that rows' lists name.
+    """
+
+    numbers: NDArray[np.int64] | None
+    tokens: list[NDArray[np.int32]]
+
+    @property
+    def num_bytes(self) -> int:
+        num_bytes = sum([column.nbytes for column in self.tokens])
+        return num_bytes if self.numbers is None else num_bytes + self.numbers.nbytes
+
+    def write(self, staged: Tensor) -> None:
+        """On the host, into exactly as many bytes."""
+        numbers, tokens = self.split(staged, staged.device)
+        if self.numbers is not None:
+            numbers.numpy()[:] = self.numbers
+        if self.tokens:
+            np.concatenate(self.tokens, out=tokens.numpy())
+
+    def split(self, staged: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(numbers, tokens) of these bytes, on the device."""
+        if len(staged):
+            staged = staged.to(device, non_blocking=True)
+        size = 0 if self.numbers is None else self.numbers.nbytes
+        return staged[:size].view(torch.int64), staged[size:].view(torch.int32)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 
@@ -24,9 +25,13 @@ from nanocore.worker.sampling.sampler import TokenSampler
 NUM_PROFILED_GRAPHS: Final = 2
 """The largest ones, in whose memory the others live; of what each takes beside it, a sample."""
 
+_NUM_LOGPROBS: Final = 20
+"""What rows ask for at most, as long as the engine's limit is not raised."""
+
 
 def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: WorkerConfig) -> None:
-    """Run a step in which every row samples, as expensively as any, and a long context's end.
+    """Run a step in which every row samples, as expensively as any, and a long context's end, of
+    which every token's logits are looked at.
 
     The model's KV cache is gone afterwards, and the persistent batch is to be allocated anew. The
     graphs that were recorded stay until then.
@@ -37,12 +42,15 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     runner.capture(config.max_num_batched_tokens, NUM_PROFILED_GRAPHS)
     num_rows = config.max_num_seqs
     per_row = max(1, min(config.max_num_batched_tokens // num_rows, max_len - 1))
-    sampling = costliest_sampling(runner.config.vocab_size)
+    sampling = msgspec.structs.replace(
+        costliest_sampling(runner.config.vocab_size), logprobs=_NUM_LOGPROBS
+    )
     rows = [_row(row, per_row, per_row, config.block_size, sampling) for row in range(num_rows)]
     runner.execute(_plan(rows, [], per_row))
     if runner.sampler is not None and runner.model.head is not None:
         _sample(runner, runner.sampler, runner.model.head.num_tokens, rows)
-    rows = [_row(0, max_len - 1, num_tokens, config.block_size, sampling)]
+    last = _row(0, max_len - 1, num_tokens, config.block_size, sampling)
+    rows = [_with_prompt_logprobs(last)]
     runner.execute(_plan(rows, list(range(num_rows)), num_tokens))
     runner.release_kv_memory()
 
@@ -78,6 +86,14 @@ def _row(
         sampling=sampling,
         seed=0,
         stop_token_ids=[0] * MAX_STOP_TOKEN_IDS,
+    )
+
+
+def _with_prompt_logprobs(new: NewRow) -> NewRow:
+    """They are known of what is computed already."""
+    sampling = msgspec.structs.replace(new.sampling, prompt_logprobs=_NUM_LOGPROBS)
+    return msgspec.structs.replace(
+        new, sampling=sampling, num_prompt_logprobs=new.num_computed_tokens
     )
 
 

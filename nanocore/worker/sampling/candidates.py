@@ -1,9 +1,7 @@
-"""Tokens with their logits as single integers: what ranks send each other when they sample.
+"""Candidates (see `nanocore.kernels.candidates`) as what ranks send each other when they sample.
 
-A candidate is an int64 that is greater for a greater logit, and of equal logits for the smaller
-token id. No two tokens of a row are equal, so the best of a row is the same however its vocabulary
-is split, and a maximum needs no rule for ties. One whose logit is not finite stands for no token: a
-row that has it for its best has none. NaN is above all others.
+One whose logit is not finite stands for no token: a row that has it for its best has none. NaN is
+above all others.
 """
 
 from __future__ import annotations
@@ -11,18 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanocore.kernels.candidates import MAX_TOKEN_ID, logits_of, make_candidates, token_ids_of
 from nanocore.kernels.interface import Kernels, Noise
 from nanocore.kernels.torch_backend import NO_TOKEN
-
-_MAX_TOKEN_ID = 0x7FFFFFFF
-
-
-def make_candidates(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """int64 of the shape that logits (float32) and token_ids (below 2**31) broadcast to."""
-    bits = (logits + 0.0).view(torch.int32)  # -0.0 equals 0.0: adding makes it that
-    # Floats of one sign are ordered as their bits are; the negative ones backwards.
-    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
-    return ordered.long().bitwise_left_shift_(32) | (_MAX_TOKEN_ID - token_ids)
 
 
 def nan_candidates(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -37,19 +26,8 @@ def no_candidates(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Fillers that come after every token, of minus infinity; their token id is 2**31 - 1."""
     return make_candidates(
         torch.full(shape, -torch.inf, device=device),
-        torch.full(shape, _MAX_TOKEN_ID, dtype=torch.int64, device=device),
+        torch.full(shape, MAX_TOKEN_ID, dtype=torch.int64, device=device),
     )
-
-
-def logits_of(candidates: Tensor) -> Tensor:
-    """The logits in them, float32, of the same shape."""
-    ordered = (candidates >> 32).to(torch.int32)
-    return (ordered ^ (ordered >> 31).bitwise_and_(0x7FFFFFFF)).view(torch.float32)
-
-
-def token_ids_of(candidates: Tensor) -> Tensor:
-    """The token ids in them, int64, of the same shape."""
-    return _MAX_TOKEN_ID - (candidates & 0xFFFFFFFF)
 
 
 def sampled_token_ids(chosen_R: Tensor) -> Tensor:

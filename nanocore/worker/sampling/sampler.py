@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.interface import Kernels, Noise
+from nanocore.kernels.interface import Kernels, Logprobs, Noise
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.candidates import best_candidate, sampled_token_ids
@@ -81,6 +81,11 @@ class TokenSampler:
         if edits is not None:
             self._kernels.edit_logits(logits_RV[: edits.lists.num_rows], edits)
         return self._kernels.best_filtered_token(logits_RV, metadata.noise, metadata.filters)[1]
+
+    def logprobs(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs | None:
+        """See `Kernels.logprobs`; of whole rows, and None on all ranks but the first."""
+        whole_RV = self._whole_rows(logits_RV)
+        return None if self._tp.rank else self._kernels.logprobs(whole_RV, token_ids_R, num_top)
 
     def _whole_rows(self, logits_RV: Tensor) -> Tensor:
         """Logits of the whole vocabulary, of which every rank has a range; the last has less."""

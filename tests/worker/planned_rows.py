@@ -1,0 +1,163 @@
+"""Plans written beforehand, and what runners on ranks and devices say of log probabilities.
+
+Each request has a row and blocks of its own and begins a step after the one before it, so that
+prompts, in chunks of any size, and decodes share steps. What is sampled changes no plan: stages
+that do not sample are told what `outputs` has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.pending_output import PendingOutput
+from nanocore.worker.plan import ModelRunnerOutput, NewRow, RowLogprobs, SchedulerOutput
+from tests.worker.running import BLOCK_SIZE, MAX_NUM_SEQS
+
+Entry = tuple[int, list[int], list[float]]
+"""Of a token: its rank, then its candidates and their log probabilities."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A request. num_tokens: that it samples."""
+
+    prompt: list[int]
+    sampling: EngineSamplingParams
+    num_tokens: int = 4
+
+
+@dataclass
+class Said:
+    """By row."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[Entry]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[Entry]] = field(default_factory=dict)
+
+    def take(self, output: ModelRunnerOutput) -> None:
+        rows, tokens = (np.frombuffer(c, "<i4").tolist() for c in (output.rows, output.token_ids))
+        for row, token in zip(rows, tokens, strict=True):
+            self.tokens.setdefault(row, []).append(token)
+        for to, said in (
+            (self.logprobs, output.logprobs),
+            (self.prompt_logprobs, output.prompt_logprobs),
+        ):
+            for row, entry in entries(said):
+                to.setdefault(row, []).append(entry)
+
+
+def entries(said: RowLogprobs | None) -> list[tuple[int, Entry]]:
+    """Of each token, in order: its row, and the rest."""
+    if said is None:
+        return []
+    columns = said.rows, said.ranks, said.counts, said.token_ids
+    rows, ranks, counts, token_ids = (np.frombuffer(column, "<i4") for column in columns)
+    logprobs = np.frombuffer(said.logprobs, "<f4")
+    assert len(rows) == len(ranks) == len(counts) > 0
+    assert len(token_ids) == len(logprobs) == counts.sum()
+    ends = np.cumsum(counts)
+    return [
+        (row, (rank, token_ids[start:end].tolist(), logprobs[start:end].tolist()))
+        for row, rank, start, end in zip(
+            rows.tolist(), ranks.tolist(), ends - counts, ends, strict=True
+        )
+    ]
+
+
+def new_row(
+    row: int,
+    asking: Asking,
+    output: Sequence[int] = (),
+    num_computed: int = 0,
+    num_prompt_logprobs: int = 0,
+) -> NewRow:
+    """output: tokens that a request which resumes has already."""
+    num_blocks = -(-(len(asking.prompt) + asking.num_tokens) // BLOCK_SIZE)
+    first_block = 1 + 4 * row
+    assert num_blocks <= 4
+    return NewRow(
+        row=row,
+        token_ids=np.array([*asking.prompt, *output], "<i4").tobytes(),
+        num_prompt_tokens=len(asking.prompt),
+        num_computed_tokens=num_computed,
+        block_ids=np.arange(first_block, first_block + num_blocks, dtype="<i4").tobytes(),
+        sampling=asking.sampling,
+        seed=row,
+        num_prompt_logprobs=num_prompt_logprobs,
+    )
+
+
+def write_plans(
+    requests: Sequence[Asking],
+    chunk: int,
+    outputs: dict[int, list[int]] | None = None,
+    num_groups: int = 1,
+) -> list[SchedulerOutput]:
+    """All steps of these requests. outputs: for stages that do not sample."""
+    known: dict[int, int] = {}
+    computed: dict[int, int] = {}
+    ends = [len(request.prompt) + request.num_tokens for request in requests]
+    plans: list[SchedulerOutput] = []
+    sampled: list[tuple[int, int]] = []
+    while len(known) < len(requests) or any(known[r] < ends[r] for r in known):
+        group = len(plans) % num_groups
+        removed = [row for row in computed if known[row] == ends[row]]
+        for row in removed:
+            del computed[row]
+        if not plans:
+            removed = [*range(MAX_NUM_SEQS)]  # whoever had them
+        added = []
+        row = len(plans)
+        if row < len(requests):
+            added.append(new_row(row, requests[row]))
+            known[row], computed[row] = len(requests[row].prompt), 0
+        counts = {
+            r: min(chunk, known[r] - computed[r]) for r in computed if r % num_groups == group
+        }
+        chunks = {r: count for r, count in counts.items() if count != 1}
+        plans.append(
+            SchedulerOutput(
+                step=len(plans) + 1,
+                group=group,
+                sampled_rows=_column([r for r, _ in sampled]),
+                sampled_token_ids=_column([token for _, token in sampled]),
+                removed_rows=_column(removed),
+                added=added,
+                block_rows=b"",
+                block_ids=b"",
+                chunk_rows=_column([*chunks]),
+                chunk_counts=_column([*chunks.values()]),
+                num_tokens=sum(counts.values()),
+            )
+        )
+        sampled = []
+        for r, count in counts.items():
+            computed[r] += count
+            if computed[r] == known[r]:
+                if outputs is not None:
+                    sampled.append((r, outputs[r][known[r] - len(requests[r].prompt)]))
+                known[r] += 1
+    return plans
+
+
+def run(runner: ModelRunner, plans: Sequence[SchedulerOutput], depth: int = 1) -> Said:
+    """What a runner says, with so many steps in flight."""
+    said = Said()
+    in_flight: deque[PendingOutput] = deque()
+    for plan in plans:
+        in_flight.append(runner.begin(plan))
+        if len(in_flight) == depth:
+            said.take(in_flight.popleft().wait())
+    for pending in in_flight:
+        said.take(pending.wait())
+    return said
+
+
+def _column(numbers: Sequence[int]) -> bytes:
+    return np.array(numbers, "<i4").tobytes()
