@@ -8,7 +8,7 @@
 #include <functional>
 
 #include "attention.h"
-#include "filtered_sampling.h"
+#include "sampling.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
 
