@@ -75,12 +75,12 @@ def _warm_up(engines: Sequence[PeerProcess], names: list[str], vocab_size: int) 
     for engine in engines:
         with engine.turn():
             for name in names:
-                requests = make_workload(name, vocab_size, 0).requests[:4]
+                workload = make_workload(name, vocab_size, 0)
                 short = [
                     BenchmarkRequest(request.prompt_token_ids, min(8, request.num_output_tokens))
-                    for request in requests
+                    for request in workload.requests[:4]
                 ]
-                engine.run(short)
+                engine.run(short, sampling=workload.sampling)
         print(f"{engine.name} is warm", file=sys.stderr, flush=True)
 
 
@@ -95,8 +95,8 @@ def run_rounds(
             first = (repetition + number) % len(engines)
             for engine in (*engines[first:], *engines[:first]):
                 with engine.turn():
-                    engine.run([_wake_up_request(workload)])
-                    run = engine.run(workload.requests)
+                    engine.run([_wake_up_request(workload)], sampling=workload.sampling)
+                    run = engine.run(workload.requests, sampling=workload.sampling)
                 runs[name][engine.name].append(run)
                 print(f"{name} {engine.name}: {run.wall_s:.2f} s", file=sys.stderr, flush=True)
     return runs

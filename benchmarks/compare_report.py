@@ -36,8 +36,9 @@ def summarize(workload: Workload, runs: Runs) -> dict[str, Any]:
         engines[name] = {
             **_figures(workload, own),
             "times_slower_than_ours": spread(ratios),
-            "first_tokens_like_ours": _agreement(own, ours),
         }
+        if not workload.sampling:
+            engines[name]["first_tokens_like_ours"] = _agreement(own, ours)
     return {**workload.describe(), "engines": engines}
 
 
@@ -73,7 +74,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     peers = [name for name in names if name != OURS]
     figures, ratios = [["workload", *names]], [["workload", *peers]]
     for name, workload in report["workloads"].items():
-        metric, unit = HEADLINES[name]
+        metric, unit = HEADLINES[name.partition("+")[0]]
         engines = workload["engines"]
         rates = [engines[engine][metric] for engine in names]
         cells = [with_range(rate, 0 if rate["median"] >= 100 else 1) for rate in rates]

@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,9 +97,12 @@ class PeerProcess:
             self._signal(signal.SIGSTOP)
 
     def run(
-        self, requests: Sequence[BenchmarkRequest], limit_s: float = ANSWER_TIMEOUT_S
+        self,
+        requests: Sequence[BenchmarkRequest],
+        limit_s: float = ANSWER_TIMEOUT_S,
+        sampling: Mapping[str, float] | None = None,
     ) -> PeerRun:
-        """Run a workload, in the engine's turn.
+        """Run a workload, in the engine's turn; for `sampling` see `Workload`.
 
         Raises:
             PeerError: the engine failed, or gave other than the tokens asked for.
@@ -107,7 +110,8 @@ class PeerProcess:
         pairs = [(request.prompt_token_ids, request.num_output_tokens) for request in requests]
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # _read_line says why
-            self._process.stdin.write(json.dumps({"requests": pairs}).encode() + b"\n")
+            line = json.dumps({"requests": pairs, "sampling": dict(sampling or {})})
+            self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
         run = PeerRun(**self._read_line(limit_s))
         wanted = [request.num_output_tokens for request in requests]

@@ -4,6 +4,9 @@ Prompts are token ids, so that no tokenizer takes part. All requests of a worklo
 once and ignore EOS, so each yields exactly the output tokens it asks for. Prompts are drawn anew
 for every (workload, repetition): prefixes repeat only where a workload means them to. Lengths never
 change, so repetitions are equal work.
+
+Decoding is greedy. "W1+top_k+top_p" is W1 sampled at temperature 1 with these filters, and
+"W1+temperature" with none.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +28,14 @@ class BenchmarkRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that are submitted together."""
+    """Requests that are submitted together.
+
+    sampling: of them all, by the names that vLLM and we give parameters; none: greedy.
+    """
 
     name: str
     requests: tuple[BenchmarkRequest, ...]
+    sampling: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -39,9 +47,10 @@ class Workload:
         """Output tokens of all requests."""
         return sum(request.num_output_tokens for request in self.requests)
 
-    def describe(self) -> dict[str, int]:
+    def describe(self) -> dict[str, Any]:
         """What a report says of it."""
         return {
+            "sampling": self.sampling,
             "num_requests": len(self.requests),
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_output_tokens": self.num_output_tokens,
@@ -83,27 +92,39 @@ _DEFINITIONS: dict[str, Callable[[Draw], list[BenchmarkRequest]]] = {
     "W5": _single,
 }
 WORKLOAD_NAMES = tuple(_DEFINITIONS)
+SAMPLING: Final[dict[str, dict[str, float]]] = {
+    "temperature": {},
+    "min_p": {"min_p": 0.05},
+    "top_k": {"top_k": 50},
+    "top_p": {"top_p": 0.9},
+}
+"""What may follow a workload's name, and what it adds to a temperature of 1."""
 
 
 def make_workload(name: str, vocab_size: int, repetition: int) -> Workload:
     """One repetition of a workload; the same arguments always give the same requests.
 
     Raises:
-        KeyError: a name that is not in WORKLOAD_NAMES.
+        KeyError: a name that is not in WORKLOAD_NAMES, or not in SAMPLING behind a "+".
     """
+    base, *added = name.split("+")
+    sampling = {"temperature": 1.0} if added else {}
+    for part in added:
+        sampling |= SAMPLING[part]
     drawn = random.Random(f"{name}/{repetition}")  # of a str: the same on every platform
     ids = range(vocab_size)
-    make_requests = _DEFINITIONS[name]
-    return Workload(name, tuple(make_requests(lambda count: tuple(drawn.choices(ids, k=count)))))
+    requests = _DEFINITIONS[base](lambda count: tuple(drawn.choices(ids, k=count)))
+    return Workload(name, tuple(requests), sampling)
 
 
 def workload_names(text: str) -> list[str]:
     """Names given by commas, for argparse."""
     names = text.split(",")
-    unknown = [name for name in names if name not in WORKLOAD_NAMES]
-    if unknown:
-        known = ",".join(WORKLOAD_NAMES)
-        raise argparse.ArgumentTypeError(f"unknown: {','.join(unknown)}; known: {known}")
+    for name in names:
+        base, *added = name.split("+")
+        if base not in WORKLOAD_NAMES or not {*added} <= {*SAMPLING}:
+            known = f"{','.join(WORKLOAD_NAMES)}, each with any of +{', +'.join(SAMPLING)}"
+            raise argparse.ArgumentTypeError(f"unknown: {name}; known: {known}")
     return names
 
 

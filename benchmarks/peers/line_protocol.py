@@ -3,10 +3,10 @@
 A driver runs one engine in the interpreter that has it, and stays up. It prints a line when it is
 ready: `versions`, `settings`, and `may_be_stopped`, whether its process group may get SIGSTOP
 while others have their turn. Then each line on stdin is a run,
-`{"requests": [[[token ids], num_output_tokens], ...]}`, answered by what `describe_run` makes. All
-requests are submitted at once, EOS ignored, at the temperature of `--temperature`. The driver ends
-when stdin does. Only the standard library is imported, for this file runs in the interpreters of
-all engines.
+`{"requests": [[[token ids], num_output_tokens], ...], "sampling": {}}`, answered by what
+`describe_run` makes. All requests are submitted at once, EOS ignored, with these parameters of
+sampling, or at the temperature of `--temperature` if there are none. The driver ends when stdin
+does. Only the standard library is imported, for this file runs in the interpreters of all engines.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any, TextIO
 
 Requests = list[tuple[list[int], int]]
 """Prompts as token ids, each with the number of tokens to generate."""
+Sampling = dict[str, float]
+"""Of all requests of a run: temperature, top_k, top_p, min_p; those that are not there are off."""
 
 
 def driver_parser() -> argparse.ArgumentParser:
@@ -49,7 +51,7 @@ def claim_stdout() -> TextIO:
 
 def serve(
     answers: TextIO,
-    run: Callable[[Requests], dict[str, Any]],
+    run: Callable[[Requests, Sampling], dict[str, Any]],
     *,
     versions: dict[str, str],
     settings: dict[str, Any],
@@ -60,7 +62,21 @@ def serve(
     with suppress(BrokenPipeError):  # whoever compares has gone
         print(json.dumps(ready), file=answers)
         for line in sys.stdin:
-            print(json.dumps(run(json.loads(line)["requests"])), file=answers)
+            asked = json.loads(line)
+            print(json.dumps(run(asked["requests"], asked["sampling"])), file=answers)
+
+
+def without_sampling(
+    run: Callable[[Requests], dict[str, Any]],
+) -> Callable[[Requests, Sampling], dict[str, Any]]:
+    """For engines whose driver has nothing but `--temperature`: anything else ends it."""
+
+    def run_plain(requests: Requests, sampling: Sampling) -> dict[str, Any]:
+        if sampling:
+            raise ValueError(f"this driver cannot sample with {sampling}")
+        return run(requests)
+
+    return run_plain
 
 
 def describe_run(

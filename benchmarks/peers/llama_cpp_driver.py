@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gguf_file import write_gguf
-from line_protocol import Requests, TokenClock, claim_stdout, serve
+from line_protocol import Requests, TokenClock, claim_stdout, serve, without_sampling
 
 _NUM_SLOTS = 32
 _SLOT_TOKENS = 1088  # the longest request of the workloads takes 1,032
@@ -61,7 +61,7 @@ def main() -> None:
             _wait_ready(server, port)
             serve(
                 answers,
-                lambda requests: _run(port, requests),
+                without_sampling(lambda requests: _run(port, requests)),
                 versions={"llama.cpp": _version(arguments.server)},
                 settings={"type": "bf16", "flags": " ".join(flags)},
             )

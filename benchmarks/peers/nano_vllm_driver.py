@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from line_protocol import Requests, claim_stdout, describe_run, driver_parser, serve
+from line_protocol import (
+    Requests,
+    claim_stdout,
+    describe_run,
+    driver_parser,
+    serve,
+    without_sampling,
+)
 
 
 def main() -> None:
@@ -34,7 +41,7 @@ def main() -> None:
     )
     serve(
         answers,
-        lambda requests: _run(engine, requests, arguments.temperature),
+        without_sampling(lambda requests: _run(engine, requests, arguments.temperature)),
         versions={"nano-vllm": "source", "torch": torch.__version__},
         settings={},
         may_be_stopped=False,

@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from line_protocol import Requests, claim_stdout, describe_run, serve
+from line_protocol import Requests, Sampling, claim_stdout, describe_run, serve
 
 import nanocore
 from nanocore.client import LLM
@@ -40,20 +40,24 @@ def main() -> None:
         settings |= {"dtype": card.dtype, "num_blocks": card.num_blocks}
         serve(
             answers,
-            lambda requests: _run(llm, requests, arguments.temperature),
+            lambda *run: _run(llm, *run, temperature=arguments.temperature),
             versions={"nanocore": nanocore.__version__, "torch": torch.__version__},
             settings=settings,
             may_be_stopped=False,
         )
 
 
-def _run(llm: LLM, requests: Requests, temperature: float) -> dict[str, Any]:
+def _run(llm: LLM, requests: Requests, sampling: Sampling, temperature: float) -> dict[str, Any]:
     """Without cached prefixes."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("the engine did not reset its prefix cache: is a request running?")
     params = [
         SamplingParams(
-            temperature=temperature, max_tokens=count, ignore_eos=True, detokenize=False, seed=i
+            **({"temperature": temperature} | sampling),
+            max_tokens=count,
+            ignore_eos=True,
+            detokenize=False,
+            seed=i,
         )
         for i, (_, count) in enumerate(requests)
     ]

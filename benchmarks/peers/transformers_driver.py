@@ -23,6 +23,7 @@ from line_protocol import (
     describe_run,
     driver_parser,
     serve,
+    without_sampling,
 )
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     model = _load(arguments, attention)
     serve(
         answers,
-        lambda requests: run(model, arguments, requests),
+        without_sampling(lambda requests: run(model, arguments, requests)),
         versions={"transformers": transformers.__version__, "torch": torch.__version__},
         settings={"dtype": arguments.dtype, "batching": arguments.batching, "attention": attention},
         may_be_stopped=arguments.device == "cpu",

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from line_protocol import Requests, TokenClock, claim_stdout, driver_parser, serve
+from line_protocol import Requests, Sampling, TokenClock, claim_stdout, driver_parser, serve
 
 _STARTED = "NANOCORE_COMPARE_PRELOADED"
 
@@ -55,13 +55,13 @@ def _serve(answers: Any, arguments: argparse.Namespace) -> None:
     }
     serve(
         answers,
-        lambda requests: _run(engine, requests),
+        lambda requests, sampling: _run(engine, requests, sampling),
         versions={"vllm": vllm.__version__},
         settings=settings,
     )
 
 
-def _run(engine: Any, requests: Requests) -> dict[str, Any]:
+def _run(engine: Any, requests: Requests, sampling: Sampling) -> dict[str, Any]:
     """Add all requests, then step until they are done."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -71,7 +71,7 @@ def _run(engine: Any, requests: Requests) -> dict[str, Any]:
     clock = TokenClock(start_s, len(requests))
     for index, (prompt, num_output_tokens) in enumerate(requests):
         params = SamplingParams(
-            temperature=0.0, ignore_eos=True, max_tokens=num_output_tokens,
+            **({"temperature": 0.0} | sampling), ignore_eos=True, max_tokens=num_output_tokens,
             detokenize=False, output_kind=RequestOutputKind.CUMULATIVE,
         )  # fmt: skip
         engine.add_request(str(index), {"prompt_token_ids": prompt}, params)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -27,8 +29,8 @@ answers = claim_stdout()
 print("loading")  # goes to the log
 log = open({log!r}, "a")
 
-def run(requests):
-    print(len(requests), [n for _, n in requests], file=log, flush=True)
+def run(requests, sampling):
+    print(len(requests), [n for _, n in requests], *sampling.items(), file=log, flush=True)
     ids = [[7] * (n - {missing}) for _, n in requests]
     return describe_run(0.5, [0.1] * len(ids), [0.01] * len(ids), ids)
 
@@ -63,7 +65,8 @@ def tiny_workload(name: str, vocab_size: int, repetition: int) -> Any:
     workloads = importlib.import_module("workloads")
     prompts = [(repetition % vocab_size, i, 3) for i in range(2)]
     requests = tuple(workloads.BenchmarkRequest(prompt, 4) for prompt in prompts)
-    return workloads.Workload(name, requests)
+    sampling = workloads.make_workload(name, vocab_size, repetition).sampling
+    return workloads.Workload(name, requests, sampling)
 
 
 def run_compare(
@@ -113,6 +116,31 @@ def test_our_engine_and_another_are_compared(
     lines = log.read_text().splitlines()
     # Two cut workloads to warm up, then for each of 2 x 2 turns a short request and the workload.
     assert lines == ["2 [4, 4]"] * 2 + ["1 [4]", "2 [4, 4]"] * 4 + ["ended"]
+
+
+def test_filters_behind_a_workloads_name_reach_every_engine(
+    compare: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script, log = fake_driver(tmp_path)
+    flags = ["--driver", f"fake={sys.executable} {script}", "--reps", "1"]
+    report = run_compare(
+        compare, monkeypatch, tmp_path / "out.json", *flags, "--workloads", "W1+top_k+top_p"
+    )
+    asked = "('temperature', 1.0) ('top_k', 50) ('top_p', 0.9)"
+    assert log.read_text().splitlines()[:2] == [f"2 [4, 4] {asked}", f"1 [4] {asked}"]
+    workload = report["workloads"]["W1+top_k+top_p"]
+    assert workload["sampling"] == {"temperature": 1.0, "top_k": 50, "top_p": 0.9}
+    for engine in workload["engines"].values():
+        assert engine["output_tokens_per_s"]["median"] > 0
+        assert "first_tokens_like_ours" not in engine  # tokens are random
+
+
+def test_an_unknown_filter_or_workload_is_refused(compare: ModuleType) -> None:
+    known = "W1,W1+temperature,W5+min_p+top_k"
+    assert compare.workload_names(known) == known.split(",")
+    for name in ("W9", "W1+", "W1+top_q", "W9+top_k"):
+        with pytest.raises(argparse.ArgumentTypeError, match=re.escape(f"unknown: {name};")):
+            compare.workload_names(f"W1,{name}")
 
 
 def test_a_turn_with_too_few_tokens_is_an_error(peer_process: ModuleType, tmp_path: Path) -> None:
@@ -165,7 +193,7 @@ def test_another_engine_is_the_first_in_each_round(
         def turn(self) -> Any:
             return nullcontext()
 
-        def run(self, requests: Any) -> Any:
+        def run(self, requests: Any, sampling: Any) -> Any:
             if len(requests) > 1:
                 seen.append((self.name, requests[0].prompt_token_ids[0]))
             return peers.PeerRun(

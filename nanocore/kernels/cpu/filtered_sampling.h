@@ -11,7 +11,7 @@
 
 #include <algorithm>
 
-#include "sampling.h"
+#include "noise.h"
 
 namespace nanocore {
 
@@ -30,8 +30,9 @@ struct Drawn {
 
 class FilteredRow {
    public:
-    FilteredRow(const float* logits, int64_t size, float temperature)
-        : logits_(logits), size_(size), heat_(broadcast(temperature)) {
+    // first_token: the id of the first logit's.
+    FilteredRow(const float* logits, int64_t size, float temperature, int64_t first_token = 0)
+        : logits_(logits), size_(size), first_token_(first_token), heat_(broadcast(temperature)) {
         NumberCheck numbers;
         F maxima[kMaxima];
         for (F& most : maxima) most = broadcast(-kInfinity);
@@ -49,9 +50,11 @@ class FilteredRow {
     // The best logit by temperature; not a number if one is none.
     float best() const { return best_; }
 
+    static Kept all() { return {-kInfinity, kAll}; }
+
     // The tokens not more than this below the best.
     Kept within(float max_gap) const {
-        if (max_gap == kInfinity) return {-kInfinity, kAll};
+        if (max_gap == kInfinity) return all();
         int64_t excluded = ordered(-kInfinity) - 1, passing = ordered(best_);
         while (passing - excluded > 1) {
             const int64_t middle = (passing + excluded) >> 1;
@@ -76,6 +79,7 @@ class FilteredRow {
     Drawn draw(Kept of, NoiseKey key) const {
         Drawn best{0.0f, -kInfinity, 0, 0.0};
         DoubleSum mass;
+        const U ids = lane_ids() + static_cast<uint32_t>(first_token_);
         // log(1 - u) is at least u, so only with u < weight * reach is a token above `best.noisy`.
         // At first: no noise is below -2.9. The slack is for rounding.
         F reach = broadcast(std::exp(3.0f) * kSlack);
@@ -84,7 +88,7 @@ class FilteredRow {
             if constexpr (kHasMass) mass.add(weight);
             const F bound = weight * reach;
             if (!lane_bits(bound >= 0x1p-32f)) return;
-            const F uniform = uniform_noise(lane_ids() + static_cast<uint32_t>(i), key);
+            const F uniform = uniform_noise(ids + static_cast<uint32_t>(i), key);
             uint32_t bits = lane_bits(uniform < bound);
             if (!bits) return;
             const F noisy = scaled + gumbel_noise(uniform);
@@ -287,6 +291,7 @@ class FilteredRow {
 
     const float* logits_;
     int64_t size_;
+    int64_t first_token_;
     F heat_;
     float best_;
     float maxima_[kNumMaxima];  // by temperature, each of another part of the row

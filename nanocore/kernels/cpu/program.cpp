@@ -8,9 +8,9 @@
 #include <functional>
 
 #include "attention.h"
-#include "filtered_sampling.h"
 #include "logit_edits.h"
 #include "logprobs.h"
+#include "sampling.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
 
