@@ -15,12 +15,12 @@ from typing import Final
 import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError, shorten
-from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Message, Op, Output
+from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Abort, Message, Op, Output
 from nanocore.protocol.wording import explain, why_no_map
 
 MAX_BODY_BYTES: Final = 2**20
 """Of what a client sends, a SUBMIT's prompt apart."""
-MAX_SUBMIT_BYTES: Final = 16 * 2**10
+MAX_SUBMIT_BYTES: Final = 64 * 2**10
 """Of a SUBMIT, its prompt apart: twice what its fields can need. See `_check_size`."""
 MAX_RETURNED_ID_CHARS: Final = 1024
 """Of a bad request id: an ERROR says it all the same, so that its sender knows which request."""
@@ -90,7 +90,8 @@ class MessageDecoder:
         except InvalidSubmitError:
             raise
         except Exception as error:  # not only msgspec's own: see the module docstring
-            raise ProtocolError(shorten(f"{Op(op).name}: {explain(error)}")) from None
+            why = explain(error, decoder.type)
+            raise ProtocolError(shorten(f"{Op(op).name}: {why}")) from None
 
     def _decode_body(
         self, op: int, decoder: msgspec.msgpack.Decoder[Message], body: bytes
@@ -103,7 +104,8 @@ class MessageDecoder:
             if op != Op.SUBMIT:
                 raise
             request_id = _submit_id(body)
-            raise InvalidSubmitError(shorten(f"SUBMIT: {explain(error)}"), request_id) from None
+            why = explain(error, decoder.type)
+            raise InvalidSubmitError(shorten(f"SUBMIT: {why}"), request_id) from None
 
 
 def client_decoder() -> MessageDecoder:
@@ -177,6 +179,18 @@ def unpack_int32(column: bytes) -> array[int]:
 def unpack_uint32(column: bytes) -> array[int]:
     """A uint32 little-endian column as an array of integers."""
     return _little_endian(array("I", column))
+
+
+def abort_handles(abort: Abort) -> array[int]:
+    """The handles of an ABORT.
+
+    Raises:
+        ProtocolError: the column is cut short.
+    """
+    try:
+        return unpack_uint32(abort.handles)
+    except ValueError as error:
+        raise ProtocolError(f"ABORT: handles is cut short: {error}") from None
 
 
 def unpack_output(output: Output) -> tuple[array[int], array[int] | None, array[int]]:
