@@ -194,7 +194,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
     def abort(self, peer: int, request_ids: list[str]) -> None:
         session = self.io.desk.sessions.by_peer.get(self.clients[peer].routing_id)
         requests = {} if session is None else session.requests
-        own = {requests[request_id] for request_id in request_ids if request_id in requests}
+        own = {handle for request_id in request_ids for handle in requests.get(request_id, ())}
         self.work()
         before = set(self.aborting)
         self.send(peer, encode(Abort(request_ids=request_ids)), "nothing")
@@ -352,7 +352,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
             assert client.is_open == (session is not None)
             if session is not None:
                 own = {h for h in self.running if self.owners[h] == session.client}
-                assert set(session.requests.values()) == own
+                assert {h for handles in session.requests.values() for h in handles} == own
                 assert all(self.owners[handle] == session.client for handle in client.num_tokens)
                 if session.backlog is None:
                     assert client.owed.keys() <= {"nothing", Reply} or not +self.answers(client)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.scheduling.ends import ends_by_length, ends_by_token
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
 from nanocore.engine_core.scheduling.spans import IntArray
@@ -231,8 +230,7 @@ class RunningSet:
         plan, dead_rows = outcome.plan, outcome.dead_rows
         self._kv_cache.complete(plan.number)
         sampled = self._results.read(outcome, result)
-        if (prompts := self._results.read_prompt_logprobs(outcome, result)) is not None:
-            self._take_prompt_logprobs(outcome, prompts)
+        self._results.take_prompt_logprobs(outcome, result)
         sampled, ends = ends_by_token(table, sampled)
         table.append(sampled)
         if plan.decode_counts is not None:
@@ -250,13 +248,6 @@ class RunningSet:
             ends |= ends_by_length(table, alive)
         outcome.ends = list(ends.values())
         return outcome
-
-    def _take_prompt_logprobs(self, outcome: StepOutcome, said: LogprobColumns) -> None:
-        """They are delivered from here on, and are never asked for again."""
-        for row in dict.fromkeys(said.owners.tolist()):
-            request, own = self.table.request(row), said.take(said.owners == row)
-            request.num_prompt_logprobs += len(own)
-            outcome.prompt_logprobs.append((request.client, own.renamed(self.table.handle)))
 
     def rewind(self, rows: IntArray) -> None:
         """Take back what was computed of these decoding rows beyond their known tokens.

@@ -49,17 +49,15 @@ class ResultReader:
             sampled.logprobs = self._logprobs(outcome, sampled, result)
         return sampled
 
-    def read_prompt_logprobs(
-        self, outcome: StepOutcome, result: ModelRunnerOutput
-    ) -> LogprobColumns | None:
-        """What the step says of prompts, by row: of rows that are alive and ask for it.
+    def take_prompt_logprobs(self, outcome: StepOutcome, result: ModelRunnerOutput) -> None:
+        """Note what the step says of prompts of rows that are alive: it is delivered from here on.
 
         Raises:
-            ValueError: it is not what the step computed and nobody knows yet.
+            ValueError: it is not what the step computed and nobody knew.
         """
         asking = self._table.prompt_logprob_rows
         if result.prompt_logprobs is None and not asking:
-            return None
+            return
         expected: Counter[int] = Counter()
         for row, num_tokens, start in outcome.plan.chunks:
             if row in asking and row not in outcome.dead_rows:
@@ -74,7 +72,11 @@ class ResultReader:
                 f"step {outcome.plan.number} has log probabilities of prompt tokens, by row, "
                 f"{dict(counts)}: it must have {dict(+expected)}"
             )
-        return said
+        for row, count in counts.items():
+            assert said is not None
+            request, own = self._table.request(row), said.take(said.owners == row)
+            request.num_prompt_logprobs += count
+            outcome.prompt_logprobs.append((request.client, own.renamed(self._table.handle)))
 
     def _logprobs(
         self, outcome: StepOutcome, sampled: TokenColumns, result: ModelRunnerOutput
