@@ -6,7 +6,7 @@ token left to choose. Costs nothing for what a request does not ask for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import ModelCard
@@ -32,14 +32,16 @@ class SamplingCheck:
         Raises:
             InvalidRequestError: the first that is wrong.
         """
-        for name, ids in _token_ids(sampling):
-            if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-                self._refuse_ids(name, ids)
-        for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(sampling, name)
-            if asked is not None:
-                self._check_logprobs(name, asked)
         allowed, bad_words = sampling.allowed_token_ids, sampling.bad_words_token_ids
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("allowed_token_ids", allowed or ())
+        self._check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+        for i, words in enumerate(bad_words):
+            self._check_ids(f"bad_words_token_ids[{i}]", words)
+        if sampling.logprobs is not None:
+            self._check_logprobs("logprobs", sampling.logprobs)
+        if sampling.prompt_logprobs is not None:
+            self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
         if allowed is not None or sampling.min_tokens or bad_words:
             self._check_choice(sampling, eos_token_ids)
 
@@ -50,10 +52,11 @@ class SamplingCheck:
             f"0 to {self._vocab_size - 1}{hint}"
         )
 
-    def _refuse_ids(self, name: str, ids: Sequence[int]) -> None:
-        for i, token_id in enumerate(ids):
-            if not 0 <= token_id < self._vocab_size:
-                raise self.no_token_id(f"{name}[{i}]", token_id)
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            for i, token_id in enumerate(ids):
+                if not 0 <= token_id < self._vocab_size:
+                    raise self.no_token_id(f"{name}[{i}]", token_id)
 
     def _check_logprobs(self, name: str, asked: int) -> None:
         limit, vocab_size = self._max_logprobs, self._vocab_size
@@ -81,7 +84,8 @@ class SamplingCheck:
         if sampling.min_tokens:
             forbidden.update(eos_token_ids, sampling.stop_token_ids)
         if allowed is None:
-            num_left, what = self._vocab_size - len(forbidden), "the vocabulary"
+            num_forbidden = sum(token_id < self._vocab_size for token_id in forbidden)
+            num_left, what = self._vocab_size - num_forbidden, "the vocabulary"
         else:
             num_left, what = len(set(allowed) - forbidden), "allowed_token_ids"
         if num_left == 0:
@@ -89,14 +93,3 @@ class SamplingCheck:
                 f"no token is left to choose: each of {what} is a bad word, or it ends the request "
                 f"while min_tokens={sampling.min_tokens} forbids that; allow more tokens"
             )
-
-
-def _token_ids(sampling: EngineSamplingParams) -> Iterator[tuple[str, Sequence[int]]]:
-    """(field, its token ids) of all fields that have some."""
-    yield "stop_token_ids", sampling.stop_token_ids
-    if sampling.allowed_token_ids is not None:
-        yield "allowed_token_ids", sampling.allowed_token_ids
-    if sampling.logit_bias:
-        yield "logit_bias", [token_id for token_id, _ in sampling.logit_bias]
-    for i, words in enumerate(sampling.bad_words_token_ids):
-        yield f"bad_words_token_ids[{i}]", words
