@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ import numpy as np
 import xxhash
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
@@ -28,11 +30,17 @@ from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Message
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
-from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.plan import (
+    NO_TOKEN,
+    ModelRunnerOutput,
+    NewRow,
+    RowLogprobs,
+    SchedulerOutput,
+)
 
 VOCAB_SIZE = 50
-CONTEXT_LENGTH = "context_length"
-"""A column that the fake worker's results may have."""
+LogprobEntry = tuple[int, list[tuple[int, float]]]
+"""A token's rank, and (token id, log probability) of its candidates."""
 
 
 def context_hash(token_ids: list[int]) -> int:
@@ -49,6 +57,19 @@ def draft_token(token_ids: list[int]) -> int:
     """A guess at the next token, right three times out of four."""
     is_right = context_hash([*token_ids, VOCAB_SIZE]) % 4
     return next_token(token_ids) if is_right else (next_token(token_ids) + 1) % VOCAB_SIZE
+
+
+def logprob_entry(context: list[int], token_id: int, num_logprobs: int) -> LogprobEntry:
+    """What the fake worker says of a token after this context."""
+    known = context_hash(context)
+    most_likely = range(VOCAB_SIZE if num_logprobs == -1 else num_logprobs)
+    candidates = [(token_id, -float(known % 97))]
+    return 1 + known % 7, candidates + [((known + i) % VOCAB_SIZE, -float(i)) for i in most_likely]
+
+
+def expected_logprobs(prompt: list[int], token_ids: list[int], num: int) -> list[LogprobEntry]:
+    """What is to be said of these tokens after a prompt."""
+    return [logprob_entry(prompt + token_ids[:i], one, num) for i, one in enumerate(token_ids)]
 
 
 def withhold_some(token_ids: list[int], step: int) -> int:
@@ -77,6 +98,8 @@ class _Row:
     block_ids: list[int]
     num_known: int
     """Tokens that a pipeline stage which does not sample has been told of."""
+    new: NewRow
+    num_prompt_logprobs: int
     drafts: list[int] = field(default_factory=list)
     """What the step computes after the known tokens."""
 
@@ -90,7 +113,6 @@ class FakeExecutor:
     choice after a context. draft: what is computed after a row's known tokens, if a plan asks for
     more than these; some right, some wrong (`draft_token`). withhold: how many of the tokens that
     a row with drafts samples are not said, and computed again, of (context, step).
-    has_columns: whether a result says of each token how long the context before it is.
     """
 
     block_size: int
@@ -99,7 +121,6 @@ class FakeExecutor:
     sample: Callable[[list[int]], int] = next_token
     draft: Callable[[list[int]], int] | None = None
     withhold: Callable[[list[int], int], int] = lambda context, step: 0
-    has_columns: bool = False
     rows: dict[int, _Row] = field(default_factory=dict)
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
     num_groups: int = 1
@@ -117,11 +138,13 @@ class FakeExecutor:
         counts |= exceptions
         assert sum(counts.values()) == plan.num_tokens
         self.written = {}
+        of_prompts: list[tuple[int, LogprobEntry]] = []
         for row, count in counts.items():
             if count:
                 self._write(self.rows[row], count)
+                of_prompts += [(row, entry) for entry in self._prompt_logprobs(self.rows[row])]
         sampled: dict[int, list[int]] = {}
-        lengths: list[int] = []
+        of_tokens: list[tuple[int, LogprobEntry]] = []
         for index, count in counts.items():
             row = self.rows[index]
             num_known = len(row.token_ids)
@@ -129,14 +152,18 @@ class FakeExecutor:
             tokens = self._sample(row, plan.step) if count else []
             if tokens or has_drafts:
                 sampled[index] = tokens
-                lengths += range(num_known, num_known + len(tokens))
+                num_logprobs = row.new.sampling.logprobs
+                if num_logprobs is not None:
+                    entries = expected_logprobs(row.token_ids[:num_known], tokens, num_logprobs)
+                    of_tokens += [(index, entry) for entry in entries]
         self.num_tokens += plan.num_tokens
         all_counts = [len(tokens) for tokens in sampled.values()]
         return ModelRunnerOutput(
             rows=_column(sampled),
             token_ids=_column([token for tokens in sampled.values() for token in tokens]),
             counts=b"" if set(all_counts) <= {1} else _column(all_counts),
-            columns={CONTEXT_LENGTH: _column(lengths, "<f4")} if self.has_columns else {},
+            logprobs=row_logprobs(of_tokens),
+            prompt_logprobs=row_logprobs(of_prompts),
         )
 
     def _apply(self, plan: SchedulerOutput) -> None:
@@ -154,6 +181,8 @@ class FakeExecutor:
                 new.num_computed_tokens,
                 _ints(new.block_ids),
                 num_known=len(_ints(new.token_ids)),
+                new=new,
+                num_prompt_logprobs=new.num_prompt_logprobs,
             )
         for index, block_id in zip(_ints(plan.block_rows), _ints(plan.block_ids), strict=True):
             self.rows[index].block_ids.append(block_id)
@@ -179,6 +208,20 @@ class FakeExecutor:
             self.slots[slot] = context_hash(context[: position + 1])
             assert self.written.setdefault(slot[0], row) is row, "two rows write to one block"
         row.num_computed = end
+
+    def _prompt_logprobs(self, row: _Row) -> list[LogprobEntry]:
+        """Of prompt tokens after those that are computed now, which are not known yet."""
+        num_logprobs = row.new.sampling.prompt_logprobs
+        start, end = row.num_prompt_logprobs, min(row.num_computed, row.new.num_prompt_tokens - 1)
+        if num_logprobs is None or start >= end:
+            return []
+        assert row.new.num_computed_tokens <= row.new.num_prompt_logprobs, (
+            "what the prefix cache had was not computed, and nobody knows what it would have said"
+        )
+        row.num_prompt_logprobs = end
+        prompt = row.token_ids
+        return [logprob_entry(prompt[: i + 1], prompt[i + 1], num_logprobs)
+                for i in range(start, end)]  # fmt: skip
 
     def _sample(self, row: _Row, step: int) -> list[int]:
         """The row's next tokens: the drafts that are what would have come anyway, and one more."""
@@ -272,28 +315,31 @@ def make_request(
     stop_token_ids: tuple[int, ...] = (),
     max_model_len: int = 128,
     priority: int = 0,
-    skip_reading_prefix_cache: bool = False,
     digest: DigestFunction = xxhash.xxh3_128_digest,
+    **sampling: Any,
 ) -> Request:
-    """A request as admission would build it; its id is "r" and the handle."""
+    """A request as admission would build it; its id is "r" and the handle.
+
+    sampling: more of its parameters. With n it holds its further samples back.
+    """
     key_chain = KeyChain(block_size, {"cache_salt": cache_salt}, digest)
     key_chain.extend(np.array(prompt, "<i4").tobytes())
-    return Request(
+    request = Request(
         handle=handle,
         request_id=f"r{handle}",
         client=client,
         token_ids=np.array(prompt, "<i4"),
         max_num_tokens=min(len(prompt) + max_tokens, max_model_len),
         sampling=EngineSamplingParams(
-            max_tokens=max_tokens,
-            stop_token_ids=list(stop_token_ids),
-            skip_reading_prefix_cache=skip_reading_prefix_cache,
+            max_tokens=max_tokens, stop_token_ids=list(stop_token_ids), **sampling
         ),
         seed=handle,
         eos_token_ids=eos,
         key_chain=key_chain,
         priority=priority,
     )
+    request.hold_back_samples(request.sampling.n - 1)
+    return request
 
 
 class FakePeers:
@@ -326,7 +372,8 @@ class Deliveries:
         self.finish_reasons: dict[int, str] = {}
         self.messages: dict[int, str] = {}
         self.num_cached: dict[int, int] = {}
-        self.columns: dict[str, dict[int, list[float]]] = {}
+        self.logprobs: dict[int, list[LogprobEntry]] = {}
+        self.prompt_logprobs: dict[int, list[LogprobEntry]] = {}
 
     def step(self, scheduler: Scheduler, executor: FakeExecutor) -> SchedulerOutput:
         """Run one whole step and take in its output; returns the plan."""
@@ -342,7 +389,12 @@ class Deliveries:
             for handle, tokens in tokens_by_handle(output.tokens).items():
                 assert handle not in self.finish_reasons, "a token after the end"
                 self.tokens.setdefault(handle, []).extend(tokens)
-            self._take_columns(output.tokens)
+            assert output.tokens.counts is None or (output.tokens.counts > 0).all()
+            _add_entries(self.logprobs, output.tokens.logprobs)
+            _add_entries(self.prompt_logprobs, output.prompt_logprobs)
+            if output.prompt_logprobs is not None:
+                started = {h for h in self.tokens if h not in handles}
+                assert not started.intersection(output.prompt_logprobs.owners.tolist()), "too late"
             for event in output.events:
                 if event.num_cached_tokens is not None:
                     assert event.handle not in self.num_cached, "a request starts once"
@@ -353,12 +405,35 @@ class Deliveries:
                 if event.message is not None:
                     self.messages[event.handle] = event.message
 
-    def _take_columns(self, tokens: TokenColumns) -> None:
-        assert tokens.counts is None or (tokens.counts > 0).all()
-        handles = tokens.owner_of_each().tolist()
-        for name, column in tokens.columns.items():
-            for handle, number in zip(handles, column.tolist(), strict=True):
-                self.columns.setdefault(name, {}).setdefault(handle, []).append(number)
+
+def _add_entries(said: dict[int, list[LogprobEntry]], columns: LogprobColumns | None) -> None:
+    if columns is not None:
+        for handle, entry in entries_of(columns):
+            said.setdefault(handle, []).append(entry)
+
+
+def entries_of(columns: LogprobColumns) -> list[tuple[int, LogprobEntry]]:
+    """(owner, entry) of each token."""
+    candidates = iter(zip(columns.token_ids.tolist(), columns.logprobs.tolist(), strict=True))
+    heads = zip(columns.owners.tolist(), columns.ranks.tolist(), columns.counts.tolist(),
+                strict=True)  # fmt: skip
+    entries = [(owner, (rank, list(islice(candidates, num)))) for owner, rank, num in heads]
+    assert not list(candidates)
+    return entries
+
+
+def row_logprobs(entries: list[tuple[int, LogprobEntry]]) -> RowLogprobs | None:
+    """Entries by row as a worker says them; None if there is none."""
+    if not entries:
+        return None
+    candidates = [one for _, (_, own) in entries for one in own]
+    return RowLogprobs(
+        rows=_column(row for row, _ in entries),
+        ranks=_column(rank for _, (rank, _) in entries),
+        counts=_column(len(own) for _, (_, own) in entries),
+        token_ids=_column(token_id for token_id, _ in candidates),
+        logprobs=_column([logprob for _, logprob in candidates], "<f4"),
+    )
 
 
 def tokens_by_handle(tokens: TokenColumns) -> dict[int, list[int]]:

@@ -40,6 +40,7 @@ _Clients = Annotated[int, Meta(ge=1, le=2**20)]
 _Queued = Annotated[int, Meta(ge=1, le=MAX_EXACT_INT)]
 _Seed = Annotated[int, Meta(ge=0, le=MAX_EXACT_INT)]
 _Limit = Annotated[int, Meta(ge=0, le=MAX_INT32, description="from 0 to 2147483647; 0: no limit")]
+_Logprobs = Annotated[int, Meta(ge=-1, le=MAX_INT32, description="from 0, or -1: no limit")]
 _Seconds = Annotated[float, Meta(ge=0.1, le=10**6)]
 _Milliseconds = Annotated[float, Meta(ge=0.001)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
@@ -84,6 +85,12 @@ class EngineParameters:
         _MODEL,
         "tokens of prompt and output together (default: the model's own); auto: at most what fits "
         "the memory",
+    )
+
+    max_logprobs: _Logprobs = parameter(
+        20,
+        _MODEL,
+        "log probabilities that a request may have of each token; -1: of the whole vocabulary",
     )
 
     seed: _Seed = parameter(0, _MODEL, "for requests that bring no seed, and of dummy weights")

@@ -1,8 +1,9 @@
 """The step trace: one line of JSON per step, which is how users and tests see into the scheduler.
 
-Keys are stable. `scheduled` and `computed` are by request id, as clients named their requests; two
-sessions that use one id at the same time share an entry. A file that takes no more lines, because
-its disk is full for example, costs the rest of the trace and nothing else.
+Keys are stable. `scheduled` and `computed` are by request id, as clients named their requests, with
+"#i" for the i-th sample of one; two sessions that use one id at the same time share an entry. A
+file that takes no more lines, because its disk is full for example, costs the rest of the trace and
+nothing else.
 """
 
 from __future__ import annotations

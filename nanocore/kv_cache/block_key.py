@@ -55,6 +55,14 @@ class KeyChain:
         """Tokens covered by the keys: where the next `extend` continues."""
         return len(self.keys) * self._num_bytes // TOKEN_BYTES
 
+    def copy(self) -> KeyChain:
+        """The same keys, for a request that goes on in its own way."""
+        other = KeyChain.__new__(KeyChain)
+        for name in self.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.keys = self.keys.copy()
+        return other
+
     def extend(self, token_ids: bytes) -> None:
         """Append the keys of the full blocks in `token_ids`, an int32 column.
 

@@ -15,16 +15,21 @@ from typing import Final
 import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError, shorten
-from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Message, Op, Output
+from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Abort, Message, Op, Output, Submit
 from nanocore.protocol.wording import explain, why_no_map
 
 MAX_BODY_BYTES: Final = 2**20
 """Of what a client sends, a SUBMIT's prompt apart."""
-MAX_SUBMIT_BYTES: Final = 16 * 2**10
+MAX_SUBMIT_BYTES: Final = 64 * 2**10
 """Of a SUBMIT, its prompt apart: twice what its fields can need. See `_check_size`."""
 MAX_RETURNED_ID_CHARS: Final = 1024
 """Of a bad request id: an ERROR says it all the same, so that its sender knows which request."""
 
+MAX_UNKNOWN_FIELDS: Final = 64
+"""Of a SUBMIT, whose decoder then names the first; beyond, they are not looked at."""
+
+_SUBMIT_FIELDS = Submit.__struct_encode_fields__
+_SIZE_BYTES = {0xDE: 2, 0xDF: 4}  # of a map's size, by its first byte
 _ENCODER = msgspec.msgpack.Encoder()
 _OP_FRAMES = {op: bytes([op]) for op in Op}
 
@@ -90,12 +95,15 @@ class MessageDecoder:
         except InvalidSubmitError:
             raise
         except Exception as error:  # not only msgspec's own: see the module docstring
-            raise ProtocolError(shorten(f"{Op(op).name}: {explain(error)}")) from None
+            why = explain(error, decoder.type)
+            raise ProtocolError(shorten(f"{Op(op).name}: {why}")) from None
 
     def _decode_body(
         self, op: int, decoder: msgspec.msgpack.Decoder[Message], body: bytes
     ) -> Message:
         try:
+            if self._bounded and op == Op.SUBMIT:
+                _check_num_fields(body)
             if self._bounded and len(body) > MAX_SUBMIT_BYTES:
                 _check_size(op, body)
             return decoder.decode(body)
@@ -103,7 +111,8 @@ class MessageDecoder:
             if op != Op.SUBMIT:
                 raise
             request_id = _submit_id(body)
-            raise InvalidSubmitError(shorten(f"SUBMIT: {explain(error)}"), request_id) from None
+            why = explain(error, decoder.type)
+            raise InvalidSubmitError(shorten(f"SUBMIT: {why}"), request_id) from None
 
 
 def client_decoder() -> MessageDecoder:
@@ -116,8 +125,21 @@ def engine_decoder() -> MessageDecoder:
     return MessageDecoder(FROM_CLIENT, bounded=True)
 
 
+def _check_num_fields(body: bytes) -> None:
+    """Refuse a SUBMIT with more fields than there are: `sampling` may be there but once or twice.
+
+    Only for large maps, whose head says their size: of others the decoder names the wrong field.
+    """
+    num_bytes = _SIZE_BYTES.get(body[0], 0)
+    num_fields = int.from_bytes(body[1 : 1 + num_bytes], "big")
+    if num_fields > len(_SUBMIT_FIELDS) + MAX_UNKNOWN_FIELDS:
+        raise msgspec.ValidationError(
+            f"the map has {num_fields} fields: the known ones are {', '.join(_SUBMIT_FIELDS)}"
+        )
+
+
 def _check_size(op: int, body: bytes) -> None:
-    """Refuse a body that would take long to decode, because a field occurs again and again in it.
+    """Refuse a body that would take long to decode.
 
     A prompt is decoded at the speed of a copy, `sampling` at a hundredth of that.
     """
@@ -177,6 +199,18 @@ def unpack_int32(column: bytes) -> array[int]:
 def unpack_uint32(column: bytes) -> array[int]:
     """A uint32 little-endian column as an array of integers."""
     return _little_endian(array("I", column))
+
+
+def abort_handles(abort: Abort) -> array[int]:
+    """The handles of an ABORT.
+
+    Raises:
+        ProtocolError: the column is cut short.
+    """
+    try:
+        return unpack_uint32(abort.handles)
+    except ValueError as error:
+        raise ProtocolError(f"ABORT: handles is cut short: {error}") from None
 
 
 def unpack_output(output: Output) -> tuple[array[int], array[int] | None, array[int]]:

@@ -90,7 +90,9 @@ class ScriptRunner:
         io.peers.sent.clear()
         session = sessions.by_peer.get(routing_id)
         others = set(sessions.request_ids)
-        others -= set() if session is None else set(session.requests.values())
+        others -= (
+            set() if session is None else {h for own in session.requests.values() for h in own}
+        )
         num_held_back = len(_answers_held_back(session))
         io.receive_frames(frames, routing_id)
         for to, message in io.peers.sent:
@@ -126,7 +128,7 @@ class ScriptRunner:
                 io.desk.deliver(reply, io.now_s)
         session = io.desk.sessions.by_peer.get(routing_id)
         if session is not None and session.requests:
-            handles = list(session.requests.values())
+            handles = [handle for own in session.requests.values() for handle in own]
             tokens = [(handle, 1) for handle in handles]
             io.step(*tokens, finish=tuple(handles[: finish % 3]), client=session.client)
 

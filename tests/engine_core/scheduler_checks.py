@@ -88,8 +88,26 @@ def check_rows(scheduler: Scheduler) -> None:
                for request in queue]  # fmt: skip
     for queue in (scheduler.waiting, scheduler.long_waiting):
         assert all(request.num_tokens >= request.num_prompt_tokens for request in queue)
-    assert len(waiting) == scheduler.num_waiting == len(set(waiting))
+    assert len(waiting) == scheduler.num_queued == len(set(waiting))
+    check_samples(scheduler, waiting)
     assert scheduler.num_waiting + scheduler.num_running == scheduler.num_requests
+
+
+def check_samples(scheduler: Scheduler, waiting: list[int]) -> None:
+    """Who is held back is so by one whose prompt is not all planned, and by no other."""
+    running = scheduler.running
+    leaders = [*running.requests(), *scheduler.waiting, *scheduler.long_waiting]
+    held_back = [sample for leader in leaders for sample in leader.held_back]
+    for leader in leaders:
+        assert leader.leader is None
+        assert all(sample.leader is leader for sample in leader.held_back)
+        if leader.held_back and leader.row >= 0:
+            assert leader.row in running.prefilling, "its prompt is planned"
+    handles = [sample.handle for sample in held_back]
+    assert len(set(handles)) == len(handles)
+    assert not set(handles).intersection(waiting)
+    assert all(sample.row < 0 and not sample.held_back for sample in held_back)
+    assert scheduler.num_waiting == scheduler.num_queued + len(held_back)
 
 
 def check_blocks(scheduler: Scheduler) -> None:
@@ -125,8 +143,11 @@ def check_blocks(scheduler: Scheduler) -> None:
             assert len(prefixes) == 1, "shared by different prefixes"
 
 
-def check_idle(scheduler: Scheduler) -> None:
-    """Nothing is left of requests that have ended."""
+def check_idle(scheduler: Scheduler, num_shared_tokens: int = 0) -> None:
+    """Nothing is left of requests that have ended.
+
+    num_shared_tokens: prompt tokens of all samples but each request's first.
+    """
     kv_cache, running = scheduler.kv_cache, scheduler.running
     assert scheduler.num_requests == scheduler.num_waiting == scheduler.num_running == 0
     assert kv_cache.num_free_blocks == kv_cache.num_blocks
@@ -137,7 +158,10 @@ def check_idle(scheduler: Scheduler) -> None:
     assert not running.table.stop_counts.any()
     assert not kv_cache.handles
     counters = scheduler.counters
-    assert counters.dequeued_tokens == counters.prompt_tokens
+    assert counters.dequeued_tokens == counters.prompt_tokens - num_shared_tokens
+    assert not running.table.num_asking
+    assert not running.table.asks_logprobs.any()
+    assert not running.table.prompt_logprob_rows
     assert kv_cache.reset_prefix_cache()
     assert kv_cache.num_cached_blocks == 0
 

@@ -66,7 +66,15 @@ class Io:
         self.desk = FrontDesk(
             self.peers,
             self.inbox,
-            Reception(CARD, ["prefix_caching"], 4, client_limit, queue_limit, instance="0" * 32),
+            Reception(
+                CARD,
+                ["prefix_caching"],
+                4,
+                client_limit,
+                queue_limit,
+                instance="0" * 32,
+                max_logprobs=20,
+            ),
             admission or Admission(CARD, EngineConfig(), queue_limit),
             ControlHandler(self.inbox, files),
             num_steps=lambda: 0,
@@ -116,7 +124,8 @@ class Io:
         owned = [
             (handle, request_id)
             for session in sessions
-            for request_id, handle in session.requests.items()
+            for request_id, handles in session.requests.items()
+            for handle in handles
         ]
         assert len(dict(owned)) == len(owned), "a handle of two requests"
         assert dict(owned) == table.request_ids

@@ -43,10 +43,12 @@ OPTIONAL = {
     "curve_dir", "max_num_clients", "step_trace", "kv_events_endpoint",
     "kv_events_replay_endpoint",
 }  # fmt: skip
+MINUS_ONE = {"max_logprobs"}  # where it is no limit
 NO_VALUES: list[Any] = [b"1", [1], {}, (), object(), 1j, math.nan, -math.inf, "foo\0", 10**30, -1]
 NO_OBJECTS: list[Any] = [{1: 2}, {"a": b"1"}, {"a": math.nan}, {"a": (1,)}, {"a": object()}]
 WRONG: list[tuple[set[str], list[Any]]] = [
     (WHOLE, [*NO_VALUES, True, False, "foo", "7", "", 7.0, 1.5]),
+    (MINUS_ONE, [v for v in NO_VALUES if v != -1] + [-2, True, False, "foo", "7", "", 7.0, 1.5]),
     (REAL, [*NO_VALUES, True, False, "foo", "0.5", ""]),
     (SWITCHES, [*NO_VALUES, 0, 1, "true", ""]),
     (CHOICES, [*NO_VALUES, True, 1, "foo", ""]),

@@ -1,4 +1,4 @@
-"""Steps of which a row has none to several tokens, and numbers that are said of each token.
+"""Steps of which a row has none to several tokens, and log probabilities of each token.
 
 The worker computes drafts after a row's last token and accepts some of them, in its own words.
 """
@@ -9,8 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from nanocore.engine_core.io.session import Backlog, output_frames
+from nanocore.engine_core.io.output_frames import output_frames
+from nanocore.engine_core.io.session import Backlog
 from nanocore.engine_core.io.token_log import TokenLog
+from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
@@ -20,13 +22,16 @@ from nanocore.protocol.messages import Event, Output
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
 from tests.fakes import (
-    CONTEXT_LENGTH,
     Deliveries,
     FakeExecutor,
+    LogprobEntry,
+    entries_of,
+    expected_logprobs,
     expected_tokens,
     make_request,
     make_scheduler,
     next_token,
+    row_logprobs,
     tokens_by_handle,
 )
 
@@ -34,8 +39,13 @@ PROMPT = [3, 1, 4, 1, 5]
 TOKENS = expected_tokens(PROMPT, 20)
 
 
-def column(values: list[int], dtype: str = "<i4") -> bytes:
-    return np.array(values, dtype).tobytes()
+def column(values: list[int]) -> bytes:
+    return np.array(values, "<i4").tobytes()
+
+
+def logprobs_of(prompt: list[int], num_tokens: int, num: int = 2) -> list[LogprobEntry]:
+    """What is said of the first tokens after a prompt."""
+    return expected_logprobs(prompt, expected_tokens(prompt, num_tokens), num)
 
 
 class Engine:
@@ -47,7 +57,6 @@ class Engine:
             **limits,  # type: ignore[arg-type]
         )
         self.executor.draft = next_token
-        self.executor.has_columns = True
         self.deliveries = Deliveries()
 
     def step(self) -> SchedulerOutput:
@@ -120,9 +129,10 @@ def test_what_follows_a_stop_in_the_middle_of_a_step_is_not_delivered(as_eos: bo
     scheduler = engine.scheduler
     stops = {"eos": (stop,)} if as_eos else {"stop_token_ids": (stop,)}
     others = {2: [7] * 5, 3: [8] * 6}
-    scheduler.add(make_request(1, PROMPT, 20, client=1, **stops))  # type: ignore[arg-type]
-    scheduler.add(make_request(2, others[2], 20, client=1))
-    scheduler.add(make_request(3, others[3], 20, client=2))
+    asked = {"logprobs": 2}
+    scheduler.add(make_request(1, PROMPT, 20, client=1, **stops, **asked))  # type: ignore[arg-type]
+    scheduler.add(make_request(2, others[2], 20, client=1, **asked))
+    scheduler.add(make_request(3, others[3], 20, client=2, **asked))
     engine.step()
     outputs = scheduler.update(engine.executor.execute(scheduler.schedule()))
     expected = {handle: expected_tokens(prompt, 5)[1:] for handle, prompt in others.items()}
@@ -130,10 +140,15 @@ def test_what_follows_a_stop_in_the_middle_of_a_step_is_not_delivered(as_eos: bo
     assert tokens_by_handle(first.tokens) == {1: TOKENS[1:3], 2: expected[2]}
     assert first.tokens.counts is not None
     assert first.tokens.counts.tolist() == [2, 4]
-    assert first.tokens.columns[CONTEXT_LENGTH].tolist() == [6, 7, 6, 7, 8, 9]
+    assert first.tokens.logprobs is not None
+    assert entries_of(first.tokens.logprobs) == [
+        *((1, entry) for entry in logprobs_of(PROMPT, 3)[1:]),
+        *((2, entry) for entry in logprobs_of(others[2], 5)[1:]),
+    ]
     assert [(event.handle, event.finish_reason) for event in first.events] == [(1, "stop")]
     assert tokens_by_handle(second.tokens) == {3: expected[3]}
-    assert second.tokens.columns[CONTEXT_LENGTH].tolist() == [7, 8, 9, 10]
+    assert second.tokens.logprobs is not None
+    assert second.tokens.logprobs.owners.tolist() == [3] * 4
     assert scheduler.counters.generation_tokens == 3 + 2 + 4 + 4
     check_blocks(scheduler)
 
@@ -143,13 +158,13 @@ def test_tokens_before_one_that_is_not_there_are_delivered_and_the_request_ends(
     engine.executor.sample = lambda context: (
         NO_TOKEN if context[0] == 3 and len(context) == 7 else next_token(context)
     )
-    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.scheduler.add(make_request(1, PROMPT, 20, logprobs=2))
     engine.scheduler.add(make_request(2, [7] * 5, 20))
     engine.run()
     assert engine.deliveries.tokens == {1: TOKENS[:2], 2: expected_tokens([7] * 5, 20)}
     assert engine.deliveries.finish_reasons == {1: "error", 2: "length"}
     assert "output token 3 " in engine.deliveries.messages[1]
-    assert engine.deliveries.columns[CONTEXT_LENGTH][1] == [5, 6]
+    assert engine.deliveries.logprobs == {1: logprobs_of(PROMPT, 2)}
 
 
 def test_kv_of_wrong_drafts_is_never_found_and_that_of_right_ones_is() -> None:
@@ -171,14 +186,14 @@ def test_kv_of_wrong_drafts_is_never_found_and_that_of_right_ones_is() -> None:
 def test_an_abort_voids_all_tokens_of_the_row_in_the_step_in_flight() -> None:
     engine = Engine(num_drafts=3)
     scheduler = engine.scheduler
-    scheduler.add(make_request(1, PROMPT, 20))
-    scheduler.add(make_request(2, [7] * 5, 20))
+    scheduler.add(make_request(1, PROMPT, 20, logprobs=2))
+    scheduler.add(make_request(2, [7] * 5, 20, logprobs=2))
     engine.step()
     result = engine.executor.execute(scheduler.schedule())
     scheduler.abort(1)
     engine.deliveries.take(scheduler, result)
     assert engine.deliveries.tokens == {1: TOKENS[:1], 2: expected_tokens([7] * 5, 5)}
-    assert engine.deliveries.columns[CONTEXT_LENGTH][2] == [5, 6, 7, 8, 9]
+    assert engine.deliveries.logprobs == {1: logprobs_of(PROMPT, 1), 2: logprobs_of([7] * 5, 5)}
     engine.run()
 
 
@@ -261,7 +276,6 @@ def after_a_prompt(num_drafts: int) -> tuple[Scheduler, FakeExecutor, SchedulerO
             (n, {"rows": column([0, 0]), "token_ids": column([1, 1])}, r"rows twice: \[0\]")
             for n in (0, 2)
         ),
-        (0, {"token_ids": column([1]), "columns": {"p": column([1, 1], "<f4")}}, "'p': 2"),
     ],
 )
 def test_a_result_that_does_not_fit_its_step_is_refused(
@@ -299,14 +313,20 @@ def test_a_prompt_that_is_complete_has_a_token() -> None:
         engine.scheduler.update(ModelRunnerOutput(rows=b"", token_ids=b""))
 
 
-def output(tokens: dict[int, list[int]], **columns: list[float]) -> ClientOutput:
+def output(
+    tokens: dict[int, list[int]], logprobs: dict[int, list[LogprobEntry]] | None = None
+) -> ClientOutput:
+    """logprobs: of which tokens, as `entries_of` has them."""
     counts = [len(ids) for ids in tokens.values()]
     said = TokenColumns(
         np.array(list(tokens), np.uint32),
         np.array([token for ids in tokens.values() for token in ids], np.int32),
         counts=np.array(counts),
-        columns={name: np.array(numbers, np.float32) for name, numbers in columns.items()},
+        logprobs=None,
     )
+    entries = [(handle, one) for handle, own in (logprobs or {}).items() for one in own]
+    if (of_rows := row_logprobs(entries)) is not None:
+        said.logprobs = LogprobColumns.of_rows(of_rows)
     return ClientOutput(1, said)
 
 
@@ -319,16 +339,14 @@ def sent(frames: list[bytes]) -> tuple[list[int], list[int] | None, list[int]]:
 
 
 def test_counts_are_on_the_wire_only_where_a_request_has_several_tokens() -> None:
-    assert sent(output_frames(output({7: [1], 9: [2]}).tokens, [])) == ([7, 9], None, [1, 2])
-    assert sent(output_frames(output({7: [1, 5], 9: [2]}).tokens, [])) == (
-        [7, 9],
-        [2, 1],
-        [1, 5, 2],
-    )
+    (frames,) = output_frames(output({7: [1], 9: [2]}))
+    assert sent(frames) == ([7, 9], None, [1, 2])
+    (frames,) = output_frames(output({7: [1, 5], 9: [2]}))
+    assert sent(frames) == ([7, 9], [2, 1], [1, 5, 2])
 
 
 def test_a_merged_output_says_no_counts_where_all_are_one() -> None:
-    backlog = Backlog(since_s=0.0)
+    backlog = Backlog(client=1, since_s=0.0)
     backlog.add(output({9: [1]}))
     backlog.add(output({7: [2]}))
     frames = backlog.next()
@@ -337,24 +355,23 @@ def test_a_merged_output_says_no_counts_where_all_are_one() -> None:
 
 
 def test_a_backlog_merges_steps_with_one_and_with_several_tokens() -> None:
-    ended = output({7: [9]}, logprob=[0.9])
+    a, b, c, d = expected_logprobs([1], [9, 8, 7, 6], 3)
+    ended = output({7: [9]}, {7: [d]})
     ended.events.append(Event(handle=7, finish_reason="stop"))
     steps = [
         output({9: [1], 7: [2]}),
-        output({7: [3, 4], 9: [5]}, logprob=[0.3, 0.4, 0.5]),
+        output({7: [3, 4], 9: [5]}, {9: [a], 7: [b, c]}),
         output({8: [6, 7, 8]}),
         ended,
     ]
-    log, backlog = TokenLog(), Backlog(since_s=0.0)
+    log, backlog = TokenLog(), Backlog(client=1, since_s=0.0)
     for step in steps:
         log.add(step.tokens)
         backlog.add(step)
     merged = log.merged()
     assert tokens_by_handle(merged) == {9: [1, 5], 7: [2, 3, 4, 9], 8: [6, 7, 8]}
-    said = merged.columns["logprob"]
-    nan = np.nan
-    expected = np.array([nan, 0.5, nan, 0.3, 0.4, 0.9, nan, nan, nan], np.float32)
-    np.testing.assert_array_equal(said, expected)
+    assert merged.logprobs is not None
+    assert entries_of(merged.logprobs) == [(9, a), (7, b), (7, c), (7, d)]
     frames = backlog.next()
     assert frames is not None
     message = client_decoder().decode(frames)

@@ -41,6 +41,7 @@ from nanocore.protocol.messages import (
     Submit,
     Welcome,
 )
+from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
 from tests.engine_core.scripted_io import MAX_NUM_CLIENTS, Io
 from tests.fakes import FakePeers
@@ -69,10 +70,12 @@ class StrictPeers(FakePeers):
 class Client:
     """One connection. last_seen_s: when it last sent something that says it is alive.
 
-    owed: answers by kind, or by request id, that it waits for. num_tokens: by handle.
+    num_samples: of each request there was, by its first handle. owed: answers by kind, or by
+    request id, that it waits for. num_tokens: by handle.
     """
 
     routing_id: bytes
+    num_samples: dict[int, int]
     is_open: bool = False
     last_seen_s: float = 0.0
     owed: Counter[object] = field(default_factory=Counter)
@@ -83,8 +86,9 @@ class Client:
         match message:
             case Accepted(request_id=request_id, handle=handle):
                 self.settle(request_id)
-                assert handle not in self.num_tokens
-                self.num_tokens[handle] = 0
+                for sample in range(handle, handle + self.num_samples[handle]):
+                    assert sample not in self.num_tokens
+                    self.num_tokens[sample] = 0
             case Error(request_id=request_id, code=code):
                 self.settle("error" if request_id is None else request_id)
                 assert code in (
@@ -126,7 +130,8 @@ class FrontDeskMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.io = Io(FILES, StrictPeers(), max_backlogs_bytes=MAX_BACKLOGS_BYTES)
-        self.clients = [Client(routing_id) for routing_id in (b"a", b"b", b"c", b"d")]
+        self.num_samples: dict[int, int] = {}
+        self.clients = [Client(name, self.num_samples) for name in (b"a", b"b", b"c", b"d")]
         self.clients[0].is_open = True
         self.clients[0].last_seen_s = self.io.now_s
         self.hello(1)
@@ -171,12 +176,17 @@ class FrontDeskMachine(RuleBasedStateMachine):
         states = self.io.peers.state
         return [i for i, one in sessions.items() if states.get(one.routing_id) is SendResult.GONE]
 
-    @rule(peer=PEERS, request_ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=3))
-    def submit(self, peer: int, request_ids: list[str]) -> None:
+    @rule(
+        peer=PEERS,
+        request_ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=3),
+        n=st.sampled_from([1, 1, 2, 3]),
+    )
+    def submit(self, peer: int, request_ids: list[str], n: int) -> None:
         if not self.clients[peer].is_open:
             self.hello(peer)
         for request_id in request_ids:
-            submit = Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0")
+            params = EngineSamplingParams(n=n) if n > 1 else None
+            submit = Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0", sampling=params)
             self.send(peer, encode(submit), request_id)
 
     @rule(peer=PEERS, request_id=st.sampled_from(IDS), bad=st.sampled_from(BAD_SUBMITS))
@@ -190,14 +200,21 @@ class FrontDeskMachine(RuleBasedStateMachine):
             after = self.io.desk.sessions.request_ids
             assert before.items() >= after.items(), "nothing new"
 
-    @rule(peer=PEERS, request_ids=st.lists(st.sampled_from(IDS), max_size=4))
-    def abort(self, peer: int, request_ids: list[str]) -> None:
+    @rule(
+        peer=PEERS,
+        request_ids=st.lists(st.sampled_from(IDS), max_size=4),
+        handles=st.lists(st.integers(0, 12), max_size=3),
+    )
+    def abort(self, peer: int, request_ids: list[str], handles: list[int]) -> None:
         session = self.io.desk.sessions.by_peer.get(self.clients[peer].routing_id)
         requests = {} if session is None else session.requests
-        own = {requests[request_id] for request_id in request_ids if request_id in requests}
+        own = {handle for request_id in request_ids for handle in requests.get(request_id, ())}
         self.work()
+        if session is not None:
+            own |= {h for h in handles if h in self.running and self.owners[h] == session.client}
         before = set(self.aborting)
-        self.send(peer, encode(Abort(request_ids=request_ids)), "nothing")
+        column = np.array(handles, "<u4").tobytes()
+        self.send(peer, encode(Abort(request_ids=request_ids, handles=column)), "nothing")
         self.work()
         assert self.aborting == before | own, "one's own, and no other's"
 
@@ -233,7 +250,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
             self.io.desk.peer_gone(client.routing_id)
             assert client.routing_id not in self.io.in_session()
         self.num_gone += 1
-        self.clients[peer] = Client(b"%d" % self.num_gone)
+        self.clients[peer] = Client(b"%d" % self.num_gone, self.num_samples)
 
     def close(self, client: Client) -> None:
         """Its session has ended: what it waits for will not come, and the next one is new."""
@@ -314,8 +331,10 @@ class FrontDeskMachine(RuleBasedStateMachine):
             match self.io.inbox.get_nowait():
                 case AddRequest(request):
                     assert request.handle > max(self.owners, default=0), "a handle used again"
-                    self.owners[request.handle] = request.client
-                    self.running[request.handle] = 0
+                    self.num_samples[request.handle] = len(request.samples)
+                    for sample in request.samples:
+                        self.owners[sample.handle] = sample.client
+                        self.running[sample.handle] = 0
                 case AbortRequests(handles):
                     assert handles
                     assert len(set(handles)) == len(handles)
@@ -352,7 +371,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
             assert client.is_open == (session is not None)
             if session is not None:
                 own = {h for h in self.running if self.owners[h] == session.client}
-                assert set(session.requests.values()) == own
+                assert {h for handles in session.requests.values() for h in handles} == own
                 assert all(self.owners[handle] == session.client for handle in client.num_tokens)
                 if session.backlog is None:
                     assert client.owed.keys() <= {"nothing", Reply} or not +self.answers(client)
@@ -376,7 +395,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
         self.answer_calls()
         for peer, client in enumerate(self.clients):
             if client.is_open:
-                self.abort(peer, IDS)
+                self.abort(peer, IDS, [])
         self.step(0, 0)
         self.check()
         for client in self.clients:

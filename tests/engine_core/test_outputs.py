@@ -26,8 +26,8 @@ def test_each_client_gets_its_own_rows_in_their_order_and_its_own_events() -> No
     handles = np.array([10, 11, 12, 13, 14], np.uint32)
     token_ids = np.array([100, 101, 102, 103, 104], np.int32)
     events = [(5, Event(handle=13)), (0, Event(handle=14)), (9, Event(handle=15))]
-    tokens = TokenColumns(np.arange(5), token_ids)
-    assert columns(split_by_client(clients, handles, tokens, events)) == {
+    tokens = TokenColumns(handles, token_ids)
+    assert columns(split_by_client(clients, tokens, events)) == {
         0: ([11, 14], [101, 104], [14]),
         2: ([10, 12], [100, 102], []),
         5: ([13], [103], [13]),
@@ -38,7 +38,7 @@ def test_each_client_gets_its_own_rows_in_their_order_and_its_own_events() -> No
 def test_a_step_of_many_clients_that_sampled_nothing_has_no_outputs() -> None:
     empty = np.zeros(0, np.int32)
     tokens = TokenColumns(empty, empty)
-    assert split_by_client(empty, np.zeros(0, np.uint32), tokens, []) == []
+    assert split_by_client(empty, tokens, []) == []
 
 
 def test_events_without_tokens_are_grouped_by_client() -> None:

@@ -90,6 +90,30 @@ def test_the_message_says_at_which_token(depth: int) -> None:
     assert "output token 1 " in engine.deliveries.messages[3]
 
 
+@pytest.mark.parametrize(
+    ("sampling", "names"),
+    [
+        ({}, ""),
+        ({"stop_token_ids": (7,), "top_k": 3, "logprobs": 1}, ""),
+        ({"allowed_token_ids": [1, 2]}, "allowed_token_ids"),
+        ({"logit_bias": [(1, -100.0)], "min_tokens": 2}, "logit_bias, min_tokens"),
+        ({"bad_words_token_ids": [[1, 2]]}, "bad_words_token_ids"),
+    ],
+)
+def test_masks_that_may_have_left_no_token_are_named(
+    sampling: dict[str, object], names: str
+) -> None:
+    scheduler, executor = make_scheduler()
+    executor.sample = sample
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1, DAMAGED], 6, **sampling))  # type: ignore[arg-type]
+    deliveries.step(scheduler, executor)
+    message = deliveries.messages[1]
+    assert "output token 1 are not finite" in message
+    assert message.endswith(f"Or {names} of this request left no token to choose: relax them"
+                            if names else "try --dtype float32")  # fmt: skip
+
+
 def test_what_was_computed_of_it_is_not_found_again() -> None:
     """Prompt and outputs, and the blocks that it had found."""
     engine = Engine()

@@ -19,10 +19,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from nanocore.engine_core.scheduling.step import StepPlan
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from nanocore.protocol.sampling import EngineSamplingParams
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
 from tests.fakes import (
     Deliveries,
     PipelinedExecutor,
+    expected_logprobs,
     expected_tokens,
     make_request,
     make_scheduler,
@@ -67,7 +69,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.sampled_from([1, 1, 2, 2, 3]),
         has_stages=st.booleans(),
         collide=st.booleans(),
-        has_columns=st.booleans(),
         withholds=st.booleans(),
     )
     def start(
@@ -76,12 +77,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth: int,
         has_stages: bool,
         collide: bool,
-        has_columns: bool,
         withholds: bool,
     ) -> None:
         self.num_groups = depth if has_stages else 1
         self.scheduler, executor = make_scheduler(**limits, num_groups=self.num_groups)
-        executor.has_columns = has_columns
         if withholds:
             executor.withhold = withhold_some
         self.worker = PipelinedExecutor(executor)
@@ -90,6 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.deliveries = Deliveries()
         self.expected: dict[int, list[int]] = {}
         self.prompts: dict[int, list[int]] = {}
+        self.sampling: dict[int, EngineSamplingParams] = {}
+        self.samples: list[range] = []  # handles of each request
         self.plans: deque[list[object]] = deque()
         self.aborted: set[int] = set()
         self.findable: set[bytes] = set()
@@ -114,6 +115,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         skip_reading=st.integers(0, 5).map(lambda n: n == 0),
         stop_at=st.none() | st.integers(0, 13),
         goes_on=st.integers(0, 3).map(lambda n: n == 0),
+        n=st.sampled_from([1, 1, 1, 2, 3, 7]),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, None, 0, 1]),
     )
     def add(
         self,
@@ -125,6 +129,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         skip_reading: bool,
         stop_at: int | None,
         goes_on: bool,
+        n: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> None:
         handle = len(self.expected) + 1
         prompt = stem + tail
@@ -135,24 +142,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops: tuple[int, ...] = ()
         if stop_at is not None and stop_at < max_tokens:
             stops = (tokens[stop_at],)
-        self.expected[handle] = expected_tokens(prompt, max_tokens, stops)
-        self.prompts[handle] = prompt
-        self.scheduler.add(
-            make_request(
-                handle,
-                prompt,
-                max_tokens,
-                block_size=BLOCK_SIZE,
-                cache_salt=salt,
-                priority=priority,
-                skip_reading_prefix_cache=skip_reading,
-                client=handle % 3,
-                eos=stops if handle % 2 else (),
-                stop_token_ids=() if handle % 2 else stops,
-                max_model_len=MAX_MODEL_LEN,
-                **self.digest,
-            )
+        request = make_request(
+            handle,
+            prompt,
+            max_tokens,
+            block_size=BLOCK_SIZE,
+            cache_salt=salt,
+            priority=priority,
+            skip_reading_prefix_cache=skip_reading,
+            client=handle % 3,
+            eos=stops if handle % 2 else (),
+            stop_token_ids=() if handle % 2 else stops,
+            max_model_len=MAX_MODEL_LEN,
+            n=n,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            **self.digest,
         )
+        for sample in request.samples:
+            self.expected[sample.handle] = expected_tokens(prompt, max_tokens, stops)
+            self.prompts[sample.handle] = prompt
+            self.sampling[sample.handle] = sample.sampling
+        self.samples.append(range(handle, handle + n))
+        self.scheduler.add(request)
 
     @property
     def can_plan(self) -> bool:
@@ -197,6 +209,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_rows(self.scheduler)
         check_blocks(self.scheduler)
 
+    @precondition(lambda self: self.samples)
+    @rule(data=st.data())
+    def abort_all_samples(self, data: st.DataObject) -> None:
+        for handle in data.draw(st.sampled_from(self.samples)):
+            if self.scheduler.abort(handle) is not None:
+                self.aborted.add(handle)
+        check_rows(self.scheduler)
+        check_blocks(self.scheduler)
+
     @rule()
     def reset_prefix_cache(self) -> None:
         kv_cache = self.scheduler.kv_cache
@@ -226,11 +247,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 assert got == expected
                 assert handle in self.deliveries.finish_reasons
-            for lengths in self.deliveries.columns.values():
-                first = len(self.prompts[handle])
-                assert lengths.get(handle, []) == list(range(first, first + len(got)))
+            self.check_logprobs(handle, got)
             assert bool(got) <= (handle in self.deliveries.num_cached), "a token before the start"
-        check_idle(self.scheduler)
+        check_idle(
+            self.scheduler,
+            sum(len(self.prompts[own[0]]) * (len(own) - 1) for own in self.samples),
+        )
+
+    def check_logprobs(self, handle: int, got: list[int]) -> None:
+        """Each token's with the token, and each prompt token's once, before the first token."""
+        sampling, prompt = self.sampling[handle], self.prompts[handle]
+        said = self.deliveries.logprobs.get(handle, [])
+        num = sampling.logprobs
+        assert said == ([] if num is None else expected_logprobs(prompt, got, num))
+        said = self.deliveries.prompt_logprobs.get(handle, [])
+        num = sampling.prompt_logprobs
+        expected = [] if num is None else expected_logprobs(prompt[:1], prompt[1:], num)
+        assert said == expected[: len(said)]
+        if got:
+            assert said == expected
 
 
 SchedulerMachine.TestCase.settings = settings(

@@ -11,9 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocore.protocol.codec import InvalidSubmitError, client_decoder, encode, engine_decoder
+from nanocore.protocol.codec import (
+    MAX_SUBMIT_BYTES,
+    InvalidSubmitError,
+    client_decoder,
+    encode,
+    engine_decoder,
+)
 from nanocore.protocol.errors import ProtocolError
+from nanocore.protocol.fields import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS_TOKENS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_INT32,
+    MAX_LOGIT_BIASES,
+    MAX_REQUEST_ID_CHARS,
+    MAX_STOP_TOKEN_IDS,
+)
 from nanocore.protocol.messages import Bye, Message, Op, Ping, Pong, Submit
+from nanocore.protocol.sampling import EngineSamplingParams
 from tests.protocol.samples import (
     CLIENT_MESSAGES,
     ENGINE_MESSAGES,
@@ -324,9 +340,78 @@ def _submit_with(name: bytes, value: bytes, num_times: int, prompt: bytes = b"")
 
 def test_a_submit_that_repeats_a_field_endlessly_is_refused_before_it_is_decoded() -> None:
     body = _submit_with(b"sampling", b"\x80", 2000)
-    with pytest.raises(InvalidSubmitError, match="20040 bytes beside the prompt") as caught:
+    with pytest.raises(InvalidSubmitError, match="2002 fields: the known ones are ") as caught:
         engine_decoder().decode([b"\x10", body])
     assert caught.value.request_id == "r"
+
+
+def test_a_submit_that_repeats_parameters_endlessly_is_refused_before_it_is_decoded() -> None:
+    sampling = b"\xde\x27\x10" + b"\xa5top_k\x00" * 10_000
+    body = _submit_with(b"sampling", sampling, 1)
+    with pytest.raises(InvalidSubmitError, match=r"700.. bytes beside the prompt") as caught:
+        engine_decoder().decode([b"\x10", body])
+    assert caught.value.request_id == "r"
+
+
+def test_the_largest_request_needs_half_of_what_a_submit_may_have_beside_its_prompt() -> None:
+    ids = list(range(MAX_INT32 - 1024, MAX_INT32))
+    values: dict[type, object] = {bool: True, int: 2**40, float: 1.1}
+    sampling = {
+        field.name: values.get(type(field.default), 2**40)
+        for field in msgspec.structs.fields(EngineSamplingParams)
+    } | {
+        "stop_token_ids": ids[:MAX_STOP_TOKEN_IDS],
+        "allowed_token_ids": ids[:MAX_ALLOWED_TOKEN_IDS],
+        "logit_bias": [[token_id, 1.1] for token_id in ids[:MAX_LOGIT_BIASES]],
+        "bad_words_token_ids": [ids[i : i + 4] for i in range(0, MAX_BAD_WORDS_TOKENS, 4)],
+    }
+    body = msgspec.msgpack.encode(
+        {
+            "request_id": "\U0001f4a9" * MAX_REQUEST_ID_CHARS,
+            "prompt_token_ids": b"",
+            "sampling": sampling,
+            "priority": -(2**31),
+            "cache_salt": "\U0001f4a9" * MAX_CACHE_SALT_CHARS,
+        }
+    )
+    assert 0.9 * MAX_SUBMIT_BYTES < 2 * len(body) <= MAX_SUBMIT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("op", "body", "message"),
+    [
+        (
+            Op.SUBMIT,
+            {"sampling": {"top_n": 1}},
+            "`top_n` - at `$.sampling` - did you mean `top_p` or `top_k`?",
+        ),
+        (Op.SUBMIT, {"sampling": {"max_token": 1}}, "did you mean `max_tokens`?"),
+        (Op.SUBMIT, {"sampling": {"logprob": 1}}, "did you mean `logprobs`?"),
+        (Op.SUBMIT, {"prompt_tokens_ids": b""}, "did you mean `prompt_token_ids`?"),
+        (Op.SUBMIT, {"Sampling": {}}, "`Sampling` - did you mean `sampling`?"),
+        (Op.SUBMIT, {"sampling": {"stop": []}}, "unknown field `stop` - at `$.sampling`"),
+        (Op.SUBMIT, {"sampling": {"max_token" * 9: 1}}, "` - at `$.sampling`"),
+        (Op.SUBMIT, {"sampling": {"n\n`": 1}}, "` - at `$.sampling`"),
+        (Op.CONTROL, {"caller": 1}, "CONTROL: the map has the unknown field `caller`"),
+        (Op.CONTROL, {"operations": 1}, "`operations` - did you mean `operation`?"),
+        (Op.ABORT, {"request_id": []}, "`request_id` - did you mean `request_ids`?"),
+        (Op.ABORT, {"handle": b""}, "`handle` - did you mean `handles`?"),
+        (Op.HELLO, {"protocoll": [1, 5]}, "`protocoll` - did you mean `protocol`?"),
+    ],
+)
+def test_an_unknown_fields_error_names_the_one_that_may_have_been_meant(
+    op: Op, body: dict[str, object], message: str
+) -> None:
+    required: dict[Op, dict[str, object]] = {
+        Op.SUBMIT: {"request_id": "r", "prompt_token_ids": b"\1\0\0\0"},
+        Op.CONTROL: {"call_id": 1, "operation": "stats"},
+        Op.ABORT: {"request_ids": []},
+        Op.HELLO: {"protocol": [1, 5]},
+    }
+    with pytest.raises((InvalidSubmitError, ProtocolError)) as caught:
+        engine_decoder().decode([bytes([op]), msgspec.msgpack.encode(required[op] | body)])
+    assert str(caught.value).endswith(message)
+    assert ("did you mean" in str(caught.value)) == ("did you mean" in message)
 
 
 def test_a_submit_may_be_as_long_as_its_prompt() -> None:

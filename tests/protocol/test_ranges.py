@@ -17,9 +17,18 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
-from nanocore.protocol.codec import engine_decoder, pack_int32
+from nanocore.protocol.codec import abort_handles, engine_decoder, pack_int32
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, ProtocolError
-from nanocore.protocol.messages import FROM_CLIENT, Control, Hello, Message, Ping, Pong, Submit
+from nanocore.protocol.messages import (
+    FROM_CLIENT,
+    Abort,
+    Control,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Submit,
+)
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.protocol.samples import MODEL_CARD, frames
 from tests.protocol_files.tables import keywords, schema_of
@@ -30,9 +39,24 @@ VALID: dict[type[Message], Message] = {
     Hello: Hello(protocol=(1, 0)),
     Ping: Ping(),
     Pong: Pong(),
+    Abort: Abort(request_ids=[]),
 }
-BEYOND_THE_MODEL = {"max_tokens": 2**31 - 1}
-"""Right by its range, and refused for another reason: it exceeds the model's length."""
+MAX_INT32 = 2**31 - 1
+BEYOND_THE_MODEL: dict[str, tuple[int, type[InvalidRequestError]]] = {
+    "max_tokens": (MAX_INT32, ContextLengthError),
+    "min_tokens": (MAX_INT32, ContextLengthError),
+    "logprobs": (MAX_INT32, InvalidRequestError),
+    "prompt_logprobs": (MAX_INT32, InvalidRequestError),
+}
+"""Right by its range, and refused for another reason: the model's length or vocabulary."""
+
+
+def items(limits: dict[str, Any], num: int) -> list[object]:
+    """So many, of what the list is to hold: token ids, pairs of one and a number, or lists."""
+    item = limits["items"]
+    if "prefixItems" in item:
+        return [[i, 0.5] for i in range(num)]
+    return [[1, 2] if item["type"] == "array" else 0 for _ in range(num)]
 
 
 def bounds(schema: dict[str, Any]) -> Iterator[tuple[object, bool]]:
@@ -52,8 +76,11 @@ def bounds(schema: dict[str, Any]) -> Iterator[tuple[object, bool]]:
         yield "x" * (limits["minLength"] - 1), False
         yield "x" * (limits["maxLength"] + 1), False
     if "maxItems" in limits and "prefixItems" not in limits:
-        yield [0] * limits["maxItems"], True
-        yield [0] * (limits["maxItems"] + 1), False
+        yield items(limits, limits["maxItems"]), True
+        yield items(limits, limits["maxItems"] + 1), False
+        if "minItems" in limits:
+            yield items(limits, limits["minItems"]), True
+            yield items(limits, limits["minItems"] - 1), False
     if limits.get("column"):
         yield pack_int32([1]), True
         yield b"", not limits.get("minItems")
@@ -73,9 +100,12 @@ def cases() -> Iterator[Any]:
 def take(message: list[bytes]) -> None:
     """What an engine does with a message: decode it, and admit it if it is a request."""
     decoded = engine_decoder().decode(message)
+    if isinstance(decoded, Abort):
+        abort_handles(decoded)
     if isinstance(decoded, Submit):
-        config = EngineConfig(scheduling_policy="priority")
-        Admission(MODEL_CARD, config, QueueLimit(8, 10_000, SchedulerCounters())).build(
+        config = EngineConfig(scheduling_policy="priority", max_logprobs=-1)
+        card = msgspec.structs.replace(MODEL_CARD, vocab_size=2000)
+        Admission(card, config, QueueLimit(8, 10_000, SchedulerCounters())).build(
             decoded, handle=1, client=1
         )
 
@@ -86,8 +116,9 @@ def test_a_bound_is_where_the_schema_says(
 ) -> None:
     valid = VALID[message]
     sent = frames(valid, **({part: {name: value}} if part else {name: value}))
-    if BEYOND_THE_MODEL.get(name) == value:
-        with pytest.raises(ContextLengthError):
+    beyond, error = BEYOND_THE_MODEL.get(name, (None, None))
+    if error is not None and value == beyond:
+        with pytest.raises(error, match=name):
             take(sent)
     elif allowed:
         take(sent)

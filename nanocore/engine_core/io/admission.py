@@ -7,17 +7,22 @@ not delay a step. Clients in other languages skip the SDK's checks; every check 
 from __future__ import annotations
 
 import random
+from typing import Final
 
 import numpy as np
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.io.queue_limit import RETRY_AFTER_S, QueueLimit
+from nanocore.engine_core.io.sampling_check import SamplingCheck
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
 from nanocore.kv_cache import KeyChain
-from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
+from nanocore.protocol.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.fields import MAX_EXACT_INT
 from nanocore.protocol.limits import check_limits
 from nanocore.protocol.messages import ModelCard, Submit
+from nanocore.protocol.sampling import EngineSamplingParams
+
+MAX_HANDLE: Final = 2**32 - 1
 
 
 class Admission:
@@ -37,9 +42,13 @@ class Admission:
         self._cached = config.enable_prefix_caching
         self._salted = config.salt_prefix_cache_by_session
         self._queue_limit = queue_limit
+        self._check = SamplingCheck(model, config.max_logprobs)
 
     def build(self, submit: Submit, handle: int, client: int) -> Request:
         """Validate a SUBMIT and build its request, block keys included.
+
+        Of several samples it is the first, which holds the others back; their handles follow on
+        its own.
 
         Raises:
             ContextLengthError: prompt, or prompt and max_tokens, exceed the model or the KV cache.
@@ -54,15 +63,20 @@ class Admission:
             )
         token_ids = self._prompt(submit.prompt_token_ids)
         sampling = submit.sampling or self._model.default_sampling
-        for i, token_id in enumerate(sampling.stop_token_ids):
-            if not 0 <= token_id < self._model.vocab_size:
-                raise self._no_token_id("stop_token_ids", i, token_id)
-        max_num_tokens = self._max_num_tokens(len(token_ids), sampling.max_tokens)
-        self._queue_limit.enter(len(token_ids))
+        eos_token_ids = () if sampling.ignore_eos else tuple(self._model.eos_token_ids)
+        self._check.check(sampling, eos_token_ids)
+        max_num_tokens = self._max_num_tokens(len(token_ids), sampling)
+        if handle + sampling.n - 1 > MAX_HANDLE:
+            raise EngineOverloadedError(
+                f"this engine has numbered {handle - 1} requests, and its handles end at "
+                f"{MAX_HANDLE}: start it anew",
+                RETRY_AFTER_S,
+            )
+        self._queue_limit.enter(len(token_ids), sampling.n)
         key_chain = KeyChain(self._model.block_size, self._extra_keys(submit, client))
         if self._cached:
             key_chain.extend(submit.prompt_token_ids)
-        return Request(
+        request = Request(
             handle=handle,
             request_id=submit.request_id,
             client=client,
@@ -72,10 +86,13 @@ class Admission:
             seed=self._seeds.getrandbits(MAX_EXACT_INT.bit_length())
             if sampling.seed is None
             else sampling.seed,
-            eos_token_ids=() if sampling.ignore_eos else tuple(self._model.eos_token_ids),
+            eos_token_ids=eos_token_ids,
             key_chain=key_chain,
             priority=submit.priority,
         )
+        if sampling.n > 1:
+            request.hold_back_samples(sampling.n - 1)
+        return request
 
     def _extra_keys(self, submit: Submit, client: int) -> dict[str, str]:
         """What cached blocks depend on beside their tokens."""
@@ -85,7 +102,12 @@ class Admission:
         return extra_keys
 
     def _prompt(self, column: bytes) -> np.ndarray:
-        if not column or len(column) % TOKEN_DTYPE.itemsize:
+        if not column:
+            raise InvalidRequestError(
+                "the prompt is empty: prompt_token_ids has 0 bytes, and must hold one or more "
+                f"int32 values, little-endian, of {TOKEN_DTYPE.itemsize} bytes each"
+            )
+        if len(column) % TOKEN_DTYPE.itemsize:
             raise InvalidRequestError(
                 f"prompt_token_ids has {len(column)} bytes: it must hold one or more int32 values, "
                 f"little-endian, of {TOKEN_DTYPE.itemsize} bytes each"
@@ -95,24 +117,23 @@ class Admission:
             bad = int(((token_ids < 0) | (token_ids >= self._model.vocab_size)).argmax())
             swapped = self._are_ids(token_ids.byteswap())
             hint = "; its bytes are in big-endian order" if swapped else ""
-            raise self._no_token_id("prompt_token_ids", bad, int(token_ids[bad]), hint)
+            place = f"prompt_token_ids[{bad}]"
+            raise self._check.no_token_id(place, int(token_ids[bad]), hint)
         return token_ids
 
     def _are_ids(self, token_ids: np.ndarray) -> bool:
         """Whether all are valid; a negative one is a very large one here."""
         return bool(token_ids.view(np.uint32).max() < self._model.vocab_size)
 
-    def _no_token_id(
-        self, name: str, index: int, token_id: int, hint: str = ""
-    ) -> InvalidRequestError:
-        return InvalidRequestError(
-            f"{name}[{index}]={token_id} is no token id of this model: valid ids are "
-            f"0 to {self._model.vocab_size - 1}{hint}"
-        )
-
-    def _max_num_tokens(self, num_prompt: int, max_tokens: int | None) -> int:
+    def _max_num_tokens(self, num_prompt: int, sampling: EngineSamplingParams) -> int:
         """Prompt and output tokens together, at most."""
-        max_model_len = self._model.max_model_len
+        max_model_len, max_tokens = self._model.max_model_len, sampling.max_tokens
+        if num_prompt + sampling.min_tokens > max_model_len and max_tokens is None:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens and min_tokens is {sampling.min_tokens}, "
+                f"together more than max_model_len={max_model_len}: shorten the prompt, lower "
+                "min_tokens, or start the engine with a larger --max-model-len"
+            )
         asked = "max_tokens is absent" if max_tokens is None else f"max_tokens is {max_tokens}"
         if num_prompt + (max_tokens or 1) > max_model_len:
             raise ContextLengthError(

@@ -19,12 +19,19 @@ import msgspec
 
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import ControlHandler
+from nanocore.engine_core.io.output_frames import output_frames
 from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S, Reception
-from nanocore.engine_core.io.session import MAX_BACKLOGS_BYTES, Session, output_frames, over_limit
+from nanocore.engine_core.io.session import MAX_BACKLOGS_BYTES, Session, over_limit
 from nanocore.engine_core.io.session_table import SessionTable
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply, Farewell, Inbox
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder, returned_id
+from nanocore.protocol.codec import (
+    InvalidSubmitError,
+    abort_handles,
+    encode,
+    engine_decoder,
+    returned_id,
+)
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineOverloadedError,
@@ -189,8 +196,9 @@ class FrontDesk:
             case Submit():
                 self._submit(session, message, now_s)
             case Abort(request_ids=request_ids):
-                open_ids = dict.fromkeys(i for i in request_ids if i in session.requests)
-                self._abort([session.requests[request_id] for request_id in open_ids])
+                handles = [h for i in request_ids for h in session.requests.get(i, ())]
+                single = [h for h in abort_handles(message) if self.sessions.owns(session, h)]
+                self._abort(list(dict.fromkeys(handles + single)))
             case Ping(nonce=nonce):
                 num_steps, age_ms = self._num_steps(), self._step_age_ms()
                 pong = Pong(nonce=nonce, num_steps=num_steps, step_age_ms=age_ms)
@@ -228,8 +236,9 @@ class FrontDesk:
             request_id = returned_id(submit.request_id)
             self._refuse(session.routing_id, code, str(error), request_id, now_s)
             return
-        self._num_handles = request.handle
-        self.sessions.add_request(session, submit.request_id, request.handle)
+        handles = [sample.handle for sample in request.samples]
+        self._num_handles = handles[-1]
+        self.sessions.add_request(session, submit.request_id, handles)
         # In this order: that the client is gone may come out when it is told.
         self._inbox.put(AddRequest(request))
         accepted = Accepted(request_id=submit.request_id, handle=request.handle, seed=request.seed)
@@ -239,12 +248,25 @@ class FrontDesk:
         for event in output.events:
             if event.finish_reason is not None:
                 self.sessions.end_request(session, event.handle)
-        if session.backlog is not None:
-            session.backlog.add(output)
+        backlog = session.backlog
+        if backlog is not None:
+            if backlog.add(output):
+                self._close_over_limit()
             return
-        frames = output_frames(output.tokens, output.events)
-        if self._try_send(session, frames) is SendResult.FULL:
-            self.sessions.hold_back(session, now_s).add(output)
+        messages = output_frames(output)
+        for i, frames in enumerate(messages):
+            result = self._try_send(session, frames)
+            if result is SendResult.SENT:
+                continue
+            if result is SendResult.FULL:
+                backlog = self.sessions.hold_back(session, now_s)
+                if i == 0:
+                    is_due = backlog.add(output)
+                else:
+                    is_due = backlog.add_rest(messages[i:], output.num_logprobs_bytes)
+                if is_due:
+                    self._close_over_limit()
+            return
 
     def _send(self, session: Session, message: Message, now_s: float) -> None:
         frames = encode(message)
@@ -254,9 +276,14 @@ class FrontDesk:
                 return
             backlog = self.sessions.hold_back(session, now_s)
         if backlog.add_answer(frames):
-            most = over_limit(self.sessions.slow.values(), self._max_backlogs_bytes)
-            if most is not None:
-                self._close(most, "the client does not read its answers")
+            self._close_over_limit()
+
+    def _close_over_limit(self) -> None:
+        most = over_limit(self.sessions.slow.values(), self._max_backlogs_bytes)
+        if most is not None and most.backlog is not None:
+            has_logprobs = most.backlog.logprobs_bytes > most.backlog.num_bytes // 2
+            what = "log probabilities" if has_logprobs else "answers"
+            self._close(most, f"the client does not read its {what}")
 
     def _try_send(self, session: Session, frames: list[bytes]) -> SendResult:
         result = self._peers.send(session.routing_id, frames)

@@ -20,7 +20,8 @@ class QueueLimit:
 
     Args:
         max_num_queued_reqs, max_num_queued_tokens: requests, and their prompt tokens, that may wait
-            for their first step. One request may always wait, however long it is.
+            for their first step. One request may always wait, however long it is and however many
+            samples it has.
         counters: the scheduler's.
     """
 
@@ -33,8 +34,8 @@ class QueueLimit:
         self._num_reqs = 0
         self._num_tokens = 0
 
-    def enter(self, num_prompt_tokens: int) -> None:
-        """Count a request in.
+    def enter(self, num_prompt_tokens: int, num_samples: int = 1) -> None:
+        """Count a request in: each of its samples is one, and they have one prompt.
 
         Raises:
             EngineOverloadedError: the queue is full; nothing was counted.
@@ -42,10 +43,11 @@ class QueueLimit:
         num_reqs = self._num_reqs - self._counters.dequeued_reqs
         num_tokens = self._num_tokens - self._counters.dequeued_tokens
         problem = None
-        if num_reqs >= self.max_num_queued_reqs:
+        if num_reqs and num_reqs + num_samples > self.max_num_queued_reqs:
+            more = "" if num_samples == 1 else f"; here come {num_samples} samples more"
             problem = (
                 f"{num_reqs} requests wait, and at most {self.max_num_queued_reqs} may "
-                "(--max-num-queued-reqs)"
+                f"(--max-num-queued-reqs){more}"
             )
         elif num_reqs and num_tokens + num_prompt_tokens > self.max_num_queued_tokens:
             problem = (
@@ -57,5 +59,5 @@ class QueueLimit:
                 f"the engine is overloaded: {problem}; try again in {RETRY_AFTER_S:g} s",
                 RETRY_AFTER_S,
             )
-        self._num_reqs += 1
+        self._num_reqs += num_samples
         self._num_tokens += num_prompt_tokens

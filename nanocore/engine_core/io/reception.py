@@ -33,6 +33,7 @@ class Reception:
         client_limit: ClientLimit,
         queue_limit: QueueLimit,
         instance: str,
+        max_logprobs: int,
     ) -> None:
         self._model = model
         self._limits = Limits(
@@ -43,6 +44,7 @@ class Reception:
             ping_interval_ms=int(PING_INTERVAL_S * 1e3),
             session_timeout_ms=int(SESSION_TIMEOUT_S * 1e3),
             max_num_clients=client_limit.max_num_clients,
+            max_logprobs=max_logprobs,
         )
         self._capabilities: list[str] = [*capabilities]
         self._instance = instance

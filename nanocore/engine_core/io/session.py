@@ -2,7 +2,8 @@
 
 Belongs to the io thread. A client that reads slowly costs memory for its tokens, not for messages:
 whatever its socket does not take is merged, request by request, until it does. Answers cannot be
-merged, so their bytes are counted: a client that asks and does not read is cut off.
+merged, and log probabilities are no smaller for it, so their bytes are counted: a client that asks
+and does not read is cut off.
 """
 
 from __future__ import annotations
@@ -13,49 +14,63 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-import numpy as np
-
+from nanocore.engine_core.io.output_frames import output_frames
 from nanocore.engine_core.io.token_log import TokenLog
+from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
-from nanocore.protocol.codec import encode
-from nanocore.protocol.messages import Event, Output
+from nanocore.protocol.messages import Event
 
 MAX_BACKLOG_BYTES: Final = 8 * 2**20
-"""Of one client's answers."""
+"""Of one client's answers and log probabilities."""
 MAX_BACKLOGS_BYTES: Final = 2**28
 """Of those of all clients together; beyond, the client goes that lets most wait."""
 _LOOK_BYTES: Final = 2**20
 _MESSAGE_OVERHEAD_BYTES: Final = 250  # of the objects that hold a message
-HANDLE_DTYPE = np.dtype("<u4")
 
 
 @dataclass(slots=True)
 class Backlog:
     """What waits for a slow client: encoded answers in order, and tokens merged by request.
 
-    since_s: when the client last took something. num_bytes: of the answers.
+    client: its number. since_s: when it last took something. num_bytes: of the answers and log
+    probabilities; logprobs_bytes: of these alone.
     """
 
+    client: int
     since_s: float
     num_bytes: int = 0
+    logprobs_bytes: int = 0
     _answers: deque[list[bytes]] = field(default_factory=deque)
     _tokens: TokenLog = field(default_factory=TokenLog)
     _events: list[Event] = field(default_factory=list)
-    _merged: list[bytes] | None = None
+    _prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
+    _outputs: deque[list[bytes]] = field(default_factory=deque)
+    _unsent_logprobs_bytes: int = 0  # of _outputs
 
     def add_answer(self, frames: list[bytes]) -> bool:
         """Append a message that is not an OUTPUT; whether it is time to look at the limits."""
         self._answers.append(frames)
-        before = self.num_bytes
-        self.num_bytes += _num_bytes(frames)
-        return before // _LOOK_BYTES != self.num_bytes // _LOOK_BYTES
+        return self._count(_num_bytes(frames))
 
-    def add(self, output: ClientOutput) -> None:
-        """Let a step's output for this client wait; `next` merges its tokens by request."""
+    def add(self, output: ClientOutput) -> bool:
+        """Let a step's output for this client wait; `next` merges its tokens by request.
+
+        Returns whether it is time to look at the limits.
+        """
         self._tokens.add(output.tokens)
         self._events += output.events
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs.append(output.prompt_logprobs)
+        num_bytes = output.num_logprobs_bytes
+        self.logprobs_bytes += num_bytes
+        return self._count(num_bytes)
+
+    def add_rest(self, outputs: list[list[bytes]], logprobs_bytes: int) -> bool:
+        """Let encoded messages of one output wait, the first of which were sent."""
+        self._outputs += outputs
+        self._unsent_logprobs_bytes += logprobs_bytes
+        self.logprobs_bytes += logprobs_bytes
+        return self._count(logprobs_bytes)
 
     def next(self) -> list[bytes] | None:
         """What is to be sent next: answers first, because ACCEPTED precedes OUTPUT.
@@ -64,24 +79,38 @@ class Backlog:
         """
         if self._answers:
             return self._answers[0]
-        if self._merged is None and (self._tokens or self._events):
-            self._merged = output_frames(self._tokens.merged(), self._events)
-            self._tokens, self._events = TokenLog(), []
-        return self._merged
+        if not self._outputs and (self._tokens or self._events or self._prompt_logprobs):
+            prompts = self._prompt_logprobs
+            joined = LogprobColumns.joined(prompts) if prompts else None
+            merged = ClientOutput(self.client, self._tokens.merged(), self._events, joined)
+            self._outputs += output_frames(merged)
+            self._unsent_logprobs_bytes = merged.num_logprobs_bytes
+            self._tokens, self._events, self._prompt_logprobs = TokenLog(), [], []
+        return self._outputs[0] if self._outputs else None
 
     def drop_next(self) -> None:
         """Forget what `next` returned, because it is sent."""
         if self._answers:
             self.num_bytes -= _num_bytes(self._answers.popleft())
-        else:
-            self._merged = None
+            return
+        self._outputs.popleft()
+        if not self._outputs:
+            self.num_bytes -= self._unsent_logprobs_bytes
+            self.logprobs_bytes -= self._unsent_logprobs_bytes
+            self._unsent_logprobs_bytes = 0
+
+    def _count(self, num_bytes: int) -> bool:
+        before = self.num_bytes
+        self.num_bytes += num_bytes
+        return before // _LOOK_BYTES != self.num_bytes // _LOOK_BYTES
 
 
 @dataclass(slots=True)
 class Session:
     """One client, from HELLO to BYE, its disappearance, or the engine's end.
 
-    client: number in the engine, never reused. requests: handle by request id, of those not ended.
+    client: number in the engine, never reused. requests: by request id, of those not ended, the
+    handles of the samples that have not.
     num_calls: CONTROLs that the step loop has yet to answer. has_paused: it may hold a pause.
     """
 
@@ -89,14 +118,14 @@ class Session:
     client: int
     last_seen_s: float
     session_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    requests: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, list[int]] = field(default_factory=dict)
     num_calls: int = 0
     has_paused: bool = False
     backlog: Backlog | None = None
 
 
 def over_limit(slow: Iterable[Session], max_bytes: int = MAX_BACKLOGS_BYTES) -> Session | None:
-    """The session that lets most answers wait, if these are too many, or those of all are.
+    """The session that lets most bytes wait, if these are too many, or those of all are.
 
     max_bytes: of those of all.
     """
@@ -108,16 +137,3 @@ def over_limit(slow: Iterable[Session], max_bytes: int = MAX_BACKLOGS_BYTES) -> 
 
 def _num_bytes(frames: list[bytes]) -> int:
     return sum(map(len, frames)) + _MESSAGE_OVERHEAD_BYTES
-
-
-def output_frames(tokens: TokenColumns, events: list[Event]) -> list[bytes]:
-    """The OUTPUT message of one client's tokens, by handle, and events: two buffer copies."""
-    counts = tokens.counts
-    return encode(
-        Output(
-            handles=tokens.owners.astype(HANDLE_DTYPE, copy=False).tobytes(),
-            tokens=tokens.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
-            counts=None if counts is None else counts.astype(HANDLE_DTYPE).tobytes(),
-            events=events,
-        )
-    )

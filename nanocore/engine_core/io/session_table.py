@@ -7,13 +7,15 @@ used again, so what still names a closed session or an ended request finds nothi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from nanocore.engine_core.io.session import Backlog, Session
 
 
 class SessionTable:
     """by_peer: by routing id. by_client: by number. slow: those with a backlog, by number.
 
-    request_ids: by handle, of all requests that have not ended; a session has its own by id.
+    request_ids: by handle, of all samples that have not ended; a session has its own by id.
     """
 
     def __init__(self) -> None:
@@ -38,29 +40,39 @@ class SessionTable:
         return session
 
     def close(self, session: Session) -> list[int]:
-        """Forget an open session, its requests and its backlog; returns the requests' handles."""
+        """Forget an open session, its requests and its backlog; returns the samples' handles."""
         del self.by_peer[session.routing_id], self.by_client[session.client]
         self.slow.pop(session.client, None)
-        handles = list(session.requests.values())
+        handles = [handle for own in session.requests.values() for handle in own]
         for handle in handles:
             del self.request_ids[handle]
         session.requests = {}
         return handles
 
-    def add_request(self, session: Session, request_id: str, handle: int) -> None:
-        """Note an accepted request, so that it can be aborted by its id and named by its handle."""
-        session.requests[request_id] = handle
-        self.request_ids[handle] = request_id
+    def add_request(self, session: Session, request_id: str, handles: Sequence[int]) -> None:
+        """Note an accepted request, so that it can be aborted by its id and named by its handles.
+
+        handles: of its samples.
+        """
+        session.requests[request_id] = [*handles]
+        self.request_ids.update(dict.fromkeys(handles, request_id))
+
+    def owns(self, session: Session, handle: int) -> bool:
+        """Whether this is a sample of the session, and has not ended."""
+        request_id = self.request_ids.get(handle)
+        return request_id is not None and handle in session.requests.get(request_id, ())
 
     def end_request(self, session: Session, handle: int) -> None:
-        """Forget a request, whose id can be used again; nothing if it has ended before."""
+        """Forget a sample, if it has not ended before; with its last one a request's id is free."""
         request_id = self.request_ids.pop(handle, None)
         if request_id is not None:
-            session.requests.pop(request_id)
+            session.requests[request_id].remove(handle)
+            if not session.requests[request_id]:
+                del session.requests[request_id]
 
     def hold_back(self, session: Session, now_s: float) -> Backlog:
         """The client is slow from here on: what is for it waits, and is merged, in a backlog."""
-        session.backlog = Backlog(now_s)
+        session.backlog = Backlog(session.client, now_s)
         self.slow[session.client] = session
         return session.backlog
 

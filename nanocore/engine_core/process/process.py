@@ -193,6 +193,7 @@ def _io_thread(
         client_limit,
         queue_limit,
         instance=secrets.token_hex(16),
+        max_logprobs=config.max_logprobs,
     )
     desk = FrontDesk(
         socket,

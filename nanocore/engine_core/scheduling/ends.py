@@ -1,9 +1,9 @@
 """Which requests a step's result ends, and the last thing that is said of each.
 
-A request ends at an EOS token or a stop id, at its length, or because a row of its logits is not
-finite: then there is no token, and what was computed of it is not to be found by others. A row's
-tokens are looked at in their order, so an end may come in their middle. Called by the running set.
-Python runs only for rows that may end.
+A request ends at an EOS token or a stop id, but not before its min_tokens, at its length, or
+because a row of its logits is not finite: then there is no token, and what was computed of it is
+not to be found by others. A row's tokens are looked at in their order, so an end may come in their
+middle. Called by the running set. Python runs only for rows that may end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.messages import Event
+from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import NO_TOKEN
 
 End = tuple[Request, Event]
 
+MASKS: Final = ("allowed_token_ids", "logit_bias", "min_tokens", "bad_words_token_ids")
+"""Sampling parameters that may leave no token."""
 _NO_TOKEN_BYTES: Final = np.array(NO_TOKEN, "<i4").tobytes()
 
 
@@ -63,15 +66,26 @@ def ends_by_length(table: RowTable, rows: list[int]) -> dict[int, End]:
 def _end(table: RowTable, row: int, token_id: int, place: int) -> Event | None:
     """What this token, `place` tokens after the row's known ones, ends the row with, if it does."""
     request = table.request(row)
+    number = int(table.num_tokens[row]) + place - request.num_prompt_tokens + 1
     if token_id == NO_TOKEN:
-        number = int(table.num_tokens[row]) + place - request.num_prompt_tokens + 1
-        message = (
-            f"the logits of output token {number} are not finite (NaN or infinity): the model's "
-            "weights or the KV cache are damaged, or its dtype overflows; try --dtype float32"
-        )
+        message = _why_no_token(request.sampling, number)
         return Event(handle=request.handle, finish_reason="error", message=message)
+    if number <= request.sampling.min_tokens:
+        return None
     is_eos = token_id in request.eos_token_ids
     if is_eos or token_id in request.sampling.stop_token_ids:
         stop_reason = None if is_eos else token_id
         return Event(handle=request.handle, finish_reason="stop", stop_reason=stop_reason)
     return None
+
+
+def _why_no_token(sampling: EngineSamplingParams, number: int) -> str:
+    """For whoever reads the ERROR. number: of the output token that there is not, from 1."""
+    message = (
+        f"the logits of output token {number} are not finite (NaN or infinity): the model's "
+        "weights or the KV cache are damaged, or its dtype overflows; try --dtype float32"
+    )
+    masks = [name for name in MASKS if getattr(sampling, name)]
+    if not masks:
+        return message
+    return f"{message}. Or {', '.join(masks)} of this request left no token to choose: relax them"

@@ -6,13 +6,15 @@ merges what a slow client has yet to get.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns
+from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
+from nanocore.engine_core.scheduling.spans import IntArray
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.messages import Event
 
 
@@ -20,37 +22,49 @@ from nanocore.protocol.messages import Event
 class ClientOutput:
     """One client's share of a step.
 
-    tokens: by handle, uint32. Their number columns are not sent: the wire has no field for them
-    yet.
+    tokens: by handle, uint32. prompt_logprobs: likewise, a request's prompt tokens in their order.
     """
 
     client: int
     tokens: TokenColumns
     events: list[Event] = field(default_factory=list)
+    prompt_logprobs: LogprobColumns | None = None
+
+    @property
+    def num_logprobs_bytes(self) -> int:
+        """Of all log probabilities, as they travel."""
+        both = self.tokens.logprobs, self.prompt_logprobs
+        return sum([one.num_bytes for one in both if one is not None])
 
 
 def split_by_client(
     clients: IntArray | int,
-    handles: NDArray[np.uint32],
     tokens: TokenColumns,
     events: list[tuple[int, Event]],
+    prompt_logprobs: Sequence[tuple[int, LogprobColumns]] = (),
 ) -> list[ClientOutput]:
-    """Group a step's tokens, and its (client, event) pairs, by client.
+    """Group a step's tokens, and its (client, event) and (client, entries) pairs, by client.
 
-    clients, handles: of each owner of tokens; or the one client that all belong to.
+    clients: of each owner of tokens; or the one client that all belong to.
     """
     outputs: dict[int, ClientOutput] = {}
-    owned = TokenColumns(handles, tokens.token_ids, tokens.counts, tokens.columns)
     if isinstance(clients, int):
-        if len(handles):
-            outputs[clients] = ClientOutput(clients, owned)
-    else:
+        if len(tokens.owners):
+            outputs[clients] = ClientOutput(clients, tokens)
+    elif len(clients):
         order = np.argsort(clients, kind="stable")
-        clients = clients[order]
-        starts = np.flatnonzero(np.diff(clients, prepend=-1))
+        bare = tokens if tokens.logprobs is None else replace(tokens, logprobs=None)
+        sorted_clients = clients[order]
+        starts = np.flatnonzero(np.diff(sorted_clients, prepend=-1))
         for start, end in pairwise([*starts.tolist(), len(order)]):
-            client = int(clients[start])
-            outputs[client] = ClientOutput(client, owned.take(order[start:end]))
+            client = int(sorted_clients[start])
+            outputs[client] = ClientOutput(client, bare.take(order[start:end]))
+        if tokens.logprobs is not None:
+            _split_logprobs(outputs, clients, tokens.owners, tokens.logprobs)
+    for client, entries in prompt_logprobs:
+        output = _output(outputs, client)
+        parts = [one for one in (output.prompt_logprobs, entries) if one is not None]
+        output.prompt_logprobs = LogprobColumns.joined(parts)
     _add_events(outputs, events)
     return list(outputs.values())
 
@@ -62,9 +76,23 @@ def split_events(events: list[tuple[int, Event]]) -> list[ClientOutput]:
     return list(outputs.values())
 
 
+def _split_logprobs(
+    outputs: dict[int, ClientOutput], clients: IntArray, owners: IntArray, entries: LogprobColumns
+) -> None:
+    """Give each client's tokens their entries. clients: of each of these owners of tokens."""
+    order = np.argsort(owners)
+    clients_of_each = clients[order[np.searchsorted(owners, entries.owners, sorter=order)]]
+    for client in np.unique(clients_of_each).tolist():
+        outputs[client].tokens.logprobs = entries.take(clients_of_each == client)
+
+
 def _add_events(outputs: dict[int, ClientOutput], events: list[tuple[int, Event]]) -> None:
     for client, event in events:
-        if client not in outputs:
-            nothing = TokenColumns(np.zeros(0, np.uint32), np.zeros(0, np.int32))
-            outputs[client] = ClientOutput(client, nothing)
-        outputs[client].events.append(event)
+        _output(outputs, client).events.append(event)
+
+
+def _output(outputs: dict[int, ClientOutput], client: int) -> ClientOutput:
+    if client not in outputs:
+        nothing = TokenColumns(np.zeros(0, np.uint32), np.zeros(0, np.int32))
+        outputs[client] = ClientOutput(client, nothing)
+    return outputs[client]

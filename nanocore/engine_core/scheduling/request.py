@@ -7,12 +7,15 @@ come back when it is preempted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.kv_cache import KeyChain
+from nanocore.protocol.fields import MAX_EXACT_INT
 from nanocore.protocol.sampling import EngineSamplingParams
 
 TOKEN_DTYPE = np.dtype("<i4")
@@ -21,16 +24,20 @@ TOKEN_DTYPE = np.dtype("<i4")
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One accepted request.
+    """One accepted request, or one of several samples of its prompt.
 
     handle: its name inside the engine, unique in an engine's life and growing. request_id: the
-    client's name for it, used in the step trace. client: number of the session that gets its
-    output. token_ids: int32 [num_tokens], prompt and outputs, while it waits; None once it has a
-    row. max_num_tokens: prompt and output together, at most. eos_token_ids: empty if EOS is
-    ignored. key_chain: block keys of the full blocks of its tokens known.
+    client's name for it, used in the step trace; of the i-th sample with "#i". client: number of
+    the session that gets its output. token_ids: int32 [num_tokens], prompt and outputs, while it
+    waits; None once it has a row. max_num_tokens: prompt and output together, at most.
+    eos_token_ids: empty if EOS is ignored. key_chain: block keys of the full blocks of its tokens
+    known.
     priority: lower values go first, where the policy heeds them. arrival: the step before which it
     came, so requests that came together are equals. num_cached_tokens: prompt tokens found in the
-    prefix cache when first admitted, else None. row: where it runs, or -1.
+    prefix cache when first admitted, else None. num_prompt_logprobs: log probabilities of prompt
+    tokens that were delivered. row: where it runs, or -1.
+    sample: which one it is, from 0. held_back: those that wait until all of this one's prompt is
+    planned, because they find it in the prefix cache then; leader: whom this one waits for so.
     """
 
     handle: int
@@ -46,7 +53,11 @@ class Request:
     arrival: int = 0
     num_prompt_tokens: int = field(init=False)
     num_cached_tokens: int | None = None
+    num_prompt_logprobs: int = 0
     row: int = -1
+    sample: int = 0
+    held_back: Sequence[Request] = ()
+    leader: Request | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens
@@ -56,6 +67,40 @@ class Request:
         """Tokens known of a request that waits; of one that runs, the running set knows."""
         assert self.token_ids is not None, f"{self} runs: its tokens are the running set's"
         return len(self.token_ids)
+
+    @property
+    def num_asked_prompt_logprobs(self) -> int:
+        """All that it is to get: of each prompt token but the first, if it asks for them."""
+        return 0 if self.sampling.prompt_logprobs is None else self.num_prompt_tokens - 1
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """EOS and stop ids, each once."""
+        return sorted({*self.eos_token_ids, *self.sampling.stop_token_ids})
+
+    @property
+    def samples(self) -> tuple[Request, ...]:
+        """This one and those that it holds back."""
+        return self, *self.held_back
+
+    def hold_back_samples(self, num_more: int) -> None:
+        """Make so many more samples of the prompt, each with the next handle and seed."""
+        sampling = self.sampling
+        if sampling.prompt_logprobs is not None:  # the prompt's are told once
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        self.held_back = [
+            replace(
+                self,
+                handle=self.handle + i,
+                request_id=f"{self.request_id}#{i}",
+                sampling=sampling,
+                seed=(self.seed + i) % (MAX_EXACT_INT + 1),
+                key_chain=self.key_chain.copy(),
+                sample=i,
+                leader=self,
+            )
+            for i in range(1, num_more + 1)
+        ]
 
     def give_tokens(self) -> NDArray[np.int32]:
         """Hand over the tokens, because the request gets a row."""

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
-from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns, places_in_rows
+from nanocore.engine_core.scheduling.spans import IntArray, places
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 
 
 class RowTable:
@@ -50,6 +51,9 @@ class RowTable:
         self.quiet_until = column(np.int64)
         self.client = column(np.int32)
         self.handle: NDArray[np.uint32] = np.zeros(max_num_seqs, np.uint32)
+        self.asks_logprobs = np.zeros(max_num_seqs, np.bool_)
+        self.num_asking = 0
+        self.prompt_logprob_rows: set[int] = set()
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.decoding: IntArray = np.zeros(0, np.int64)
         self.prefilling: list[int] = []
@@ -101,6 +105,11 @@ class RowTable:
         self.handle[row] = request.handle
         self.clients[request.client] = self.clients.get(request.client, 0) + 1
         self._count_stop_ids(request, 1)
+        if request.sampling.logprobs is not None:
+            self.asks_logprobs[row] = True
+            self.num_asking += 1
+        if request.sampling.prompt_logprobs is not None:
+            self.prompt_logprob_rows.add(row)
         self.prefilling.append(row)
         return row
 
@@ -119,6 +128,10 @@ class RowTable:
         if not self.clients[request.client]:
             del self.clients[request.client]
         self._count_stop_ids(request, -1)
+        if request.sampling.logprobs is not None:
+            self.asks_logprobs[row] = False
+            self.num_asking -= 1
+        self.prompt_logprob_rows.discard(row)
         heapq.heappush(self._free_rows[row % self.num_groups], row)
         self._num_rows -= 1
         return request
@@ -153,7 +166,7 @@ class RowTable:
             self.token_ids[rows, num_tokens] = sampled.token_ids
             self.num_tokens[rows] = num_tokens + 1
         else:
-            positions = np.repeat(num_tokens, counts) + places_in_rows(counts)
+            positions = np.repeat(num_tokens, counts) + places(counts)
             self.token_ids[np.repeat(rows, counts), positions] = sampled.token_ids
             self.num_tokens[rows] = num_tokens + counts
 
@@ -166,7 +179,7 @@ class RowTable:
         return hits
 
     def _count_stop_ids(self, request: Request, change: int) -> None:
-        for token_id in {*request.eos_token_ids, *request.sampling.stop_token_ids}:
+        for token_id in request.stop_token_ids:
             if token_id + 2 > len(self.stop_counts):
                 self.stop_counts = np.append(
                     self.stop_counts[:-1],

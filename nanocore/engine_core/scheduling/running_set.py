@@ -19,13 +19,19 @@ from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.scheduling.ends import ends_by_length, ends_by_token
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
-from nanocore.engine_core.scheduling.step import Chunk, StepOutcome, StepPlan, attended_tokens
+from nanocore.engine_core.scheduling.spans import IntArray
+from nanocore.engine_core.scheduling.step import (
+    Chunk,
+    StepOutcome,
+    StepPlan,
+    attended_tokens,
+    new_row,
+)
 from nanocore.engine_core.scheduling.step_result import ResultReader
-from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.engine_core.scheduling.waiting_queue import Precedence
 from nanocore.kv_cache import Block, KVCacheManager
-from nanocore.protocol.codec import pack_int32
-from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 
 class RunningSet:
@@ -192,16 +198,7 @@ class RunningSet:
         token_ids = request.give_tokens()
         held_tokens = len(block_ids) * block_size
         row = self.table.add(request, token_ids, num_cached, held_tokens, plan.group)
-        new = NewRow(
-            row=row,
-            token_ids=token_ids.tobytes(),
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=num_cached,
-            block_ids=pack_int32(block_ids),
-            sampling=request.sampling,
-            seed=request.seed,
-        )
-        plan.added.append(new)
+        plan.added.append(new_row(request, token_ids, num_cached, block_ids))
         if resumed:
             plan.resumed.append(request)
         else:
@@ -233,15 +230,16 @@ class RunningSet:
         plan, dead_rows = outcome.plan, outcome.dead_rows
         self._kv_cache.complete(plan.number)
         sampled = self._results.read(outcome, result)
+        self._results.take_prompt_logprobs(outcome, result)
         sampled, ends = ends_by_token(table, sampled)
         table.append(sampled)
         if plan.decode_counts is not None:
             self.rewind(plan.decoding)  # dead ones, too: nobody has them yet
         if self._num_groups > 1:
             self._sampled.append(sampled)
-        rows, clients = sampled.owners, table.clients
-        outcome.clients = next(iter(clients)) if len(clients) == 1 else table.client[rows]
-        outcome.handles, outcome.tokens = table.handle[rows], sampled
+        clients = table.clients
+        outcome.clients = next(iter(clients)) if len(clients) == 1 else table.client[sampled.owners]
+        outcome.tokens = sampled.renamed(table.handle)
         for row in plan.first:
             if row not in dead_rows and not (row in ends and ends[row][1].message):
                 outcome.started.append(table.request(row))

@@ -34,7 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Totals since the start. dequeued: requests, and their prompt tokens, that wait no more."""
+    """Totals since the start; samples are requests.
+
+    dequeued: those that wait no more, and tokens of their prompts, of several samples once.
+    """
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -94,13 +97,18 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that do not."""
+        return len(self._requests) - len(self.running)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that can be admitted: samples that are held back are not in a queue yet."""
         return len(self.waiting) + len(self.long_waiting)
 
     @property
     def is_stuck(self) -> bool:
         """Whether requests wait although nothing runs, was preempted, or is in flight: a bug."""
         busy = self.num_running or self.planned.preempted or self.num_in_flight > 1
-        return self.num_waiting > 0 and not busy
+        return self.num_queued > 0 and not busy
 
     def head(self) -> Request | None:
         """The request to be admitted next."""
@@ -134,12 +142,13 @@ class Scheduler:
         return None
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
-        assert request.handle not in self._requests
-        self._requests[request.handle] = request
-        request.arrival = self.counters.num_steps
+        """Queue a request; samples that it holds back come behind it, see `_release`."""
+        for sample in request.samples:
+            assert sample.handle not in self._requests
+            self._requests[sample.handle] = sample
+            sample.arrival = self.counters.num_steps
+            self.counters.prompt_tokens += sample.num_prompt_tokens
         self.waiting.push(request)
-        self.counters.prompt_tokens += request.num_prompt_tokens
 
     def abort(self, handle: int) -> Request | None:
         """End a request wherever it is; returns it, or None if it has ended already."""
@@ -147,7 +156,7 @@ class Scheduler:
         if request is None:
             return None
         if request.row < 0:
-            (self.waiting if request in self.waiting else self.long_waiting).remove(request)
+            self._leave_queue(request)
             self._count_dequeued(request)
         self.counters.num_aborts += 1
         self._aborted.append(request)
@@ -172,7 +181,9 @@ class Scheduler:
         for request in plan.preempted:
             self.waiting.push(request)
         counters.num_preemptions += len(plan.preempted)
-        if self.num_waiting and not plan.preempted and not running.is_short_of_blocks:
+        for row in plan.completed:
+            self._release(running.request(row))
+        if self.num_queued and not plan.preempted and not running.is_short_of_blocks:
             self._schedule_waiting(plan, budget)
         if self.budget.has_target:
             self._begun_s.append(self._clock())
@@ -200,7 +211,7 @@ class Scheduler:
                 logger.error("request %r ends: %s", request.request_id, ended.message)
         outcome.finished += self._aborted
         self._aborted = []
-        return split_by_client(outcome.clients, outcome.handles, outcome.tokens, events)
+        return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
     def _can_admit(self, group: int) -> bool:
         head = self.head()
@@ -210,12 +221,12 @@ class Scheduler:
     def _num_admissible(self, group: int) -> int:
         """Rows that a step of this group may give away: groups are kept equally large."""
         num_taken, num_free = self.running.row_counts(group)
-        fair_share = -(-(self.num_running + self.num_waiting) // self.config.num_groups)
+        fair_share = -(-self.num_requests // self.config.num_groups)
         return min(num_free, fair_share - num_taken)
 
     def _token_budget(self, group: int) -> int:
         running = self.running
-        if not self.budget.has_target or not (self.num_waiting or running.prefilling):
+        if not self.budget.has_target or not (self.num_queued or running.prefilling):
             return self.config.max_num_batched_tokens
         num_decodes, context = running.decode_load(group)
         prompts = [running.num_computed_tokens(row) for row in running.prefilling]
@@ -247,6 +258,8 @@ class Scheduler:
                 self._admit(plan, request, hits, count)
                 budget -= count
                 num_rows -= 1
+                if count == num_uncached:
+                    self._release(request)
             else:
                 self._blocked = request.handle, self.kv_cache.num_free_blocks
                 return
@@ -277,7 +290,11 @@ class Scheduler:
     def _find_prefix(self, request: Request) -> list[Block]:
         if request.sampling.skip_reading_prefix_cache:
             return []
-        return self.kv_cache.find_prefix(request.key_chain.keys, request.num_tokens)
+        keys = request.key_chain.keys
+        if request.num_prompt_logprobs < request.num_asked_prompt_logprobs:
+            # Those that are still to be told take the logits of the tokens before them.
+            keys = keys[: request.num_prompt_logprobs // self.kv_cache.block_size]
+        return self.kv_cache.find_prefix(keys, request.num_tokens)
 
     def _fits(self, request: Request, hits: list[Block]) -> bool:
         """Whether the whole prompt fits now; while others run, they keep the watermark to grow."""
@@ -292,13 +309,42 @@ class Scheduler:
     def _count_dequeued(self, request: Request) -> None:
         if request.num_cached_tokens is None:  # else it was when first admitted
             self.counters.dequeued_reqs += 1
-            self.counters.dequeued_tokens += request.num_prompt_tokens
+            if request.sample == 0:
+                self.counters.dequeued_tokens += request.num_prompt_tokens
 
     def _end(self, request: Request, keeps_blocks: bool = True) -> None:
         """Forget a request; its blocks stay findable by their content, unless it is damaged."""
         if request.row >= 0:
             self.running.leave(request, keeps_blocks)
         del self._requests[request.handle]
+        if request.held_back:
+            self._replace_leader(request)
+
+    def _release(self, leader: Request) -> None:
+        """Queue the samples that a request holds back: its prompt is planned, so it is cached.
+
+        They came with it, and so before all that came after it.
+        """
+        if leader.held_back:
+            samples, leader.held_back = leader.held_back, ()
+            for sample in samples:
+                sample.leader = None
+                self.waiting.push(sample)
+
+    def _replace_leader(self, leader: Request) -> None:
+        """It has ended before its prompt was planned: the next sample does it for the others."""
+        (heir, *others), leader.held_back = leader.held_back, ()
+        heir.leader, heir.held_back = None, others
+        for sample in others:
+            sample.leader = heir
+        self.waiting.push(heir)
+
+    def _leave_queue(self, request: Request) -> None:
+        """Take a request without a row from wherever it waits."""
+        if (leader := request.leader) is not None:
+            leader.held_back = [one for one in leader.held_back if one is not request]
+        else:
+            (self.waiting if request in self.waiting else self.long_waiting).remove(request)
 
     def _measure(self, plan: StepPlan) -> None:
         """Teach the cost model how long a step took, since the one before it ended."""

@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.scheduling.ends import End
+from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
-from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns
+from nanocore.engine_core.scheduling.spans import IntArray
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import pack_int32
 from nanocore.worker.plan import NewRow, SchedulerOutput
 
@@ -132,18 +134,17 @@ class StepOutcome:
     """What happens to a step from its begin until its result is in.
 
     dead_rows: those whose request ended or was preempted while the step was in flight, so that its
-    result for them is void. tokens: what it sampled and counts, by row; clients, handles: of each
-    of these rows, or the one client that has all. started: requests that have their first token.
-    ends: requests that end with its tokens, and what is said of them. finished: all that ended
-    since the step before it was taken in.
+    result for them is void. tokens: what it sampled and counts, by handle; clients: of each of
+    these, or the one client that has all. prompt_logprobs: by client and handle. started: requests
+    that have their first token. ends: requests that end with its tokens, and what is said of them.
+    finished: all that ended since the step before it was taken in.
     """
 
     __slots__ = (
-        "clients", "dead_rows", "ends", "finished", "handles", "plan", "started", "tokens",
+        "clients", "dead_rows", "ends", "finished", "plan", "prompt_logprobs", "started", "tokens",
     )  # fmt: skip
 
     clients: IntArray | int
-    handles: NDArray[np.uint32]
     tokens: TokenColumns
     ends: list[End]
 
@@ -152,6 +153,25 @@ class StepOutcome:
         self.dead_rows: set[int] = set()
         self.started: list[Request] = []
         self.finished: list[Request] = []
+        self.prompt_logprobs: list[tuple[int, LogprobColumns]] = []
+
+
+def new_row(
+    request: Request, token_ids: NDArray[np.int32], num_computed: int, block_ids: list[int]
+) -> NewRow:
+    """A request that was given a row, as workers are told it."""
+    sampling = request.sampling
+    return NewRow(
+        row=request.row,
+        token_ids=token_ids.tobytes(),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=num_computed,
+        block_ids=pack_int32(block_ids),
+        sampling=sampling,
+        seed=request.seed,
+        stop_token_ids=request.stop_token_ids if sampling.min_tokens else [],
+        num_prompt_logprobs=request.num_prompt_logprobs,
+    )
 
 
 def attended_tokens(count: Any, end: Any) -> Any:

@@ -10,12 +10,14 @@ from collections import Counter
 
 import numpy as np
 
+from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
 from nanocore.engine_core.scheduling.row_table import RowTable
+from nanocore.engine_core.scheduling.spans import IntArray
 from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
-from nanocore.engine_core.scheduling.token_columns import IntArray, TokenColumns
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import pack_int32
-from nanocore.worker.plan import ModelRunnerOutput
+from nanocore.worker.plan import ModelRunnerOutput, RowLogprobs
 
 
 class ResultReader:
@@ -43,7 +45,53 @@ class ResultReader:
             sampled = sampled.take(~np.isin(sampled.owners, list(outcome.dead_rows)))
         if counts is not None or plan.decode_counts is not None:
             _check_counts(self._table, plan, sampled)
+        if result.logprobs is not None or self._table.num_asking:
+            sampled.logprobs = self._logprobs(outcome, sampled, result)
         return sampled
+
+    def take_prompt_logprobs(self, outcome: StepOutcome, result: ModelRunnerOutput) -> None:
+        """Note what the step says of prompts of rows that are alive: it is delivered from here on.
+
+        Raises:
+            ValueError: it is not what the step computed and nobody knew.
+        """
+        asking = self._table.prompt_logprob_rows
+        if result.prompt_logprobs is None and not asking:
+            return
+        expected: Counter[int] = Counter()
+        for row, num_tokens, start in outcome.plan.chunks:
+            if row in asking and row not in outcome.dead_rows:
+                # The logits of a token tell of the next one, and the first entry is the second's.
+                request = self._table.request(row)
+                end = min(start + num_tokens, request.num_asked_prompt_logprobs)
+                expected[row] = max(end - max(start, request.num_prompt_logprobs), 0)
+        said = _of_the_living(result.prompt_logprobs, outcome)
+        counts = Counter([] if said is None else said.owners.tolist())
+        if counts != +expected:
+            raise ValueError(
+                f"step {outcome.plan.number} has log probabilities of prompt tokens, by row, "
+                f"{dict(counts)}: it must have {dict(+expected)}"
+            )
+        for row, count in counts.items():
+            assert said is not None
+            request, own = self._table.request(row), said.take(said.owners == row)
+            request.num_prompt_logprobs += count
+            outcome.prompt_logprobs.append((request.client, own.renamed(self._table.handle)))
+
+    def _logprobs(
+        self, outcome: StepOutcome, sampled: TokenColumns, result: ModelRunnerOutput
+    ) -> LogprobColumns | None:
+        """Of each of these tokens whose row asks for them."""
+        said = _of_the_living(result.logprobs, outcome)
+        rows = sampled.owner_of_each()
+        expected = np.sort(rows[self._table.asks_logprobs[rows]])
+        owners = np.zeros(0, np.int64) if said is None else np.sort(said.owners)
+        if not np.array_equal(owners, expected):
+            raise ValueError(
+                f"step {outcome.plan.number} has log probabilities of tokens of rows "
+                f"{owners.tolist()}: they must be of {expected.tolist()}"
+            )
+        return said
 
     def _usual_rows(self, plan: StepPlan) -> bytes:
         """The rows that sample, as workers tell them: decodes ascending, then prompts' ends.
@@ -73,6 +121,17 @@ def _columns(result: ModelRunnerOutput) -> TokenColumns:
             f"{None if counts is None else len(counts)} counts, and {len(token_ids)} token ids"
         )
     return TokenColumns(rows, token_ids, counts)
+
+
+def _of_the_living(said: RowLogprobs | None, outcome: StepOutcome) -> LogprobColumns | None:
+    """What a worker says, without that of rows whose request has ended or was preempted."""
+    if said is None:
+        return None
+    columns = LogprobColumns.of_rows(said)
+    alive = ~np.isin(columns.owners, list(outcome.dead_rows))
+    if alive.all():
+        return columns if len(columns) else None
+    return columns.take(alive) if alive.any() else None
 
 
 def _check_rows(plan: StepPlan, rows: IntArray) -> None:

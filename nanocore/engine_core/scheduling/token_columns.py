@@ -1,21 +1,20 @@
-"""Sampled tokens in columns: whose they are, how many each has, and what is said of each token.
+"""Sampled tokens in columns: whose they are, how many each has, and their log probabilities.
 
 Read side by side: the first owner has as many of the tokens as the first count says, the second the
-next ones, and so on. With one token each there are no counts, and nothing here costs more than the
-two columns themselves.
+next ones, and so on. With one token each there are no counts, and where nobody asks for log
+probabilities there are none: nothing here then costs more than the two columns themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.integer]
-NumberColumns = dict[str, NDArray[np.float32]]
-"""By name, a number for each token."""
+from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
+from nanocore.engine_core.scheduling.spans import IntArray, spans
 
 
 @dataclass(slots=True)
@@ -23,13 +22,14 @@ class TokenColumns:
     """Tokens by owner: a row, or the handle of a request.
 
     owners: integers [n], no one twice. token_ids: int32 [tokens], owner by owner. counts: int [n],
-    each at least 1; None if all are 1, also where they are given. columns: float32 [tokens] each.
+    each at least 1; None if all are 1, also where they are given. logprobs: an entry for each token
+    of those owners that ask for them; None if none does.
     """
 
     owners: IntArray
     token_ids: NDArray[np.int32]
     counts: IntArray | None = None
-    columns: NumberColumns = field(default_factory=dict)
+    logprobs: LogprobColumns | None = None
 
     def __post_init__(self) -> None:
         if self.counts is not None and (self.counts == 1).all():
@@ -37,11 +37,14 @@ class TokenColumns:
 
     def take(self, chosen: IntArray | NDArray[np.bool_]) -> TokenColumns:
         """Some owners' tokens: by their indices, in that order, or by a mask."""
+        owners, logprobs = self.owners[chosen], self.logprobs
+        if logprobs is not None:
+            logprobs = logprobs.of(owners)
         if self.counts is None:
-            return self._with(self.owners[chosen], chosen, None)
+            return TokenColumns(owners, self.token_ids[chosen], None, logprobs)
         counts = self.counts[chosen]
         starts = (np.cumsum(self.counts) - self.counts)[chosen]
-        return self._with(self.owners[chosen], _spans(starts, counts), counts)
+        return TokenColumns(owners, self.token_ids[spans(starts, counts)], counts, logprobs)
 
     def shortened(self, num_kept: dict[int, int]) -> TokenColumns:
         """Without what some owners, by index, have beyond their first so many tokens."""
@@ -50,8 +53,18 @@ class TokenColumns:
         counts = counts.copy()
         counts[list(num_kept)] = list(num_kept.values())
         left = counts > 0
-        tokens = _spans(starts[left], counts[left])
-        return self._with(self.owners[left], tokens, None if self.counts is None else counts[left])
+        tokens = spans(starts[left], counts[left])
+        logprobs = self.logprobs
+        if logprobs is not None:
+            by_owner = {int(self.owners[index]): num for index, num in num_kept.items()}
+            logprobs = logprobs.shortened(by_owner)
+        counts_left = None if self.counts is None else counts[left]
+        return TokenColumns(self.owners[left], self.token_ids[tokens], counts_left, logprobs)
+
+    def renamed(self, names: IntArray) -> TokenColumns:
+        """The same of other owners. names: of each owner, by its number."""
+        logprobs = None if self.logprobs is None else self.logprobs.renamed(names)
+        return TokenColumns(names[self.owners], self.token_ids, self.counts, logprobs)
 
     def locate(self, tokens: list[int]) -> Iterator[tuple[int, int]]:
         """(index of the owner, which of its tokens, from 0) of each of these tokens."""
@@ -65,19 +78,3 @@ class TokenColumns:
     def owner_of_each(self) -> IntArray:
         """Whose each token is; integers [tokens]."""
         return self.owners if self.counts is None else np.repeat(self.owners, self.counts)
-
-    def _with(
-        self, owners: IntArray, tokens: IntArray | NDArray[np.bool_], counts: IntArray | None
-    ) -> TokenColumns:
-        columns = {name: column[tokens] for name, column in self.columns.items()}
-        return TokenColumns(owners, self.token_ids[tokens], counts, columns)
-
-
-def places_in_rows(counts: IntArray) -> IntArray:
-    """0, 1, ... for each row's tokens; int [tokens]."""
-    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _spans(starts: IntArray, counts: IntArray) -> IntArray:
-    """Indices of tokens, by where an owner's begin and how many there are."""
-    return np.repeat(starts, counts) + places_in_rows(counts)

@@ -1,0 +1,108 @@
+"""One client's share of a step as OUTPUT messages: one, unless log probabilities are too many.
+
+A frame above `max_frame_bytes` would end the client's connection, and with a whole vocabulary each
+token brings megabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
+from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
+from nanocore.engine_core.scheduling.spans import IntArray
+from nanocore.engine_core.scheduling.token_columns import TokenColumns
+from nanocore.protocol.codec import encode
+from nanocore.protocol.messages import Output, TokenLogprobs
+
+HANDLE_DTYPE: Final = np.dtype("<u4")
+FLOAT_DTYPE: Final = np.dtype("<f4")
+MAX_LOGPROBS_BYTES: Final = 4 * 2**20
+"""Of one message; one more token's may be in it, which is less than 8 MiB for any vocabulary."""
+
+
+def output_frames(
+    output: ClientOutput, max_logprobs_bytes: int = MAX_LOGPROBS_BYTES
+) -> list[list[bytes]]:
+    """The frames of each message, in their order; two buffer copies where there is one.
+
+    Of several, prompts' log probabilities come first, a token's with the token, and ends last.
+    """
+    if output.num_logprobs_bytes <= max_logprobs_bytes:
+        return [_encode(output)]
+    client, nothing = output.client, TokenColumns(np.zeros(0, np.uint32), np.zeros(0, np.int32))
+    prompts = [
+        ClientOutput(client, nothing, [], part)
+        for part in _cut_entries(output.prompt_logprobs, max_logprobs_bytes)
+    ]
+    outputs = [
+        ClientOutput(client, part) for part in _cut_tokens(output.tokens, max_logprobs_bytes)
+    ]
+    for event in output.events:
+        outputs[0 if event.finish_reason is None else -1].events.append(event)
+    return [_encode(one) for one in prompts + outputs]
+
+
+def _encode(output: ClientOutput) -> list[bytes]:
+    tokens, counts = output.tokens, output.tokens.counts
+    return encode(
+        Output(
+            handles=tokens.owners.astype(HANDLE_DTYPE, copy=False).tobytes(),
+            tokens=tokens.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
+            counts=None if counts is None else counts.astype(HANDLE_DTYPE).tobytes(),
+            events=output.events,
+            logprobs=_said(tokens.logprobs),
+            prompt_logprobs=_said(output.prompt_logprobs),
+        )
+    )
+
+
+def _said(entries: LogprobColumns | None) -> TokenLogprobs | None:
+    if entries is None:
+        return None
+    return TokenLogprobs(
+        handles=entries.owners.astype(HANDLE_DTYPE, copy=False).tobytes(),
+        ranks=entries.ranks.astype(HANDLE_DTYPE).tobytes(),
+        counts=entries.counts.astype(HANDLE_DTYPE).tobytes(),
+        token_ids=entries.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
+        logprobs=entries.logprobs.astype(FLOAT_DTYPE, copy=False).tobytes(),
+    )
+
+
+def _cut_entries(entries: LogprobColumns | None, max_bytes: int) -> Iterator[LogprobColumns]:
+    if entries is not None:
+        yield from map(entries.take, _cut(entries.bytes_of_each, max_bytes))
+
+
+def _cut_tokens(tokens: TokenColumns, max_bytes: int) -> Iterator[TokenColumns]:
+    """Tokens with their entries in parts, of which there is one at least."""
+    entries, owners = tokens.logprobs, tokens.owner_of_each().astype(np.int64)
+    if entries is None:
+        yield tokens
+        return
+    order = np.argsort(tokens.owners)
+    owner_of_each = order[np.searchsorted(tokens.owners, entries.owners, sorter=order)]
+    entries = entries.take(np.argsort(owner_of_each, kind="stable"))  # as the tokens are
+    has_entry = np.isin(owners, entries.owners)
+    entry_of_each = np.cumsum(has_entry) - 1
+    num_bytes = np.zeros(len(owners), np.int64)
+    num_bytes[has_entry] = entries.bytes_of_each
+    for part in _cut(num_bytes, max_bytes):
+        starts = np.flatnonzero(np.diff(owners[part], prepend=-1))
+        own = entry_of_each[part][has_entry[part]]
+        yield TokenColumns(
+            owners[part][starts],
+            tokens.token_ids[part],
+            np.diff(starts, append=len(part)),
+            entries.take(own) if len(own) else None,
+        )
+
+
+def _cut(num_bytes: IntArray, max_bytes: int) -> list[IntArray]:
+    """Indices in consecutive parts, each of so many bytes and one more entry at most."""
+    part_of_each = (np.cumsum(num_bytes) - num_bytes) // max_bytes
+    return np.split(np.arange(len(num_bytes)), np.flatnonzero(np.diff(part_of_each)) + 1)

@@ -1,0 +1,18 @@
+"""Spans of columns: whose entries lie side by side, so many of each."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.integer]
+
+
+def places(counts: IntArray) -> IntArray:
+    """0, 1, ... for each owner's entries; int [entries]."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def spans(starts: IntArray, counts: IntArray) -> IntArray:
+    """Indices of entries, by where an owner's begin and how many there are."""
+    return np.repeat(starts, counts) + places(counts)
