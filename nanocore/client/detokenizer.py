@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._source: _SingleTokens | _Window
         texts = tokenizer.token_texts(skip_special_tokens)
-        if texts is not None:
+        if texts.are_exact:
             self._source = _SingleTokens(texts, prompt_token_ids)
         else:
             context = list(prompt_token_ids[-MAX_CONTEXT_TOKENS:])

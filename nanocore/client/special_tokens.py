@@ -2,6 +2,7 @@
 
 Two files name them: tokenizer_config.json, and special_tokens_map.json, which is older. The older
 one wins, as in transformers, unless the newer lists all added tokens ("added_tokens_decoder").
+Where it does not, added_tokens.json may do so.
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class SpecialTokens:
-    """What tokenizer_config.json (`config`) and special_tokens_map.json (`older`) say together.
+    """What three files say together.
+
+    Args:
+        config: tokenizer_config.json. older: special_tokens_map.json.
+        added: added_tokens.json, which has ids by text.
 
     texts: by name ("bos_token"), for chat templates; models may name tokens of their own. What is
     absent or null has no name.
     """
 
-    def __init__(self, config: Mapping[str, Any], older: Mapping[str, Any]) -> None:
-        self._added = config.get("added_tokens_decoder") or {}
-        sources = [config] if "added_tokens_decoder" in config else [config, older]
+    def __init__(
+        self, config: Mapping[str, Any], older: Mapping[str, Any], added: Mapping[str, Any]
+    ) -> None:
+        self._lists_all = "added_tokens_decoder" in config
+        sources = [config] if self._lists_all else [config, older]
         named: dict[str, Any] = {}
         unnamed: list[Any] = []
         for source in sources:
@@ -43,6 +50,13 @@ class SpecialTokens:
         self._all = [*named.values(), *unnamed]
         texts = {name: _text(value) for name, value in named.items()}
         self.texts = {name: text for name, text in texts.items() if text is not None}
+        self._added = config.get("added_tokens_decoder") or {}
+        if not self._lists_all:
+            special = {_text(entry) for entry in self._all}
+            self._added = {
+                token_id: {"content": t, "special": t in special, "normalized": t not in special}
+                for t, token_id in added.items()
+            }
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Let a tokenizer know the tokens that only the configuration tells it are special.
@@ -62,6 +76,8 @@ class SpecialTokens:
             token = tokenizers.AddedToken(**entry)
             if repr(token) in exact or not token.content:
                 continue
+            if not self._lists_all and token.content in texts:
+                continue  # its older list knows less of it than the tokenizer
             own_id = backend.token_to_id(token.content)
             if token_id == (next_id if own_id is None else own_id):
                 next_id = max(next_id, token_id + 1)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Final, Self
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
 import tokenizers
 
@@ -22,37 +23,51 @@ _JOINING_STEPS: Final = frozenset({"ByteLevel", "Fuse"})
 _SINGLE_STEPS: Final = frozenset({"Replace", "ByteFallback", "Metaspace", "WordPiece"})
 
 
-class TokenTexts(dict[int, str | bytes]):
-    """Texts by token id, filled on first use; "" for ids of no token. Made by `of`.
+class TokenText(NamedTuple):
+    """What one token adds to a text, as logprobs show it.
 
-    joins_bytes: the decoder only joins the tokens' bytes; the first is as any other.
+    text: half a character in it is shown as U+FFFD. bytes: the token's own, so that those of
+    successive tokens make whole characters; none for ids of no token.
     """
 
-    @classmethod
-    def of(cls, backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> Self | None:
-        """The texts of a tokenizer's tokens; None if they depend on the tokens before them."""
-        steps = _decoder_steps(backend)
-        joins_bytes = bool(steps) and {step["type"] for step in steps} <= _JOINING_STEPS
-        texts = cls(backend, skip_special_tokens, joins_bytes)
-        if joins_bytes or (_treats_tokens_singly(steps) and texts._find_anchor()):
-            return texts
-        return None
+    text: str
+    bytes: bytes
 
-    def __init__(
-        self, backend: tokenizers.Tokenizer, skip_special_tokens: bool, joins_bytes: bool
-    ) -> None:
+
+class _Anchor(NamedTuple):
+    """At most one token, and its text."""
+
+    token_ids: list[int]
+    text: str
+
+
+class TokenTexts(dict[int, str | bytes]):
+    """Texts by token id, filled on first use; "" for ids of no token.
+
+    joins_bytes: the decoder only joins the tokens' bytes; the first is as any other.
+    are_exact: a token adds its text whatever came before. Else it is what the token adds to some
+    other one, or if it changes that one, what it is alone.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
         super().__init__()
-        self.joins_bytes = joins_bytes
+        steps = _decoder_steps(backend)
+        names = {step["type"] for step in steps}
+        self.joins_bytes = bool(names) and names <= _JOINING_STEPS
+        self._has_byte_symbols = "ByteLevel" in names
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
-        self._anchor: list[int] = []
-        self._anchor_text = ""
+        self.are_exact = self.joins_bytes or (
+            _treats_tokens_singly(steps) and bool(self._anchor.token_ids)
+        )
 
     def __missing__(self, token_id: int) -> str | bytes:
         text: str | bytes = ""
         if 0 <= token_id < MAX_TOKEN_IDS:
-            whole = self._decode([*self._anchor, token_id])
-            text = whole.removeprefix(self._anchor_text)
+            whole = self._decode([*self._anchor.token_ids, token_id])
+            text = whole.removeprefix(self._anchor.text)
+            if not self.are_exact and text in ("", whole):
+                text = self._decode([token_id])
             if REPLACEMENT in text:
                 text = self._partial(token_id, text)
         self[token_id] = text
@@ -67,7 +82,7 @@ class TokenTexts(dict[int, str | bytes]):
         """The bytes behind a text with a U+FFFD, unless that is what they say."""
         token = self._backend.id_to_token(token_id)
         assert token is not None, "it has a text"
-        if self.joins_bytes:
+        if self._has_byte_symbols:
             symbols = [_BYTES.get(symbol) for symbol in token]
             data = bytes(b for b in symbols if b is not None)
             if None in symbols:  # an added token, which stands for itself
@@ -81,16 +96,17 @@ class TokenTexts(dict[int, str | bytes]):
         except UnicodeDecodeError:
             return data
 
-    def _find_anchor(self) -> bool:
-        """Find an ordinary token to put before others, so that they are not the first."""
-        for token_id in range(self._backend.get_vocab_size()):
+    @cached_property
+    def _anchor(self) -> _Anchor:
+        """An ordinary token to put before others, so that they are not the first; if need be."""
+        ordinary = range(0 if self.joins_bytes else self._backend.get_vocab_size())
+        for token_id in ordinary:
             text = self._decode([token_id])
             if not text or text.isspace() or REPLACEMENT in text:
                 continue
             if not _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or ""):
-                self._anchor, self._anchor_text = [token_id], text
-                return True
-        return False
+                return _Anchor([token_id], text)
+        return _Anchor([], "")
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

@@ -1,13 +1,14 @@
 """Text to token ids and back, and chat messages to a prompt, from a model's own files.
 
 Uses the `tokenizers` library and a sandboxed jinja2: no code of the model runs, and nothing of
-torch or transformers is imported.
+torch is imported, nor of transformers but for models that have no tokenizer.json.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NotRequired, Self, TypedDict
 
@@ -15,7 +16,8 @@ import tokenizers
 
 from nanocore.client.chat_template import ChatTemplate
 from nanocore.client.special_tokens import SpecialTokens
-from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenTexts
+from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
+from nanocore.client.tokenizer_conversion import VOCABULARY_FILES, make_tokenizer_json
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import ModelFileName
 
@@ -25,9 +27,18 @@ TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
 )
-"""What a Tokenizer is made of; only the first is needed."""
+"""What a Tokenizer is made of; only the first is needed, or VOCABULARY_FILES in its place."""
+
+
+def needed_files(available: Container[str]) -> list[ModelFileName]:
+    """Those of a model's files that its Tokenizer is made of."""
+    wanted = TOKENIZER_FILES
+    if "tokenizer.json" not in available:
+        wanted += VOCABULARY_FILES
+    return [name for name in wanted if name in available]
 
 
 class ChatMessage(TypedDict):
@@ -49,23 +60,22 @@ class Tokenizer:
     """The tokenizer of one model.
 
     Args:
-        files: contents by name, of those of `TOKENIZER_FILES` that the model has. The chat template
-            is chat_template.jinja, or else a part of tokenizer_config.json.
+        files: contents by name, of the `needed_files` that the model has. The chat template is
+            chat_template.jinja, or else a part of tokenizer_config.json.
         source: where they come from, for error messages.
 
     Raises:
-        InvalidRequestError: tokenizer.json is missing, or one of the files is damaged.
+        InvalidRequestError: tokenizer.json is missing and cannot be made, or a file is damaged.
     """
 
     def __init__(self, files: Mapping[str, bytes], source: str) -> None:
-        if "tokenizer.json" not in files:
-            raise InvalidRequestError(
-                f"{source} has no tokenizer.json: pass token ids instead of text, with "
-                "detokenize=False, or tokenizer=FOLDER with the folder that holds the model's "
-                "tokenizer.json"
-            )
+        config = _parse_object(files, "tokenizer_config.json", source)
+        older = _parse_object(files, "special_tokens_map.json", source)
+        content = files.get("tokenizer.json")
+        if content is None:
+            content = make_tokenizer_json(files, config, older, source)
         try:
-            self.backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+            self.backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequestError(f"tokenizer.json of {source}: {error}") from None
         # How training cut, filled and varied its texts: none of it is for prompts.
@@ -74,12 +84,11 @@ class Tokenizer:
         if getattr(self.backend.model, "dropout", None) is not None:
             self.backend.model.dropout = None
         self._source = source
-        self._token_texts: dict[bool, TokenTexts | None] = {}
-        config = _parse_object(files, "tokenizer_config.json", source)
-        special_tokens = SpecialTokens(
-            config, _parse_object(files, "special_tokens_map.json", source)
-        )
+        self._token_texts: dict[bool, TokenTexts] = {}
+        self._shown_tokens: dict[int, TokenText] = {}
+        added = _parse_object(files, "added_tokens.json", source)
         try:
+            special_tokens = SpecialTokens(config, older, added)
             special_tokens.add_to(self.backend)
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidRequestError(f"the special tokens of {source}: {error}") from None
@@ -95,9 +104,12 @@ class Tokenizer:
         Raises:
             InvalidRequestError: as the constructor, or a file cannot be read.
         """
-        paths = [folder / name for name in TOKENIZER_FILES]
+        paths = [folder / name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES)]
         try:
-            files = {path.name: path.read_bytes() for path in paths if path.is_file()}
+            there = {path.name: path for path in paths if path.is_file()}
+            files: dict[str, bytes] = {
+                name: there[name].read_bytes() for name in needed_files(there)
+            }
         except OSError as error:
             raise InvalidRequestError(f"{error.filename}: {error.strerror}") from None
         return cls(files, str(folder))
@@ -125,10 +137,32 @@ class Tokenizer:
         text: str = self.backend.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
-    def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
-        """Texts of single tokens; None if this model's tokens have none of their own."""
+    def token_text(self, token_id: int) -> TokenText:
+        """What a token adds to a text that other tokens begin, for logprobs.
+
+        Special tokens are shown as they are written. Models whose tokens have no text of their own
+        (`token_texts(False).are_exact` is false) give what this one adds to one certain other
+        token, or if it changes that one, what it is alone.
+        """
+        shown = self._shown_tokens.get(token_id)
+        if shown is None:
+            text = self._special_texts.get(token_id)
+            if text is None:
+                text = self.token_texts(skip_special_tokens=False)[token_id]
+            data = text if isinstance(text, bytes) else text.encode()
+            shown = TokenText(data.decode("utf-8", "replace"), data)
+            self._shown_tokens[token_id] = shown
+        return shown
+
+    @cached_property
+    def _special_texts(self) -> dict[int, str | bytes]:
+        added = self.backend.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
+    def token_texts(self, skip_special_tokens: bool) -> TokenTexts:
+        """Texts of single tokens; see there what they are worth."""
         if skip_special_tokens not in self._token_texts:
-            texts = TokenTexts.of(self.backend, skip_special_tokens)
+            texts = TokenTexts(self.backend, skip_special_tokens)
             self._token_texts[skip_special_tokens] = texts
         return self._token_texts[skip_special_tokens]
 

@@ -10,7 +10,7 @@ import asyncio
 from pathlib import Path
 
 from nanocore.client.model_files import ModelFiles
-from nanocore.client.tokenizer import MAX_QUICK_CHARS, TOKENIZER_FILES, Tokenizer
+from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer, needed_files
 
 
 class TokenizerLoader:
@@ -62,7 +62,7 @@ class TokenizerLoader:
             # lock while it parses, so of that part the event loop still notices.
             if self._folder is not None:
                 return await asyncio.to_thread(Tokenizer.from_folder, self._folder)
-            names = [name for name in TOKENIZER_FILES if name in self._files.names]
+            names = needed_files(self._files.names)
             contents: dict[str, bytes] = {name: await self._files.read(name) for name in names}
             return await asyncio.to_thread(Tokenizer, contents, f"the engine of {self._model}")
         except BaseException:

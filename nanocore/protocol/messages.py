@@ -42,6 +42,11 @@ ModelFileName = Literal[
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
 ]
 """The files of a model that an engine serves to its clients: what tokenizing and chatting need."""
 

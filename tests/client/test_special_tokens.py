@@ -20,7 +20,7 @@ TEMPLATE = "".join(
     f"{name}={{{{ {name} }}}}{{{{ {name} is defined }}}} "
     for name in [*NAMES, "image_token", "eoi"]
 )
-TEXT = "a<filler260>b<filler261><|end|>c<filler262>d"
+TEXT = "a<filler260>b<filler261><|end|>c<filler262>d<added>"
 
 
 def _write(folder: Path, config: dict[str, Any], older: dict[str, Any] | None = None) -> Path:
@@ -137,6 +137,7 @@ ADDED = {
     image=st.none() | TOKENS,
     older=st.none() | st.dictionaries(st.sampled_from([*NAMES, "image_token"]), IN_OLDER),
     added=st.none() | st.sets(st.sampled_from(sorted(ADDED))),
+    oldest=st.none() | st.sets(st.sampled_from(sorted(ADDED))),
     more=st.sampled_from([{}, {"additional_special_tokens": ["<filler262>"]},
                           {"extra_special_tokens": {"eoi": "<filler262>"}}]),
 )  # fmt: skip
@@ -146,12 +147,16 @@ def test_names_and_ids_are_those_of_transformers(
     image: str | None,
     older: dict[str, Any] | None,
     added: set[str] | None,
+    oldest: set[str] | None,
     more: dict[str, Any],
 ) -> None:
     config = {**config, "image_token": image, **more}
     if added is not None:
         config["added_tokens_decoder"] = {key: ADDED[key] for key in added}
     folder = _write(tmp_path_factory.mktemp("model"), config, older)
+    if oldest is not None:
+        ids_by_text = {ADDED[key]["content"]: int(key) for key in oldest}
+        (folder / "added_tokens.json").write_text(json.dumps(ids_by_text))
     tokenizer, reference = (
         Tokenizer.from_folder(folder),
         PreTrainedTokenizerFast.from_pretrained(folder),

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from nanocore.client import ClientStateError, InvalidRequestError, ProtocolError
+from nanocore.client import tokenizer as module
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
+from nanocore.client.tokenizer_conversion import make_tokenizer_json
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Abort, Control, Event, Reply, Submit
 from tests.client.fake_engine import NO_TEXT, connected, file_entry, welcome_message
 from tests.client.running import run
+from tests.client.vocabulary_folders import write_byte_level
 
 NUM_FILES = 2  # of the byte tokenizer, each of one chunk
 
@@ -113,6 +116,46 @@ def test_a_folder_that_is_named_wins(
         async with _serving(endpoint, damaged, tokenizer=tokenizer_folder) as (_, client):
             tokenizer = await client.get_tokenizer()
             assert tokenizer.decode(tokenizer.encode("é")) == "é"
+
+    run(scenario())
+
+
+def test_the_vocabulary_of_a_model_without_a_tokenizer_comes_from_the_engine(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_byte_level(tmp_path, "GPT2Tokenizer")
+    vocabulary = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert vocabulary.keys() == {"vocab.json", "merges.txt", "tokenizer_config.json"}
+    threads: list[threading.Thread] = []
+
+    def recording(*args: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return make_tokenizer_json(*args)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(module, "make_tokenizer_json", recording)
+        async with _serving(endpoint, vocabulary) as (engine, client):
+            requests = [asyncio.create_task(client.get_tokenizer()) for _ in range(3)]
+            await engine.serve_chunks(len(vocabulary), vocabulary)
+            tokenizer, *others = await asyncio.gather(*requests)
+            assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+            assert others == [tokenizer] * 2
+            assert len(threads) == 1, "it is made once"
+            assert threads[0] is not threading.main_thread(), "and holds up nobody"
+
+    run(scenario())
+
+
+def test_the_vocabulary_of_a_model_with_a_tokenizer_is_not_fetched(
+    endpoint: str, contents: dict[str, bytes]
+) -> None:
+    contents = {**contents, "vocab.json": b"x", "merges.txt": b"x", "tokenizer.model": b"x"}
+
+    async def scenario() -> None:
+        async with _serving(endpoint, contents) as (engine, client):
+            loading = asyncio.create_task(client.get_tokenizer())
+            await engine.serve_chunks(NUM_FILES, contents)
+            assert (await loading).encode("a")
 
     run(scenario())
 

@@ -57,6 +57,16 @@ def _with_bytes(decoder: object) -> tokenizers.Tokenizer:
     return backend
 
 
+def _with_sounds(decoder: object) -> tokenizers.Tokenizer:
+    """The letters of a model of speech, whose decoder drops repetitions and fillers."""
+    tokens = ["<pad>", "<s>", "</s>", "<unk>", "|", "a", "b", "!", ".", "中", "'"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.decoder = decoder
+    backend.add_special_tokens(["<pad>", "<s>", "</s>", "<unk>"])
+    return backend
+
+
 _SPACE = decoders.Replace("▁", " ")
 _LLAMA_2 = [_SPACE, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
@@ -70,6 +80,7 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "word-piece": lambda: _with_words(decoders.WordPiece()),
     "none": lambda: _with_words(None),
     "suffix": lambda: _with_words(decoders.BPEDecoder()),
+    "ctc": lambda: _with_sounds(decoders.CTC(pad_token="<pad>", word_delimiter_token="|")),
     "byte-level-and-more": lambda: _with_bytes(
         decoders.Sequence([decoders.ByteLevel(), decoders.Replace("!", "?")])
     ),

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 from nanocore.protocol.errors import ConfigError, ModelFileError, shorten
+from nanocore.protocol.messages import ModelFileName
 
 _ALLOWED = [
     "config.json",
-    "generation_config.json",
     "*.safetensors",
     "model.safetensors.index.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
+    *get_args(ModelFileName),
 ]
 _IGNORED = ["*/*", "consolidated*"]
 """Subfolders, and Mistral's second copy of the weights."""
