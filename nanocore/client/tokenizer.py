@@ -137,6 +137,12 @@ class Tokenizer:
         text: str = self.backend.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
+    def is_decoded(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """Whether `decode` looks at this token at all."""
+        if skip_special_tokens and token_id in self._special_texts:
+            return False
+        return 0 <= token_id < MAX_TOKEN_IDS and self.backend.id_to_token(token_id) is not None
+
     def token_text(self, token_id: int) -> TokenText:
         """What a token adds to a text that other tokens begin, for logprobs.
 

@@ -206,6 +206,19 @@ def test_ids_that_no_token_has_add_nothing_and_harm_nothing(
     assert driven.final().outputs[0].text == expected
 
 
+@pytest.mark.parametrize("skipped", ["</s>", None])
+def test_tokens_that_are_left_out_push_no_others_out_of_the_window(
+    tmp_path: Path, skipped: str | None
+) -> None:
+    """A repetition is one, whatever no decode shows in between."""
+    tokenizer = make("ctc", tmp_path)
+    a, b = (tokenizer.backend.token_to_id(letter) for letter in "ab")
+    between = [10**6 if skipped is None else tokenizer.backend.token_to_id(skipped)] * 40
+    assert tokenizer.decode([b, a, *between, a, b]) == "bab"
+    assert _text(tokenizer, [], [[b, a, *between, a, b]], True) == "bab"
+    assert _text(tokenizer, [b, a, *between], [[a, b]], True) == "b"
+
+
 def test_a_context_that_begins_inside_a_character_spoils_none() -> None:
     """Of decoders that see the whole text: of a run of byte tokens cut in two nothing is left."""
     vocabulary = {f"<0x{i:02X}>": i for i in range(256)} | {"<unk>": 256, "a": 257}

@@ -107,7 +107,7 @@ def expected_text(
     Of byte tokens, the U+FFFD that stand for what is no UTF-8 are put in before decoding: the
     decoder itself would replace whole runs of bytes.
     """
-    if kind in FALLBACK:
+    if kind in FALLBACK or kind.startswith("byte-tokens"):
         before = tokenizer.decode(_repaired(tokenizer, prompt, skip), skip)
         whole = tokenizer.decode(_repaired(tokenizer, [*prompt, *output], skip), skip)
         return whole.removeprefix(before)
