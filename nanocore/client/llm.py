@@ -16,9 +16,10 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 from tqdm import tqdm
 
-from nanocore.client.async_client import AsyncEngineClient, Prompt
+from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.engine_flags import EngineArgument
 from nanocore.client.outputs import RequestOutput
+from nanocore.client.submission import Prompt
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard, Stats
