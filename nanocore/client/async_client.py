@@ -8,18 +8,15 @@ it is entered; in every other one it says so.
 from __future__ import annotations
 
 import asyncio
-import uuid
-from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from os import PathLike
 from types import NoneType, TracebackType
-from typing import Final, Self, TypeAlias, TypedDict
+from typing import Final, Self
 
 from nanocore.client.arguments import (
     check_endpoint,
     check_request_id,
-    check_sampling_params,
     check_timeout,
     folder_path,
 )
@@ -29,10 +26,10 @@ from nanocore.client.engine_link import EngineLink, Session
 from nanocore.client.launcher import EngineProcess
 from nanocore.client.outputs import RequestOutput
 from nanocore.client.stream import RequestStream
+from nanocore.client.submission import Prompt, submit
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
-from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.errors import ClientStateError, ConfigError, InvalidRequestError
-from nanocore.protocol.messages import ControlOperation, ModelCard, Reply, Stats, Submit
+from nanocore.protocol.messages import ControlOperation, ModelCard, Reply, Stats
 from nanocore.protocol.sampling import SamplingParams
 from nanocore.protocol.sockets import ClientKeys, client_keys
 from nanocore.system.endpoint_lock import own_default_endpoint
@@ -42,15 +39,6 @@ _ELSEWHERE: Final = (
     "this client belongs to the event loop in which it was entered, and this is another one: enter "
     "and use it within one asyncio.run(), and in one thread, or make a client for each"
 )
-
-
-class TokensPrompt(TypedDict):
-    """A prompt that is tokenized already."""
-
-    prompt_token_ids: list[int] | array[int]
-
-
-Prompt: TypeAlias = "str | list[int] | array[int] | TokensPrompt"
 
 
 class AsyncEngineClient:
@@ -205,6 +193,8 @@ class AsyncEngineClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a completion; each output holds everything so far and what is new.
 
+        With n above 1, that of all samples: those without news as they were, with an empty delta.
+
         Args:
             prompt: text, token ids, or {"prompt_token_ids": [...]}. Ids that are an array("i") are
                 sent as they are, which for long prompts is much cheaper than a list.
@@ -223,6 +213,8 @@ class AsyncEngineClient:
                 output = stream.read()
                 if output is not None:
                     yield output
+                    if stream.progress.is_behind:
+                        await asyncio.sleep(0)
                 else:
                     self._check_loop()  # else nobody would ever wake us
                     await stream.news()
@@ -354,40 +346,4 @@ class AsyncEngineClient:
         cache_salt: str | None,
     ) -> RequestStream:
         session = await self._session()
-        connection = session.connection
-        welcome = connection.welcome
-        if params is None:
-            params = SamplingParams.from_engine(welcome.model.default_sampling)
-        if request_id is None:
-            request_id = uuid.uuid4().hex
-        check_sampling_params(params)
-        check_request_id(request_id, welcome.limits.max_request_id_chars)
-        text, token_ids = await self._tokenize(session, prompt)
-        submit = Submit(
-            request_id=request_id,
-            prompt_token_ids=pack_int32(token_ids),
-            sampling=params.for_engine(),
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        stream = RequestStream(
-            submit.request_id,
-            text,
-            token_ids,
-            params,
-            await session.tokenizer.get() if params.detokenize else None,
-            leave=connection.leave,
-        )
-        await connection.submit(stream, submit)
-        return stream
-
-    async def _tokenize(self, session: Session, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        if isinstance(prompt, str):
-            return prompt, await session.tokenizer.encode(prompt)
-        token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
-        if isinstance(token_ids, (list, array)):
-            return None, token_ids
-        raise InvalidRequestError(
-            "a prompt is a str, a list or array of token ids or {'prompt_token_ids': [...]}, not "
-            f"{type(prompt).__name__}"
-        )
+        return await submit(session, prompt, params, request_id, priority, cache_salt)

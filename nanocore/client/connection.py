@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from nanocore.client.handshake import say_hello
+from nanocore.client.sample import Sample
 from nanocore.client.stream import RequestStream
 from nanocore.client.stream_table import StreamTable
-from nanocore.protocol.codec import client_decoder, encode
+from nanocore.protocol.codec import client_decoder, encode, pack_uint32
 from nanocore.protocol.errors import (
     ClientStateError,
     EngineDeadError,
@@ -150,10 +151,15 @@ class EngineConnection:
         if self.end is None:
             self._socket.post(encode(Abort(request_ids=request_ids)))
 
-    def leave(self, stream: RequestStream) -> None:
-        """Forget a stream that is not read to its end, and abort its request."""
-        self.abort([stream.request_id])
-        self._streams.leave(stream)
+    def leave(self, stream: RequestStream, sample: Sample | None) -> None:
+        """Forget a stream, or a sample of it, that is not read to its end, and abort it."""
+        if sample is None:
+            self.abort([stream.request_id])
+        elif self.end is None:
+            assert sample.handle is not None, "it has tokens"
+            handles = pack_uint32([sample.handle])
+            self._socket.post(encode(Abort(request_ids=[], handles=handles)))
+        self._streams.leave(stream, sample)
 
     async def control(
         self, operation: ControlOperation, file: str | None = None, offset: int = 0

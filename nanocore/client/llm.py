@@ -16,17 +16,17 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 from tqdm import tqdm
 
-from nanocore.client.async_client import AsyncEngineClient, Prompt
+from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.engine_flags import EngineArgument
 from nanocore.client.outputs import RequestOutput
+from nanocore.client.stepwise import QUEUE_FACTOR, StepwiseRequests
+from nanocore.client.submission import Prompt
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard, Stats
 from nanocore.protocol.sampling import SamplingParams
 
 Result = TypeVar("Result")
-_QUEUE_FACTOR = 4
-"""Requests in flight per engine row: enough to keep it full, few enough to bound its queue."""
 
 
 class LLM:
@@ -51,6 +51,7 @@ class LLM:
         self._client = AsyncEngineClient.launch(
             model, tokenizer=tokenizer, start_timeout_s=start_timeout_s, **engine_args
         )
+        self._requests = StepwiseRequests(self._client)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="nanocore-llm", daemon=True
@@ -77,7 +78,7 @@ class LLM:
         """End the engine and free everything. Idempotent."""
         if not self._loop.is_closed():
             try:
-                self._run(self._client.close())
+                self._run(self._close())
             finally:
                 self._stop_loop()
 
@@ -143,6 +144,33 @@ class LLM:
         prompts = [encode(cast("Sequence[ChatMessage]", turns)) for turns in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
+        """Begin a request that `step` reports of; returns its id, which its outputs have.
+
+        `generate` and `chat` may be used beside it.
+        """
+        return self._run(self._requests.add(prompt, sampling_params))
+
+    def step(self) -> list[RequestOutput]:
+        """Wait until something has changed; the outputs of the requests that have, as added.
+
+        An output has everything so far; `finished` is the last one. [] if nothing is unfinished. A
+        request that fails is raised by a step of its own, and is then forgotten: the others go on,
+        and lose nothing.
+
+        Raises:
+            NanocoreError: of the request that its `request_id` names.
+        """
+        return self._run(self._requests.step())
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to report yet."""
+        return len(self._requests) > 0
+
+    def abort(self, request_id: str) -> None:
+        """End a request: no step reports of it any more. Ids that have ended are ignored."""
+        self._run(self._requests.abort(request_id))
+
     def stats(self) -> Stats:
         """The engine's counters and gauges."""
         return self._run(self._client.stats())
@@ -151,10 +179,14 @@ class LLM:
         """Forget cached prefixes."""
         return self._run(self._client.reset_prefix_cache())
 
+    async def _close(self) -> None:
+        await self._requests.close()
+        await self._client.close()
+
     async def _complete_all(
         self, prompts: list[Prompt], all_params: list[SamplingParams | None], use_tqdm: bool
     ) -> list[RequestOutput]:
-        in_flight = asyncio.Semaphore(_QUEUE_FACTOR * self._client.max_num_seqs)
+        in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.max_num_seqs)
         with tqdm(total=len(prompts), unit="request", disable=not use_tqdm) as progress:
 
             async def complete(prompt: Prompt, params: SamplingParams | None) -> RequestOutput:

@@ -1,24 +1,27 @@
 """What a caller receives while its request runs.
 
 Each output is a snapshot that shares the request's growing lists, so streaming n tokens costs O(n);
-text and token ids are put together when they are read. They are made once per token, hence structs:
-a frozen dataclass costs eight times as much.
+text, token ids, logprobs and metrics are put together when they are read. They are made once per
+token, hence structs: a frozen dataclass costs eight times as much.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import msgspec
 
+from nanocore.client.logprobs import PromptLogprobs, SampleLogprobs
+from nanocore.client.progress import Progress
 from nanocore.protocol.messages import FinishReason
 
 
 class RequestMetrics(msgspec.Struct, frozen=True, gc=False):
     """Times of one request, in seconds, by the client's monotonic clock.
 
-    time_to_first_token_s: from submission; None before there is one. e2e_latency_s: so far, or in
-    all once finished. num_output_tokens: so far.
+    time_to_first_token_s: from submission; None before there is one. e2e_latency_s: until they are
+    read, or until the request's end. num_output_tokens: of all samples, as of the output.
     """
 
     time_to_first_token_s: float | None
@@ -27,23 +30,25 @@ class RequestMetrics(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """The generated part of a request, as of one moment.
+    """One generated sample of a request, as of one moment.
 
     delta: text that is new in this output. finish_reason: None while it runs, then "stop",
     "length", "abort" or "error". stop_reason: which of stop_token_ids (an int) or which stop string
     (a str) ended it; None if anything else did, EOS included. message: the cause of an "error", and
-    of an "abort" that the caller did not ask for.
+    of an "abort" that the caller did not ask for. index: which of the request's n samples.
+    logprobs: of each of token_ids a dict of candidates, if logprobs were asked for.
     """
 
     _parts: list[str]
     _num_parts: int
     _token_ids: list[int]
-    _num_tokens: int
+    num_tokens: int
     delta: str
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     message: str | None = None
     index: int = 0
+    logprobs: SampleLogprobs | None = None
 
     @property
     def text(self) -> str:
@@ -53,12 +58,17 @@ class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     @property
     def token_ids(self) -> list[int]:
         """The token ids so far, special tokens included."""
-        return self._token_ids[: self._num_tokens]
+        return self._token_ids[: self.num_tokens]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' own log probabilities, if logprobs were asked for."""
+        return None if self.logprobs is None else self.logprobs.sum
 
     def __repr__(self) -> str:
         message = f", message={self.message!r}" if self.message is not None else ""
         return (
-            f"CompletionOutput(text={self.text!r}, num_tokens={self._num_tokens}, "
+            f"CompletionOutput(text={self.text!r}, num_tokens={self.num_tokens}, "
             f"finish_reason={self.finish_reason!r}, stop_reason={self.stop_reason!r}{message})"
         )
 
@@ -67,8 +77,11 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     """One request, as of one moment.
 
     prompt: the text it was made from, if it was text. prompt_token_ids: a list, or the array that
-    was given. outputs: one completion.
-    num_cached_tokens: prompt tokens found in the prefix cache; None until the first token.
+    was given. outputs: n completions, in the order of their indices. finished: all of them are.
+    num_cached_tokens: prompt tokens found in the prefix cache; None until the first token. Of
+    several samples the first one's.
+    prompt_logprobs: of each prompt token a dict of candidates, if they were asked for; of the first
+    one None. Complete with the first token.
     """
 
     request_id: str
@@ -77,4 +90,16 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None
-    metrics: RequestMetrics
+    _progress: Progress
+    prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The request's times, as of when this is read."""
+        progress = self._progress
+        start_s, first_s = progress.start_s, progress.first_token_s
+        return RequestMetrics(
+            None if first_s is None else first_s - start_s,
+            (progress.end_s or time.monotonic()) - start_s,
+            sum(output.num_tokens for output in self.outputs),
+        )

@@ -20,17 +20,19 @@ class StopStringMatcher:
         self._held = ""
         self._min_chars = min(map(len, stops))
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, is_sought: bool = True) -> tuple[str, str | None]:
         """(text that may be shown, the stop string found or None).
 
+        is_sought: stop strings may end in this text; if not, none that does is found later either.
         Of several matches the one that ends first wins, and of those the first in the list, so that
         the result does not depend on how the text was cut into pieces.
         """
-        if self._held:
+        num_seen = len(self._held)
+        if num_seen:
             text = self._held + text
             self._held = ""
-        if len(text) >= self._min_chars:
-            found = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
+        if is_sought and len(text) >= self._min_chars:
+            found = [(end, stop) for stop in self._stops if (end := _end(text, stop, num_seen))]
             if found:
                 end, stop = min(found, key=lambda match: match[0])
                 return text[: end if self._include else end - len(stop)], stop
@@ -45,6 +47,12 @@ class StopStringMatcher:
         """The text held back, when no more will come."""
         text, self._held = self._held, ""
         return text
+
+
+def _end(text: str, stop: str, num_seen: int) -> int:
+    """Where `stop` first ends in `text`, beyond its first num_seen characters; 0 if nowhere."""
+    start = text.find(stop, max(0, num_seen + 1 - len(stop)))
+    return start + len(stop) if start >= 0 else 0
 
 
 def _overlap(text: str, stop: str) -> int:

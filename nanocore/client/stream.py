@@ -1,31 +1,35 @@
-"""One request's output on the client: collected as it arrives, turned into text as it is read.
+"""One request's output on the client: its samples, as one async iterator with one reader.
 
-The connection only appends token ids; a consumer that reads slowly costs one list, not a queue of
-messages, and finds everything merged. Detokenization and stop strings run when the consumer reads.
+What arrives goes to the samples; a reader gets what is new of all of them in one output. What is
+read at once is bounded: of a long backlog only so much that the event loop is not held up, and
+whoever reads on lets others have their turn before (`Progress.is_behind`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-from nanocore.client.detokenizer import IncrementalDetokenizer
-from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanocore.client.stop_strings import StopStringMatcher
+from nanocore.client.logprobs import PromptLogprobs
+from nanocore.client.outputs import RequestOutput
+from nanocore.client.progress import Progress
+from nanocore.client.sample import Sample
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import NanocoreError
-from nanocore.protocol.messages import Event, FinishReason
 from nanocore.protocol.sampling import SamplingParams
 
 
 class RequestStream:
-    """An async iterator of RequestOutput with one reader, and what feeds it.
+    """An async iterator of RequestOutput, made of the samples that the connection feeds.
 
     Args:
         request_id, prompt, prompt_token_ids, params: the request.
         tokenizer: None if the request wants no text.
-        leave: ends the request early; called with this stream, at most once, not after its end.
+        leave: ends early one sample, while others go on, or with None the whole request; called at
+            most once for each, and not after its end.
+
+    finished: everything was read.
     """
 
     def __init__(
@@ -35,75 +39,42 @@ class RequestStream:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         tokenizer: Tokenizer | None,
-        leave: Callable[[RequestStream], None],
+        leave: Leave,
     ) -> None:
         self.request_id = request_id
-        self.handle: int | None = None  # the engine's name for it, once accepted
         self._prompt, self._prompt_token_ids = prompt, prompt_token_ids
         self._leave = leave
-        self._skip_special_tokens, self._tokenizer = params.skip_special_tokens, tokenizer
-        self._detokenizer: IncrementalDetokenizer | None = None
-        self._keeps_stop = params.include_stop_str_in_output
-        stops = params.stop_strings
-        self._stops = StopStringMatcher(stops, self._keeps_stop) if stops else None
-        # What has arrived; of the tokens, the first `_num_read` were read.
-        self._token_ids: list[int] = []
-        self._end: Event | None = None
+        self.progress = Progress(params.n)
+        self.samples = [
+            Sample(request_id, index, prompt_token_ids, params, tokenizer, self.progress)
+            for index in range(params.n)
+        ]
+        self._only = self.samples[0] if params.n == 1 else None
+        self._must_watch = bool(params.stop_strings)
         self._error: NanocoreError | None = None
-        self._num_cached_tokens: int | None = None
-        self._start_s = time.monotonic()
-        self._first_token_s: float | None = None
-        self._end_s: float | None = None
-        # Who waits: a reader for anything, or `final` for the end.
-        self._news: asyncio.Future[None] | None = None
-        self._over: asyncio.Future[None] | None = None
-        # What was read.
         self.finished = False
-        self._num_read = 0
-        self._parts: list[str] = []
 
-    # -- called by the connection -----------------------------------------------------------------
-
-    def push_token(self, token_id: int) -> None:
-        """Add one new token, and wake the reader if it waits for one."""
-        if self._first_token_s is None:
-            self._first_token_s = time.monotonic()
-        self._token_ids.append(token_id)
-        if self._news is not None:
-            self._wake()
-
-    def push_tokens(self, token_ids: Iterable[int]) -> None:
-        """Add new tokens, one or more, and wake the reader."""
-        if self._first_token_s is None:
-            self._first_token_s = time.monotonic()
-        self._token_ids += token_ids
-        self._wake()
-
-    def push_event(self, event: Event) -> None:
-        """Take in what an event says: cached tokens at the start, or how the request ended."""
-        if event.num_cached_tokens is not None:
-            self._num_cached_tokens = event.num_cached_tokens
-        if event.finish_reason is not None:
-            self._end = event
-            self._end_s = time.monotonic()
-            self._wake_all()
+    @property
+    def is_running(self) -> bool:
+        """Whether some sample has not ended."""
+        return self.progress.num_running > 0
 
     def fail(self, error: NanocoreError) -> None:
         """End the stream with an error, which is raised in its reader."""
         self._error = error
-        self._wake_all()
-
-    # -- called by the consumer -------------------------------------------------------------------
+        self.progress.wake_all()
 
     def __aiter__(self) -> RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Wait for news, and return everything that has arrived as one output.
+        """Wait for news, and return it as one output.
 
         Raises:
             NanocoreError: the request was refused, failed in the engine, or the engine is gone.
         """
+        if self.progress.is_behind:
+            await asyncio.sleep(0)
         while not self.finished:
             output = self.read()
             if output is not None:
@@ -112,14 +83,13 @@ class RequestStream:
         raise StopAsyncIteration
 
     async def final(self) -> RequestOutput:
-        """The last output. Reads once, at the end, unless stop strings need watching.
+        """The last output. Reads only when all is there, unless stop strings need watching.
 
         Raises:
             NanocoreError: as `__anext__`.
         """
-        if self._stops is None and self._end is None and self._error is None:
-            self._over = asyncio.Future()
-            await self._over
+        if not self._must_watch and self.is_running and self._error is None:
+            await self.progress.over()
         last = None
         async for output in self:
             last = output
@@ -128,8 +98,7 @@ class RequestStream:
 
     def news(self) -> asyncio.Future[None]:
         """To be awaited after `read` found nothing, and before it is called again."""
-        self._news = asyncio.Future()
-        return self._news
+        return self.progress.news()
 
     def read(self) -> RequestOutput | None:
         """Take in what has arrived; None if that is nothing a consumer would notice.
@@ -137,46 +106,32 @@ class RequestStream:
         Raises:
             NanocoreError: as `__anext__`, once everything that came before was read.
         """
-        end = self._end
-        if self.finished or (end is None and len(self._token_ids) == self._num_read):
-            if self._error is None or self.finished:
+        if self.finished:
+            return None
+        progress = self.progress
+        progress.is_behind = False
+        only = self._only
+        if only is None:
+            is_new = self._read_all()
+        elif is_new := only.read():
+            if only.finished:
+                self._finish(only)
+        if not is_new:
+            if self._error is None:
                 return None
             self.finished = True
             raise self._error
-        token_ids = self._token_ids[self._num_read :]
-        delta, stop, num_used = self._to_text(token_ids, end)
-        self._num_read += num_used
-        finish_reason: FinishReason | None = None
-        stop_reason: int | str | None = None
-        message: str | None = None
-        if stop is not None:
-            self.close()
-            self._end_s = time.monotonic()
-            finish_reason, stop_reason = "stop", stop
-        elif end is not None:
-            self.finished = True
-            finish_reason, stop_reason, message = end.finish_reason, end.stop_reason, end.message
-        if delta:
-            self._parts.append(delta)
+        first = self.samples[0]
+        columns = first.prompt_logprobs
         return RequestOutput(
             self.request_id,
             self._prompt,
             self._prompt_token_ids,
-            [
-                CompletionOutput(
-                    self._parts,
-                    len(self._parts),
-                    self._token_ids,
-                    self._num_read,
-                    delta,
-                    finish_reason,
-                    stop_reason,
-                    message,
-                )
-            ],
+            [sample.output for sample in self.samples] if only is None else [only.output],
             self.finished,
-            self._num_cached_tokens,
-            self._metrics(),
+            first.num_cached_tokens,
+            progress,
+            None if columns is None else PromptLogprobs(columns, len(columns)),
         )
 
     def close(self) -> None:
@@ -184,53 +139,26 @@ class RequestStream:
         if self.finished:
             return
         self.finished = True
-        if self._end is None and self._error is None:
-            self._leave(self)
+        if self.is_running and self._error is None:
+            self._leave(self, None)
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _to_text(self, token_ids: list[int], end: Event | None) -> tuple[str, str | None, int]:
-        """(text to show, stop string found or None, how many of the tokens were used)."""
-        if self._tokenizer is None:
-            return "", None, len(token_ids)
-        if self._detokenizer is None:  # only now has the engine checked the prompt's ids
-            self._detokenizer = IncrementalDetokenizer(
-                self._tokenizer, self._prompt_token_ids, self._skip_special_tokens
-            )
-        shown = token_ids
-        if end is not None and end.finish_reason == "stop" and not self._keeps_stop:
-            shown = token_ids[:-1]  # the EOS or stop token itself is not text
-        if self._stops is None:
-            text = self._detokenizer.append(shown)
-            if end is not None:
-                text += self._detokenizer.flush()
-            return text, None, len(token_ids)
-        pieces = []
-        for i, token_id in enumerate(shown):  # one by one: the result must not depend on merging
-            text, stop = self._stops.push(self._detokenizer.append([token_id]))
-            pieces.append(text)
-            if stop is not None:
-                return "".join(pieces), stop, i + 1
-        stop = None
-        if end is not None:
-            text, stop = self._stops.push(self._detokenizer.flush())
-            pieces.append(text if stop is not None else text + self._stops.flush())
-        return "".join(pieces), stop, len(token_ids)
+    def _read_all(self) -> bool:
+        """Read every sample; whether anything is new."""
+        is_new = False
+        for sample in self.samples:
+            if sample.read():
+                is_new = True
+                if sample.finished:
+                    self._finish(sample)
+        return is_new
 
-    def _metrics(self) -> RequestMetrics:
-        start_s, first_s = self._start_s, self._first_token_s
-        return RequestMetrics(
-            None if first_s is None else first_s - start_s,
-            (self._end_s or time.monotonic()) - start_s,
-            self._num_read,
-        )
+    def _finish(self, sample: Sample) -> None:
+        """A sample was read to its end; tell the engine, if that does not know it."""
+        self.finished = self.progress.num_unread == 0
+        if sample.outlives_reading and self._error is None:
+            self._leave(self, sample if self.is_running else None)
 
-    def _wake(self) -> None:
-        news, self._news = self._news, None
-        if news is not None and not news.done():
-            news.set_result(None)
 
-    def _wake_all(self) -> None:
-        self._wake()
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
+Leave: TypeAlias = Callable[[RequestStream, Sample | None], None]

@@ -10,12 +10,21 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError, shorten
-from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Abort, Message, Op, Output, Submit
+from nanocore.protocol.messages import (
+    FROM_CLIENT,
+    FROM_ENGINE,
+    Abort,
+    Message,
+    Op,
+    Output,
+    Submit,
+    TokenLogprobs,
+)
 from nanocore.protocol.wording import explain, why_no_map
 
 MAX_BODY_BYTES: Final = 2**20
@@ -30,6 +39,7 @@ MAX_UNKNOWN_FIELDS: Final = 64
 
 _SUBMIT_FIELDS = Submit.__struct_encode_fields__
 _SIZE_BYTES = {0xDE: 2, 0xDF: 4}  # of a map's size, by its first byte
+Column = TypeVar("Column", "array[int]", "array[float]")
 _ENCODER = msgspec.msgpack.Encoder()
 _OP_FRAMES = {op: bytes([op]) for op in Op}
 
@@ -191,6 +201,11 @@ def pack_int32(values: Iterable[int]) -> bytes:
         raise InvalidRequestError(f"token ids must be integers in [0, 2**31): {error}") from None
 
 
+def pack_uint32(values: Iterable[int]) -> bytes:
+    """Handles as a uint32 little-endian column."""
+    return _little_endian(array("I", values)).tobytes()
+
+
 def unpack_int32(column: bytes) -> array[int]:
     """An int32 little-endian column as an array of integers."""
     return _little_endian(array("i", column))
@@ -234,7 +249,48 @@ def unpack_output(output: Output) -> tuple[array[int], array[int] | None, array[
     return handles, counts, token_ids
 
 
-def _little_endian(column: array[int]) -> array[int]:
+class UnpackedLogprobs(NamedTuple):
+    """The columns of a `TokenLogprobs`."""
+
+    handles: array[int]
+    ranks: array[int]
+    counts: array[int]
+    token_ids: array[int]
+    logprobs: array[float]
+
+
+def unpack_logprobs(columns: TokenLogprobs) -> UnpackedLogprobs:
+    """The columns of an OUTPUT's log probabilities; each token has one candidate at least, itself.
+
+    Raises:
+        ProtocolError: they do not fit together.
+    """
+    try:
+        unpacked = UnpackedLogprobs(
+            unpack_uint32(columns.handles),
+            unpack_uint32(columns.ranks),
+            unpack_uint32(columns.counts),
+            unpack_int32(columns.token_ids),
+            _little_endian(array("f", columns.logprobs)),
+        )
+    except ValueError as error:
+        raise ProtocolError(f"OUTPUT: a column of logprobs is cut short: {error}") from None
+    lengths = [len(column) for column in unpacked]
+    num_candidates = sum(unpacked.counts)
+    if (
+        lengths[:3] != [lengths[0]] * 3
+        or lengths[3:] != [num_candidates] * 2
+        or 0 in unpacked.counts
+    ):
+        raise ProtocolError(
+            "OUTPUT: logprobs of {} handles, {} ranks, {} counts, {} token ids and {} numbers do "
+            "not fit together: of each token there must be as many candidates as its count says, "
+            "itself among them".format(*lengths)
+        )
+    return unpacked
+
+
+def _little_endian(column: Column) -> Column:
     if sys.byteorder == "big":
         column.byteswap()
     return column

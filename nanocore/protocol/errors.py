@@ -35,7 +35,12 @@ def shorten(text: str) -> str:
 
 
 class NanocoreError(Exception):
-    """Base of every error nanocore raises on purpose."""
+    """Base of every error nanocore raises on purpose.
+
+    request_id: which request it is about, where one call serves several (`LLM.step`).
+    """
+
+    request_id: str | None = None
 
 
 class InvalidRequestError(NanocoreError, ValueError):

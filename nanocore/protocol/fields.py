@@ -8,7 +8,9 @@ admission for a request, and by the sampling parameters when they are made.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
@@ -36,6 +38,21 @@ def limited(remedy: str = "", **schema: object) -> msgspec.Meta:
 def since(minor: int) -> msgspec.Meta:
     """A field that came with protocol 1.minor; the others have been there since 1.0."""
     return msgspec.Meta(extra_json_schema={"since": f"1.{minor}"})
+
+
+@cache
+def minor_versions(struct: type[msgspec.Struct]) -> dict[str, int]:
+    """The minor versions that brought a struct's fields, without those that are as old as it."""
+    hints = get_type_hints(struct, include_extras=True)
+    return {name: minor for name, hint in hints.items() for minor in _minor_versions(hint)}
+
+
+def _minor_versions(hint: Any) -> Iterator[int]:
+    for part in get_args(hint):
+        if isinstance(part, msgspec.Meta) and "since" in (part.extra_json_schema or {}):
+            yield int((part.extra_json_schema or {})["since"].removeprefix("1."))
+        else:
+            yield from _minor_versions(part)
 
 
 ExactInt = Annotated[int, msgspec.Meta(ge=0, le=MAX_EXACT_INT)]

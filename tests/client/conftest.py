@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nanocore.client import AsyncEngineClient
 from nanocore.client.tokenizer import Tokenizer
 from tests.tiny_models import write_byte_tokenizer
 
@@ -35,3 +39,19 @@ def folder(tmp_path: Path) -> Path:
 def endpoint(short_path: Path) -> str:
     """An ipc endpoint that nobody serves."""
     return f"ipc://{short_path}/engine.sock"
+
+
+@pytest.fixture
+def joining(
+    endpoint: str, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Let LLM join whatever serves the endpoint, and check that it leaves no thread behind."""
+
+    def launch(model: str | None = None, **_: Any) -> AsyncEngineClient:
+        return AsyncEngineClient.connect(
+            endpoint, tokenizer=tokenizer_folder, timeout_s=0.05 if model == "nobody" else 5.0
+        )
+
+    monkeypatch.setattr(AsyncEngineClient, "launch", launch)
+    yield endpoint
+    assert "nanocore-llm" not in {thread.name for thread in threading.enumerate()}

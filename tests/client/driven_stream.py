@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanocore.client.outputs import RequestOutput
+from nanocore.client.sample import Sample
 from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.messages import Event, FinishReason
@@ -17,7 +18,7 @@ PATIENCE_S = 1.0
 
 
 class DrivenStream:
-    """A stream of request "r". aborts: what it asked the engine to end.
+    """A stream of request "r". aborts: what it asked the engine to end: "r", or single samples.
 
     prompt_ids: the prompt; None is "hi", for the tokenizer of bytes.
     """
@@ -25,7 +26,7 @@ class DrivenStream:
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: list[int] | None = None, **params: Any
     ) -> None:
-        self.aborts: list[str] = []
+        self.aborts: list[str | int] = []
         self._tokenizer = tokenizer
         sampling = SamplingParams(**params)
         self.stream = RequestStream(
@@ -34,16 +35,20 @@ class DrivenStream:
             ids_of(tokenizer, "hi") if prompt_ids is None else prompt_ids,
             sampling,
             tokenizer if sampling.detokenize else None,
-            lambda stream: self.aborts.append(stream.request_id),
+            self._left,
         )
 
-    def push(self, text: str | bytes) -> None:
+    def push(self, text: str | bytes, index: int = 0) -> None:
         """The tokens of this text have arrived, together."""
-        self.stream.push_tokens(ids_of(self._tokenizer, text))
+        self.stream.samples[index].push_tokens(ids_of(self._tokenizer, text))
 
-    def end(self, reason: FinishReason = "length", **fields: Any) -> None:
-        """The engine has ended the request."""
-        self.stream.push_event(Event(handle=1, finish_reason=reason, **fields))
+    def say(self, index: int = 0, **fields: Any) -> None:
+        """An event of this sample."""
+        self.stream.samples[index].push_event(Event(handle=1 + index, **fields))
+
+    def end(self, reason: FinishReason = "length", index: int = 0, **fields: Any) -> None:
+        """The engine has ended the sample."""
+        self.say(index, finish_reason=reason, **fields)
 
     def next(self) -> RequestOutput:
         """The next output, without waiting."""
@@ -71,3 +76,6 @@ class DrivenStream:
             return [output async for output in self.stream]
 
         return run(collect(), PATIENCE_S)
+
+    def _left(self, stream: RequestStream, sample: Sample | None) -> None:
+        self.aborts.append(stream.request_id if sample is None else sample.index)

@@ -19,6 +19,7 @@ from nanocore.client.async_client import AsyncEngineClient
 from nanocore.protocol.codec import encode, engine_decoder, pack_int32
 from nanocore.protocol.messages import (
     MAX_FILE_CHUNK_BYTES,
+    PROTOCOL_VERSION,
     Accepted,
     Control,
     Event,
@@ -52,6 +53,7 @@ def welcome_message(*files: ModelFile) -> Welcome:
     """WELCOME of an engine that serves these files of its model, whose folder is not here."""
     return replace(
         WELCOME,
+        protocol=PROTOCOL_VERSION,
         model=replace(MODEL_CARD, model="/no/such/folder", files=list(files)),
         limits=replace(LIMITS, max_num_seqs=MAX_NUM_SEQS),
     )

@@ -104,7 +104,7 @@ def test_stop_strings_end_the_text_of_decoding_at_once_whenever_the_stream_is_re
     driven = DrivenStream(any_tokenizer, prompt, stop=[stop])
     deltas = ""
     for token_id in output:
-        driven.stream.push_tokens([token_id])
+        driven.stream.samples[0].push_tokens([token_id])
         if data.draw(st.booleans()) and (read := driven.stream.read()) is not None:
             deltas += read.outputs[0].delta
     driven.end(reason)
@@ -124,7 +124,7 @@ def test_whole_characters_in_the_token_of_a_half_one_are_not_lost_at_the_end(
     output = [tokenizer.backend.token_to_id("abä")]  # a, b, and the first byte of 中
     assert tokenizer.decode(output) == f"ab{REPLACEMENT}"
     driven = DrivenStream(tokenizer, stop=stop)
-    driven.stream.push_tokens(output)
+    driven.stream.samples[0].push_tokens(output)
     if read_early:
         assert driven.next().outputs[0].text == "ab"
     driven.end("length")
@@ -200,7 +200,7 @@ def test_ids_that_no_token_has_add_nothing_and_harm_nothing(
     """Models have more rows than tokenizers have tokens, and engines may be wrong."""
     b = any_tokenizer.backend.token_to_id("b")
     driven = DrivenStream(any_tokenizer, [b])
-    driven.stream.push_tokens([b, token_id, b])
+    driven.stream.samples[0].push_tokens([b, token_id, b])
     driven.end("length")
     expected = expected_text("", any_tokenizer, [b], [b, b], True)
     assert driven.final().outputs[0].text == expected

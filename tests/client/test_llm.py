@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from array import array
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanocore.client import (
     LLM,
-    AsyncEngineClient,
     ClientStateError,
     ContextLengthError,
     EngineDeadError,
@@ -23,39 +18,9 @@ from nanocore.client import (
 )
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Abort, Bye, Control, Error, Event, Reply, Submit
-from tests.client.fake_engine import MAX_NUM_SEQS, NO_TEXT, FakeEngine
+from tests.client.fake_engine import MAX_NUM_SEQS, NO_TEXT
 from tests.client.running import run
-
-
-@pytest.fixture
-def joining(
-    endpoint: str, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
-    """Let LLM join whatever serves the endpoint, and check that it leaves no thread behind."""
-
-    def launch(model: str | None = None, **_: Any) -> AsyncEngineClient:
-        return AsyncEngineClient.connect(
-            endpoint, tokenizer=tokenizer_folder, timeout_s=0.05 if model == "nobody" else 5.0
-        )
-
-    monkeypatch.setattr(AsyncEngineClient, "launch", launch)
-    yield endpoint
-    assert "nanocore-llm" not in {thread.name for thread in threading.enumerate()}
-
-
-@asynccontextmanager
-async def _served(endpoint: str) -> AsyncIterator[tuple[FakeEngine, LLM]]:
-    engine = FakeEngine(endpoint)
-    try:
-        welcoming = asyncio.create_task(engine.welcome())
-        llm = await asyncio.to_thread(LLM)
-        await welcoming
-        try:
-            yield engine, llm
-        finally:
-            await asyncio.to_thread(llm.close)
-    finally:
-        engine.close()
+from tests.client.served_llm import served
 
 
 def _generate(llm: LLM, *args: Any) -> asyncio.Task[list[Any]]:
@@ -64,7 +29,7 @@ def _generate(llm: LLM, *args: Any) -> asyncio.Task[list[Any]]:
 
 def test_results_come_in_the_order_of_the_prompts(joining: str) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (engine, llm):
+        async with served(joining) as (engine, llm):
             generating = _generate(llm, [[1], [2], [3]], NO_TEXT)
             for handle in (1, 2, 3):
                 submit = await engine.accept(handle)
@@ -83,7 +48,7 @@ def test_results_come_in_the_order_of_the_prompts(joining: str) -> None:
 )
 def test_one_prompt_of_any_form_is_a_batch_of_one(joining: str, prompt: Any) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (engine, llm):
+        async with served(joining) as (engine, llm):
             generating = _generate(llm, prompt)
             await engine.accept()
             engine.finish()
@@ -95,7 +60,7 @@ def test_one_prompt_of_any_form_is_a_batch_of_one(joining: str, prompt: Any) -> 
 @pytest.mark.parametrize("prompts", [None, 7, b"bytes", [None], [b"bytes"], [[1], None]], ids=repr)
 def test_what_are_no_prompts_is_refused(joining: str, prompts: Any) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (_, llm):
+        async with served(joining) as (_, llm):
             with pytest.raises(InvalidRequestError, match=r"a prompt is|prompts are"):
                 await _generate(llm, prompts, NO_TEXT)
 
@@ -105,7 +70,7 @@ def test_what_are_no_prompts_is_refused(joining: str, prompts: Any) -> None:
 @pytest.mark.parametrize("conversations", [None, 7, "hi", {"role": "user", "content": "hi"}])
 def test_what_are_no_conversations_is_refused(joining: str, conversations: Any) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (_, llm):
+        async with served(joining) as (_, llm):
             with pytest.raises(InvalidRequestError, match="a conversation is a list of messages"):
                 await asyncio.to_thread(llm.chat, conversations, use_tqdm=False)
 
@@ -115,7 +80,7 @@ def test_what_are_no_conversations_is_refused(joining: str, conversations: Any) 
 @pytest.mark.parametrize("params", ["greedy", 5, {"max_tokens": 1}, [None, "greedy"]], ids=repr)
 def test_what_are_no_sampling_params_is_refused(joining: str, params: Any) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (_, llm):
+        async with served(joining) as (_, llm):
             with pytest.raises(InvalidRequestError, match="sampling_params are"):
                 await _generate(llm, [[1], [2]], params)
 
@@ -124,7 +89,7 @@ def test_what_are_no_sampling_params_is_refused(joining: str, params: Any) -> No
 
 def test_closing_ends_the_calls_of_other_threads(joining: str) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (engine, llm):
+        async with served(joining) as (engine, llm):
             generating = _generate(llm, [[1], [2]], NO_TEXT)
             await engine.accept(1)
             await asyncio.to_thread(llm.close)
@@ -136,7 +101,7 @@ def test_closing_ends_the_calls_of_other_threads(joining: str) -> None:
 
 def test_no_prompts_have_no_results(joining: str) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (_, llm):
+        async with served(joining) as (_, llm):
             assert await _generate(llm, []) == []
 
     run(scenario())
@@ -144,7 +109,7 @@ def test_no_prompts_have_no_results(joining: str) -> None:
 
 def test_each_prompt_may_have_its_own_parameters(joining: str) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (engine, llm):
+        async with served(joining) as (engine, llm):
             params = [SamplingParams(max_tokens=n, detokenize=False) for n in (5, 6)]
             generating = _generate(llm, [[1], [2]], params)
             assert [(await engine.accept(n)).sampling.max_tokens for n in (5, 6)] == [5, 6]
@@ -162,7 +127,7 @@ def test_chat_takes_one_conversation_or_several(joining: str, batch: bool) -> No
     conversation = [{"role": "user", "content": "hi"}]
 
     async def scenario() -> None:
-        async with _served(joining) as (engine, llm):
+        async with served(joining) as (engine, llm):
             conversations: Any = [conversation] if batch else conversation
             chatting = asyncio.create_task(
                 asyncio.to_thread(llm.chat, conversations, use_tqdm=False)
@@ -179,7 +144,7 @@ def test_only_some_requests_are_in_flight_at_once(joining: str) -> None:
     limit = 4 * MAX_NUM_SEQS
 
     async def scenario() -> None:
-        async with _served(joining) as (engine, llm):
+        async with served(joining) as (engine, llm):
             generating = _generate(llm, [[1]] * (limit + 1), NO_TEXT)
             for handle in range(limit):
                 await engine.accept(handle)
@@ -198,7 +163,7 @@ def test_only_some_requests_are_in_flight_at_once(joining: str) -> None:
 
 def test_the_first_error_is_raised_as_itself_and_the_others_are_aborted(joining: str) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (engine, llm):
+        async with served(joining) as (engine, llm):
             generating = _generate(llm, [[1], [2]], NO_TEXT)
             refused, running = await engine.receive(Submit), await engine.accept(2)
             error = Error(
@@ -214,7 +179,7 @@ def test_the_first_error_is_raised_as_itself_and_the_others_are_aborted(joining:
 
 def test_a_request_that_an_overloaded_engine_refuses_is_submitted_again(joining: str) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (engine, llm):
+        async with served(joining) as (engine, llm):
             generating = _generate(llm, [[1], [2]], NO_TEXT)
             await engine.accept(1)
             prompts = []
@@ -240,7 +205,7 @@ def test_a_request_that_an_overloaded_engine_refuses_is_submitted_again(joining:
 
 def test_closing_says_bye_and_may_be_repeated(joining: str) -> None:
     async def scenario() -> None:
-        async with _served(joining) as (engine, llm):
+        async with served(joining) as (engine, llm):
             await asyncio.to_thread(llm.close)
             await engine.receive(Bye)
             await asyncio.to_thread(llm.close)

@@ -9,7 +9,6 @@ import pytest
 
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ContextLengthError, EngineDeadError
-from nanocore.protocol.messages import Event
 from tests.client.byte_tokens import END, ids_of
 from tests.client.driven_stream import DrivenStream
 from tests.client.running import run
@@ -91,7 +90,7 @@ def test_without_detokenization_there_are_token_ids_and_no_text(tokenizer: Token
 
 def test_cached_tokens_are_known_from_the_first_output_on(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer)
-    driven.stream.push_event(Event(handle=1, num_cached_tokens=16))
+    driven.say(num_cached_tokens=16)
     driven.push("a")
     assert driven.next().num_cached_tokens == 16
     driven.end()
@@ -100,7 +99,7 @@ def test_cached_tokens_are_known_from_the_first_output_on(tokenizer: Tokenizer) 
 
 def test_news_without_tokens_or_end_is_not_an_output(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer)
-    driven.stream.push_event(Event(handle=1, num_cached_tokens=0))
+    driven.say(num_cached_tokens=0)
     driven.push("")
 
     async def scenario() -> None:
@@ -197,7 +196,8 @@ def test_times_are_those_of_the_first_token_and_the_end_however_late_they_are_re
 ) -> None:
     now_s = 100.0
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr("nanocore.client.stream.time", clock)
+    monkeypatch.setattr("nanocore.client.progress.time", clock)
+    monkeypatch.setattr("nanocore.client.outputs.time", clock)
     driven = DrivenStream(tokenizer)
     now_s = 101.0
     driven.push("a")

@@ -77,7 +77,7 @@ def test_the_token_that_stops_is_text_on_request(tokenizer: Tokenizer) -> None:
 def test_the_eos_token_is_not_text_even_when_special_tokens_are_kept(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer, skip_special_tokens=False)
     driven.push("ab")
-    driven.stream.push_tokens([END])
+    driven.stream.samples[0].push_tokens([END])
     driven.end("stop", stop_reason=END)
     completion = driven.final().outputs[0]
     assert completion.text == "ab"

@@ -1,0 +1,68 @@
+"""How far a request is: what its stream and its samples share.
+
+When its first token came and its last sample ended, how many samples run, and who waits: one
+reader, for anything new or for the end. Lives in one asyncio event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+
+class Progress:
+    """start_s, first_token_s, end_s: by the monotonic clock; the last two None until then.
+
+    num_running: samples that neither the engine nor a stop string has ended. num_unread: those not
+    read to their ends. is_awaited: whether `wake` must hear of a token. is_behind: reading has left
+    something for the next time, so that others have a turn before.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_running = self.num_unread = num_samples
+        self.start_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.end_s: float | None = None
+        self.is_awaited = True  # the first one is, by the clock
+        self.is_behind = False
+        self._news: asyncio.Future[None] | None = None
+        self._over: asyncio.Future[None] | None = None
+
+    def news(self) -> asyncio.Future[None]:
+        """Done when something has arrived from now on."""
+        self._news = asyncio.Future()
+        self.is_awaited = True
+        return self._news
+
+    def over(self) -> asyncio.Future[None]:
+        """Done when nothing more will come."""
+        self._over = asyncio.Future()
+        return self._over
+
+    def token_came(self) -> None:
+        """To be called while `is_awaited`."""
+        if self.first_token_s is None:
+            self.first_token_s = time.monotonic()
+        self.wake()
+
+    def wake(self) -> None:
+        """Something has arrived."""
+        future, self._news = self._news, None
+        self.is_awaited = self.first_token_s is None
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def wake_all(self) -> None:
+        """Nothing more will come."""
+        self.wake()
+        if self._over is not None and not self._over.done():
+            self._over.set_result(None)
+
+    def sample_ended(self) -> None:
+        """A sample has ended, by the engine or by a stop string."""
+        self.num_running -= 1
+        if self.num_running:
+            self.wake()
+        else:
+            self.end_s = time.monotonic()
+            self.wake_all()

@@ -1,0 +1,139 @@
+"""The requests of `LLM.add_request` and `LLM.step`: each a task that reads `generate`.
+
+A task hands over one output, and reads on once a step has taken it; what arrives meanwhile is
+merged by the stream. Lives in the event loop of the LLM's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
+
+from nanocore.client.async_client import AsyncEngineClient
+from nanocore.client.outputs import RequestOutput
+from nanocore.client.submission import Prompt
+from nanocore.protocol.errors import EngineOverloadedError, NanocoreError
+from nanocore.protocol.sampling import SamplingParams
+
+QUEUE_FACTOR: Final = 4
+"""Requests in flight per engine row: enough to keep it full, few enough to bound its queue."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """news: what no step has taken yet. taken: set by the step that takes it."""
+
+    task: asyncio.Task[None] | None = None
+    news: RequestOutput | Exception | None = None
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class StepwiseRequests:
+    """Those of one client that have not ended, in the order in which they were added."""
+
+    def __init__(self, client: AsyncEngineClient) -> None:
+        self._client = client
+        self._requests: dict[str, _Request] = {}
+        self._ids = itertools.count()
+        self._news = asyncio.Event()
+        self._in_flight: asyncio.Semaphore | None = None
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    async def add(self, prompt: Prompt, params: SamplingParams | None) -> str:
+        """Begin a request; returns its id."""
+        if self._in_flight is None:
+            self._in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.max_num_seqs)
+        request_id, request = str(next(self._ids)), _Request()
+        self._requests[request_id] = request
+        outputs = self._generate(prompt, params, request_id)
+        request.task = asyncio.create_task(self._read(request, outputs, self._in_flight))
+        return request_id
+
+    async def step(self) -> list[RequestOutput]:
+        """Wait for news; those of each request, in order. See `LLM.step`."""
+        while self._requests:
+            if outputs := self._take():
+                return outputs
+            self._news.clear()
+            await self._news.wait()
+        return []
+
+    async def abort(self, request_id: str) -> None:
+        """End a request and forget it; unknown ids are ignored."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            await _end([request])
+
+    async def close(self) -> None:
+        """Abort all."""
+        requests, self._requests = self._requests, {}
+        await _end([*requests.values()])
+
+    def _take(self) -> list[RequestOutput]:
+        """What is there; the error of a request, if there is nothing else to return before."""
+        outputs = []
+        for request_id, request in [*self._requests.items()]:
+            news = request.news
+            if isinstance(news, RequestOutput):
+                outputs.append(news)
+                request.news = None
+                request.taken.set()
+                if news.finished:
+                    del self._requests[request_id]
+        if outputs:
+            return outputs
+        for request_id, request in self._requests.items():
+            if isinstance(request.news, Exception):
+                del self._requests[request_id]
+                error = request.news
+                if isinstance(error, NanocoreError):
+                    error.request_id = request_id
+                raise error
+        return outputs
+
+    async def _read(
+        self,
+        request: _Request,
+        outputs: AsyncGenerator[RequestOutput, None],
+        in_flight: asyncio.Semaphore,
+    ) -> None:
+        """Hand over one output after the other, or what ended them."""
+        try:
+            async with in_flight, aclosing(outputs):
+                async for output in outputs:
+                    self._hand_over(request, output)
+                    if not output.finished:
+                        request.taken.clear()
+                        await request.taken.wait()
+        except Exception as error:
+            self._hand_over(request, error)
+
+    def _hand_over(self, request: _Request, news: RequestOutput | Exception) -> None:
+        request.news = news
+        self._news.set()
+
+    async def _generate(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Its outputs, submitted again as often as the engine is too busy to take it."""
+        while True:
+            try:
+                async with aclosing(self._client.generate(prompt, params, request_id)) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            except EngineOverloadedError as busy:
+                await asyncio.sleep(busy.retry_after_s)
+
+
+async def _end(requests: list[_Request]) -> None:
+    tasks = [request.task for request in requests if request.task is not None]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

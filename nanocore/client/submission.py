@@ -1,0 +1,103 @@
+"""A request as it is sent: what a caller gave, checked, tokenized, and said in the wire's terms.
+
+Judges only what the engine cannot: fields that it is too old to know, and words that it cannot
+tokenize. All else is for its admission, see `arguments`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from array import array
+from collections.abc import Sequence
+from typing import Final, TypeAlias, TypedDict
+
+from nanocore.client.arguments import check_request_id, check_sampling_params
+from nanocore.client.bad_words import bad_words_token_ids
+from nanocore.client.engine_link import Session
+from nanocore.client.stream import RequestStream
+from nanocore.protocol.codec import pack_int32
+from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.fields import minor_versions
+from nanocore.protocol.messages import Submit
+from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
+
+
+class TokensPrompt(TypedDict):
+    """A prompt that is tokenized already."""
+
+    prompt_token_ids: list[int] | array[int]
+
+
+_DEFAULTS: Final = EngineSamplingParams()
+Prompt: TypeAlias = "str | list[int] | array[int] | TokensPrompt"
+
+
+async def submit(
+    session: Session,
+    prompt: Prompt,
+    params: SamplingParams | None,
+    request_id: str | None,
+    priority: int,
+    cache_salt: str | None,
+) -> RequestStream:
+    """Send a request; its output, or why there is none, goes to the stream.
+
+    Raises:
+        InvalidRequestError: it cannot be sent. EngineDeadError: the engine is gone.
+    """
+    connection = session.connection
+    welcome = connection.welcome
+    if params is None:
+        params = SamplingParams.from_engine(welcome.model.default_sampling)
+    if request_id is None:
+        request_id = uuid.uuid4().hex
+    check_sampling_params(params)
+    check_request_id(request_id, welcome.limits.max_request_id_chars)
+    text, token_ids = await _tokenize(session, prompt)
+    words: list[list[int]] = []
+    if params.bad_words:
+        words = await bad_words_token_ids(await session.tokenizer.get(), params.bad_words)
+    sampling = params.for_engine(words)
+    _check_version(sampling, welcome.protocol)
+    stream = RequestStream(
+        request_id,
+        text,
+        token_ids,
+        params,
+        await session.tokenizer.get() if params.detokenize else None,
+        leave=connection.leave,
+    )
+    message = Submit(
+        request_id=request_id,
+        prompt_token_ids=pack_int32(token_ids),
+        sampling=sampling,
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+    await connection.submit(stream, message)
+    return stream
+
+
+async def _tokenize(session: Session, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+    if isinstance(prompt, str):
+        return prompt, await session.tokenizer.encode(prompt)
+    token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    if isinstance(token_ids, (list, array)):
+        return None, token_ids
+    raise InvalidRequestError(
+        "a prompt is a str, a list or array of token ids or {'prompt_token_ids': [...]}, not "
+        f"{type(prompt).__name__}"
+    )
+
+
+def _check_version(sampling: EngineSamplingParams, protocol: tuple[int, int]) -> None:
+    """Refuse what came later than the session's protocol; defaults are not sent at all."""
+    major, spoken = protocol
+    for name, minor in minor_versions(EngineSamplingParams).items():
+        value = getattr(sampling, name)
+        if minor > spoken and value != getattr(_DEFAULTS, name):
+            users_name = name.removesuffix("_token_ids") if name == "bad_words_token_ids" else name
+            raise InvalidRequestError(
+                f"{users_name} came with protocol {major}.{minor}, and this engine speaks "
+                f"{major}.{spoken}: leave it out, or use a newer engine"
+            )
