@@ -38,6 +38,16 @@ class Logprob(msgspec.Struct, frozen=True, gc=False, eq=False):
         """The token's bytes; those of a text's tokens make the text. None likewise."""
         return None if self._tokenizer is None else self._tokenizer.token_text(self._token_id).bytes
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Logprob) and self._numbers == other._numbers
+
+    def __hash__(self) -> int:
+        return hash(self._numbers)
+
+    @property
+    def _numbers(self) -> tuple[float, int, int]:
+        return self.logprob, self.rank, self._token_id
+
     def __repr__(self) -> str:
         return (
             f"Logprob(logprob={self.logprob!r}, rank={self.rank!r}, "
@@ -79,12 +89,9 @@ class LogprobColumns:
         tokenizer = self._tokenizer
         found = {own_id: Logprob(self._logprobs[start], own_rank, own_id, tokenizer)}
         others = self._token_ids[start + 1 : end]
-        # The token's own rank is another's only if it is told with the others once more.
-        skipped = end - start if own_id in others else own_rank
         logprobs = self._logprobs[start + 1 : end]
-        for place, (token_id, logprob) in enumerate(zip(others, logprobs, strict=True), 1):
+        for rank, (token_id, logprob) in enumerate(zip(others, logprobs, strict=True), 1):
             if token_id != own_id:
-                rank = place + (place >= skipped)
                 found[token_id] = Logprob(logprob, rank, token_id, tokenizer)
         return found
 
@@ -114,6 +121,11 @@ class _View(Sequence[Entry], Generic[Entry]):
     def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
         places = range(len(self))[index]
         return self._entry(places) if isinstance(places, int) else [*map(self._entry, places)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (list, type(self))) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return repr([*self])
