@@ -24,7 +24,8 @@ from nanocore.client import SamplingParams
 from nanocore.client.stream import RequestStream
 from nanocore.client.stream_table import StreamTable
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.engine_core.io.session import output_frames
+from nanocore.engine_core.io.output_frames import output_frames
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import (
     client_decoder,
@@ -71,9 +72,11 @@ def outputs_us(num_requests: int, repeats: int) -> list[float]:
     numbers = np.arange(num_requests)
     tokens = TokenColumns(numbers.astype(np.uint32), numbers.astype(np.int32))
     decode = client_decoder().decode
+    output = ClientOutput(1, tokens)  # as the step loop hands it over
 
     def both_ways() -> Any:
-        message = decode(output_frames(tokens, []))
+        (frames,) = output_frames(output)
+        message = decode(frames)
         assert isinstance(message, Output)
         return unpack_output(message)
 

@@ -288,3 +288,47 @@ def test_a_request_goes_on_from_its_seed_and_the_tokens_received(running: Engine
         assert other != tokens
 
     talk(running, script)
+
+
+def test_samples_of_one_prompt_are_those_of_requests_with_their_seeds(running: Engine) -> None:
+    """And a single one can be ended, by its handle, while the others go on."""
+    prompt = struct.pack("<40i", *range(40))
+
+    async def samples(client: RawClient, **sampling: Any) -> dict[int, bytes]:
+        await client.send(Op.SUBMIT, submit("s", prompt, temperature=1.0, seed=5, **sampling))
+        op, accepted = await client.receive()
+        assert (op, accepted["seed"]) == (Op.ACCEPTED, 5)
+        first, n = accepted["handle"], sampling["n"]
+        if n == 4:
+            await client.send(
+                Op.ABORT, {"request_ids": [], "handles": struct.pack("<2I", first + 1, 99_999)}
+            )
+        tokens = dict.fromkeys(range(first, first + n), b"")
+        ended: dict[int, str] = {}
+        while len(ended) < n:
+            op, output = await client.receive()
+            assert op == Op.OUTPUT
+            handles = struct.unpack(f"<{len(output.get('handles', b'')) // 4}I",
+                                    output.get("handles", b""))  # fmt: skip
+            assert "counts" not in output
+            for i, handle in enumerate(handles):
+                tokens[handle] += output["tokens"][4 * i : 4 * i + 4]
+            for event in output.get("events", []):
+                if "finish_reason" in event:
+                    ended[event["handle"]] = event["finish_reason"]
+        aborted = [handle - first for handle, reason in ended.items() if reason == "abort"]
+        assert aborted == ([1] if n == 4 else [])
+        return {handle - first: ids for handle, ids in tokens.items() if ended[handle] == "length"}
+
+    async def script(client: RawClient) -> None:
+        await client.hello()
+        three = await samples(client, n=3, max_tokens=6)
+        assert len(set(three.values())) == 3
+        for i in range(3):
+            alone = submit(f"alone-{i}", prompt, temperature=1.0, seed=5 + i, max_tokens=6)
+            assert (await client.complete(alone))[1] == three[i]
+        left = await samples(client, n=4, max_tokens=200)
+        assert left.keys() == {0, 2, 3}
+        assert all(len(ids) == 800 for ids in left.values())
+
+    talk(running, script)

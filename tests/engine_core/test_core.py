@@ -313,6 +313,29 @@ def test_a_session_resumes_its_own_pause_and_nobody_elses() -> None:
     assert messages == dict.fromkeys((4, 5), "still paused by other sessions (1)")
 
 
+def test_samples_wait_with_their_request_while_it_is_paused_and_end_with_it() -> None:
+    request = make_request(1, [1] * 9, 5, n=3)
+    script = [
+        ControlCall(1, 1, "pause"),
+        AddRequest(request),
+        ControlCall(1, 2, "stats"),
+        AbortRequests([2]),
+        ControlCall(1, 3, "stats"),
+        AbortRequests([1]),
+        ControlCall(1, 4, "stats"),
+        ControlCall(1, 5, "resume"),
+        Shutdown("test"),
+    ]
+    core = CoreUnderTest(inbox=ScriptedInbox(script))
+    core.core.run()
+    outputs = core.outbox.drain()
+    waiting = [o.reply.stats.num_requests_waiting for o in outputs
+               if isinstance(o, ControlReply) and o.reply.stats]  # fmt: skip
+    assert waiting == [3, 2, 1]
+    reasons = [(event.handle, event.finish_reason) for event in ends(outputs)]
+    assert reasons == [(2, "abort"), (1, "abort"), (3, "length")]
+
+
 def test_a_control_operation_that_waited_for_a_step_is_answered_once(core: CoreUnderTest) -> None:
     core.during_step = [ControlCall(1, 1, "stats")]
     outputs = core.finish(AddRequest(make_request(1, [1] * 9, 5)))

@@ -126,7 +126,10 @@ def test_a_prompt_of_one_token_has_none() -> None:
 def test_a_request_that_asks_for_its_prompts_reads_no_cached_prefix_and_others_do() -> None:
     scheduler, executor = make_scheduler()
     scheduler.add(make_request(1, PROMPT, 2))
-    run(scheduler, executor)
+    before = Deliveries()
+    while scheduler.num_requests:
+        before.step(scheduler, executor)
+    assert scheduler.kv_cache.num_cached_blocks > 0
     scheduler.add(make_request(2, PROMPT, 2, prompt_logprobs=1))
     scheduler.add(make_request(3, PROMPT, 2, prompt_logprobs=1, skip_reading_prefix_cache=True))
     scheduler.add(make_request(4, PROMPT, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client, split_events
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.messages import Event
@@ -33,6 +34,32 @@ def test_each_client_gets_its_own_rows_in_their_order_and_its_own_events() -> No
         5: ([13], [103], [13]),
         9: ([], [], [15]),
     }
+
+
+def test_each_token_keeps_its_log_probabilities_whatever_order_owners_are_in() -> None:
+    owners = np.array([13, 10, 14, 11], np.uint32)
+    clients = np.array([1, 0, 0, 1], np.int32)
+    entries = LogprobColumns(
+        owners=np.array([14, 11, 13, 14], np.uint32),
+        ranks=np.array([1, 2, 3, 4]),
+        counts=np.array([1, 2, 1, 1]),
+        token_ids=np.array([5, 6, 7, 8, 9], np.int32),
+        logprobs=np.zeros(5, np.float32),
+    )
+    tokens = TokenColumns(owners, np.arange(5, dtype=np.int32), np.array([1, 1, 2, 1]), entries)
+    of_prompts = [(1, entries.take(np.array([1]))), (2, entries), (1, entries)]
+    outputs = {one.client: one for one in split_by_client(clients, tokens, [], of_prompts)}
+    said = {client: one.tokens.logprobs for client, one in outputs.items()}
+    assert said[0] is not None
+    assert said[1] is not None
+    assert said[0].owners.tolist() == [14, 14]
+    assert (said[0].ranks.tolist(), said[0].token_ids.tolist()) == ([1, 4], [5, 9])
+    assert said[1].owners.tolist() == [11, 13]
+    assert (said[1].ranks.tolist(), said[1].token_ids.tolist()) == ([2, 3], [6, 7, 8])
+    assert said[2] is None
+    assert outputs[1].prompt_logprobs is not None
+    assert outputs[1].prompt_logprobs.owners.tolist() == [11, 14, 11, 13, 14]
+    assert outputs[2].prompt_logprobs is entries
 
 
 def test_a_step_of_many_clients_that_sampled_nothing_has_no_outputs() -> None:

@@ -16,6 +16,7 @@ from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_p
 from tests.fakes import (
     Deliveries,
     PipelinedExecutor,
+    expected_logprobs,
     expected_tokens,
     make_request,
     make_scheduler,
@@ -24,11 +25,16 @@ from tests.fakes import (
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
+SPACING = 10  # of handles: a request's samples have the next ones
 
 
 @st.composite
 def workloads(draw: st.DrawFn) -> dict:
-    """Engine limits, and requests (prompt, max_tokens, arrival step, abort step or None, salt)."""
+    """Engine limits, and requests.
+
+    (prompt, max_tokens, arrival step, abort step or None, salt, samples, prompt_logprobs); an abort
+    is of the first sample, or at steps that 3 does not divide of all.
+    """
     needed = -(-MAX_MODEL_LEN // BLOCK_SIZE)
     max_num_seqs = draw(st.integers(1, 6))
     stems = draw(
@@ -44,6 +50,8 @@ def workloads(draw: st.DrawFn) -> dict:
                 draw(st.integers(0, 12)),
                 draw(st.none() | st.integers(0, 40)),
                 draw(st.sampled_from([None, None, "a"])),
+                draw(st.sampled_from([1, 1, 1, 2, 4])),
+                draw(st.sampled_from([None, None, 0, 1])),
             )
         )
     return {
@@ -71,10 +79,11 @@ def run(
         executor.withhold = withhold_some
     worker = PipelinedExecutor(executor)
     deliveries = Deliveries()
-    pending = dict(enumerate(workload["requests"], 1))
+    requests = {SPACING * i: request for i, request in enumerate(workload["requests"], 1)}
+    pending = dict(requests)
     aborted: set[int] = set()
     for step in range(5000):
-        for handle, (prompt, max_tokens, arrival, _, salt) in list(pending.items()):
+        for handle, (prompt, max_tokens, arrival, _, salt, n, num) in list(pending.items()):
             if arrival <= step:
                 del pending[handle]
                 scheduler.add(
@@ -85,6 +94,9 @@ def run(
                         block_size=BLOCK_SIZE,
                         cache_salt=salt,
                         max_model_len=MAX_MODEL_LEN,
+                        n=n,
+                        logprobs=num,
+                        prompt_logprobs=num,
                     )
                 )
         if not pending and scheduler.num_requests == 0:
@@ -93,10 +105,11 @@ def run(
             plan = scheduler.schedule(scheduler.next_group() or 0)
             check_plan(scheduler, plan)
             worker.submit(plan)
-        for handle, (*_, abort, _salt) in enumerate(workload["requests"], 1):
+        for handle, (_, _, _, abort, _, n, _) in requests.items():
             # Between execution and update: the abort must win over the step's own result.
-            if abort == step and handle not in pending and scheduler.abort(handle):
-                aborted.add(handle)
+            if abort == step and handle not in pending:
+                samples = range(handle, handle + (n if step % 3 else 1))
+                aborted.update(sample for sample in samples if scheduler.abort(sample))
         if len(worker) == depth or (len(worker) and scheduler.next_group() is None):
             deliveries.take(scheduler, worker.collect())
             check_rows(scheduler)
@@ -106,16 +119,24 @@ def run(
     while len(worker):
         deliveries.take(scheduler, worker.collect())
 
-    for handle, (prompt, max_tokens, *_) in enumerate(workload["requests"], 1):
+    for first, (prompt, max_tokens, _, _, _, n, num) in requests.items():
         expected = expected_tokens(prompt, max_tokens)
-        got = deliveries.tokens.get(handle, [])
-        if handle in aborted:
-            assert got == expected[: len(got)]
-            assert handle not in deliveries.finish_reasons
-        else:
-            assert got == expected
-            assert deliveries.finish_reasons[handle] == "length"
-    check_idle(scheduler)
+        for handle in range(first, first + n):
+            got = deliveries.tokens.get(handle, [])
+            if handle in aborted:
+                assert got == expected[: len(got)]
+                assert handle not in deliveries.finish_reasons
+            else:
+                assert got == expected
+                assert deliveries.finish_reasons[handle] == "length"
+            said = [] if num is None else expected_logprobs(prompt, got, num)
+            assert deliveries.logprobs.get(handle, []) == said
+        of_prompt = [] if num is None else expected_logprobs(prompt[:1], prompt[1:], num)
+        said = deliveries.prompt_logprobs.get(first, [])
+        assert said == of_prompt[: len(said)]
+        assert first in aborted or said == of_prompt
+    assert all(handle in requests for handle in deliveries.prompt_logprobs)
+    check_idle(scheduler, sum(len(prompt) * (n - 1) for prompt, *_, n, _ in requests.values()))
     return scheduler, worker
 
 
@@ -150,9 +171,11 @@ def test_drafts_change_no_token_whatever_is_accepted_of_them(
 @settings(max_examples=60, deadline=None)
 @given(workloads(), st.sampled_from([1, 2, 3]))
 def test_without_preemption_or_hits_no_token_is_computed_twice(workload: dict, depth: int) -> None:
-    requests = [(prompt, max_tokens, arrival, None, salt)
-                for prompt, max_tokens, arrival, _, salt in workload["requests"]]  # fmt: skip
+    requests = [(prompt, max_tokens, arrival, None, *more)
+                for prompt, max_tokens, arrival, _, *more in workload["requests"]]  # fmt: skip
     quiet = {"limits": workload["limits"], "requests": requests}
     _, worker = run(quiet, depth, num_blocks=200, enable_prefix_caching=False)
     # The last token of a request is delivered and never computed.
-    assert worker.num_tokens == sum(len(prompt) + n - 1 for prompt, n, *_ in requests)
+    assert worker.num_tokens == sum(
+        (len(prompt) + max_tokens - 1) * n for prompt, max_tokens, *_, n, _ in requests
+    )

@@ -48,22 +48,20 @@ def output_frames(
 
 
 def _encode(output: ClientOutput) -> list[bytes]:
-    tokens, counts = output.tokens, output.tokens.counts
+    tokens, counts, prompts = output.tokens, output.tokens.counts, output.prompt_logprobs
     return encode(
         Output(
             handles=tokens.owners.astype(HANDLE_DTYPE, copy=False).tobytes(),
             tokens=tokens.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
             counts=None if counts is None else counts.astype(HANDLE_DTYPE).tobytes(),
             events=output.events,
-            logprobs=_said(tokens.logprobs),
-            prompt_logprobs=_said(output.prompt_logprobs),
+            logprobs=None if tokens.logprobs is None else _said(tokens.logprobs),
+            prompt_logprobs=None if prompts is None else _said(prompts),
         )
     )
 
 
-def _said(entries: LogprobColumns | None) -> TokenLogprobs | None:
-    if entries is None:
-        return None
+def _said(entries: LogprobColumns) -> TokenLogprobs:
     return TokenLogprobs(
         handles=entries.owners.astype(HANDLE_DTYPE, copy=False).tobytes(),
         ranks=entries.ranks.astype(HANDLE_DTYPE).tobytes(),

@@ -33,8 +33,9 @@ class ClientOutput:
     @property
     def num_logprobs_bytes(self) -> int:
         """Of all log probabilities, as they travel."""
-        both = self.tokens.logprobs, self.prompt_logprobs
-        return sum([one.num_bytes for one in both if one is not None])
+        tokens, prompts = self.tokens.logprobs, self.prompt_logprobs
+        num_bytes = 0 if tokens is None else tokens.num_bytes
+        return num_bytes if prompts is None else num_bytes + prompts.num_bytes
 
 
 def split_by_client(
