@@ -30,7 +30,7 @@ _REMEDY: Final = (
     "pass token ids instead of text, with detokenize=False, or tokenizer=FOLDER with the folder "
     "that holds the model's tokenizer.json"
 )
-_CLASS_NAME: Final = re.compile(r"(\w*Tokenizer)(?:Fast)?|TokenizersBackend")
+_CLASS_NAME: Final = re.compile(r"\w*Tokenizer(Fast)?|TokenizersBackend")
 _SETTINGS: Final = frozenset(
     {
         "add_prefix_space",
@@ -97,13 +97,15 @@ def _tokenizer_class(config: Mapping[str, Any]) -> Any:
     import transformers
 
     name = config.get("tokenizer_class")
-    match = _CLASS_NAME.fullmatch(name) if isinstance(name, str) else None
-    if match is None:
+    if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name):
         raise ValueError(f"tokenizer_config.json names {name!r} as its tokenizer_class")
-    found = getattr(transformers, match[1] or match[0], None)
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedTokenizerFast):
-        raise ValueError(f"transformers {transformers.__version__} has no fast {name}")
-    return found
+    for candidate in (name, name.removesuffix("Fast")):
+        found = getattr(transformers, candidate, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerFast):
+            return found
+    raise ValueError(
+        f"transformers {transformers.__version__} (5 or later is wanted) has no fast {name}"
+    )
 
 
 def _reduced(config: Mapping[str, Any]) -> bytes:

@@ -98,4 +98,4 @@ def test_how_many_tokens_may_be_detokenized_at_once_follows_from_what_one_costs(
     """Windows decode for each token, the others once for each that is new."""
     tokenizer = make(kind, tmp_path)
     tokens_per_slice = IncrementalDetokenizer(tokenizer, [], True).tokens_per_slice
-    assert tokens_per_slice == (SLICE_TOKENS if kind in WINDOWS else 5 * SLICE_TOKENS)
+    assert tokens_per_slice == (SLICE_TOKENS if kind in WINDOWS else 2 * SLICE_TOKENS)

@@ -9,6 +9,7 @@ import pytest
 from nanocore.client.token_texts import TokenText
 from nanocore.client.tokenizer import Tokenizer
 from tests.client.tokenizer_kinds import KINDS, make
+from tests.client.trained_tokenizers import CORPUS, TRAINED, trained
 
 REPLACEMENT = "\ufffd"
 SINGLE = ["byte-level", "llama-2", "gemma", "metaspace", "metaspace-bytes", "word-piece"]
@@ -128,6 +129,16 @@ def test_every_token_of_every_kind_has_a_text_that_shows_its_bytes(
         text = any_tokenizer.token_text(token_id)
         assert text.text == text.bytes.decode("utf-8", "replace")
         assert any_tokenizer.token_text(token_id) is text, "it is made once"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind.startswith("byte-")])
+def test_the_bytes_of_all_tokens_of_a_text_are_the_text(kind: str) -> None:
+    """Whatever the script, and however its characters are cut: this is what clients join."""
+    tokenizer = trained(kind)
+    for text in CORPUS:
+        ids = tokenizer.encode(f"<s>{text}")
+        data = b"".join(tokenizer.token_text(token_id).bytes for token_id in ids)
+        assert data.decode().removeprefix(" ") == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @pytest.mark.parametrize("kind", SINGLE)

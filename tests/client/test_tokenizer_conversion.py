@@ -35,8 +35,11 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], None]]] = {
     ),
     "gemma": ("GemmaTokenizer", lambda folder: write_sentence_pieces(folder, "GemmaTokenizer")),
     "any": ("TokenizersBackend", lambda folder: write_sentence_pieces(folder, "TokenizersBackend")),
+    "of-old": (
+        "TokenizersBackend", lambda folder: write_sentence_pieces(folder, "PreTrainedTokenizerFast")
+    ),
 }  # fmt: skip
-IN_SENTENCE_PIECES = {"llama", "gemma", "any"}
+IN_SENTENCE_PIECES = {"llama", "gemma", "any", "of-old"}
 KINDS = [
     pytest.param(name, marks=needs_sentencepiece if name in IN_SENTENCE_PIECES else ())
     for name in FOLDERS
@@ -81,11 +84,33 @@ def test_ids_and_texts_are_those_of_transformers(
     assert (next_id in tokenizer.encode("a<added>")) is (added is not None)
 
 
-@pytest.mark.parametrize("settings", [{"do_lower_case": False}, {"strip_accents": False}])
-def test_settings_of_the_model_count(tmp_path: Path, settings: dict[str, Any]) -> None:
-    write_word_pieces(tmp_path)
-    write_config(tmp_path, tokenizer_class="BertTokenizer", **settings)
-    _are_equal(*_both(tmp_path, "BertTokenizer"))
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("bert", {"do_lower_case": False}),
+    ("bert", {"strip_accents": False}),
+    ("bert", {"tokenize_chinese_chars": False}),
+    ("gpt-2", {"add_prefix_space": True}),
+    ("gpt-2", {"additional_special_tokens": ["the cat"]}),
+    ("qwen", {"image_token": "the"}),
+    pytest.param("llama", {"add_bos_token": True}, marks=needs_sentencepiece),
+    pytest.param("llama", {"add_eos_token": True}, marks=needs_sentencepiece),
+    pytest.param("llama", {"add_prefix_space": False}, marks=needs_sentencepiece),
+    pytest.param("llama", {"legacy": True}, marks=needs_sentencepiece),
+])  # fmt: skip
+def test_settings_of_the_model_count(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    class_name, write = FOLDERS[kind]
+    write(tmp_path)
+    plain = Tokenizer.from_folder(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    tokenizer, reference = _both(tmp_path, class_name)
+    _are_equal(tokenizer, reference)
+    assert any(tokenizer.encode(text) != plain.encode(text) for text in TEXTS)
+
+
+def test_the_older_file_of_special_tokens_counts(tmp_path: Path) -> None:
+    write_byte_level(tmp_path, "GPT2Tokenizer")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "the"}))
+    _are_equal(*_both(tmp_path, "GPT2Tokenizer"))
 
 
 def test_conversations_are_rendered_by_the_models_template(tmp_path: Path) -> None:

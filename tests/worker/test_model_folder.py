@@ -229,6 +229,7 @@ def hub() -> Iterator[FakeHub]:
         "config.json": b'{"a": 1}',
         "model.safetensors": bytes(range(256)) * 40,
         "tokenizer.json": b"{}",
+        "vocab.json": b'{"a": 0}',
         "README.md": b"text",
         "pytorch_model.bin": b"code",
         "modeling.py": b"code",
@@ -245,7 +246,7 @@ def hub() -> Iterator[FakeHub]:
         thread.join()
 
 
-WANTED = {"config.json", "model.safetensors", "tokenizer.json"}
+WANTED = {"config.json", "model.safetensors", "tokenizer.json", "vocab.json"}
 
 
 def test_a_download_fetches_what_is_needed_and_nothing_that_runs(
