@@ -3,6 +3,7 @@
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.connection import EngineHealth
 from nanocore.client.llm import LLM
+from nanocore.client.logprobs import Logprob
 from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanocore.protocol.errors import (
     ClientStateError,
@@ -31,6 +32,7 @@ __all__ = [
     "EngineStartError",
     "InvalidRequestError",
     "KeyFileError",
+    "Logprob",
     "NanocoreError",
     "ProtocolError",
     "RequestMetrics",

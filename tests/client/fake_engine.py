@@ -111,7 +111,7 @@ class FakeEngine:
             self.send(Reply(call_id=control.call_id, data=data))
         await self.flush()
 
-    def output(self, tokens: dict[int, list[int]], *events: Event) -> None:
+    def output(self, tokens: dict[int, list[int]], *events: Event, **fields: Any) -> None:
         """OUTPUT with these tokens by handle; counts are sent only if they are needed."""
         counts = [len(ids) for ids in tokens.values()]
         self.send(
@@ -120,6 +120,7 @@ class FakeEngine:
                 tokens=pack_int32(token for ids in tokens.values() for token in ids),
                 counts=None if counts == [1] * len(counts) else pack_int32(counts),
                 events=list(events),
+                **fields,
             )
         )
 

@@ -85,6 +85,30 @@ def test_of_those_that_end_together_the_first_in_the_list_wins(
     assert _feed(stops, ["ab"]) == _feed(stops, ["a", "b"]) == expected
 
 
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (["xEND", "y"], ("xENDy", None)),  # ended before
+        (["xEN", "Dy"], ("x", "END")),  # began before
+        (["xENDEND", "END"], ("xENDEND", "END")),
+    ],
+)
+def test_a_stop_string_that_ends_where_none_is_sought_is_not_found_later(
+    pieces: list[str], expected: tuple[str, str | None]
+) -> None:
+    matcher = StopStringMatcher(["END"], False)
+    exempt, stop = matcher.push(pieces[0], is_sought=False)
+    assert stop is None
+    text, stop = matcher.push(pieces[1])
+    assert (exempt + text + matcher.flush(), stop) == expected
+
+
+def test_what_is_held_back_for_one_stop_string_may_not_hold_another() -> None:
+    matcher = StopStringMatcher(["abcd", "b"], False)
+    assert matcher.push("ab", is_sought=False) == ("", None)
+    assert matcher.push("cx") == ("abcx", None)
+
+
 def test_empty_pieces_change_nothing() -> None:
     assert _feed(["END"], ["", "E", "", "ND", ""]) == ("", "END")
 

@@ -209,3 +209,37 @@ def test_leaving_a_failed_request_does_not_abort_it(tokenizer: Tokenizer) -> Non
     driven.stream.fail(EngineDeadError("gone"))
     driven.stream.close()
     assert driven.aborts == []
+
+
+def _stopped(text: str, stops: list[str], min_tokens: int, include: bool) -> tuple[str, str | None]:
+    """The specification for tokens of one character: the first end beyond the first min_tokens."""
+    for end in range(min_tokens + 1, len(text) + 1):
+        for stop in stops:
+            if text[:end].endswith(stop):
+                return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    pieces=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=6),
+    stops=st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 8),
+    include=st.booleans(),
+)
+def test_stop_strings_count_from_min_tokens_on_however_tokens_are_merged(
+    tokenizer: Tokenizer, pieces: list[str], stops: list[str], min_tokens: int, include: bool
+) -> None:
+    text = "".join(pieces)
+    expected = _stopped(text, stops, min_tokens, include)
+    params = {"stop": stops, "min_tokens": min_tokens, "include_stop_str_in_output": include}
+    eager, lazy = DrivenStream(tokenizer, **params), DrivenStream(tokenizer, **params)
+    outputs = run(eager.read_between(pieces))
+    lazy.push(text)
+    lazy.end("length")
+    for last in (outputs[-1].outputs[0], lazy.final().outputs[0]):
+        assert (last.text, last.stop_reason) == expected
+        num_tokens = len(last.token_ids)
+        whole = text[:num_tokens]
+        assert last.text == (whole if include or not expected[1] else whole[: -len(expected[1])])
+    assert "".join(output.outputs[0].delta for output in outputs) == expected[0]

@@ -174,3 +174,8 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(name: str, value: object) 
 
 def test_an_int_is_taken_for_a_float() -> None:
     assert SamplingParams(temperature=1, top_p=1, min_p=0).temperature == 1.0
+
+
+def test_an_empty_list_of_allowed_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=r"len\(allowed_token_ids\)=0 .* 1 to 1024"):
+        SamplingParams(allowed_token_ids=[])
