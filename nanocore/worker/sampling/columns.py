@@ -215,20 +215,26 @@ class SamplingMetadata:
         if self.lists is None:
             return None
         num_rows = self.lists.num_rows
-        first = slice(num_rows) if self.index_R is None else self.index_R[:num_rows]
+
+        def first(values: Tensor) -> Tensor:
+            return self._chosen(values, num_rows)
+
         return LogitEdits(
             token_table=self.places.token_table,
-            rows_R=self.places.rows_R[first],
-            num_tokens_R=self.places.positions_R[first],
+            rows_R=first(self.places.rows_R),
+            num_tokens_R=first(self.places.positions_R),
             lists=self.lists,
-            **{f"{name}_R": self.columns[name][first] for name in _EDITING},
+            **{f"{name}_R": first(self.columns[name]) for name in _EDITING},
         )
 
     def _column(self, name: str) -> Tensor:
         return self._chosen(self.columns[name])
 
-    def _chosen(self, values: Tensor) -> Tensor:
-        return values if self.index_R is None else values[self.index_R]
+    def _chosen(self, values: Tensor, num_rows: int | None = None) -> Tensor:
+        """Of the rows that are meant, or of so many of the first of them."""
+        if self.index_R is None:
+            return values[:num_rows]
+        return values.index_select(0, self.index_R[:num_rows])
 
 
 _EDITING: Final = (

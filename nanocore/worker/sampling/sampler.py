@@ -55,9 +55,10 @@ class TokenSampler:
             token_ids_R = self.sample_plain(logits_RV, metadata.noise)
         if len(rows.processed):
             index_P = torch.from_numpy(rows.processed)
-            token_ids_R[index_P] = self.sample_processed(
-                logits_RV[index_P], metadata.of_rows(index_P)
-            )
+            # An index in brackets is for torch's threads, and ours are on their cores.
+            logits_PV = logits_RV.index_select(0, index_P)
+            token_ids_P = self.sample_processed(logits_PV, metadata.of_rows(index_P))
+            token_ids_R.index_copy_(0, index_P, token_ids_P)
         return token_ids_R
 
     def sample_plain(
