@@ -115,8 +115,8 @@ _SIGNATURES: Final = {
     ),
     "logprobs": (
         None,
-        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p,
-         c_void_p),
+        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p,
+         c_void_p, c_void_p),
     ),
     "softcap": (None, (c_void_p, c_int64, c_void_p, c_int64, c_float)),
 }  # fmt: skip
