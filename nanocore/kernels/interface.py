@@ -142,14 +142,14 @@ class Filters:
 class Logprobs:
     """Log probabilities, logit - logsumexp(row), of each row's token and the K most likely ones.
 
-    token_ids_RC: int32 [R, 1 + K], the row's own token and then the K first of the order: by logit
-    falling, and of equal ones the smaller id first. logprobs_RC: float32, theirs. rank_R: int32,
+    token_ids_NC: int32 [N, 1 + K], the row's own token and then the K first of the order: by logit
+    falling, and of equal ones the smaller id first. logprobs_NC: float32, theirs. rank_N: int32,
     the own token's place in that order, from 1 on.
     """
 
-    token_ids_RC: Tensor
-    logprobs_RC: Tensor
-    rank_R: Tensor
+    token_ids_NC: Tensor
+    logprobs_NC: Tensor
+    rank_N: Tensor
 
 
 class Replay(Protocol):
@@ -371,12 +371,15 @@ class Kernels(Protocol):
         """
         ...
 
-    def logprobs(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
+    def logprobs(
+        self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
+    ) -> Logprobs:
         """Log probabilities of each row's token and of the num_top most likely ones, or of all.
 
-        logits_RV: float32, of the whole vocabulary; only read. token_ids_R: int64. The host does
-        not wait. Sums of exp(logit - best) are float64, of float32. What is said of a row whose
-        best logit is not finite, that has a NaN, or whose token is below 0, means nothing.
+        logits_RV: float32, of the whole vocabulary; only read. index_N: int64, which of the rows
+        are meant; None: all of them. token_ids_N: int64. The host does not wait. Sums of
+        exp(logit - best) are float64, of float32. What is said of a row whose best logit is not
+        finite, that has a NaN, or whose token is below 0, means nothing.
         """
         ...
 

@@ -182,8 +182,10 @@ class TorchKernels:
     ) -> tuple[Tensor, Tensor]:
         return self.best_token(filtered(logits_RV, noise, filters), 0, noise)
 
-    def logprobs(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
-        return logprobs(logits_RV, token_ids_R, num_top)
+    def logprobs(
+        self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
+    ) -> Logprobs:
+        return logprobs(logits_RV if index_N is None else logits_RV[index_N], token_ids_N, num_top)
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         return None

@@ -68,7 +68,8 @@ def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> 
     noise = Noise(noise.temperature_R + 0.5, noise.seed_R, noise.position_R)
     kernels.best_filtered_token(logits, noise, filters)
     token_ids = torch.randint(-1, width, (rows,))
-    kernels.logprobs(logits, token_ids, rng.choice([0, 1, 5, rng.randint(1, 300), width]))
+    num_top = rng.choice([0, 1, 5, rng.randint(1, 300), width])
+    kernels.logprobs(logits, token_ids, num_top, rng.choice([None, torch.arange(rows).flip(0)]))
 
 
 def edited_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:

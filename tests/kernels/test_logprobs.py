@@ -38,12 +38,12 @@ def by_sort(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
 
 
 def check(said: Logprobs, right: Logprobs) -> None:
-    for name in ("token_ids_RC", "rank_R"):
+    for name in ("token_ids_NC", "rank_N"):
         assert getattr(said, name).dtype == torch.int32
         assert getattr(said, name).tolist() == getattr(right, name).tolist()
-    assert said.logprobs_RC.dtype == torch.float32
+    assert said.logprobs_NC.dtype == torch.float32
     # To a few units in the last place; below, floats are too small to be told from 0.
-    torch.testing.assert_close(said.logprobs_RC, right.logprobs_RC, rtol=5e-7, atol=1e-37)
+    torch.testing.assert_close(said.logprobs_NC, right.logprobs_NC, rtol=5e-7, atol=1e-37)
 
 
 def draw_logits(rng: np.random.Generator, kind: str, width: int) -> Tensor:
@@ -121,7 +121,7 @@ def test_where_one_token_is_almost_certain_the_digits_are_kept(kernels: Kernels)
     logits_RV[0, 7] = 5.0
     said = kernels.logprobs(logits_RV, torch.tensor([7]), 1)
     exact = -np.log1p(999 * np.exp(-25.0))
-    assert said.logprobs_RC[0].tolist() == pytest.approx([exact] * 2, rel=1e-6)
+    assert said.logprobs_NC[0].tolist() == pytest.approx([exact] * 2, rel=1e-6)
     assert -2e-8 < exact < 0
 
 
@@ -136,11 +136,11 @@ def test_a_row_says_the_same_bits_whatever_its_neighbours_are(kernels: Kernels, 
     apart.copy_(logits_RV)
     for row in range(40):
         alone = kernels.logprobs(apart[row : row + 1], token_ids_R[row : row + 1], 9)
-        assert torch.equal(alone.logprobs_RC[0], together.logprobs_RC[row])
-        assert torch.equal(alone.token_ids_RC[0], together.token_ids_RC[row])
-        assert alone.rank_R[0] == together.rank_R[row]
+        assert torch.equal(alone.logprobs_NC[0], together.logprobs_NC[row])
+        assert torch.equal(alone.token_ids_NC[0], together.token_ids_NC[row])
+        assert alone.rank_N[0] == together.rank_N[row]
     fewer = kernels.logprobs(logits_RV, token_ids_R, 2)
-    assert torch.equal(fewer.logprobs_RC, together.logprobs_RC[:, :3])
+    assert torch.equal(fewer.logprobs_NC, together.logprobs_NC[:, :3])
 
 
 @pytest.mark.parametrize("num_top", [0, 3, 200, ALL])
@@ -154,15 +154,26 @@ def test_rows_without_a_token_do_no_harm_to_others(kernels: Kernels, num_top: in
     said = kernels.logprobs(logits_RV, token_ids_R, num_top)
     rows = slice(0, None, 2)
     check(
-        Logprobs(said.token_ids_RC[rows], said.logprobs_RC[rows], said.rank_R[rows]),
-        Logprobs(right.token_ids_RC[rows], right.logprobs_RC[rows], right.rank_R[rows]),
+        Logprobs(said.token_ids_NC[rows], said.logprobs_NC[rows], said.rank_N[rows]),
+        Logprobs(right.token_ids_NC[rows], right.logprobs_NC[rows], right.rank_N[rows]),
     )
+
+
+def test_some_rows_in_any_order_say_what_they_do_among_all(kernels: Kernels) -> None:
+    logits_RV = torch.randn(9, 77, generator=torch.Generator().manual_seed(3))
+    index_N = torch.tensor([7, 0, 7, 3])
+    token_ids_N = torch.tensor([5, 6, 70, 7])
+    said = kernels.logprobs(logits_RV, token_ids_N, 4, index_N)
+    check(said, by_sort(logits_RV[index_N], token_ids_N, 4))
+    every_other_N = torch.tensor([7, 1, 0, 1, 7, 1, 3, 1])[::2]
+    said = kernels.logprobs(logits_RV, token_ids_N, 4, every_other_N)
+    check(said, by_sort(logits_RV[every_other_N], token_ids_N, 4))
 
 
 def test_no_rows_say_nothing(kernels: Kernels) -> None:
     said = kernels.logprobs(torch.zeros(0, 50), torch.zeros(0, dtype=torch.int64), 4)
-    assert said.token_ids_RC.shape == said.logprobs_RC.shape == (0, 5)
-    assert said.rank_R.shape == (0,)
+    assert said.token_ids_NC.shape == said.logprobs_NC.shape == (0, 5)
+    assert said.rank_N.shape == (0,)
 
 
 def test_a_few_rows_at_a_time_say_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,3 +337,23 @@ def test_a_row_without_a_token_has_no_entry_and_its_neighbours_have_theirs(
         assert found[row][1][0] == token_ids[row]
         if row == 0:  # greedy: the seed, which is the row, does not matter
             assert found[row][:2] == said.logprobs[request][0][:2]
+
+
+def test_a_row_that_joins_others_which_decode_has_its_entries(
+    native: ModelRunner, said: Said
+) -> None:
+    """And one that leaves has none: what is kept of steps without changes is made anew."""
+    first, second = REQUESTS[0], REQUESTS[3]
+    native.execute(plan_of(removed=range(len(REQUESTS))))
+    native.execute(plan_of(new_row(0, first), chunks={0: len(first.prompt)}))
+    alone = msgspec.structs.replace(plan_of(), num_tokens=1)
+    assert [row for row, _ in entries(native.execute(alone).logprobs)] == [0]
+    begin = plan_of(new_row(3, second), chunks={0: 0, 3: len(second.prompt)})
+    assert entries(native.execute(begin).logprobs) == [(3, said.logprobs[3][0])]
+    both = msgspec.structs.replace(plan_of(), num_tokens=2)
+    assert entries(native.execute(both).logprobs) == [
+        (0, said.logprobs[0][2]),
+        (3, said.logprobs[3][1]),
+    ]
+    left = msgspec.structs.replace(plan_of(removed=[0]), num_tokens=1)
+    assert entries(native.execute(left).logprobs) == [(3, said.logprobs[3][2])]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.logit_edits import LogitEdits
@@ -140,6 +142,27 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     assert longest == [37, 1023]
     assert sampled == [8, 8, 1]
     assert runner.kv_caches == []
+
+
+def test_the_largest_steps_look_at_the_logits_of_all_rows_and_of_a_prompt(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = ModelRunner(load_model(tiny_model), DeviceKernels(), queue=DeviceQueue(FakeStream(1)))
+    config = make_worker_config(
+        folder=str(tiny_model), max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=300
+    )
+    looked: list[tuple[int, int]] = []
+    assert runner.sampler is not None
+    logprobs = runner.sampler.logprobs
+
+    def recording(logits_RV: Tensor, token_ids_N: Tensor, num_top: int, *more: Any) -> object:
+        looked.append((len(token_ids_N), num_top))
+        return logprobs(logits_RV, token_ids_N, num_top, *more)
+
+    monkeypatch.setattr(runner.sampler, "logprobs", recording)
+    run_largest_steps(runner, kv_cache_format("auto", torch.float32), config)
+    of_prompt = [64] * 4 + [43]  # the last token's logits are sampled from
+    assert looked == [(rows, 20) for rows in (8, 1, *of_prompt)]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])

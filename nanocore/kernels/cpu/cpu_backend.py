@@ -250,18 +250,21 @@ class CpuKernels(TorchKernels):
     def edit_logits(self, logits_RV: Tensor, edits: LogitEdits) -> None:
         self._run("edit_logits", logits_RV, byref(edits_struct(logits_RV, edits)))
 
-    def logprobs(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
-        num_rows, width = logits_RV.shape
+    def logprobs(
+        self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
+    ) -> Logprobs:
+        num_rows, width = len(token_ids_N), logits_RV.shape[1]
         num_top = min(num_top, width)
-        ids_RC = torch.empty(num_rows, 1 + num_top, dtype=torch.int32)
-        logprobs_RC, rank_R = torch.empty(ids_RC.shape), torch.empty(num_rows, dtype=torch.int32)
-        token_ids_R = token_ids_R.contiguous()
+        ids_NC = torch.empty(num_rows, 1 + num_top, dtype=torch.int32)
+        logprobs_NC, rank_N = torch.empty(ids_NC.shape), torch.empty(num_rows, dtype=torch.int32)
+        token_ids_N = token_ids_N.contiguous()
+        index_N = None if index_N is None else index_N.contiguous()
         self._run(
-            "logprobs", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0),
-            token_ids_R.data_ptr(), num_top, ids_RC.data_ptr(), logprobs_RC.data_ptr(),
-            rank_R.data_ptr(),
+            "logprobs", token_ids_N, logits_RV.data_ptr(), width, logits_RV.stride(0),
+            None if index_N is None else index_N.data_ptr(), token_ids_N.data_ptr(), num_top,
+            ids_NC.data_ptr(), logprobs_NC.data_ptr(), rank_N.data_ptr(),
         )  # fmt: skip
-        return Logprobs(ids_RC, logprobs_RC, rank_R)
+        return Logprobs(ids_NC, logprobs_NC, rank_N)
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         assert self._recording is None, "one capture at a time"

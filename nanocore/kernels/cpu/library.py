@@ -148,8 +148,8 @@ _SIGNATURES: Final = {
     "edit_logits": (None, (c_void_p, c_int64, POINTER(EditLogitsStruct))),
     "logprobs": (
         None,
-        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_void_p,
-         c_void_p),
+        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p,
+         c_void_p, c_void_p),
     ),
     "softcap": (None, (c_void_p, c_int64, c_void_p, c_int64, c_float)),
 }  # fmt: skip

@@ -89,6 +89,7 @@ struct LogprobsCall {
     const float* logits;
     int64_t size;
     int64_t stride;
+    const int64_t* index;  // of the rows of logits that are meant; null: of all
     const int64_t* token_ids;
     int64_t num_top;
     int32_t* ids;     // [rows, 1 + num_top]
@@ -102,7 +103,7 @@ struct LogprobsCall {
 
    private:
     void of_row(int64_t row) const {
-        const float* from = logits + row * stride;
+        const float* from = logits + (index ? index[row] : row) * stride;
         F most = broadcast(-std::numeric_limits<float>::infinity());
         for (int64_t i = 0; i < size; i += kLanes) most = maximum(most, logits_at(from, i, size));
         const float best = max_lanes(most);

@@ -273,9 +273,10 @@ NANOCORE_API void nanocore_edit_logits(void* program, int64_t rows, const EditLo
 }
 
 NANOCORE_API void nanocore_logprobs(void* program, int64_t rows, const float* logits, int64_t size,
-                                    int64_t stride, const int64_t* token_ids, int64_t num_top,
-                                    int32_t* ids, float* logprobs, int32_t* rank) {
+                                    int64_t stride, const int64_t* index,
+                                    const int64_t* token_ids, int64_t num_top, int32_t* ids,
+                                    float* logprobs, int32_t* rank) {
     append(program, rows,
-           LogprobsCall{logits, size, stride, token_ids, num_top, ids, logprobs, rank, 0},
+           LogprobsCall{logits, size, stride, index, token_ids, num_top, ids, logprobs, rank, 0},
            kNothing);
 }

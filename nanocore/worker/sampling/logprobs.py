@@ -60,7 +60,7 @@ class LogprobComputer:
             found |= self._of_entries(
                 asked.sampled,
                 _SAMPLED,
-                lambda some: result.logits_RV[index_N[some]],
+                lambda some: (result.logits_RV, index_N[some]),
                 result.token_ids_R[index_N],
             )
         if asked.prompt is not None:
@@ -70,7 +70,7 @@ class LogprobComputer:
             found |= self._of_entries(
                 asked.prompt,
                 _PROMPT,
-                lambda some: self.logits(hidden_NE[some]),
+                lambda some: (self.logits(hidden_NE[some]), None),
                 token_table[rows_N, positions_N].long(),
             )
         return found
@@ -79,19 +79,20 @@ class LogprobComputer:
         self,
         entries: LogprobEntries,
         name: str,
-        logits_of: Callable[[slice], Tensor],
+        logits_of: Callable[[slice], tuple[Tensor, Tensor | None]],
         token_ids_N: Tensor,
     ) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for number, group in enumerate(entries.groups):
-            parts = [
-                self.sampler.logprobs(logits_of(some), token_ids_N[some], group.num_top)
-                for some in group.slices()
-            ]
+            parts = []
+            for some in group.slices():
+                logits_RV, index = logits_of(some)
+                part = self.sampler.logprobs(logits_RV, token_ids_N[some], group.num_top, index)
+                parts.append(part)
             for field in _FIELDS:
                 tensors = [getattr(part, field) for part in parts if part is not None]
                 if tensors:
-                    found[_key(name, number, field)] = torch.cat(tensors)
+                    found[_key(name, number, field)] = _joined(tensors)
         return found
 
 
@@ -135,18 +136,18 @@ def _in_columns(
     ranks = np.empty(len(counts), "<i4")
     token_ids, logprobs = np.empty(ends[-1], "<i4"), np.empty(ends[-1], "<f4")
     for number, group in enumerate(entries.groups):
-        ids_RC, logprobs_RC, rank_R = (
+        ids_NC, logprobs_NC, rank_N = (
             found[_key(name, number, field)].numpy() for field in _FIELDS
         )
         members = entries.order[group.start : group.stop]
         is_kept = is_kept_N[members]
         places = places_N[members[is_kept]]
-        ranks[places] = rank_R[is_kept]
+        ranks[places] = rank_N[is_kept]
         columns = np.arange(1 + group.num_top)
         is_asked = columns < counts[places, None]
         to = ((ends - counts)[places, None] + columns)[is_asked]
-        token_ids[to] = ids_RC[is_kept][is_asked]
-        logprobs[to] = logprobs_RC[is_kept][is_asked]
+        token_ids[to] = ids_NC[is_kept][is_asked]
+        logprobs[to] = logprobs_NC[is_kept][is_asked]
     return RowLogprobs(
         rows=entries.rows[is_kept_N].astype("<i4").tobytes(),
         ranks=ranks.tobytes(),
@@ -154,6 +155,10 @@ def _in_columns(
         token_ids=token_ids.tobytes(),
         logprobs=logprobs.tobytes(),
     )
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _key(name: str, group: int, field: str) -> str:

@@ -83,10 +83,16 @@ class TokenSampler:
             self._kernels.edit_logits(logits_RV[: edits.lists.num_rows], edits)
         return self._kernels.best_filtered_token(logits_RV, metadata.noise, metadata.filters)[1]
 
-    def logprobs(self, logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs | None:
+    def logprobs(
+        self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
+    ) -> Logprobs | None:
         """See `Kernels.logprobs`; of whole rows, and None on all ranks but the first."""
-        whole_RV = self._whole_rows(logits_RV)
-        return None if self._tp.rank else self._kernels.logprobs(whole_RV, token_ids_R, num_top)
+        if self._tp.size > 1:
+            logits_RV = logits_RV if index_N is None else logits_RV[index_N]
+            logits_RV, index_N = self._whole_rows(logits_RV), None
+        if self._tp.rank > 0:
+            return None
+        return self._kernels.logprobs(logits_RV, token_ids_N, num_top, index_N)
 
     def _whole_rows(self, logits_RV: Tensor) -> Tensor:
         """Logits of the whole vocabulary, of which every rank has a range; the last has less."""
