@@ -10,21 +10,29 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError, shorten
-from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Message, Op, Output
+from nanocore.protocol.messages import (
+    FROM_CLIENT,
+    FROM_ENGINE,
+    Message,
+    Op,
+    Output,
+    TokenLogprobs,
+)
 from nanocore.protocol.wording import explain, why_no_map
 
 MAX_BODY_BYTES: Final = 2**20
 """Of what a client sends, a SUBMIT's prompt apart."""
-MAX_SUBMIT_BYTES: Final = 16 * 2**10
+MAX_SUBMIT_BYTES: Final = 64 * 2**10
 """Of a SUBMIT, its prompt apart: twice what its fields can need. See `_check_size`."""
 MAX_RETURNED_ID_CHARS: Final = 1024
 """Of a bad request id: an ERROR says it all the same, so that its sender knows which request."""
 
+Column = TypeVar("Column", "array[int]", "array[float]")
 _ENCODER = msgspec.msgpack.Encoder()
 _OP_FRAMES = {op: bytes([op]) for op in Op}
 
@@ -200,7 +208,48 @@ def unpack_output(output: Output) -> tuple[array[int], array[int] | None, array[
     return handles, counts, token_ids
 
 
-def _little_endian(column: array[int]) -> array[int]:
+class UnpackedLogprobs(NamedTuple):
+    """The columns of a `TokenLogprobs`."""
+
+    handles: array[int]
+    ranks: array[int]
+    counts: array[int]
+    token_ids: array[int]
+    logprobs: array[float]
+
+
+def unpack_logprobs(columns: TokenLogprobs) -> UnpackedLogprobs:
+    """The columns of an OUTPUT's log probabilities; each token has one candidate at least, itself.
+
+    Raises:
+        ProtocolError: they do not fit together.
+    """
+    try:
+        unpacked = UnpackedLogprobs(
+            unpack_uint32(columns.handles),
+            unpack_uint32(columns.ranks),
+            unpack_uint32(columns.counts),
+            unpack_int32(columns.token_ids),
+            _little_endian(array("f", columns.logprobs)),
+        )
+    except ValueError as error:
+        raise ProtocolError(f"OUTPUT: a column of logprobs is cut short: {error}") from None
+    lengths = [len(column) for column in unpacked]
+    num_candidates = sum(unpacked.counts)
+    if (
+        lengths[:3] != [lengths[0]] * 3
+        or lengths[3:] != [num_candidates] * 2
+        or 0 in unpacked.counts
+    ):
+        raise ProtocolError(
+            "OUTPUT: logprobs of {} handles, {} ranks, {} counts, {} token ids and {} numbers do "
+            "not fit together: of each token there must be as many candidates as its count says, "
+            "itself among them".format(*lengths)
+        )
+    return unpacked
+
+
+def _little_endian(column: Column) -> Column:
     if sys.byteorder == "big":
         column.byteswap()
     return column

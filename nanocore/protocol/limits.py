@@ -18,9 +18,9 @@ import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError
 
-_LOWS: Final = ("minimum", "exclusiveMinimum", "minLength")
+_LOWS: Final = ("minimum", "exclusiveMinimum", "minLength", "minItems")
 _HIGHS: Final = ("maximum", "maxLength", "maxItems")
-_LENGTHS: Final = {"minLength", "maxLength", "maxItems"}
+_LENGTHS: Final = {"minLength", "maxLength", "minItems", "maxItems"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,9 @@ class _Limit:
                 f"{self.field} has {len(value)} characters: {self.low} to {self.high} are allowed"
             )
         if isinstance(value, list):
-            return f"len({self.field})={len(value)} is out of range: at most {self.high}"
+            limit = f"{self.low} to {self.high}" if self.low else f"at most {self.high}"
+            remedy = f"; {self.remedy}" if self.remedy else ""
+            return f"len({self.field})={len(value)} is out of range: {limit}{remedy}"
         interval = f"in {'(' if self.exceeds_low else '['}{self.low}, {self.high}]"
         limit = f"finite and at least {self.low}" if self.high == math.inf else interval
         remedy = f"; {self.remedy}" if self.remedy else ""
@@ -83,7 +85,7 @@ def _limits_of(name: str, hint: Any) -> Iterator[_Limit]:
         schema = part.extra_json_schema or {}
         lows = [schema[key] for key in _LOWS if key in schema]
         highs = [schema[key] for key in _HIGHS if key in schema]
-        if lows or highs:
+        if (lows or highs) and "column" not in schema:  # admission says more of a column
             yield _Limit(
                 name,
                 low=lows[0] if lows else 0,

@@ -19,13 +19,23 @@ from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
 from nanocore.protocol.codec import engine_decoder, pack_int32
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, ProtocolError
-from nanocore.protocol.messages import FROM_CLIENT, Control, Hello, Message, Ping, Pong, Submit
+from nanocore.protocol.messages import (
+    FROM_CLIENT,
+    Abort,
+    Control,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Submit,
+)
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.protocol.samples import MODEL_CARD, frames
 from tests.protocol_files.tables import keywords, schema_of
 
 VALID: dict[type[Message], Message] = {
     Submit: Submit(request_id="r", prompt_token_ids=pack_int32([1])),
+    Abort: Abort(request_ids=[]),
     Control: Control(call_id=1, operation="stats"),
     Hello: Hello(protocol=(1, 0)),
     Ping: Ping(),
@@ -33,6 +43,9 @@ VALID: dict[type[Message], Message] = {
 }
 BEYOND_THE_MODEL = {"max_tokens": 2**31 - 1}
 """Right by its range, and refused for another reason: it exceeds the model's length."""
+LIMITED_BY_THE_ENGINE = {"logprobs", "prompt_logprobs"}
+"""The ends of these ranges are right for engines without max_logprobs; this one may refuse them."""
+CARD = msgspec.structs.replace(MODEL_CARD, vocab_size=2**16)
 
 
 def bounds(schema: dict[str, Any]) -> Iterator[tuple[object, bool]]:
@@ -52,12 +65,24 @@ def bounds(schema: dict[str, Any]) -> Iterator[tuple[object, bool]]:
         yield "x" * (limits["minLength"] - 1), False
         yield "x" * (limits["maxLength"] + 1), False
     if "maxItems" in limits and "prefixItems" not in limits:
-        yield [0] * limits["maxItems"], True
-        yield [0] * (limits["maxItems"] + 1), False
+        most = [_item(limits["items"], i) for i in range(limits["maxItems"] + 1)]
+        least = limits.get("minItems", 0)
+        yield most[:-1], True
+        yield most, False
+        yield most[:least], True
+        if least:
+            yield most[: least - 1], False
     if limits.get("column"):
         yield pack_int32([1]), True
         yield b"", not limits.get("minItems")
         yield b"\1\0\0", False
+
+
+def _item(schema: dict[str, Any], i: int) -> object:
+    """The i-th of a list, unlike the others if it has an id."""
+    if "prefixItems" in schema:
+        return [i, 0.5]
+    return [0] if schema["type"] == "array" else 0
 
 
 def cases() -> Iterator[Any]:
@@ -75,7 +100,7 @@ def take(message: list[bytes]) -> None:
     decoded = engine_decoder().decode(message)
     if isinstance(decoded, Submit):
         config = EngineConfig(scheduling_policy="priority")
-        Admission(MODEL_CARD, config, QueueLimit(8, 10_000, SchedulerCounters())).build(
+        Admission(CARD, config, QueueLimit(1000, 10_000, SchedulerCounters())).build(
             decoded, handle=1, client=1
         )
 
@@ -89,6 +114,8 @@ def test_a_bound_is_where_the_schema_says(
     if BEYOND_THE_MODEL.get(name) == value:
         with pytest.raises(ContextLengthError):
             take(sent)
+    elif allowed and name in LIMITED_BY_THE_ENGINE:
+        engine_decoder().decode(sent)
     elif allowed:
         take(sent)
     else:
@@ -99,9 +126,9 @@ def test_a_bound_is_where_the_schema_says(
 def test_bounds_are_found_for_every_message_that_has_some() -> None:
     """Guards against a schema keyword that `bounds` does not know."""
     tried = {(case.values[0], case.values[2]) for case in cases()}
-    assert {(Submit, "top_p"), (Submit, "request_id"), (Submit, "stop_token_ids")} <= tried
+    assert {(Submit, "top_p"), (Submit, "request_id"), (Submit, "allowed_token_ids")} <= tried
     assert {(Control, "call_id"), (Control, "offset"), (Ping, "nonce")} <= tried
-    assert len(tried) >= 13
+    assert len(tried) >= 22
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])

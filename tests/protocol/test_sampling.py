@@ -140,7 +140,8 @@ def test_what_is_sent_has_no_client_only_field() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["stop", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "n"]
+    "field",
+    ["stop", "detokenize", "skip_special_tokens", "include_stop_str_in_output", "bad_words"],
 )
 def test_a_field_that_no_engine_knows_is_refused_by_name(field: str) -> None:
     with pytest.raises(InvalidSubmitError, match=f"`{field}`"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import struct
 from typing import Any, Literal
 
 import msgspec
@@ -39,6 +40,11 @@ def column(*values: int, signed: bool = True) -> bytes:
 def handles(*values: int) -> bytes:
     """A uint32 column: of handles, or of counts."""
     return column(*values, signed=False)
+
+
+def floats(*values: float) -> bytes:
+    """A float32 column."""
+    return struct.pack(f"<{len(values)}f", *values)
 
 
 def changed(body: Body, path: str, value: object) -> Body:
