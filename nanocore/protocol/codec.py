@@ -18,6 +18,7 @@ from nanocore.protocol.errors import InvalidRequestError, ProtocolError, shorten
 from nanocore.protocol.messages import (
     FROM_CLIENT,
     FROM_ENGINE,
+    Abort,
     Message,
     Op,
     Output,
@@ -98,7 +99,8 @@ class MessageDecoder:
         except InvalidSubmitError:
             raise
         except Exception as error:  # not only msgspec's own: see the module docstring
-            raise ProtocolError(shorten(f"{Op(op).name}: {explain(error)}")) from None
+            why = explain(error, decoder.type)
+            raise ProtocolError(shorten(f"{Op(op).name}: {why}")) from None
 
     def _decode_body(
         self, op: int, decoder: msgspec.msgpack.Decoder[Message], body: bytes
@@ -111,7 +113,8 @@ class MessageDecoder:
             if op != Op.SUBMIT:
                 raise
             request_id = _submit_id(body)
-            raise InvalidSubmitError(shorten(f"SUBMIT: {explain(error)}"), request_id) from None
+            why = explain(error, decoder.type)
+            raise InvalidSubmitError(shorten(f"SUBMIT: {why}"), request_id) from None
 
 
 def client_decoder() -> MessageDecoder:
@@ -177,6 +180,11 @@ def pack_int32(values: Iterable[int]) -> bytes:
         raise InvalidRequestError(f"token ids must be integers in [0, 2**31): {error}") from None
 
 
+def pack_uint32(values: Iterable[int]) -> bytes:
+    """Handles as a uint32 little-endian column."""
+    return _little_endian(array("I", values)).tobytes()
+
+
 def unpack_int32(column: bytes) -> array[int]:
     """An int32 little-endian column as an array of integers."""
     return _little_endian(array("i", column))
@@ -185,6 +193,18 @@ def unpack_int32(column: bytes) -> array[int]:
 def unpack_uint32(column: bytes) -> array[int]:
     """A uint32 little-endian column as an array of integers."""
     return _little_endian(array("I", column))
+
+
+def abort_handles(abort: Abort) -> array[int]:
+    """The handles of an ABORT.
+
+    Raises:
+        ProtocolError: the column is cut short.
+    """
+    try:
+        return unpack_uint32(abort.handles)
+    except ValueError as error:
+        raise ProtocolError(f"ABORT: handles is cut short: {error}") from None
 
 
 def unpack_output(output: Output) -> tuple[array[int], array[int] | None, array[int]]:

@@ -46,13 +46,13 @@ class _Limit:
             return (
                 f"{self.field} has {len(value)} characters: {self.low} to {self.high} are allowed"
             )
+        remedy = f"; {self.remedy}" if self.remedy else ""
         if isinstance(value, list):
-            limit = f"{self.low} to {self.high}" if self.low else f"at most {self.high}"
-            remedy = f"; {self.remedy}" if self.remedy else ""
-            return f"len({self.field})={len(value)} is out of range: {limit}{remedy}"
+            least = f"at least {self.low} and " if self.low else ""
+            limit = f"{least}at most {self.high}{remedy}"
+            return f"len({self.field})={len(value)} is out of range: {limit}"
         interval = f"in {'(' if self.exceeds_low else '['}{self.low}, {self.high}]"
         limit = f"finite and at least {self.low}" if self.high == math.inf else interval
-        remedy = f"; {self.remedy}" if self.remedy else ""
         return f"{self.field}={value!r} is out of range: it must be {limit}{remedy}"
 
 
@@ -83,9 +83,11 @@ def _limits_of(name: str, hint: Any) -> Iterator[_Limit]:
             yield from _limits_of(name, part)
             continue
         schema = part.extra_json_schema or {}
+        if "column" in schema:
+            continue  # bytes, whose items admission looks at
         lows = [schema[key] for key in _LOWS if key in schema]
         highs = [schema[key] for key in _HIGHS if key in schema]
-        if (lows or highs) and "column" not in schema:  # admission says more of a column
+        if lows or highs:
             yield _Limit(
                 name,
                 low=lows[0] if lows else 0,

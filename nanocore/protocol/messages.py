@@ -257,12 +257,6 @@ class Abort(Message, frozen=True, forbid_unknown_fields=True):
     request_ids: list[str]
     handles: Annotated[Uint32Column, since(5)] = b""
 
-    def __post_init__(self) -> None:
-        if len(self.handles) % 4:
-            raise ValueError(
-                f"handles has {len(self.handles)} bytes: a uint32 column has 4 for each handle"
-            )
-
 
 class Ping(Message, frozen=True):
     """Either way: answer with a PONG of the same nonce."""

@@ -7,7 +7,8 @@ written the client in any language. Field names and paths such as `$.sampling.to
 from __future__ import annotations
 
 import re
-from typing import Final
+from difflib import SequenceMatcher
+from typing import Any, Final, get_args, get_type_hints
 
 import msgspec
 
@@ -17,17 +18,23 @@ _FIELDS: Final = {
     "Object missing required field": "the map lacks the required field",
     "Object contains unknown field": "the map has the unknown field",
 }
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`(?: - at `(.*)`)?", re.DOTALL)
+_MIN_NEARNESS: Final = 0.7
+_MAX_NAME_CHARS: Final = 64
 _MAP_HEADS: Final = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
 
 
-def explain(error: Exception) -> str:
-    """What a decoder's exception says."""
+def explain(error: Exception, expected: Any = None) -> str:
+    """What a decoder's exception says.
+
+    expected: the struct that the body was to be; an unknown field's nearest one is then named.
+    """
     match error:
         case msgspec.ValidationError():
             text = str(error)
             for theirs, ours in _FIELDS.items():
                 if text.startswith(theirs):
-                    return ours + text.removeprefix(theirs)
+                    return ours + text.removeprefix(theirs) + _nearest_field(text, expected)
             return _TYPES.sub(_in_our_words, text)
         case msgspec.DecodeError():
             return f"the body is not one whole msgpack value: {error}"
@@ -47,6 +54,28 @@ def why_no_map(body: bytes) -> str | None:
     if (start := body[:64].lstrip()[:1]) in (b"{", b"["):
         return f"the body begins with {start.decode()!r}: JSON? bodies are msgpack maps"
     return f"the body is no msgpack map: it begins with 0x{body[0]:02x}"
+
+
+def _nearest_field(text: str, expected: Any) -> str:
+    """A question that names the field which was meant, if one of that map is near."""
+    unknown = _UNKNOWN.fullmatch(text)
+    if unknown is None:
+        return ""
+    name, path = unknown.groups()
+    struct = expected
+    for part in (path or "").split(".")[1:]:
+        hint = get_type_hints(struct).get(part) if _is_struct(struct) else None
+        struct = next(filter(_is_struct, (hint, *get_args(hint))), None)
+    if not _is_struct(struct) or len(name) > _MAX_NAME_CHARS:
+        return ""
+    fields: tuple[str, ...] = struct.__struct_encode_fields__
+    nearness = {field: SequenceMatcher(None, field, name).ratio() for field in fields}
+    nearest = max(fields, key=nearness.__getitem__)  # of equals the one that is declared first
+    return f" - did you mean `{nearest}`?" if nearness[nearest] >= _MIN_NEARNESS else ""
+
+
+def _is_struct(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 
 
 def _in_our_words(types: re.Match[str]) -> str:

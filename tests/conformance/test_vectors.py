@@ -13,6 +13,7 @@ from nanocore.conformance.vectors import Vector, load_vectors
 from nanocore.protocol.codec import (
     InvalidSubmitError,
     MessageDecoder,
+    abort_handles,
     client_decoder,
     encode,
     engine_decoder,
@@ -23,6 +24,7 @@ from nanocore.protocol.errors import ErrorCode, ProtocolError
 from nanocore.protocol.messages import (
     FROM_CLIENT,
     FROM_ENGINE,
+    Abort,
     Message,
     Output,
     Submit,
@@ -53,6 +55,8 @@ def refusal(vector: Vector) -> tuple[str, str | None] | None:
         message = decoder_of(vector).decode(vector.data)
         if isinstance(message, Output):
             unpack(message)
+        elif isinstance(message, Abort):
+            abort_handles(message)
     except InvalidSubmitError as error:
         return "invalid_request", error.request_id
     except ProtocolError as error:

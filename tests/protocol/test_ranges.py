@@ -17,7 +17,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
-from nanocore.protocol.codec import engine_decoder, pack_int32
+from nanocore.protocol.codec import abort_handles, engine_decoder, pack_int32
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import (
     FROM_CLIENT,
@@ -98,6 +98,8 @@ def cases() -> Iterator[Any]:
 def take(message: list[bytes]) -> None:
     """What an engine does with a message: decode it, and admit it if it is a request."""
     decoded = engine_decoder().decode(message)
+    if isinstance(decoded, Abort):
+        abort_handles(decoded)
     if isinstance(decoded, Submit):
         config = EngineConfig(scheduling_policy="priority")
         Admission(CARD, config, QueueLimit(1000, 10_000, SchedulerCounters())).build(
