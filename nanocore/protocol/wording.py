@@ -18,7 +18,7 @@ _FIELDS: Final = {
     "Object missing required field": "the map lacks the required field",
     "Object contains unknown field": "the map has the unknown field",
 }
-_UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`(?: - at `(.*)`)?", re.DOTALL)
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*?)`(?: - at `(.*)`)?", re.DOTALL)
 _MIN_NEARNESS: Final = 0.7
 _MAX_NAME_CHARS: Final = 64
 _MAP_HEADS: Final = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))

@@ -390,7 +390,10 @@ def aborted_handles() -> Iterator[Line]:
 def before_hello() -> Iterator[Line]:
     """Nothing counts before HELLO; what is no message is told so first."""
     for op in (SUBMIT, ABORT, PING, PONG, CONTROL):
-        body = {"request_id": "a", "prompt_token_ids": PROMPT} if op == SUBMIT else FULL_CLIENT[op]
+        body = FULL_CLIENT[op]
+        if op in (SUBMIT, ABORT):  # of 1.0: an older engine is to find nothing else wrong
+            body = {"request_ids": ["a"]}
+            body = {"request_id": "a", "prompt_token_ids": PROMPT} if op == SUBMIT else body
         yield malformed("client", op, "before-hello", body, "no_session", before_hello=True)
     for name, body in {"no-protocol": {"client": "x"}, "nil-protocol": {"protocol": None}}.items():
         yield malformed("client", HELLO, f"before-hello-{name}", body, before_hello=True)

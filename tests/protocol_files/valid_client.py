@@ -198,7 +198,7 @@ def ignored_messages() -> Iterator[Line]:
     yield ignored(PONG, "with-an-unknown-field", deep)
     yield ignored(ABORT, "of-an-unknown-request", {"request_ids": ["never-submitted"]})
     nobodys = {"request_ids": [], "handles": handles(2**32 - 1)}
-    yield ignored(ABORT, "of-an-unknown-handle", nobodys)
+    yield ignored(ABORT, "of-an-unknown-handle", nobodys, presumes="protocol 1.5")
     yield ignored(BYE, "before-hello", {}, before_hello=True)
     yield ignored(BYE, "before-hello-with-reason", {"reason": "lost"}, before_hello=True)
 
