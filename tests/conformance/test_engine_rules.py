@@ -163,7 +163,7 @@ DEFECTS = {
     "handles-ignored": ("samples-are-aborted-one-by-one", "'abort' of sample 0 length"),
     "sample-ends-all": ("samples-are-aborted-one-by-one", "16 tokens"),
     "id-free-early": ("id-is-free-when-all-samples-have-ended", "'duplicate_request_id'"),
-    "abort-of-one-sample": ("id-is-free-when-all-samples-have-ended", "have ended"),
+    "abort-of-one-sample": ("id-is-free-when-all-samples-have-ended", "'abort' of all samples"),
     "foreign-handles": ("foreign-handles-are-not-aborted", "to run on"),
     "logprobs-endless": ("logprobs-have-a-limit", "ERROR with code 'invalid_request'"),
     "logprobs-rising": ("logprobs-are-of-every-token", "in falling order"),
