@@ -53,7 +53,7 @@ def chat() -> Iterator[Chat]:
 
 @pytest.fixture
 def told_chat(short_path: Path) -> Iterator[Chat]:
-    """A prompt for the fake engine, which samples and tells log probabilities as PROTOCOL.md says."""
+    """A prompt for the fake engine, which knows samples and log probabilities."""
     endpoint = f"ipc://{short_path}/engine.sock"
     with fake_engine(endpoint):
         yield Chat(endpoint, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [], "")
