@@ -57,7 +57,7 @@ def why_no_map(body: bytes) -> str | None:
 
 
 def _nearest_field(text: str, expected: Any) -> str:
-    """A question that names the field which was meant, if one of that map is near."""
+    """A question that names the field which was meant, if one of that map is near, or several."""
     unknown = _UNKNOWN.fullmatch(text)
     if unknown is None:
         return ""
@@ -70,8 +70,9 @@ def _nearest_field(text: str, expected: Any) -> str:
         return ""
     fields: tuple[str, ...] = struct.__struct_encode_fields__
     nearness = {field: SequenceMatcher(None, field, name).ratio() for field in fields}
-    nearest = max(fields, key=nearness.__getitem__)  # of equals the one that is declared first
-    return f" - did you mean `{nearest}`?" if nearness[nearest] >= _MIN_NEARNESS else ""
+    most = max(nearness.values())
+    nearest = [f"`{field}`" for field in fields if nearness[field] == most >= _MIN_NEARNESS]
+    return f" - did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
 def _is_struct(hint: Any) -> bool:
