@@ -52,6 +52,7 @@ from nanocore.worker.models import ARCHITECTURES
 from nanocore.worker.plan import ModelRunnerOutput
 from tests.protocol.samples import directions
 from tests.protocol_files.examples import EXAMPLES, MARK, with_examples
+from tests.protocol_files.parameters import ACTS_IN, with_parameters
 from tests.protocol_files.schema import make_schema
 from tests.protocol_files.tables import (
     HEADINGS,
@@ -237,10 +238,12 @@ def test_the_clients_exceptions_are_named() -> None:
     assert {name for name in errors if f"`{name}`" not in text} == {"NanocoreError"}
 
 
-def test_the_clients_sampling_parameters_are_named() -> None:
-    text = in_one_line((DOCS / "client.md").read_text("utf-8"))
-    listed = text.split("`SamplingParams` has vLLM's names", 1)[1].split(". Without any")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) == set(SamplingParams.__struct_fields__)
+def test_the_clients_sampling_parameters_are_those_of_the_types() -> None:
+    text = (DOCS / "client.md").read_text("utf-8")
+    assert with_parameters(text) == text, "run python -m tests.protocol_files"
+    rows = table_after(text, "## Sampling parameters")
+    assert [row[0].strip("`") for row in rows] == [*SamplingParams.__struct_fields__]
+    assert ACTS_IN.keys() <= {*SamplingParams.__struct_fields__}
 
 
 def test_the_specification_can_be_read_in_twenty_minutes() -> None:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import msgspec
 
 from nanocore.conformance.client_under_test import CLIENT_SCENARIOS, ClientUnderTest
-from nanocore.conformance.played_engine import HANDLE, WELCOME, Body, end, output_body
+from nanocore.conformance.played_engine import (
+    HANDLE,
+    WELCOME,
+    Body,
+    end,
+    logprobs_body,
+    output_body,
+)
 from nanocore.conformance.report import require
 from nanocore.protocol.messages import Op, Pong
 
@@ -19,6 +27,7 @@ LIMITS_SINCE_1_0 = (
     "max_num_queued_tokens",
     "max_file_chunk_bytes",
     "max_num_clients",
+    "max_logprobs",
 )
 NUM_SMALL = 3000
 NUM_HUGE = 300_000
@@ -167,6 +176,35 @@ def foreign_handles_are_ignored(tested: ClientUnderTest) -> None:
             client.output(TOKENS[3:], end())
             client.output([92, 93])
             client.output([94], end("stop"))
+        client.leaves(TOKENS, "length")
+
+
+@CLIENT_SCENARIOS.add("Log probabilities")
+def log_probabilities_nobody_asked_for_are_ignored(tested: ClientUnderTest) -> None:
+    """Of output and prompt tokens, of strangers, before the first token, with new columns."""
+    told = logprobs_body(HANDLE, TOKENS[:2]) | NEW
+    with tested.client() as client:
+        client.open(4)
+        client.send(Op.OUTPUT, {"prompt_logprobs": logprobs_body(HANDLE, [2, 3])})
+        client.send(Op.OUTPUT, {"logprobs": {}, "prompt_logprobs": {}})
+        both = {"logprobs": told, "prompt_logprobs": logprobs_body(3, [7])}
+        client.send(Op.OUTPUT, output_body({HANDLE: TOKENS[:2]}, FIRST) | both)
+        strangers = {"logprobs": logprobs_body(3, [90])}
+        client.send(Op.OUTPUT, output_body({3: [90]}) | strangers)
+        client.send(Op.OUTPUT, output_body({HANDLE: TOKENS[2:]}, end()) | {"logprobs": None})
+        client.leaves(TOKENS, "length")
+
+
+@CLIENT_SCENARIOS.add("ACCEPTED")
+def samples_of_others_are_ignored(tested: ClientUnderTest) -> None:
+    """Tokens and ends of the handles behind the client's own are another request's samples."""
+    with tested.client() as client:
+        client.open(4)
+        for i, token in enumerate(TOKENS):
+            neighbour = {"handle": HANDLE + 1 + i, "finish_reason": "abort"}
+            last = [end()] if i == len(TOKENS) - 1 else []
+            tokens: Mapping[int, list[int]] = {HANDLE + 1 + i: [80 + i], HANDLE: [token]}
+            client.send(Op.OUTPUT, output_body(tokens, neighbour, *last))
         client.leaves(TOKENS, "length")
 
 

@@ -16,10 +16,12 @@ PROBE_EVERY = 20
 def vectors(peer: Peer, *, before_hello: bool = False) -> list[Vector]:
     """Clients' vectors that presume nothing which this engine does not have."""
     policy = "priority" if "priority" in peer.welcome.capabilities else "fcfs"
+    has = {None, f"{policy} scheduling"}
+    has |= {"protocol 1.5"} if peer.welcome.protocol >= (1, 5) else set()
     return [
         vector
         for vector in load_vectors("client")
-        if vector.before_hello is before_hello and vector.presumes in (None, f"{policy} scheduling")
+        if vector.before_hello is before_hello and vector.presumes in has
     ]
 
 
@@ -84,7 +86,7 @@ def _take(engine: EngineUnderTest, peer: Peer, vector: Vector, message: dict[str
             request_id = str(message["request_id"])
             stream = peer.accepted(request_id)
             peer.send(Op.ABORT, {"request_ids": [request_id]})
-            peer.finish(stream)
+            peer.finish(*stream.samples)
         case Op.PING:
             nonce = message.get("nonce", 0)
             pong = peer.expect(Pong)

@@ -6,8 +6,11 @@ from nanocore.conformance import (  # noqa: F401 - they add their rules
     engine_connections,
     engine_control,
     engine_ends,
+    engine_logprobs,
     engine_messages,
+    engine_parameters,
     engine_requests,
+    engine_samples,
     engine_sampling,
     engine_sessions,
 )

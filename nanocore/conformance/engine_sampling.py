@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+from nanocore.conformance.engine_samples import session_of_1_5
 from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import Peer, submit_body
 from nanocore.conformance.report import BrokenError, require
@@ -22,6 +23,18 @@ ACCEPTED: dict[str, tuple[object, ...]] = {
     "ignore_eos": (False, True),
     "skip_reading_prefix_cache": (False, True),
 }
+ACCEPTED_SINCE_1_5: dict[str, tuple[object, ...]] = {
+    "n": (1, 2),
+    "min_tokens": (0, 1, 2),
+    "presence_penalty": (-2, -2.0, 0, 2.0),
+    "frequency_penalty": (-2, -2.0, 0, 2.0),
+    "repetition_penalty": (0.01, 1, 100.0),
+    "allowed_token_ids": (None, [0], [0, 1, 2, 3] * 256),
+    "logprobs": (None, 0),
+    "prompt_logprobs": (None, 0),
+    "logit_bias": ([], [[0, 100]], [[0, -100.0], [1, 5e-324]]),
+    "bad_words_token_ids": ([], [[0]], [[0, 1, 2, 3]] * 256, [[0, 1] * 512]),
+}
 REFUSED: dict[str, tuple[object, ...]] = {
     "temperature": (-5e-324, -1.0, math.nan, math.inf, -math.inf, "1", True, None),
     "top_p": (0.0, -0.5, 1.0000000000000002, math.nan, math.inf, "1", None),
@@ -33,6 +46,31 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "ignore_eos": (0, 1, "true", None),
     "skip_reading_prefix_cache": (0, 1, "true", None),
 }
+REFUSED_SINCE_1_5: dict[str, tuple[object, ...]] = {
+    "n": (0, -1, 129, 1.0, "1", True, None),
+    "min_tokens": (-1, 3, 2**31, 1.0, "1", None),
+    "presence_penalty": (-2.0000001, 2.0000001, math.nan, math.inf, "1", None),
+    "frequency_penalty": (-2.0000001, 2.0000001, math.nan, -math.inf, "1", None),
+    "repetition_penalty": (0.0, 0.0099, 100.01, -1.0, math.nan, math.inf, "1", None),
+    "allowed_token_ids": ([], [0] * 1025, [-1], [2**31 - 1], [1.0], ["0"], "0", 0),
+    "logprobs": (-2, 2**31, 1.0, "1", True),
+    "prompt_logprobs": (-2, 2**31, 1.0, "1", True),
+    "logit_bias": (
+        [[0, 100.1]], [[0, -100.1]], [[0, math.nan]], [[0, math.inf]], [[0, 1.0], [0, 1.0]],
+        [[-1, 1.0]], [[2**31 - 1, 1.0]], [[i, 1.0] for i in range(1025)], [[0]], [[0, 1, 2]],
+        [["0", 1.0]], [[0, "1"]], [0], {"0": 1.0}, None,
+    ),
+    "bad_words_token_ids": (
+        [[]], [[0], []], [[0]] * 257, [[0] * 1025], [[-1]], [[2**31 - 1]], [[[0]]], [["0"]], [0],
+        ["a"], None,
+    ),
+}  # fmt: skip
+NEAREST = {
+    "temprature": "temperature", "max_token": "max_tokens", "topp": "top_p", "logprob": "logprobs",
+    "frequency_penality": "frequency_penalty", "stop_tokens_ids": "stop_token_ids",
+    "bad_words_tokens_ids": "bad_words_token_ids",
+}  # fmt: skip
+"""What is mistyped, and what an ERROR must guess that it should be."""
 WRONG_TYPES: tuple[tuple[str, object, str], ...] = (
     ("prompt_token_ids", [1, 2, 3], "array"), ("prompt_token_ids", "abc", "str"),
     ("prompt_token_ids", None, "nil"), ("sampling", [1], "array"), ("sampling", b"abc", "bin"),
@@ -46,7 +84,7 @@ def accepted(peer: Peer, what: str, request_id: str, **fields: object) -> None:
     body = submit_body(request_id, max_tokens=2) | fields
     peer.send(Op.SUBMIT, body)
     try:
-        peer.finish(peer.accepted(request_id))
+        peer.finish(*peer.accepted(request_id).samples)
     except BrokenError as error:
         raise BrokenError(f"{what} to be accepted", error.got) from None
 
@@ -64,7 +102,8 @@ def refused(peer: Peer, what: str, naming: str, request_id: str, **fields: objec
 def sampling_ranges_include_their_ends(engine: EngineUnderTest) -> None:
     """Values at both ends of each range are accepted, and so is an int for a float."""
     peer = engine.session()
-    for name, values in ACCEPTED.items():
+    newer = ACCEPTED_SINCE_1_5 if peer.welcome.protocol >= (1, 5) else {}
+    for name, values in (ACCEPTED | newer).items():
         for value in values:
             sampling = {"max_tokens": 2} | {name: value}
             accepted(peer, f"{name}={value}", "a", sampling=sampling)
@@ -74,12 +113,22 @@ def sampling_ranges_include_their_ends(engine: EngineUnderTest) -> None:
 def sampling_beyond_its_ranges_is_refused_by_name(engine: EngineUnderTest) -> None:
     """What lies beyond a range, NaN, and values of other types are refused, naming the field."""
     peer = engine.session()
-    for name, values in REFUSED.items():
+    newer = REFUSED_SINCE_1_5 if peer.welcome.protocol >= (1, 5) else {}
+    for name, values in (REFUSED | newer).items():
         for value in values:
             sampling = {"max_tokens": 2} | {name: value}
             refused(peer, f"{name}={value!r}", name, "a", sampling=sampling)
-    for name in ("temprature", "n", "stop", "logit_bias"):
+    for name in ("temprature", "best_of", "stop"):
         refused(peer, f"unknown {name}", name, "a", sampling={name: 1})
+    peer.still_streams()
+
+
+@ENGINE_RULES.add("9. Sampling parameters")
+def mistyped_parameters_are_guessed(engine: EngineUnderTest) -> None:
+    """The ERROR of an unknown parameter names it and the nearest one that is known."""
+    peer = session_of_1_5(engine)
+    for name, meant in NEAREST.items():
+        refused(peer, f"unknown {name}", meant, "a", sampling={name: 1})
     peer.still_streams()
 
 

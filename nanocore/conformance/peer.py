@@ -8,13 +8,19 @@ before it got no answer: no check needs to sleep.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
 from nanocore.conformance.checked_streams import CheckedStreams, Stream
 from nanocore.conformance.report import BrokenError, require
-from nanocore.protocol.codec import client_decoder, pack_int32
+from nanocore.protocol.codec import (
+    InvalidSubmitError,
+    client_decoder,
+    engine_decoder,
+    pack_int32,
+)
 from nanocore.protocol.errors import ProtocolError, shorten
 from nanocore.protocol.messages import (
     PROTOCOL_VERSION,
@@ -26,6 +32,7 @@ from nanocore.protocol.messages import (
     Ping,
     Pong,
     Reply,
+    Submit,
     Welcome,
 )
 from nanocore.protocol.sockets import PeerSocket
@@ -52,7 +59,8 @@ class Peer:
         self._socket = socket
         self._patience_s = patience_s
         self._handles = handles
-        self._decoder = client_decoder()
+        self._decoder, self._own_decoder = client_decoder(), engine_decoder()
+        self._submits: dict[str, Submit] = {}
         self._nonce = 1_000_000
         self._welcome: Welcome | None = None
         self._streams = CheckedStreams(0, 0)
@@ -69,6 +77,11 @@ class Peer:
 
     def send_frames(self, frames: list[bytes]) -> None:
         """Send anything."""
+        if frames[:1] == [bytes([Op.SUBMIT])]:
+            with suppress(ProtocolError, InvalidSubmitError):  # what is no request is not accepted
+                submit = self._own_decoder.decode(frames)
+                assert isinstance(submit, Submit)
+                self._submits[submit.request_id] = submit
         self._socket.send(frames)
 
     def receive(self, expected: str) -> Message:
@@ -93,11 +106,13 @@ class Peer:
                     continue
                 case Output():
                     self._streams.take(message)
-                case Accepted(handle=handle):
-                    new = handle not in self._handles
+                case Accepted(request_id=request_id):
+                    samples = self._streams.accept(message, self._submits.get(request_id))
+                    handles = {stream.handle for stream in samples}
+                    new = not handles & self._handles
                     require(new, "a handle that was never given before", message)
-                    self._handles.add(handle)
-                    self._streams.accept(message)
+                    require(max(handles) < 2**32, "handles of 32 bits, of all samples", message)
+                    self._handles |= handles
                 case Welcome():
                     self._welcome = message
                     self._streams = CheckedStreams(

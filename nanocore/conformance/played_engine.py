@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ _POLL_MS = 20
 _START_S = 30.0  # a program may take long to start on a busy machine; that is no answer owed
 
 WELCOME: Body = {
-    "protocol": [1, 4],
+    "protocol": [1, 5],
     "session": "5c0e8c2f90d9aa41",
     "engine_instance": "00112233445566778899aabbccddeeff",
     "model": {
@@ -60,12 +60,13 @@ WELCOME: Body = {
         "max_num_queued_tokens": None,
         "max_file_chunk_bytes": 65_536,
         "max_num_clients": 100,
+        "max_logprobs": 20,
     },
     "capabilities": ["prefix_caching"],
 }
 
 
-def output_body(tokens: dict[int, Sequence[int]], *events: Body) -> Body:
+def output_body(tokens: Mapping[int, Sequence[int]], *events: Body) -> Body:
     """OUTPUT with these tokens by handle; counts only where one is not one."""
     counts = [len(ids) for ids in tokens.values()]
     columns = {
@@ -76,6 +77,17 @@ def output_body(tokens: dict[int, Sequence[int]], *events: Body) -> Body:
     if counts != [1] * len(counts):
         body["counts"] = struct.pack(f"<{len(counts)}I", *counts)
     return body | ({"events": list(events)} if events else {})
+
+
+def logprobs_body(handle: int, tokens: Sequence[int]) -> Body:
+    """A map of log probabilities in OUTPUT: of each token its own and that of token 1."""
+    return {
+        "handles": struct.pack(f"<{len(tokens)}I", *[handle] * len(tokens)),
+        "ranks": struct.pack(f"<{len(tokens)}I", *[2] * len(tokens)),
+        "counts": struct.pack(f"<{len(tokens)}I", *[2] * len(tokens)),
+        "token_ids": pack_int32(part for token in tokens for part in (token, 1)),
+        "logprobs": struct.pack(f"<{2 * len(tokens)}f", *[-1.5, -0.5] * len(tokens)),
+    }
 
 
 def end(reason: str = "length", **more: object) -> Body:

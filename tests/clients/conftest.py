@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.client import AsyncEngineClient, SamplingParams
+from tests.conformance.fake_engine import fake_engine
 from tests.end_to_end.engine_process import engine
 
 ROOT = Path(__file__).parents[2]
@@ -48,6 +49,14 @@ def chat() -> Iterator[Chat]:
 
     with engine(Path(str(resources.files("nanocore") / "demo_model"))) as running:
         yield asyncio.run(ask(running.endpoint))
+
+
+@pytest.fixture
+def told_chat(short_path: Path) -> Iterator[Chat]:
+    """A prompt for the fake engine, which knows samples and log probabilities."""
+    endpoint = f"ipc://{short_path}/engine.sock"
+    with fake_engine(endpoint):
+        yield Chat(endpoint, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [], "")
 
 
 def num_words(sources: Iterable[Path]) -> int:

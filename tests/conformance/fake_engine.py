@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 
 from nanocore.protocol.codec import (
     InvalidSubmitError,
+    abort_handles,
     encode,
     engine_decoder,
     pack_int32,
@@ -24,6 +25,7 @@ from nanocore.protocol.codec import (
 )
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Accepted,
     Bye,
@@ -59,10 +61,15 @@ from tests.conformance.fake_model import (
     model_card,
     right_digests,
 )
+from tests.conformance.fake_sampling import LogprobColumns
+from tests.protocol_files.lines import NEW_IN_1_5
 
 
 class FakeEngine(threading.Thread):
-    """Serves until `stop`. defects: names of what it does wrong. timeout_s: of silent sessions."""
+    """Serves until `stop`. defects: names of what it does wrong. timeout_s: of silent sessions.
+
+    minor: the protocol's; before 1.5 it knows no field that came with that.
+    """
 
     def __init__(
         self,
@@ -70,10 +77,11 @@ class FakeEngine(threading.Thread):
         *defects: str,
         keys: EngineKeys | None = None,
         timeout_s: float = 1e-3 * LIMITS.session_timeout_ms,
+        minor: int = PROTOCOL_VERSION[1],
     ) -> None:
         super().__init__(name="fake engine", daemon=True)
         self._socket = EngineSocket(endpoint, keys)
-        self._defects = {*defects}
+        self._defects, self._minor = {*defects}, minor
         self._decoder = engine_decoder()
         self._clients: dict[bytes, Client] = {}
         self._stopping = threading.Event()
@@ -82,7 +90,7 @@ class FakeEngine(threading.Thread):
         self._num_handles = self._num_sessions = self._num_aborts = 0
         self._num_errors = self._num_steps = self._num_tokens = 0
         self._model = FakeModel(self._defects)
-        self._kept: dict[bytes, dict[str, Request]] = {}
+        self._kept: dict[bytes, dict[int, Request]] = {}
         self.failure: BaseException | None = None
 
     def stop(self) -> None:
@@ -176,29 +184,34 @@ class FakeEngine(threading.Thread):
         if self.has("top-p-zero") and b"top_p\xcb\0\0\0\0\0\0\0\0" in b"".join(frames):
             frames = [frames[0], frames[1].replace(b"\xcb\0\0\0\0\0\0\0\0", b"\x01", 1)]
         try:
-            return self._decoder.decode(frames)
+            message = self._decoder.decode(frames)
+            if self._minor < 5:
+                _know_no_1_5(message)
+            return message
         except InvalidSubmitError as error:
             text = "bad request" if self.has("unnamed-field") else str(error)
+            text = text.partition("; did you")[0] if self.has("no-guesses") else text
+            text = text.partition(" - did you")[0] if self.has("no-guesses") else text
             text = text.replace("array", "list") if self.has("python-words") else text
             text += " (bytes)" if self.has("foreign-words") else ""
             raise InvalidSubmitError(text, error.request_id) from None
 
     def _welcome(self, routing_id: bytes, hello: Hello) -> None:
         if hello.protocol[0] != 1 and not self.has("other-major-welcome"):
-            refused = Refused(message="no", supported=[] if self.has("no-versions") else [(1, 4)])
+            refused = Refused(message="no", supported=[] if self.has("no-versions") else [(1, 5)])
             self._socket.send(routing_id, encode(refused))
             return
         if len(self._clients) >= MAX_NUM_CLIENTS and not self.has("clients-endless"):
             retry = None if self.has("refusal-without-retry") else 0.5
-            refused = Refused(message="full", supported=[(1, 4)], retry_after_s=retry)
+            refused = Refused(message="full", supported=[(1, 5)], retry_after_s=retry)
             self._socket.send(routing_id, encode(refused))
             return
         self._num_sessions += 1
         number = 1 if self.has("one-session-id") else self._num_sessions
         client = self._clients[routing_id] = Client(routing_id, f"s{number}", hello.protocol[1])
         client.requests = self._kept.pop(routing_id, {})
-        minor = min(4, hello.protocol[1])
-        minor = 4 if self.has("minor-kept") else minor
+        minor = min(self._minor, hello.protocol[1])
+        minor = self._minor if self.has("minor-kept") else minor
         minor = hello.protocol[1] if self.has("minor-echoed") else minor
         digests = right_digests()
         if self.has("wrong-digest"):
@@ -206,6 +219,8 @@ class FakeEngine(threading.Thread):
         card = model_card(digests, 0 if self.has("no-vocabulary") else VOCAB_SIZE)
         instance = f"{self._num_sessions:032x}" if self.has("instance-changes") else INSTANCE
         limits = msgspec.structs.replace(LIMITS, session_timeout_ms=int(1e3 * self._timeout_s))
+        if self._minor < 5:
+            limits = msgspec.structs.replace(limits, max_logprobs=None)
         welcome = Welcome(
             protocol=(1, minor),
             session=client.session,
@@ -223,6 +238,9 @@ class FakeEngine(threading.Thread):
             case Abort(request_ids=ids):
                 for owner in self._clients.values() if self.has("foreign-abort") else [client]:
                     self._abort(owner, ids)
+                handles = abort_handles(message)
+                for owner in self._clients.values() if self.has("foreign-handles") else [client]:
+                    self._abort_samples(owner, handles)
             case Ping(nonce=nonce):
                 self._send(client, self._pong(nonce + 1 if self.has("wrong-nonce") else nonce))
             case Pong():
@@ -263,33 +281,56 @@ class FakeEngine(threading.Thread):
             return
         self._num_handles += 0 if self.has("handle-reused") and self._num_handles > 3 else 1
         sampling = submit.sampling or EngineSamplingParams()
-        seed = self._num_handles if sampling.seed is None else sampling.seed
-        request = Request(
-            submit.request_id,
-            self._num_handles,
-            list(unpack_int32(submit.prompt_token_ids)),
-            sampling,
-            seed,
-        )
-        told = Accepted(request_id=submit.request_id, handle=request.handle, seed=seed)
+        first = self._num_handles
+        seed = first if sampling.seed is None else sampling.seed
+        step = 2 if self.has("handles-apart") else 1
+        samples = [
+            Request(
+                submit.request_id,
+                first + step * i,
+                list(unpack_int32(submit.prompt_token_ids)),
+                sampling,
+                (seed + (0 if self.has("seeds-same") else i))
+                % (2**60 if self.has("seeds-do-not-wrap") else 2**53),
+                index=i,
+            )
+            for i in range(sampling.n)
+        ]
+        self._num_handles = samples[-1].handle
+        told = Accepted(request_id=submit.request_id, handle=first, seed=seed)
         if self.has("seed-untold"):
             told = msgspec.structs.replace(told, seed=0)
-        early = Output(handles=pack_int32([request.handle]), tokens=pack_int32([1]))
+        early = Output(handles=pack_int32([first]), tokens=pack_int32([1]))
         if self.has("output-before-accepted"):
             self._send(client, early)
         self._send(client, told)
-        client.requests[submit.request_id] = request
+        client.requests |= {request.handle: request for request in samples}
 
     def _abort(self, client: Client, ids: list[str]) -> None:
         for request_id in ids:
-            request = client.requests.get(request_id)
-            if request is None and self.has("abort-answered"):
+            requests = [r for r in client.requests.values() if r.request_id == request_id]
+            if not requests and self.has("abort-answered"):
                 self._refuse(client.routing_id, "invalid_request", "no such request", request_id)
-            if request is None or self.has("abort-ignored"):
-                continue
-            del client.requests[request_id]
-            self._num_aborts += 1
-            self._send(client, Output(events=[Event(handle=request.handle, finish_reason="abort")]))
+            if self.has("abort-of-one-sample"):
+                requests = requests[:1]
+            for request in [] if self.has("abort-ignored") else requests:
+                self._end_sample(client, request)
+
+    def _abort_samples(self, client: Client, handles: Iterable[int]) -> None:
+        for handle in [] if self.has("handles-ignored") else handles:
+            request = client.requests.get(handle)
+            if request is not None and self.has("sample-ends-all"):
+                self._abort(client, [request.request_id])
+            elif request is not None:
+                self._end_sample(client, request)
+
+    def _end_sample(self, client: Client, request: Request) -> None:
+        del client.requests[request.handle]
+        self._num_aborts += 1
+        self._send(client, Output(events=[Event(handle=request.handle, finish_reason="abort")]))
+        if self.has("id-free-early"):
+            for sample in client.requests.values():
+                sample.request_id += "'"
 
     def _control(self, client: Client, call: Control) -> Reply:
         call_id = call.call_id
@@ -351,15 +392,25 @@ class FakeEngine(threading.Thread):
 
     def _output(self, client: Client) -> Output:
         handles, counts, tokens, events = [], [], [], []
+        logprobs, prompt_logprobs = LogprobColumns(self._defects), LogprobColumns(self._defects)
         requests = list(client.requests.values())
         for i, request in enumerate(requests):
+            late = self.has("prompt-logprobs-late") and not request.output
+            if request.waits_for_prompt_logprobs and not late:
+                self._model.add_prompt_logprobs(prompt_logprobs, request)
+                if request.waits_for_prompt_logprobs:
+                    continue
             token, event = self._model.next(request, self._num_steps)
             if event.finish_reason is not None:
-                del client.requests[request.request_id]
+                del client.requests[request.handle]
                 event = Event(handle=request.handle) if self.has("no-end") else event
             if self.has("token-lost") and request.num_tokens > 1 and i == len(requests) - 1 > 0:
                 events += [event]
                 continue
+            if token is None:
+                events += [event]
+                continue
+            self._model.add_logprobs(logprobs, request)
             handles.append(request.handle)
             given = [token, token] if self.has("counts-wrong") else [token]
             counts.append(1)
@@ -374,6 +425,8 @@ class FakeEngine(threading.Thread):
             tokens=pack_int32(tokens),
             counts=pack_int32(counts) if len(handles) % 2 else None,
             events=events,
+            logprobs=logprobs.columns(),
+            prompt_logprobs=prompt_logprobs.columns(),
         )
 
     def _refuse(
@@ -407,6 +460,17 @@ class FakeEngine(threading.Thread):
             if result is SendResult.FULL:
                 return
             client.waiting.popleft()
+
+
+def _know_no_1_5(message: Message) -> None:
+    """Refuse what an engine of 1.4 would."""
+    if isinstance(message, Abort) and message.handles:
+        raise ProtocolError("ABORT: the map has the unknown field `handles`")
+    if isinstance(message, Submit) and message.sampling is not None:
+        for name in msgspec.to_builtins(message.sampling):
+            if name in NEW_IN_1_5:
+                text = f"SUBMIT: the map has the unknown field `{name}`"
+                raise InvalidSubmitError(text, message.request_id)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Event, Limits, ModelCard, ModelFile, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
+from tests.conformance.fake_sampling import LogprobColumns, changes_logits, choose, logits_of
 
 VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE = 50, 4096, 16
 CHUNK_BYTES = 100
@@ -26,27 +27,47 @@ INSTANCE = "0123456789abcdef" * 2
 
 @dataclass
 class Request:
-    """One that has not ended."""
+    """A sample that has not ended. index: among those of its SUBMIT."""
 
     request_id: str
     handle: int
     prompt: list[int]
     sampling: EngineSamplingParams
     seed: int
-    num_tokens: int = 0
+    index: int = 0
+    output: list[int] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its output."""
+        return len(self.output)
+
+    @property
+    def waits_for_prompt_logprobs(self) -> bool:
+        """Whether some are to be told before its first token."""
+        asks = self.sampling.prompt_logprobs is not None and self.index == 0
+        return asks and self.num_prompt_logprobs < len(self.prompt) - 1
 
 
 @dataclass
 class Client:
-    """One session. minor: the newest its client speaks. heard_s: when it last said something."""
+    """One session. minor: the newest its client speaks. heard_s: when it last said something.
+
+    requests: samples that have not ended, by handle.
+    """
 
     routing_id: bytes
     session: str
     minor: int
     heard_s: float = field(default_factory=time.monotonic)
     num_messages: int = 0
-    requests: dict[str, Request] = field(default_factory=dict)
+    requests: dict[int, Request] = field(default_factory=dict)
     waiting: deque[list[bytes]] = field(default_factory=deque)
+
+    def uses(self, request_id: str) -> bool:
+        """Whether a sample of this request has not ended."""
+        return any(request.request_id == request_id for request in self.requests.values())
 
 
 def model_card(digests: dict[str, str], vocab_size: int = VOCAB_SIZE) -> ModelCard:
@@ -80,7 +101,18 @@ LIMITS = Limits(
     max_file_chunk_bytes=CHUNK_BYTES,
     max_num_queued_reqs=MAX_QUEUED,
     max_num_clients=MAX_NUM_CLIENTS,
+    max_logprobs=VOCAB_SIZE,
 )
+
+
+def _named_ids(sampling: EngineSamplingParams) -> dict[str, list[int]]:
+    """Token ids of each parameter that has some."""
+    return {
+        "stop_token_ids": sampling.stop_token_ids,
+        "allowed_token_ids": sampling.allowed_token_ids or [],
+        "logit_bias": [token for token, _ in sampling.logit_bias],
+        "bad_words_token_ids": [token for word in sampling.bad_words_token_ids for token in word],
+    }
 
 
 class FakeModel:
@@ -97,7 +129,7 @@ class FakeModel:
     def objection(self, client: Client, submit: Submit, num_queued: int) -> tuple[str, str]:
         """(code, message) of the ERROR for a request, empty if it is taken."""
         prompt, sampling = submit.prompt_token_ids, submit.sampling or EngineSamplingParams()
-        if submit.request_id in client.requests and not self.has("duplicate-accepted"):
+        if client.uses(submit.request_id) and not self.has("duplicate-accepted"):
             return "duplicate_request_id", "request_id is in use"
         if not 1 <= len(submit.request_id) <= 256 + self.has("long-ids"):
             return "invalid_request", "request_id must have 1 to 256 characters"
@@ -108,37 +140,80 @@ class FakeModel:
         if not prompt or len(prompt) % 4:
             return "invalid_request", "prompt_token_ids"
         size = VOCAB_SIZE + self.has("vocabulary-plus-one")
-        for token in (*unpack_int32(prompt), *sampling.stop_token_ids):
-            if not 0 <= token < size:
-                return (
-                    "invalid_request",
-                    f"prompt_token_ids or stop_token_ids: {token} must be below {VOCAB_SIZE}",
-                )
+        named = {"prompt_token_ids": unpack_int32(prompt).tolist()} | _named_ids(sampling)
+        for name, token_ids in named.items():
+            if self.has("ids-unchecked") and name in ("logit_bias", "bad_words_token_ids"):
+                continue
+            for token in token_ids:
+                if not 0 <= token < size:
+                    return "invalid_request", f"{name}: {token} must be below {VOCAB_SIZE}"
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(sampling, name) or 0) > VOCAB_SIZE and not self.has("logprobs-endless"):
+                return "invalid_request", f"{name} is above max_logprobs={VOCAB_SIZE}"
         most = MAX_MODEL_LEN - len(prompt) // 4 + (1 if self.has("length-plus-one") else 0)
         if (sampling.max_tokens or 1) > most:
             return "context_length_exceeded", "too long"
-        if num_queued >= MAX_QUEUED + MAX_NUM_SEQS and not self.has("queue-endless"):
+        full = num_queued and num_queued + sampling.n > MAX_QUEUED + MAX_NUM_SEQS
+        if full and not self.has("queue-endless"):
             return "overloaded", "try again"
         return "", ""
 
-    def next(self, request: Request, num_steps: int) -> tuple[int, Event]:
-        """A request's next token, and what is to be said with it."""
+    def next(self, request: Request, num_steps: int) -> tuple[int | None, Event]:
+        """A request's next token, None if none is left, and what is to be said with it."""
         sampling, first = request.sampling, request.num_tokens == 0
-        noise = 0 if sampling.greedy else request.seed % 1009
+        noise = 0 if sampling.greedy or sampling.top_k == 1 else request.seed % 1009
         if self.has("seed-ignored") or (self.has("not-greedy") and sampling.greedy):
             noise = num_steps
-        token = (7 * sum(request.prompt) + 3 * request.num_tokens + noise) % 49
+        token: int | None = self.best(request, noise)
+        if changes_logits(sampling):
+            logits = logits_of(self.best(request, noise), VOCAB_SIZE)
+            prompt, output = request.prompt, request.output
+            token = choose(logits, sampling, prompt, output, EOS_ID, self._defects)
+        if token is None:
+            reason = "stop" if self.has("no-token-is-a-stop") else "error"
+            why = {} if reason == "stop" else {"message": "no token is left"}
+            return None, Event(handle=request.handle, finish_reason=reason, **why)  # type: ignore[arg-type]
         token = VOCAB_SIZE if self.has("token-beyond") else token
-        request.num_tokens += 1
+        request.output.append(token)
         fields: dict[str, Any] = {}
         if first or self.has("cached-again"):
             key = tuple(request.prompt)
             known = key in self.cached and not sampling.skip_reading_prefix_cache
+            if sampling.prompt_logprobs is not None and not self.has("prompt-logprobs-cached"):
+                known = False
             fields["num_cached_tokens"] = (len(key) // BLOCK_SIZE * BLOCK_SIZE) if known else 0
             self.cached.add(key)
             if self.has("cached-untold"):
                 del fields["num_cached_tokens"]
         return token, Event(handle=request.handle, **fields, **self._end(request, token))
+
+    def best(self, request: Request, noise: int = 0) -> int:
+        """The most likely token of a request, by the model, and with noise."""
+        return (7 * sum(request.prompt) + 3 * request.num_tokens + noise) % 49
+
+    def add_logprobs(self, columns: LogprobColumns, request: Request) -> None:
+        """Of a request's last token, before which it is asked."""
+        num_asked = request.sampling.logprobs
+        if num_asked is None and self.has("logprobs-to-all"):
+            num_asked = 1
+        if num_asked is None or self.has("logprobs-untold"):
+            return
+        token = request.output.pop()
+        logits = logits_of(self.best(request), VOCAB_SIZE)
+        if self.has("logprobs-of-biased"):
+            for biased, bias in request.sampling.logit_bias:
+                logits[biased] += bias
+        request.output.append(token)
+        columns.add(request.handle, token, logits, num_asked)
+
+    def add_prompt_logprobs(self, columns: LogprobColumns, request: Request) -> None:
+        """Of the next block of a request's prompt."""
+        first = request.num_prompt_logprobs + (not self.has("prompt-logprobs-from-the-first"))
+        num_asked = request.sampling.prompt_logprobs
+        assert num_asked is not None
+        for token in request.prompt[first : first + BLOCK_SIZE]:
+            columns.add(request.handle, token, logits_of(token, VOCAB_SIZE), num_asked)
+            request.num_prompt_logprobs += 1
 
     def _end(self, request: Request, token: int) -> dict[str, Any]:
         """EOS, then stop ids, then length."""

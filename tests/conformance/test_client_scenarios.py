@@ -89,6 +89,8 @@ DEFECTS = {
     "strict": ("unknown-fields-are-ignored", "an unknown field"),
     "needs-1.3": ("older-engine-is-understood", "too old"),
     "all-handles": ("foreign-handles-are-ignored", "from line 1"),
+    "knows-1.4-only": ("log-probabilities-nobody-asked-for-are-ignored", "an unknown field"),
+    "all-samples": ("samples-of-others-are-ignored", "from line"),
     "no-zero": ("handles-may-be-the-smallest-and-the-largest", "BYE nothing within"),
     "no-pong": ("ping-is-answered-at-any-time", "PONG nothing within"),
     "short-nonce": ("ping-is-answered-at-any-time", "PONG with nonce 4294967296"),

@@ -16,6 +16,9 @@ from tests.end_to_end.forked import engine
 PATIENCE_S = 60.0
 SHORT_PATIENCE_S = 3.0
 """For engines that owe an answer: it is never given, however long one waits."""
+SINCE_1_5 = {
+    f"nanocore.conformance.engine_{name}" for name in ("samples", "logprobs", "parameters")
+}
 RULES = {rule.name: rule for rule in ENGINE_RULES.all}
 
 
@@ -34,6 +37,18 @@ def test_a_healthy_engine_passes_every_rule(endpoint: str) -> None:
         one = under_test(endpoint)
         results = [one.run(rule) for rule in RULES.values() if not rule.slow]
     assert [str(result) for result in results if result.outcome != "pass"] == []
+
+
+@pytest.mark.campaign
+def test_an_engine_of_1_4_is_not_asked_for_what_came_later(endpoint: str) -> None:
+    with fake_engine(endpoint, minor=4):
+        one = under_test(endpoint)
+        results = [one.run(rule) for rule in RULES.values() if not rule.slow]
+    assert [str(result) for result in results if result.outcome == "fail"] == []
+    skipped = {result.name for result in results if result.outcome == "skip"}
+    assert skipped == {
+        name for name, rule in RULES.items() if rule.body.__module__ in SINCE_1_5
+    } | {"mistyped-parameters-are-guessed"}
 
 
 @pytest.fixture(
@@ -142,6 +157,49 @@ DEFECTS = {
     "pause-ignored": ("pause-keeps-requests-until-resume", "no tokens while paused"),
     "reset-always": ("prefix-cache-is-reset-when-idle", "ok false"),
     "reset-never": ("prefix-cache-is-reset-when-idle", "no cached tokens"),
+    "handles-apart": ("samples-are-requests-with-seeds-of-their-own", "was not accepted"),
+    "seeds-same": ("samples-are-requests-with-seeds-of-their-own", "sample 1 of seed 7"),
+    "seeds-do-not-wrap": ("samples-are-requests-with-seeds-of-their-own", f"of seed {2**53 - 1}"),
+    "handles-ignored": ("samples-are-aborted-one-by-one", "'abort' of sample 0 length"),
+    "sample-ends-all": ("samples-are-aborted-one-by-one", "16 tokens"),
+    "id-free-early": ("id-is-free-when-all-samples-have-ended", "'duplicate_request_id'"),
+    "abort-of-one-sample": ("id-is-free-when-all-samples-have-ended", "'abort' of all samples"),
+    "foreign-handles": ("foreign-handles-are-not-aborted", "to run on"),
+    "logprobs-endless": ("logprobs-have-a-limit", "ERROR with code 'invalid_request'"),
+    "logprobs-rising": ("logprobs-are-of-every-token", "in falling order"),
+    "logprobs-one-less": ("logprobs-are-of-every-token", "1 + 1 candidates"),
+    "logprobs-untold": ("logprobs-are-of-every-token", "logprobs of the 1 tokens"),
+    "own-last": ("logprobs-are-of-every-token", "as first candidate"),
+    "rank-from-zero": ("logprobs-are-of-every-token", "a rank of 1 or more 0"),
+    "logarithms-of-two": ("logprobs-have-a-limit", "probabilities of 1 together"),
+    "logprobs-of-biased": ("logprobs-are-of-the-models-own-logits", "whatever logit_bias is"),
+    "prompt-logprobs-late": (
+        "prompt-logprobs-are-of-every-token-but-the-first",
+        "of 1 tokens before the first token",
+    ),
+    "prompt-logprobs-from-the-first": (
+        "prompt-logprobs-are-of-every-token-but-the-first",
+        "of at most 1 tokens",
+    ),
+    "prompt-logprobs-cached": (
+        "prompt-logprobs-are-of-every-token-but-the-first",
+        "0 cached tokens",
+    ),
+    "logprobs-to-all": ("logprobs-are-told-to-those-who-ask", "which asked for none"),
+    "empty-logprobs": ("request-runs-from-accepted-to-one-end", "no field prompt_logprobs"),
+    "min-tokens-ignored": ("min-tokens-come-before-any-end", "and stop_token_ids"),
+    "min-tokens-forget-eos": ("min-tokens-come-before-any-end", "and EOS"),
+    "allowed-ignored": ("only-allowed-tokens-are-sampled", "no token but [3]"),
+    "bias-last": ("penalties-keep-their-order", "each of"),
+    "bad-words-in-prompt": ("bad-words-do-not-come", "without [[3, 1]]"),
+    "bad-words-alone": ("bad-words-do-not-come", "without [[1, 1]]"),
+    "no-token-is-a-stop": ("bad-words-do-not-come", "no token is left"),
+    "prompt-unpenalized": ("penalties-keep-their-order", "the prompt holds the others"),
+    "frequency-once": ("penalties-keep-their-order", "with frequency_penalty=2"),
+    "presence-ignored": ("penalties-keep-their-order", "with presence_penalty=2"),
+    "ids-unchecked": ("parameters-name-tokens-of-the-vocabulary", "invalid_request"),
+    "biases-weak": ("biases-choose-and-forbid", "alone"),
+    "no-guesses": ("mistyped-parameters-are-guessed", "names 'temperature'"),
     "wrong-digest": ("files-are-what-the-card-says", "sha256"),
     "offset-ignored": ("files-can-be-read-from-anywhere", "from byte 1 on"),
     "any-file": ("no-other-file-is-served", "'config.json'"),

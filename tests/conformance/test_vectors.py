@@ -13,13 +13,23 @@ from nanocore.conformance.vectors import Vector, load_vectors
 from nanocore.protocol.codec import (
     InvalidSubmitError,
     MessageDecoder,
+    abort_handles,
     client_decoder,
     encode,
     engine_decoder,
+    unpack_logprobs,
     unpack_output,
 )
 from nanocore.protocol.errors import ErrorCode, ProtocolError
-from nanocore.protocol.messages import FROM_CLIENT, FROM_ENGINE, Message, Output, Submit
+from nanocore.protocol.messages import (
+    FROM_CLIENT,
+    FROM_ENGINE,
+    Abort,
+    Message,
+    Output,
+    Submit,
+    TokenLogprobs,
+)
 from tests.protocol_files.__main__ import SCHEMA
 from tests.protocol_files.make_vectors import VECTORS, text
 
@@ -32,12 +42,21 @@ def decoder_of(vector: Vector) -> MessageDecoder:
     return ENGINE_DECODER if vector.sender == "client" else CLIENT_DECODER
 
 
+def unpack(output: Output) -> None:
+    """Read all of its columns."""
+    unpack_output(output)
+    for columns in (output.logprobs, output.prompt_logprobs):
+        unpack_logprobs(columns or TokenLogprobs())
+
+
 def refusal(vector: Vector) -> tuple[str, str | None] | None:
     """(code, request_id) that our decoders answer, or None."""
     try:
         message = decoder_of(vector).decode(vector.data)
         if isinstance(message, Output):
-            unpack_output(message)
+            unpack(message)
+        elif isinstance(message, Abort):
+            abort_handles(message)
     except InvalidSubmitError as error:
         return "invalid_request", error.request_id
     except ProtocolError as error:
@@ -122,7 +141,7 @@ def test_valid_messages_are_decoded_to_what_they_say() -> None:
         if vector.message is not None:
             message = decoder_of(vector).decode(vector.data)
             if isinstance(message, Output):
-                unpack_output(message)
+                unpack(message)
             assert contains(fields_of(message), vector.message), vector.name
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from array import array
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocore.protocol.codec import pack_int32, unpack_int32, unpack_uint32
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.codec import pack_int32, unpack_int32, unpack_logprobs, unpack_uint32
+from nanocore.protocol.errors import InvalidRequestError, ProtocolError
+from nanocore.protocol.messages import TokenLogprobs
 
 PROPERTY = settings(max_examples=50, deadline=None, derandomize=True)
+LOGPROBS = TokenLogprobs(
+    handles=struct.pack("<2I", 2**32 - 1, 7),
+    ranks=struct.pack("<2I", 3, 1),
+    counts=struct.pack("<2I", 2, 1),
+    token_ids=pack_int32([5, 0, 9]),
+    logprobs=struct.pack("<3f", -math.inf, -0.5, 0.0),
+)
 
 
 def test_a_column_is_little_endian() -> None:
@@ -50,3 +61,17 @@ def test_any_iterable_of_integers_is_packed() -> None:
 def test_a_value_that_is_no_int32_is_an_invalid_request(value: object) -> None:
     with pytest.raises(InvalidRequestError, match="token ids must be integers"):
         pack_int32([1, value])  # type: ignore[list-item]
+
+
+def test_log_probabilities_are_unpacked() -> None:
+    columns = [list(column) for column in unpack_logprobs(LOGPROBS)]
+    assert columns == [[2**32 - 1, 7], [3, 1], [2, 1], [5, 0, 9], [-math.inf, -0.5, 0.0]]
+    assert not any(unpack_logprobs(TokenLogprobs()))
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+@pytest.mark.parametrize("name", TokenLogprobs.__struct_fields__)
+def test_log_probabilities_that_do_not_fit_together_are_malformed(name: str, cut: int) -> None:
+    columns = msgspec.structs.replace(LOGPROBS, **{name: getattr(LOGPROBS, name)[:-cut]})
+    with pytest.raises(ProtocolError, match=r"cut short|not fit together"):
+        unpack_logprobs(columns)

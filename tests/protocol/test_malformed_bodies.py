@@ -420,6 +420,30 @@ def test_a_submit_may_be_as_long_as_its_prompt() -> None:
     assert len(message.prompt_token_ids) == 2**22
 
 
+def test_a_submit_may_have_all_its_fields_at_their_longest_in_the_longest_forms() -> None:
+    """Integers of 64 bits and arrays of 32, as simple encoders write them: 64 KiB hold them."""
+
+    def ids(count: int) -> bytes:
+        return b"\xdd" + count.to_bytes(4, "big") + b"\xd3\0\0\0\0\0\0\xff\xff" * count
+
+    bias = b"\xdd\0\0\4\0" + b"".join(
+        b"\xdd\0\0\0\2\xd3" + i.to_bytes(8, "big") + b"\xcb" + bytes(8) for i in range(1024)
+    )
+    fields = {
+        b"stop_token_ids": ids(128), b"allowed_token_ids": ids(1024), b"logit_bias": bias,
+        b"bad_words_token_ids": b"\xdd\0\0\1\0" + ids(4) * 256,
+    }  # fmt: skip
+    sampling = b"\xdf\0\0\0\4" + b"".join(
+        b"\xdb" + len(name).to_bytes(4, "big") + name + value for name, value in fields.items()
+    )
+    body = msgspec.msgpack.encode({"request_id": "😀" * 256, "cache_salt": "😀" * 1024})
+    body = b"\x84" + body[1:] + b"\xb0prompt_token_ids\xc4\4\1\0\0\0\xa8sampling" + sampling
+    message = engine_decoder().decode([b"\x10", body])
+    assert isinstance(message, Submit)
+    assert message.sampling is not None
+    assert len(message.sampling.logit_bias) == 1024
+
+
 def test_a_long_body_that_is_no_prompt_is_refused() -> None:
     body = msgspec.msgpack.encode({"request_ids": ["x" * 30] * 40_000})
     with pytest.raises(ProtocolError, match=r"ABORT: the body has 12400.. bytes: at most 1048576"):

@@ -35,11 +35,11 @@ from tests.protocol_files.tables import keywords, schema_of
 
 VALID: dict[type[Message], Message] = {
     Submit: Submit(request_id="r", prompt_token_ids=pack_int32([1])),
+    Abort: Abort(request_ids=[]),
     Control: Control(call_id=1, operation="stats"),
     Hello: Hello(protocol=(1, 0)),
     Ping: Ping(),
     Pong: Pong(),
-    Abort: Abort(request_ids=[]),
 }
 MAX_INT32 = 2**31 - 1
 BEYOND_THE_MODEL: dict[str, tuple[int, type[InvalidRequestError]]] = {
@@ -130,9 +130,9 @@ def test_a_bound_is_where_the_schema_says(
 def test_bounds_are_found_for_every_message_that_has_some() -> None:
     """Guards against a schema keyword that `bounds` does not know."""
     tried = {(case.values[0], case.values[2]) for case in cases()}
-    assert {(Submit, "top_p"), (Submit, "request_id"), (Submit, "stop_token_ids")} <= tried
+    assert {(Submit, "top_p"), (Submit, "request_id"), (Submit, "allowed_token_ids")} <= tried
     assert {(Control, "call_id"), (Control, "offset"), (Ping, "nonce")} <= tried
-    assert len(tried) >= 13
+    assert len(tried) >= 22
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])

@@ -22,13 +22,17 @@ from tests.protocol_files.lines import (
     WELCOME,
     Body,
     column,
+    floats,
     handles,
 )
 
 MAX_INT = 2**53 - 1
 SAMPLING: Body = {
     "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "seed": 7, "max_tokens": 16,
-    "stop_token_ids": [0, 3], "ignore_eos": True, "skip_reading_prefix_cache": True,
+    "stop_token_ids": [0, 3], "ignore_eos": True, "skip_reading_prefix_cache": True, "n": 2,
+    "min_tokens": 1, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.25,
+    "allowed_token_ids": [0, 1, 2, 3], "logprobs": 2, "prompt_logprobs": 1,
+    "logit_bias": [[1, 2.5], [2, -0.5]], "bad_words_token_ids": [[3], [1, 2, 1]],
 }  # fmt: skip
 PROMPT = column(1, 2, 3)
 MODEL: Body = {
@@ -52,13 +56,21 @@ STATS: Body = {
     "num_steps": MAX_INT, "paused": False,
 }  # fmt: skip
 MORE_STATS: Body = {"prefix_cache_hit_rate": 0.25, "num_clients": 2, "num_protocol_errors": 1}
+LOGPROBS: Body = {
+    "handles": handles(8, 8), "ranks": handles(1, 3), "counts": handles(3, 3),
+    "token_ids": column(43, 43, 9, 44, 9, 43), "logprobs": floats(-0.5, -0.5, -1.5, -4.5, -0.5, -3),
+}  # fmt: skip
+PROMPT_LOGPROBS: Body = {
+    "handles": handles(7), "ranks": handles(2), "counts": handles(1), "token_ids": column(2),
+    "logprobs": floats(-0.75),
+}  # fmt: skip
 
 FULL_CLIENT: dict[int, Body] = {
-    HELLO: {"protocol": [1, 4], "client": "vectors/1"},
+    HELLO: {"protocol": [1, 5], "client": "vectors/1"},
     SUBMIT: {
         "request_id": "a", "prompt_token_ids": PROMPT, "sampling": SAMPLING, "cache_salt": "pepper",
     },
-    ABORT: {"request_ids": ["a", "b"]},
+    ABORT: {"request_ids": ["a", "b"], "handles": handles(7, 2**32 - 1)},
     PING: {"nonce": 7},
     PONG: {"nonce": 7, "num_steps": 1, "step_age_ms": 2},
     CONTROL: {"call_id": 1, "operation": "read_file", "file": "tokenizer.json", "offset": 65_536},
@@ -66,7 +78,7 @@ FULL_CLIENT: dict[int, Body] = {
 }  # fmt: skip
 FULL_ENGINE: dict[int, Body] = {
     WELCOME: {
-        "protocol": [1, 4],
+        "protocol": [1, 5],
         "session": "4f1d2c3b5a697887",
         "engine_instance": "0123456789abcdef0123456789abcdef",
         "model": MODEL | {"default_sampling": {"temperature": 0.6, "top_k": 20}, "files": FILES},
@@ -74,11 +86,11 @@ FULL_ENGINE: dict[int, Body] = {
         | {
             "max_request_id_chars": 256, "max_cache_salt_chars": 1024, "max_num_queued_reqs": 512,
             "max_num_queued_tokens": 1_000_000, "max_file_chunk_bytes": 65_536,
-            "max_num_clients": 64,
+            "max_num_clients": 64, "max_logprobs": 20,
         },
         "capabilities": ["prefix_caching", "priority"],
     },
-    REFUSED: {"message": "8 clients are served", "supported": [[1, 4]], "retry_after_s": 1.5},
+    REFUSED: {"message": "8 clients are served", "supported": [[1, 5]], "retry_after_s": 1.5},
     ACCEPTED: {"request_id": "a", "handle": 7, "seed": MAX_INT},
     OUTPUT: {
         "handles": handles(7, 8),
@@ -89,6 +101,8 @@ FULL_ENGINE: dict[int, Body] = {
             {"handle": 8, "finish_reason": "stop", "stop_reason": 44},
             {"handle": 9, "finish_reason": "error", "message": "the step failed"},
         ],
+        "logprobs": LOGPROBS,
+        "prompt_logprobs": PROMPT_LOGPROBS,
     },
     ERROR: {
         "code": "overloaded", "message": "512 requests wait", "request_id": "a",

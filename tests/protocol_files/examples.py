@@ -10,6 +10,7 @@ import struct
 
 from nanocore.protocol.messages import (
     PROTOCOL_VERSION,
+    Abort,
     Accepted,
     Control,
     Error,
@@ -21,6 +22,7 @@ from nanocore.protocol.messages import (
     Pong,
     Reply,
     Submit,
+    TokenLogprobs,
 )
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.protocol_files.hex_dump import hex_dump
@@ -52,6 +54,18 @@ EXAMPLES: dict[str, Message] = {
         counts=_column(2, 1),
         events=[Event(handle=9, finish_reason="stop", stop_reason=5)],
     ),
+    "OUTPUT logprobs": Output(
+        handles=_column(7, 8),
+        tokens=_column(1511, 24),
+        logprobs=TokenLogprobs(
+            handles=_column(7),
+            ranks=_column(2),
+            counts=_column(3),
+            token_ids=_column(1511, 24, 1511),
+            logprobs=struct.pack("<3f", -1.5, -0.5, -1.5),
+        ),
+    ),
+    "ABORT": Abort(request_ids=[], handles=_column(8)),
     "ERROR": Error(code="duplicate_request_id", message="request_id 'a' is in use", request_id="a"),
     "PONG": Pong(nonce=5, num_steps=1234, step_age_ms=12),
     "CONTROL": Control(call_id=1, operation="read_file", file="tokenizer.json", offset=65536),

@@ -6,18 +6,21 @@ as the codec writes it; a map's fields stand on lines of their own, the key in f
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from nanocore.protocol.codec import encode
-from nanocore.protocol.messages import Message
+from nanocore.protocol.messages import Message, TokenLogprobs
 from tests.protocol_files.tables import columns_of
 
 Line = tuple[str, str]
 """(bytes as hex, what they mean)."""
 BYTES_PER_LINE = 48
+LONG_HEADERS = {"sampling"}
+"""Maps whose struct has more than 15 fields: msgspec writes its header for so many, always."""
 encode_value = msgspec.msgpack.encode
 
 
@@ -25,7 +28,8 @@ def hex_dump(message: Message) -> str:
     """The lines of a fenced block, without the fence."""
     op, body = encode(message)
     fields = msgspec.msgpack.decode(body)
-    lines: list[Line] = list(_map_lines(fields, columns_of(type(message)), ""))
+    columns = columns_of(TokenLogprobs) | columns_of(type(message))
+    lines: list[Line] = list(_map_lines(fields, columns, ""))
     written = "".join(code for code, _ in lines).replace(" ", "")
     assert written == body.hex(), "these are the bytes that are sent"
     lines = [line for code, text in lines for line in _wrap(code, text)]
@@ -39,12 +43,15 @@ def hex_dump(message: Message) -> str:
     return "\n".join(rows)
 
 
-def _map_lines(fields: dict[str, Any], columns: dict[str, str], indent: str) -> Iterator[Line]:
-    yield _header(fields), f"{indent}map of {len(fields)}"
+def _map_lines(
+    fields: dict[str, Any], columns: dict[str, str], indent: str, header: str = ""
+) -> Iterator[Line]:
+    yield header or _header(fields), f"{indent}map of {len(fields)}"
     for key, value in fields.items():
         name, inner = _spaced(encode_value(key)), f"{indent}  {key}: "
         if isinstance(value, dict):
-            (code, text), *rest = _map_lines(value, columns, indent + "  ")
+            header = f"de {len(value):04x}" if key in LONG_HEADERS else ""
+            (code, text), *rest = _map_lines(value, columns, indent + "  ", header)
             yield f"{name}  {code}", f"{inner}{text.strip()}"
             yield from rest
         elif isinstance(value, list) and value and isinstance(value[0], dict):
@@ -78,12 +85,11 @@ def _text(value: object, column: str | None) -> str:
     if isinstance(value, bytes):
         if column is None:
             return f"bin of {len(value)}: {value!r}"
-        signed = column == "int32"
-        numbers = [
-            int.from_bytes(value[at : at + 4], "little", signed=signed)
-            for at in range(0, len(value), 4)
-        ]
-        return f"{column} " + " ".join(map(str, numbers))
+        kind = {"int32": "i", "uint32": "I", "float32": "f"}[column]
+        numbers = struct.unpack(f"<{len(value) // 4}{kind}", value)
+        return f"{column} " + " ".join(
+            f"{number:g}" if kind == "f" else str(number) for number in numbers
+        )
     return msgspec.json.encode(value).decode().replace(",", ", ")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import struct
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +29,13 @@ NAMES = {
 CLIENT_OPS = (HELLO, SUBMIT, ABORT, PING, PONG, CONTROL, BYE)
 ENGINE_OPS = (WELCOME, REFUSED, ACCEPTED, OUTPUT, ERROR, PING, PONG, REPLY, BYE)
 
+NEW_IN_1_5 = {
+    "n", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "allowed_token_ids", "logprobs", "prompt_logprobs", "logit_bias", "bad_words_token_ids",
+    "handles",
+}  # fmt: skip
+"""Fields that clients send only to engines which know them."""
+
 pack = msgspec.msgpack.encode
 
 
@@ -39,6 +47,11 @@ def column(*values: int, signed: bool = True) -> bytes:
 def handles(*values: int) -> bytes:
     """A uint32 column: of handles, or of counts."""
     return column(*values, signed=False)
+
+
+def floats(*values: float) -> bytes:
+    """A float32 column."""
+    return struct.pack(f"<{len(values)}f", *values)
 
 
 def changed(body: Body, path: str, value: object) -> Body:
@@ -71,6 +84,8 @@ def valid(
     """A message. body: what is read; raw: the body's bytes, if they are not simply `body`'s."""
     line = _line(sender, op, name, pack(body) if raw is None else raw)
     line["message"] = _readable(body)
+    if sender == "client" and NEW_IN_1_5 & (body.keys() | (body.get("sampling") or {}).keys()):
+        line["presumes"] = "protocol 1.5"
     if raw is None and _has_one_form(body):
         line["canonical"] = True
     return line | more

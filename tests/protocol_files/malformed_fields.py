@@ -30,6 +30,7 @@ from tests.protocol_files.lines import (
     Sender,
     changed,
     column,
+    floats,
     handles,
     malformed,
     malformed_frames,
@@ -60,9 +61,14 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "sampling.top_p": "float", "sampling.top_k": "int", "sampling.min_p": "float",
             "sampling.seed": "int?", "sampling.max_tokens": "int?",
             "sampling.stop_token_ids": "list", "sampling.ignore_eos": "bool",
-            "sampling.skip_reading_prefix_cache": "bool",
+            "sampling.skip_reading_prefix_cache": "bool", "sampling.n": "int",
+            "sampling.min_tokens": "int", "sampling.presence_penalty": "float",
+            "sampling.frequency_penalty": "float", "sampling.repetition_penalty": "float",
+            "sampling.allowed_token_ids": "list?", "sampling.logprobs": "int?",
+            "sampling.prompt_logprobs": "int?", "sampling.logit_bias": "list",
+            "sampling.bad_words_token_ids": "list",
         },
-        ABORT: {"request_ids": "list!"},
+        ABORT: {"request_ids": "list!", "handles": "bin"},
         PING: {"nonce": "int"},
         PONG: {"nonce": "int", "num_steps": "int?", "step_age_ms": "int?"},
         CONTROL: {"call_id": "int!", "operation": "str!", "file": "str?", "offset": "int"},
@@ -82,6 +88,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "limits.max_request_id_chars": "int", "limits.max_cache_salt_chars": "int",
             "limits.max_num_queued_reqs": "int?", "limits.max_num_queued_tokens": "int?",
             "limits.max_file_chunk_bytes": "int", "limits.max_num_clients": "int?",
+            "limits.max_logprobs": "int?",
         },
         REFUSED: {"message": "str!", "supported": "list!", "retry_after_s": "float?"},
         ACCEPTED: {"request_id": "str!", "handle": "int!", "seed": "int!"},
@@ -89,6 +96,9 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "handles": "bin", "tokens": "bin", "counts": "bin?", "events": "list",
             "events.handle": "int!", "events.num_cached_tokens": "int?",
             "events.finish_reason": "str?", "events.stop_reason": "int?", "events.message": "str?",
+            "logprobs": "map?", "prompt_logprobs": "map?",
+            **{f"{name}.{column}": "bin" for name in ("logprobs", "prompt_logprobs")
+               for column in ("handles", "ranks", "counts", "token_ids", "logprobs")},
         },
         ERROR: {
             "code": "str!", "message": "str!", "request_id": "str?", "retry_after_s": "float?",
@@ -117,6 +127,14 @@ EXACT_INTS: dict[Sender, tuple[tuple[int, str], ...]] = {
     ),
 }  # fmt: skip
 HANDLES = ("handle", "events.handle")
+BAD_BIASES: tuple[object, ...] = (
+    [1], [[1]], [[1, 2.0, 3]], [[]], [["1", 2.0]], [[1, "2"]], [[1.0, 2.0]], [[1, True]],
+    [[[1], 2.0]], [{"1": 2.0}], [None], [[1, None]],
+)  # fmt: skip
+BAD_WORDS: tuple[object, ...] = (
+    [1], ["1"], [[1.0]], [["1"]], [[True]], [[[1]]], [None], [[None]], [b"\1\0\0\0"], [{}],
+)  # fmt: skip
+BAD_IDS: tuple[object, ...] = ([1.0], ["1"], [True], [[1]], [None])
 NEEDED = {
     WELCOME: ("protocol",),
     ACCEPTED: ("request_id", "handle"),
@@ -178,6 +196,10 @@ def wrong_types(sender: Sender) -> Iterator[Line]:
         ("client", SUBMIT, "sampling.stop_token_ids", [1.5]),
         ("client", SUBMIT, "sampling.stop_token_ids", [True]),
         ("client", SUBMIT, "sampling.top_k", 1.0), ("client", PING, "nonce", 1.0),
+        ("client", SUBMIT, "sampling.n", 1.0), ("client", SUBMIT, "sampling.logprobs", 1.0),
+        *(("client", SUBMIT, "sampling.logit_bias", value) for value in BAD_BIASES),
+        *(("client", SUBMIT, "sampling.bad_words_token_ids", value) for value in BAD_WORDS),
+        *(("client", SUBMIT, "sampling.allowed_token_ids", value) for value in BAD_IDS),
         ("engine", WELCOME, "model.eos_token_ids", ["1"]), ("engine", WELCOME, "capabilities", [1]),
         ("engine", WELCOME, "model.files", [1]), ("engine", REFUSED, "supported", [1]),
         ("engine", REFUSED, "supported", [[1]]), ("engine", OUTPUT, "events", [1]),
@@ -203,7 +225,8 @@ def unknown_fields() -> Iterator[Line]:
     """Refused where only clients speak: a typo is an error, not a default."""
     for op, path in (
         (HELLO, "cliend"), (SUBMIT, "stop"), (SUBMIT, "prioritty"), (SUBMIT, "sampling.temprature"),
-        (SUBMIT, "sampling.n"), (SUBMIT, "sampling.stop"), (ABORT, "request_id"),
+        (SUBMIT, "sampling.best_of"), (SUBMIT, "sampling.stop"), (SUBMIT, "sampling.bad_words"),
+        (SUBMIT, "sampling.logprob"), (ABORT, "handle"), (ABORT, "request_id"),
         (CONTROL, "ofset"),
     ):  # fmt: skip
         yield bad("client", op, f"unknown-{path}", changed(FULL_CLIENT[op], path, 1))
@@ -231,6 +254,7 @@ def submit_values() -> Iterator[Line]:
         "stop-token-ids-too-large": {"stop_token_ids": [largest]},
         "stop-token-ids-of-64-bits": {"stop_token_ids": [2**64 - 1]},
     }  # fmt: skip
+    samplings |= bad_parameters_of_1_5()
     for name, sampling in samplings.items():
         yield bad("client", SUBMIT, name, small | {"sampling": sampling})
     for name, change in {
@@ -264,6 +288,47 @@ def submit_values() -> Iterator[Line]:
     yield malformed("client", SUBMIT, "longer-than-any-model", too_long, **code)
 
 
+def bad_parameters_of_1_5() -> dict[str, Body]:
+    """By name; each is out of range by its value alone."""
+    numbers: dict[str, tuple[float, ...]] = {
+        "n": (0, -1, 129, 2**64 - 1), "min_tokens": (-1, 2**31),
+        "presence_penalty": (-2.0000001, 2.0000001, math.nan, math.inf),
+        "frequency_penalty": (-2.0000001, 2.0000001, math.nan, -math.inf),
+        "repetition_penalty": (0.0, -1.0, 0.0099, 100.1, math.nan, math.inf),
+        "logprobs": (-2, 2**31), "prompt_logprobs": (-2, 2**31),
+    }  # fmt: skip
+    lists: dict[str, Body] = {
+        "min-tokens-above-max-tokens": {"min_tokens": 3, "max_tokens": 2},
+        "allowed-token-ids-empty": {"allowed_token_ids": []},
+        "allowed-token-ids-1025": {"allowed_token_ids": [0] * 1025},
+        "allowed-token-ids-negative": {"allowed_token_ids": [0, -1]},
+        "allowed-token-ids-too-large": {"allowed_token_ids": [2**31 - 1]},
+        "allowed-token-ids-of-64-bits": {"allowed_token_ids": [2**64 - 1]},
+        "logit-bias-1025": {"logit_bias": [[i, 0.5] for i in range(1025)]},
+        "logit-bias-of-a-token-twice": {"logit_bias": [[1, 0.5], [2, 0.5], [1, 0.5]]},
+        "logit-bias-too-low": {"logit_bias": [[1, -100.1]]},
+        "logit-bias-too-high": {"logit_bias": [[1, 100.1]]},
+        "logit-bias-nan": {"logit_bias": [[1, math.nan]]},
+        "logit-bias-infinite": {"logit_bias": [[1, math.inf]]},
+        "logit-bias-minus-infinite": {"logit_bias": [[1, -math.inf]]},
+        "logit-bias-negative-token": {"logit_bias": [[-1, 0.5]]},
+        "logit-bias-token-too-large": {"logit_bias": [[2**31 - 1, 0.5]]},
+        "logit-bias-token-of-64-bits": {"logit_bias": [[2**64 - 1, 0.5]]},
+        "bad-words-257": {"bad_words_token_ids": [[0]] * 257},
+        "bad-words-of-1025-tokens": {"bad_words_token_ids": [[0] * 512, [1] * 513]},
+        "bad-words-empty-word": {"bad_words_token_ids": [[1], []]},
+        "bad-words-negative-token": {"bad_words_token_ids": [[1, -1]]},
+        "bad-words-token-too-large": {"bad_words_token_ids": [[2**31 - 1]]},
+        "bad-words-token-of-64-bits": {"bad_words_token_ids": [[1], [2**64 - 1]]},
+    }
+    single = {
+        f"{name.replace('_', '-')}-of-{value}".replace("--", "-minus-"): {name: value}
+        for name, values in numbers.items()
+        for value in values
+    }
+    return single | lists
+
+
 def columns() -> Iterator[Line]:
     """OUTPUT columns that do not fit together."""
     for name, body in {
@@ -289,12 +354,46 @@ def columns() -> Iterator[Line]:
             "handles": handles(7), "tokens": column(1), "counts": handles(2**32 - 1)},
     }.items():  # fmt: skip
         yield malformed("engine", OUTPUT, f"columns-{name}", body)
+    yield from log_probabilities()
+
+
+def log_probabilities() -> Iterator[Line]:
+    """Those that do not fit together; strict, because who asks for none need not look."""
+    more: Body = {
+        "handles": handles(8), "ranks": handles(1), "counts": handles(1), "token_ids": column(1),
+        "logprobs": floats(-1.0),
+    }  # fmt: skip
+    for field in ("logprobs", "prompt_logprobs"):
+        entries = FULL_ENGINE[OUTPUT][field]
+        broken = {f"{name}-cut": {name: entries[name][:-1]} for name in more}
+        broken |= {f"{name}-too-short": {name: entries[name][:-4]} for name in more}
+        broken |= {f"{name}-too-long": {name: entries[name] + more[name]} for name in more}
+        broken |= {f"without-{name}": {name: b""} for name in more}
+        sums = handles(*[2**32 - 1] * (len(entries["counts"]) // 4))
+        last = {"token_ids": entries["token_ids"][:-4], "logprobs": entries["logprobs"][:-4]}
+        none = handles(*[3] * (len(entries["counts"]) // 4 - 1), 0)
+        if field == "prompt_logprobs":
+            broken["no-candidate"] = last | {"counts": none}
+        broken["counts-whose-sum-wraps"] = {"counts": sums}
+        for name, change in broken.items():
+            body = FULL_ENGINE[OUTPUT] | {field: entries | change}
+            line = malformed("engine", OUTPUT, f"{field}-{name}".replace("_", "-"), body)
+            yield line | {"strict": True}
+
+
+def aborted_handles() -> Iterator[Line]:
+    for length in (1, 3, 5):
+        body = {"request_ids": ["a"], "handles": handles(7, 8)[:length]}
+        yield malformed("client", ABORT, f"handles-of-{length}-bytes", body)
 
 
 def before_hello() -> Iterator[Line]:
     """Nothing counts before HELLO; what is no message is told so first."""
     for op in (SUBMIT, ABORT, PING, PONG, CONTROL):
-        body = {"request_id": "a", "prompt_token_ids": PROMPT} if op == SUBMIT else FULL_CLIENT[op]
+        body = FULL_CLIENT[op]
+        if op in (SUBMIT, ABORT):  # of 1.0: an older engine is to find nothing else wrong
+            body = {"request_ids": ["a"]}
+            body = {"request_id": "a", "prompt_token_ids": PROMPT} if op == SUBMIT else body
         yield malformed("client", op, "before-hello", body, "no_session", before_hello=True)
     for name, body in {"no-protocol": {"client": "x"}, "nil-protocol": {"protocol": None}}.items():
         yield malformed("client", HELLO, f"before-hello-{name}", body, before_hello=True)
@@ -315,6 +414,7 @@ def field_lines(sender: Sender) -> Iterator[Line]:
     if sender == "client":
         yield from unknown_fields()
         yield from submit_values()
+        yield from aborted_handles()
         yield from before_hello()
     else:
         yield from columns()

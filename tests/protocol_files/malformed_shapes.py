@@ -34,7 +34,7 @@ from tests.protocol_files.lines import (
 DEPTH = 5_000
 NO_MAP = {"nil": b"\xc0", "array": b"\x90", "int": b"\x01", "str": b"\xa1x", "bin": b"\xc4\x00",
           "bool": b"\xc3", "float": b"\xcb" + bytes(8), "array-of-map": b"\x91\x80",
-          "json": b'{"protocol": [1, 4], "request_id": "a"}'}  # fmt: skip
+          "json": b'{"protocol": [1, 5], "request_id": "a"}'}  # fmt: skip
 NO_MSGPACK = {"ext": b"\xd4\x01\x00", "timestamp": b"\xd6\xff" + bytes(4), "never-used": b"\xc1"}
 BOMBS = {"array32": b"\xdd", "map32": b"\xdf", "str32": b"\xdb", "bin32": b"\xc6"}
 BAD_UTF8 = {"lone-byte": b"\xa2\xff\xfe", "overlong": b"\xa2\xc0\x80",

@@ -19,6 +19,7 @@ from nanocore.protocol.messages import (
     ModelCard,
     ModelFile,
     Stats,
+    TokenLogprobs,
 )
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
@@ -29,6 +30,7 @@ HEADINGS: dict[str, Struct] = {
     "#### Model file": ModelFile,
     "#### Limits": Limits,
     "#### Event": Event,
+    "#### Log probabilities": TokenLogprobs,
     "#### Stats": Stats,
     "## 9. Sampling parameters": EngineSamplingParams,
 }
@@ -37,7 +39,7 @@ SAME_TABLE: dict[str, Struct] = {"## 9. Sampling parameters": DefaultSampling}
 """Structs with the same fields; they differ in what becomes of unknown ones."""
 ELSEWHERE = {"sampling": "section 9", "default_sampling": "section 9", "code": "section 12"}
 """Fields whose range is a table of its own."""
-FIRST_SINCE = {ModelFile: "1.3"}
+FIRST_SINCE = {ModelFile: "1.3", TokenLogprobs: "1.5"}
 
 
 def expected_rows(struct: Struct) -> list[list[str]]:
@@ -49,9 +51,9 @@ def expected_rows(struct: Struct) -> list[list[str]]:
         [
             name,
             _type_name(types[name]),
-            ELSEWHERE.get(name) or _range(properties[name]),
+            ELSEWHERE.get(name) or range_of(properties[name]),
             _default(fields[name]),
-            properties[name].get("since", FIRST_SINCE.get(struct, "1.0")),
+            keywords(properties[name]).get("since", FIRST_SINCE.get(struct, "1.0")),
         ]
         for name in fields
     ]
@@ -65,7 +67,7 @@ def schema_of(struct: Struct) -> dict[str, Any]:
 
 
 def columns_of(struct: Struct) -> dict[str, str]:
-    """The element type of each field that is a column: "int32" or "uint32"."""
+    """The element type of each field that is a column: "int32", "uint32" or "float32"."""
     properties = schema_of(struct)["properties"]
     kinds = {name: keywords(schema).get("column") for name, schema in properties.items()}
     return {name: kind for name, kind in kinds.items() if kind}
@@ -115,7 +117,8 @@ def keywords(schema: dict[str, Any]) -> dict[str, Any]:
     return inner | schema
 
 
-def _range(schema: dict[str, Any]) -> str:
+def range_of(schema: dict[str, Any]) -> str:
+    """What a property's values may be, as the tables say it; empty if all that its type has."""
     limits = keywords(schema)
     match limits:
         case {"column": kind}:
@@ -126,6 +129,8 @@ def _range(schema: dict[str, Any]) -> str:
             return f"{pattern.split('{')[1].split('}')[0]} hex digits"
         case {"minLength": low, "maxLength": high}:
             return f"{low} to {high} characters"
+        case {"minItems": low, "maxItems": high} if "prefixItems" not in limits:
+            return f"{low} to {high} items"
         case {"maxItems": high} if "prefixItems" not in limits:
             return f"at most {high}"
         case {"exclusiveMinimum": low, "maximum": high}:

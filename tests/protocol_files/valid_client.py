@@ -19,6 +19,7 @@ from tests.protocol_files.lines import (
     Body,
     Line,
     column,
+    handles,
     ignored,
     pack,
     valid,
@@ -45,14 +46,45 @@ SAMPLING_BOUNDARIES: dict[str, Body] = {
     "stop-token-ids-128": {"stop_token_ids": [0, 1, 2, 3] * 32},
     "ignore-eos-false": {"ignore_eos": False},
     "sampling-empty": {},
-}
+    "n-one": {"n": 1},
+    "n-128": {"n": 128},
+    "n-with-seed-largest": {"n": 2, "seed": MAX_INT},
+    "min-tokens-zero": {"min_tokens": 0},
+    "min-tokens-as-max-tokens": {"min_tokens": 2},
+    "presence-penalty-lowest": {"presence_penalty": -2.0},
+    "presence-penalty-highest": {"presence_penalty": 2.0},
+    "frequency-penalty-lowest": {"frequency_penalty": -2.0},
+    "frequency-penalty-highest": {"frequency_penalty": 2.0},
+    "repetition-penalty-lowest": {"repetition_penalty": 0.01},
+    "repetition-penalty-highest": {"repetition_penalty": 100.0},
+    "allowed-token-ids-one": {"allowed_token_ids": [3]},
+    "allowed-token-ids-1024": {"allowed_token_ids": [0, 1, 2, 3] * 256},
+    "logprobs-zero": {"logprobs": 0},
+    "prompt-logprobs-zero": {"prompt_logprobs": 0},
+    "logit-bias-none": {"logit_bias": []},
+    "logit-bias-lowest": {"logit_bias": [[0, -100.0]]},
+    "logit-bias-highest": {"logit_bias": [[0, 100.0], [3, 100.0]]},
+    "bad-words-none": {"bad_words_token_ids": []},
+    "bad-words-256": {"bad_words_token_ids": [[0, 1, 2, 3]] * 256},
+    "bad-words-of-1024-tokens": {"bad_words_token_ids": [[0, 1, 2, 3] * 256]},
+    "everything-longest": {
+        "logit_bias": [[0, 0.5]], "allowed_token_ids": [0, 1, 2, 3] * 256,
+        "bad_words_token_ids": [[0, 1, 2, 3]] * 256, "stop_token_ids": [0, 1, 2, 3] * 32,
+    },
+}  # fmt: skip
+
+
+INTEGERS: Body = {
+    "temperature": 0, "top_p": 1, "min_p": 0, "max_tokens": 2, "presence_penalty": 1,
+    "frequency_penalty": -1, "repetition_penalty": 2, "logit_bias": [[1, 3]],
+}  # fmt: skip
 
 
 def hellos() -> Iterator[Line]:
     for name, body in {
         "minimal": {"protocol": [1, 0]},
         "full": FULL_CLIENT[HELLO],
-        "unicode": {"protocol": [1, 4], "client": "Ω-client/1 ✓"},
+        "unicode": {"protocol": [1, 5], "client": "Ω-client/1 ✓"},
         "later-minor": {"protocol": [1, 255]},
         "other-major": {"protocol": [2, 0]},
         "earlier-major": {"protocol": [0, 9]},
@@ -93,7 +125,9 @@ def submit_forms() -> Iterator[Line]:
         "sampling": {
             "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None,
             "max_tokens": None, "stop_token_ids": [], "ignore_eos": False,
-            "skip_reading_prefix_cache": False,
+            "skip_reading_prefix_cache": False, "n": 1, "min_tokens": 0, "presence_penalty": 0.0,
+            "frequency_penalty": 0.0, "repetition_penalty": 1.0, "allowed_token_ids": None,
+            "logprobs": None, "prompt_logprobs": None, "logit_bias": [], "bad_words_token_ids": [],
         },
         "priority": 0,
         "cache_salt": None,
@@ -103,9 +137,7 @@ def submit_forms() -> Iterator[Line]:
     yield valid("client", SUBMIT, "other-order", backwards, raw=pack(backwards))
     yield valid(
         "client", SUBMIT, "integers-for-floats",
-        SUBMIT_BODY | {"sampling": {"temperature": 0, "top_p": 1, "min_p": 0, "max_tokens": 2}},
-        raw=pack(SUBMIT_BODY | {
-            "sampling": {"temperature": 0, "top_p": 1, "min_p": 0, "max_tokens": 2}}),
+        SUBMIT_BODY | {"sampling": INTEGERS}, raw=pack(SUBMIT_BODY | {"sampling": INTEGERS}),
     )  # fmt: skip
     start = b"\xaarequest_id\xa1a" + b"\xb0prompt_token_ids\xc4\x0c" + PROMPT
     half = SUBMIT_BODY | {"sampling": {"temperature": 0.5}}
@@ -136,6 +168,11 @@ def aborts_and_controls() -> Iterator[Line]:
         "unicode": ["ü", "😀"], "empty-id": [""], "many": [f"r{i}" for i in range(300)],
     }.items():  # fmt: skip
         yield valid("client", ABORT, name, {"request_ids": ids})
+    for name, column_ in {
+        "no-handles": b"", "a-handle": handles(7), "the-same-handle-twice": handles(7, 7),
+        "many-handles": handles(*range(300)),
+    }.items():  # fmt: skip
+        yield valid("client", ABORT, name, {"request_ids": [], "handles": column_})
     for call_id, operation in enumerate(("stats", "reset_prefix_cache", "pause", "resume")):
         body = {"call_id": call_id, "operation": operation}
         yield valid("client", CONTROL, operation.replace("_", "-"), body)
@@ -160,6 +197,8 @@ def ignored_messages() -> Iterator[Line]:
     yield ignored(PONG, "of-nobodys-ping", {"nonce": 12345})
     yield ignored(PONG, "with-an-unknown-field", deep)
     yield ignored(ABORT, "of-an-unknown-request", {"request_ids": ["never-submitted"]})
+    nobodys = {"request_ids": [], "handles": handles(2**32 - 1)}
+    yield ignored(ABORT, "of-an-unknown-handle", nobodys, presumes="protocol 1.5")
     yield ignored(BYE, "before-hello", {}, before_hello=True)
     yield ignored(BYE, "before-hello-with-reason", {"reason": "lost"}, before_hello=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from tests.protocol_files.bodies import (
@@ -28,6 +29,7 @@ from tests.protocol_files.lines import (
     Sender,
     changed,
     column,
+    floats,
     handles,
     pack,
     valid,
@@ -56,6 +58,8 @@ def welcomes_and_refusals() -> Iterator[Line]:
         "queue-limits-nil": full
         | {"limits": full["limits"] | {"max_num_queued_reqs": None, "max_num_queued_tokens": None}},
         "client-limit-nil": full | {"limits": full["limits"] | {"max_num_clients": None}},
+        "logprobs-unlimited": changed(full, "limits.max_logprobs", -1),
+        "logprobs-limit-nil": changed(full, "limits.max_logprobs", None),
         "file-of-a-later-version": changed(full, "model.files.name", "voices.json"),
     }.items():
         yield valid("engine", WELCOME, name, body)
@@ -63,7 +67,7 @@ def welcomes_and_refusals() -> Iterator[Line]:
         inner = path.rsplit(".", 1)[-1].replace("_", "-")
         raw = pack(changed(full, f"{path}.new_in_9", [{"x": None}]))
         yield valid("engine", WELCOME, f"unknown-field-in-{inner}", full, raw=raw)
-    for name, versions in {"one": [[1, 4]], "several": [[1, 4], [2, 0]], "none": []}.items():
+    for name, versions in {"one": [[1, 5]], "several": [[1, 5], [2, 0]], "none": []}.items():
         yield valid("engine", REFUSED, name, {"message": "no", "supported": versions})
     for name, retry in {"full": 1.5, "retry-at-once": 0.0, "retry-nil": None}.items():
         yield valid("engine", REFUSED, name, FULL_ENGINE[REFUSED] | {"retry_after_s": retry})
@@ -148,10 +152,45 @@ def outputs() -> Iterator[Line]:
     }.items():  # fmt: skip
         yield valid("engine", OUTPUT, name, body)
     ending = one | {"events": [two[1]]}
+    yield from log_probabilities(one)
     raw = pack(changed(ending, "events.new_in_9", {"x": 1}))
     yield valid("engine", OUTPUT, "unknown-field-in-event", ending, raw=raw)
     long_bins = b"\x82\xa7handles\xc6\0\0\0\4\7\0\0\0\xa6tokens\xc5\0\4\x2a\0\0\0"
     yield valid("engine", OUTPUT, "long-forms", one, raw=long_bins)
+
+
+def log_probabilities(one: Body) -> Iterator[Line]:
+    """Of output and of prompt tokens; the smallest floats, the rarest candidates."""
+    entry: Body = {
+        "handles": handles(7), "ranks": handles(1), "counts": handles(1), "token_ids": column(42),
+        "logprobs": floats(0.0),
+    }  # fmt: skip
+    for name, columns in {
+        "of-the-token-alone": entry,
+        "of-no-token": {},
+        "with-empty-columns": dict.fromkeys(entry, b""),
+        "of-all-of-a-vocabulary": entry
+        | {
+            "counts": handles(5), "token_ids": column(42, 3, 42, 1, 0),
+            "logprobs": floats(-1.5, -0.25, -1.5, -3e38, -math.inf),
+        },
+    }.items():  # fmt: skip
+        yield valid("engine", OUTPUT, f"logprobs-{name}", one | {"logprobs": columns})
+        yield valid("engine", OUTPUT, f"prompt-logprobs-{name}", {"prompt_logprobs": columns})
+    nils = {"logprobs": None, "prompt_logprobs": None}
+    yield valid("engine", OUTPUT, "logprobs-nil", one | nils)
+    merged = {
+        "handles": handles(7, 8), "tokens": column(1, 2, 3), "counts": handles(2, 1),
+        "logprobs": {
+            "handles": handles(7, 8, 7), "ranks": handles(1, 9, 2), "counts": handles(2, 1, 2),
+            "token_ids": column(1, 1, 2, 3, 1), "logprobs": floats(-0.5, -0.5, -9.0, -1.0, -0.75),
+        },
+    }  # fmt: skip
+    yield valid("engine", OUTPUT, "logprobs-merged-as-steps-were", merged)
+    with_new = one | {"logprobs": entry | {"new_in_9": [1, {"x": None}]}}
+    raw = pack(with_new)
+    yield valid("engine", OUTPUT, "unknown-field-in-logprobs", one | {"logprobs": entry}, raw=raw)
+    yield valid("engine", OUTPUT, "logprobs-of-nobody", {"logprobs": entry})
 
 
 def replies() -> Iterator[Line]:

@@ -25,6 +25,12 @@ namespace {
 
 const std::set<string> bin_fields{"prompt_token_ids", "handles", "tokens", "counts", "data"};
 
+// Beside these, whatever stands in a map of log probabilities is a bin.
+bool is_bin(const string& name, const ordered_json& value) {
+    static const std::set<string> columns{"ranks", "token_ids", "logprobs"};
+    return bin_fields.count(name) || (columns.count(name) && value.is_string());
+}
+
 string from_hex(const string& hex) {
     string bytes;
     for (size_t i = 0; i < hex.size(); i += 2)
@@ -50,7 +56,7 @@ Map unpack(const string& body) {
 Map to_map(const ordered_json& message) {
     Map map;
     for (const auto& [name, value] : message.items()) {
-        if (bin_fields.count(name)) {
+        if (is_bin(name, value)) {
             const auto bytes = from_hex(value);
             map.put(name, vector<char>(bytes.begin(), bytes.end()));
         } else if (value.is_object())
@@ -67,6 +73,10 @@ Map to_map(const ordered_json& message) {
             map.put(name, value.get<int64_t>());
         else if (!value.empty() && value[0].is_string())
             map.put(name, value.get<vector<string>>());
+        else if (name == "logit_bias")
+            map.put(name, value.get<vector<std::pair<int64_t, double>>>());
+        else if (!value.empty() && value[0].is_array())
+            map.put(name, value.get<vector<vector<int64_t>>>());
         else
             map.put(name, value.get<vector<int64_t>>());
     }
@@ -77,7 +87,7 @@ Map to_map(const ordered_json& message) {
 bool same(const Map& map, const ordered_json& message);
 bool same_field(const Map& map, const string& name, const ordered_json& value) {
     if (value.is_null()) return !map.get<std::optional<string>>(name, {});
-    if (bin_fields.count(name)) {
+    if (is_bin(name, value)) {
         const auto bin = map.get<Bin>(name);
         return string(bin.ptr, bin.size) == from_hex(value);
     }
@@ -90,6 +100,10 @@ bool same_field(const Map& map, const string& name, const ordered_json& value) {
     if (value.empty()) return map.get<TokenIds>(name).empty();
     if (value[0].is_string()) return map.get<vector<string>>(name) == value;
     if (value[0].is_number()) return map.get<vector<int64_t>>(name) == value;
+    if (name == "logit_bias") {
+        const auto pairs = value.get<vector<std::pair<int64_t, double>>>();
+        return map.get<vector<std::pair<int64_t, double>>>(name) == pairs;
+    }
     if (value[0].is_array()) return map.get<vector<vector<int64_t>>>(name) == value;
     const auto maps = map.get<vector<Map>>(name);
     return std::equal(maps.begin(), maps.end(), value.begin(), value.end(), same);
@@ -202,7 +216,7 @@ int main(int argc, char** argv) try {
     if (!file) throw std::runtime_error("usage: vectors FILE, which must exist");
     vector<ordered_json> vectors;
     for (string line; std::getline(file, line);) vectors.push_back(ordered_json::parse(line));
-    const auto plain = ordered_json{{"protocol", {1, 4}}};
+    const auto plain = ordered_json{{"protocol", {1, 5}}};
     PlayedEngine played({"\x02", pack(to_map(plain))});
     int num_decoded = 0, num_encoded = 0, num_refused = 0, num_lenient = 0, num_left_out = 0,
         num_wrong = 0;

@@ -12,10 +12,15 @@ const BIN = new Set(["prompt_token_ids", "handles", "tokens", "counts", "data"])
 const bytes = (hex) => new Uint8Array(Buffer.from(hex, "hex"));
 const hex = (bytes) => Buffer.from(bytes).toString("hex");
 /** A vector's message with its bin fields, which are there in hexadecimal, as bytes. */
-const body = (message) =>
-  Object.fromEntries(
-    Object.entries(message).map(([k, v]) => [k, BIN.has(k) && v !== null ? bytes(v) : v]),
-  );
+const body = (message) => {
+  const value = (k, v) => {
+    if (k.endsWith("logprobs") && v instanceof Object) return columns(v);
+    return BIN.has(k) && v !== null ? bytes(v) : v;
+  };
+  return Object.fromEntries(Object.entries(message).map(([k, v]) => [k, value(k, v)]));
+};
+/** A map of log probabilities has bins alone. */
+const columns = (map) => Object.fromEntries(Object.entries(map).map(([k, v]) => [k, bytes(v)]));
 /** What is decoded must say the same as the message; fields that are unknown it may have besides. */
 function compare(decoded, message) {
   if (decoded instanceof Uint8Array) return assert.equal(hex(decoded), message);

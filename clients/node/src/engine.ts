@@ -12,6 +12,7 @@ import {
   decode,
   encode,
   packInt32,
+  tooNew,
   unpackOutput,
 } from "./wire.js";
 import type { Output, Reply, SamplingParams, Stats, Welcome } from "./wire.js";
@@ -35,8 +36,9 @@ export class Engine {
   #sending = Promise.resolve();
   #numCalls = 0;
   #answers = newEmitter(); // emits "welcome" and, by call ids, replies
+  #numSamples = new Map<string, number>(); // of requests that have not been accepted
   #streams = new Map<string, EventEmitter>(); // of requests that have not ended, by request id; they emit "output"
-  #requestIds = new Map<number, string>(); // by handle
+  #samples = new Map<number, { requestId: string; index: number }>(); // that have not ended, by handle
 
   private constructor(private readonly socket: Dealer) {}
 
@@ -63,7 +65,10 @@ export class Engine {
     return engine;
   }
 
-  /** Submit a request and stream its output. Leaving the loop aborts it; so does the signal, with an AbortError. */
+  /**
+   * Submit a request and stream its output. Leaving the loop aborts it; so does the signal, with an AbortError. With
+   * `n` above 1 each output is of the sample `index`, and the last one is the end of the last sample.
+   */
   async *generate(
     promptTokenIds: ArrayLike<number>,
     sampling?: SamplingParams,
@@ -72,7 +77,11 @@ export class Engine {
     const { request_id = randomUUID(), signal, ...fields } = options;
     if (this.#streams.has(request_id))
       throw new EngineError("duplicate_request_id", `${request_id} is in use`);
+    const parameter = tooNew(this.welcome, sampling);
+    if (parameter)
+      throw new EngineError("invalid_request", `${parameter} needs an engine of protocol 1.5`);
     const stream = newEmitter();
+    let numOpen = sampling?.n ?? 1;
     const outputs = on(stream, "output", { signal });
     this.#send(Op.SUBMIT, {
       request_id,
@@ -81,15 +90,23 @@ export class Engine {
       ...fields,
     });
     this.#streams.set(request_id, stream);
+    this.#numSamples.set(request_id, numOpen);
     try {
-      for await (const [output] of outputs as AsyncIterable<[Output]>) {
+      for await (const [output] of outputs as AsyncIterable<[Output & { index: number }]>) {
         yield output;
-        if (output.finish_reason) return;
+        if (output.finish_reason && !--numOpen) return;
       }
     } finally {
       if (this.#streams.get(request_id) === stream)
         this.#send(Op.ABORT, { request_ids: [request_id] });
     }
+  }
+
+  /** End one sample of a request; the others go on, and its last output says "abort". */
+  abort(requestId: string, index: number): void {
+    for (const [handle, sample] of this.#samples)
+      if (sample.requestId === requestId && sample.index === index)
+        this.#send(Op.ABORT, { request_ids: [], handles: packInt32([handle | 0]) });
   }
 
   /** Run a CONTROL operation; the reply's `ok` says whether it was done. */
@@ -150,14 +167,19 @@ export class Engine {
       const message = decode(frames);
       if (message.op === Op.OUTPUT) {
         for (const [handle, output] of unpackOutput(message)) {
-          const requestId = this.#requestIds.get(handle) ?? "";
-          this.#streams.get(requestId)?.emit("output", output);
-          if (output.finish_reason)
-            this.#requestIds.delete(handle) && this.#streams.delete(requestId);
+          const { requestId = "", index } = this.#samples.get(handle) ?? {};
+          this.#streams.get(requestId)?.emit("output", { index, ...output });
+          if (!output.finish_reason || !this.#samples.delete(handle)) continue;
+          if (![...this.#samples.values()].some((sample) => sample.requestId === requestId))
+            this.#streams.delete(requestId);
         }
       } else if (message.op === Op.PING) this.#send(Op.PONG, { nonce: message.nonce });
-      else if (message.op === Op.ACCEPTED) this.#requestIds.set(message.handle, message.request_id);
-      else if (message.op === Op.REPLY) this.#answers.emit(`${message.call_id}`, message);
+      else if (message.op === Op.ACCEPTED) {
+        const { handle, request_id: requestId } = message;
+        for (let index = 0; index < (this.#numSamples.get(requestId) ?? 1); index++)
+          this.#samples.set(handle + index, { requestId, index });
+        this.#numSamples.delete(requestId);
+      } else if (message.op === Op.REPLY) this.#answers.emit(`${message.call_id}`, message);
       else if (message.op === Op.WELCOME) this.#answers.emit("welcome", message);
       else if (message.op === Op.BYE)
         throw new EngineError("engine_dead", `engine stopped: ${message.reason ?? ""}`);

@@ -4,7 +4,7 @@
  */
 import { decode as unpackBody, encode as packBody } from "@msgpack/msgpack";
 
-export const PROTOCOL_VERSION = [1, 4];
+export const PROTOCOL_VERSION = [1, 5];
 export enum Op {
   HELLO = 0x01,
   WELCOME = 0x02,
@@ -31,6 +31,24 @@ export interface SamplingParams {
   stop_token_ids?: number[];
   ignore_eos?: boolean;
   skip_reading_prefix_cache?: boolean;
+  n?: number;
+  min_tokens?: number;
+  presence_penalty?: number;
+  frequency_penalty?: number;
+  repetition_penalty?: number;
+  allowed_token_ids?: number[] | null;
+  logprobs?: number | null;
+  prompt_logprobs?: number | null;
+  logit_bias?: [token_id: number, bias: number][];
+  bad_words_token_ids?: number[][];
+}
+/** What engines before 1.5 know. */
+const OLD_PARAMS =
+  "temperature top_p top_k min_p seed max_tokens stop_token_ids ignore_eos skip_reading_prefix_cache".split(" ");
+/** A sampling parameter that such an engine does not know; undefined if there is none. */
+export function tooNew({ protocol: [, minor] }: Welcome, sampling: object = {}) {
+  if (minor >= 5) return undefined;
+  return Object.entries(sampling).find(([name, value]) => value !== undefined && !OLD_PARAMS.includes(name))?.[0];
 }
 export interface ModelCard {
   model: string;
@@ -59,9 +77,16 @@ export type Reply = {
   stats?: Stats | null;
   data?: Uint8Array | null;
 };
+/** Of one token: its rank, 1 being the most likely, and candidates: itself, then the most likely ones. */
+export interface TokenLogprobs {
+  rank: number;
+  candidates: { token_id: number; logprob: number }[];
+}
 /** News of a request: new tokens; with the first, how many of the prompt were cached; with the last, how it ended. */
 export interface Output {
   token_ids: number[];
+  logprobs?: TokenLogprobs[];
+  prompt_logprobs?: TokenLogprobs[];
   num_cached_tokens?: number | null;
   stop_reason?: number | null;
   message?: string | null;
@@ -137,9 +162,32 @@ export function packInt32(values: ArrayLike<number>): Uint8Array {
   return column;
 }
 
-function unpackColumn(column: Uint8Array, get: "getInt32" | "getUint32"): number[] {
+function unpackColumn(column: Uint8Array, get: "getInt32" | "getUint32" | "getFloat32"): number[] {
   const view = new DataView(column.buffer, column.byteOffset, column.length);
   return Array.from({ length: column.length / 4 }, (_, i) => view[get](4 * i, true));
+}
+
+/** Columns of log probabilities, as [handle, entry] of each token. */
+function unpackLogprobs(columns: any): [number, TokenLogprobs][] {
+  const names = ["handles", "ranks", "counts", "token_ids", "logprobs"];
+  const bins = names.map((name) => columns?.[name] ?? EMPTY);
+  const sizes = bins.map((bin) => bin.length);
+  let end = 0;
+  if (isMap(columns ?? {}) && bins.every(isColumn)) {
+    const [ranks, counts] = [bins[1], bins[2]].map((bin) => unpackColumn(bin, "getUint32"));
+    const logprobs = unpackColumn(bins[4], "getFloat32");
+    const candidates = unpackColumn(bins[3], "getInt32").map((token_id, i) => ({
+      token_id,
+      logprob: logprobs[i]!,
+    }));
+    const entries = unpackColumn(bins[0], "getUint32").map((handle, i): [number, TokenLogprobs] => [
+      handle,
+      { rank: ranks![i]!, candidates: candidates.slice(end, (end += counts![i] || NaN)) },
+    ]);
+    if (end === candidates.length && sizes[4] === 4 * end && sizes[1] === sizes[0] && sizes[2] === sizes[0])
+      return entries;
+  }
+  throw new EngineError("protocol_error", "the log probabilities of an OUTPUT do not fit together");
 }
 
 /** An OUTPUT's news by handle. Throws EngineError "protocol_error" if its columns do not fit together. */
@@ -148,6 +196,7 @@ export function unpackOutput({
   tokens = EMPTY,
   counts,
   events = [],
+  ...more
 }: EngineMessage) {
   const outputs = new Map<number, Output>();
   const tokenIds = unpackColumn(tokens, "getInt32");
@@ -160,6 +209,11 @@ export function unpackOutput({
   });
   if (end !== tokenIds.length || (counts ?? handles).length !== handles.length)
     throw new EngineError("protocol_error", "the columns of an OUTPUT do not fit together");
+  for (const name of ["logprobs", "prompt_logprobs"] as const)
+    for (const [handle, entry] of unpackLogprobs(more[name])) {
+      const output = outputs.get(handle) ?? { token_ids: [] };
+      outputs.set(handle, { ...output, [name]: [...(output[name] ?? []), entry] });
+    }
   for (const { handle, ...event } of events)
     outputs.set(handle, { token_ids: [], ...outputs.get(handle), ...event });
   return outputs;

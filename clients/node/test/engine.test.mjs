@@ -13,7 +13,7 @@ async function collect(outputs) {
 
 test("the session opens with HELLO and tells what the engine said of itself", async (context) => {
   const { played, engine } = await open(context);
-  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 4]);
+  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 5]);
   assert.equal(engine.welcome.model.vocab_size, 8);
   await engine.close();
   assert.equal(await played.count(Op.BYE), 1);
@@ -35,7 +35,7 @@ test("an engine that is full says when to try again", async (context) => {
   const full = { code: "overloaded", message: "64 clients", retryAfterS: 2 };
   const connecting = assert.rejects(Engine.connect(played.endpoint), full);
   await played.message(Op.HELLO);
-  played.say(Op.REFUSED, { message: "64 clients", supported: [[1, 4]], retry_after_s: 2 });
+  played.say(Op.REFUSED, { message: "64 clients", supported: [[1, 5]], retry_after_s: 2 });
   await connecting;
 });
 
@@ -78,13 +78,13 @@ test("each request gets its own tokens, with counts, and its end", async (contex
   played.say(Op.OUTPUT, { events: [{ handle: 7, finish_reason: "length" }] });
   const [a, b] = await Promise.all(requests);
   assert.deepEqual(a, [
-    { token_ids: [2], num_cached_tokens: 1 },
-    { token_ids: [3, 4] },
-    { token_ids: [], finish_reason: "length" },
+    { index: 0, token_ids: [2], num_cached_tokens: 1 },
+    { index: 0, token_ids: [3, 4] },
+    { index: 0, token_ids: [], finish_reason: "length" },
   ]);
   assert.deepEqual(b, [
-    { token_ids: [1] },
-    { token_ids: [5], finish_reason: "stop", stop_reason: 5 },
+    { index: 0, token_ids: [1] },
+    { index: 0, token_ids: [5], finish_reason: "stop", stop_reason: 5 },
   ]);
   assert.deepEqual((await played.message(Op.SUBMIT)).sampling, { max_tokens: 3 });
   await engine.close();
@@ -110,7 +110,7 @@ test("leaving the loop aborts once, and not after the end", async (context) => {
     tokens: column(4),
     events: [{ handle: 8, finish_reason: "stop" }],
   });
-  assert.deepEqual(await again, [{ token_ids: [4], finish_reason: "stop" }]);
+  assert.deepEqual(await again, [{ index: 0, token_ids: [4], finish_reason: "stop" }]);
   await engine.close();
   assert.equal(await played.count(Op.ABORT), 1);
 });
@@ -130,6 +130,49 @@ test("a signal aborts at once and once, as an AbortError", async (context) => {
   });
   await engine.close();
   assert.deepEqual([await played.count(Op.SUBMIT), await played.count(Op.ABORT)], [1, 1]);
+});
+
+test("samples of one request are told apart, and end one by one", async (context) => {
+  const { played, engine } = await open(context);
+  const sampling = { n: 2, logprobs: 1 };
+  const outputs = engine.generate([1], sampling, { request_id: "a" });
+  const all = collect(outputs);
+  await played.accept(7);
+  played.say(Op.OUTPUT, { handles: column(8, 7), tokens: column(1, 2) });
+  await played.ping();
+  engine.abort("a", 1);
+  engine.abort("a", 2); // there is none
+  const { request_ids, handles } = await played.message(Op.ABORT);
+  assert.deepEqual([request_ids, [...handles]], [[], [8, 0, 0, 0]]);
+  played.say(Op.OUTPUT, { events: [{ handle: 8, finish_reason: "abort" }] });
+  played.say(Op.OUTPUT, {
+    handles: column(7),
+    tokens: column(3),
+    events: [{ handle: 7, finish_reason: "length" }],
+  });
+  assert.deepEqual(await all, [
+    { index: 1, token_ids: [1] },
+    { index: 0, token_ids: [2] },
+    { index: 1, token_ids: [], finish_reason: "abort" },
+    { index: 0, token_ids: [3], finish_reason: "length" },
+  ]);
+  assert.deepEqual((await played.message(Op.SUBMIT)).sampling, sampling);
+  await engine.close();
+  assert.equal(await played.count(Op.ABORT), 1);
+});
+
+test("an engine of 1.4 is not sent parameters of 1.5", async (context) => {
+  const played = await PlayedEngine.start(context, { welcome: { ...welcome(), protocol: [1, 4] } });
+  const engine = await Engine.connect(played.endpoint);
+  const newer = { code: "invalid_request", message: "logprobs needs an engine of protocol 1.5" };
+  await assert.rejects(engine.generate([1], { top_k: 1, logprobs: 0 }).next(), newer);
+  await assert.rejects(engine.generate([1], { n: 2 }).next(), { message: /^n needs/ });
+  const old = collect(engine.generate([1], { top_k: 1, n: undefined }));
+  await played.accept(7);
+  played.say(Op.OUTPUT, { events: [{ handle: 7, finish_reason: "length" }] });
+  assert.equal((await old).length, 1);
+  await engine.close();
+  assert.equal(await played.count(Op.SUBMIT), 1);
 });
 
 test("an error about a request is its own, typed", async (context) => {

@@ -55,6 +55,48 @@ test("columns that do not fit together are refused", () => {
   }
 });
 
+const floats = (...values) => new Uint8Array(Float32Array.from(values).buffer);
+const logprobs = {
+  handles: column(7, 7),
+  ranks: column(1, 2),
+  counts: column(2, 1),
+  token_ids: column(3, 3, 4),
+  logprobs: floats(-0.5, -0.5, -Infinity),
+};
+
+test("log probabilities are told with their tokens, and those of a prompt before them", () => {
+  const entries = [
+    {
+      rank: 1,
+      candidates: [
+        { token_id: 3, logprob: -0.5 },
+        { token_id: 3, logprob: -0.5 },
+      ],
+    },
+    { rank: 2, candidates: [{ token_id: 4, logprob: -Infinity }] },
+  ];
+  const both = decode(
+    encode(Op.OUTPUT, {
+      handles: column(7),
+      tokens: column(3, 4),
+      counts: column(2),
+      logprobs: { ...logprobs, new_in_9: 1 },
+    }),
+  );
+  assert.deepEqual([...unpackOutput(both)], [[7, { token_ids: [3, 4], logprobs: entries }]]);
+  const early = decode(encode(Op.OUTPUT, { logprobs: null, prompt_logprobs: logprobs }));
+  assert.deepEqual([...unpackOutput(early)], [[7, { token_ids: [], prompt_logprobs: entries }]]);
+});
+
+test("log probabilities that do not fit together are refused", () => {
+  for (const name of Object.keys(logprobs))
+    for (const cut of [1, 4]) {
+      const broken = { ...logprobs, [name]: logprobs[name].slice(0, -cut) };
+      const message = decode(encode(Op.OUTPUT, { prompt_logprobs: broken }));
+      assert.throws(() => unpackOutput(message), { code: "protocol_error" });
+    }
+});
+
 test("a malformed message is named in the error", () => {
   assert.throws(() => decode(encode(Op.REPLY, { call_id: "1" })), {
     name: "EngineError",

@@ -44,11 +44,10 @@ fn is_canonical(vector: &Vector) -> bool {
 /// Encodes a client's message as a session does: with sorted keys, otherwise in the shortest forms.
 fn check_clients(vector: &Vector) -> Result<&'static str, String> {
     let mut raw: Raw = serde_json::from_value(vector.json["message"].clone()).expect("JSON is raw");
-    if let (Raw::Map(map), Some(hex)) = (
-        &mut raw,
-        vector.json["message"]["prompt_token_ids"].as_str(),
-    ) {
-        map.insert("prompt_token_ids".into(), Raw::Bin(unhex(hex)));
+    for name in ["prompt_token_ids", "handles"] {
+        if let (Raw::Map(map), Some(hex)) = (&mut raw, vector.json["message"][name].as_str()) {
+            map.insert(name.into(), Raw::Bin(unhex(hex)));
+        }
     }
     let encoded = rmp_serde::to_vec(&raw).expect("memory takes every message");
     let again: Raw = rmp_serde::from_slice(&encoded).map_err(|error| error.to_string())?;

@@ -41,11 +41,26 @@ impl From<zmq::Error> for Error {
 pub struct News {
     #[serde(skip)]
     pub token_ids: Vec<i32>,
+    /// Of these tokens, and of some of the prompt's, if the request asks for them.
+    #[serde(skip)]
+    pub logprobs: Vec<TokenLogprobs>,
+    #[serde(skip)]
+    pub prompt_logprobs: Vec<TokenLogprobs>,
+    /// Which sample, of a request with `n`.
+    #[serde(skip)]
+    pub index: u32,
     pub handle: u32,
     pub num_cached_tokens: Option<u64>,
     pub finish_reason: Option<String>,
     pub stop_reason: Option<i64>,
     pub message: Option<String>,
+}
+
+/// Of one token: its rank, 1 being the most likely, and (id, log probability) of itself and others.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TokenLogprobs {
+    pub rank: u32,
+    pub candidates: Vec<(i32, f32)>,
 }
 
 /// Any MessagePack. As JSON, a `bin` is an array of its bytes.
@@ -70,6 +85,10 @@ struct Body<'a> {
     #[serde(borrow)]
     counts: Option<&'a serde_bytes::Bytes>,
     events: Vec<News>,
+    #[serde(borrow)]
+    logprobs: Option<Columns<'a>>,
+    #[serde(borrow)]
+    prompt_logprobs: Option<Columns<'a>>,
     nonce: u64,
     call_id: Option<u64>,
     ok: Option<bool>,
@@ -81,14 +100,44 @@ struct Body<'a> {
     retry_after_s: Option<f64>,
 }
 
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Columns<'a> {
+    handles: &'a [u8],
+    ranks: &'a [u8],
+    counts: &'a [u8],
+    token_ids: &'a [u8],
+    logprobs: &'a [u8],
+}
+
+/// News and errors that are not read yet, of a request with so many samples that have not ended.
+struct Stream {
+    unread: VecDeque<Result<News>>,
+    num_open: u64,
+}
+
+const SINCE_1_5: [&str; 10] = [
+    "n",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "bad_words_token_ids",
+];
+
 /// An open session, for one thread: whoever waits takes in all that comes. Dropping it says BYE.
 pub struct Engine {
     /// What the engine said of itself, for instance `welcome["model"]["max_model_len"]`.
     pub welcome: Value,
     socket: zmq::Socket,
-    streams: HashMap<String, VecDeque<Result<News>>>, // by request id, until read to the end
-    handles: HashMap<u32, String>,                    // to request ids
-    replies: HashMap<u64, Result<(Value, Vec<u8>)>>,  // by call_id
+    streams: HashMap<String, Stream>, // by request id, until read to the end
+    unanswered: HashMap<String, u32>, // numbers of samples, by request id
+    handles: HashMap<u32, (String, u32)>, // to request ids and indices
+    replies: HashMap<u64, Result<(Value, Vec<u8>)>>, // by call_id
     num_ids: u64,
     over: Result<()>,
 }
@@ -112,11 +161,12 @@ impl Engine {
             ));
         }
         socket.connect(endpoint)?;
-        let (welcome, streams, handles, replies, num_ids) = Default::default();
+        let (welcome, streams, unanswered, handles, replies, num_ids) = Default::default();
         let mut new = Engine {
             welcome,
             socket,
             streams,
+            unanswered,
             handles,
             replies,
             num_ids,
@@ -124,7 +174,7 @@ impl Engine {
         };
         new.send(
             0x01,
-            json!({ "protocol": [1, 4], "client": "nanocore-rust" }),
+            json!({ "protocol": [1, 5], "client": "nanocore-rust" }),
         )?;
         while new.welcome.is_null() {
             new.poll(true)?;
@@ -133,7 +183,15 @@ impl Engine {
     }
 
     /// Starts a request and names it. `fields`: an object with `sampling` and others of SUBMIT.
+    /// With `n` in `sampling` there are so many samples; `News::index` says of which one news are.
     pub fn submit(&mut self, prompt: &[i32], fields: Value) -> Result<String> {
+        let sampling = &fields["sampling"];
+        let num_samples = sampling["n"].as_u64().unwrap_or(1);
+        let newer = SINCE_1_5.iter().find(|name| !sampling[**name].is_null());
+        if let (Some(name), Some(0..=4)) = (newer, self.welcome["protocol"][1].as_u64()) {
+            let text = format!("{name} needs an engine of protocol 1.5");
+            return Err(error("refused", text));
+        }
         let object = BTreeMap::<String, Raw>::deserialize(fields);
         let mut body = object.map_err(|cause| error("refused", cause))?;
         self.num_ids += 1;
@@ -142,21 +200,25 @@ impl Engine {
         let prompt = prompt.iter().flat_map(|id| id.to_le_bytes()).collect();
         body.insert("prompt_token_ids".into(), Raw::Bin(prompt));
         self.send(0x10, body)?;
-        self.streams.insert(request_id.clone(), VecDeque::new());
+        let stream = Stream {
+            unread: VecDeque::new(),
+            num_open: num_samples,
+        };
+        self.streams.insert(request_id.clone(), stream);
+        self.unanswered
+            .insert(request_id.clone(), num_samples as u32);
         Ok(request_id)
     }
 
     /// Waits for news of a request. None: all of it was told, or it was aborted.
     pub fn next(&mut self, request_id: &str) -> Result<Option<News>> {
         while let Some(stream) = self.streams.get_mut(request_id) {
-            if let Some(told) = stream.pop_front() {
-                if !matches!(
-                    told,
-                    Ok(News {
-                        finish_reason: None,
-                        ..
-                    })
-                ) {
+            if let Some(told) = stream.unread.pop_front() {
+                stream.num_open -= match &told {
+                    Ok(news) => u64::from(news.finish_reason.is_some()),
+                    Err(_) => stream.num_open,
+                };
+                if stream.num_open == 0 {
                     self.streams.remove(request_id); // nothing follows
                 }
                 return told.map(Some);
@@ -170,6 +232,19 @@ impl Engine {
     pub fn abort(&mut self, request_id: &str) -> Result<()> {
         self.streams.remove(request_id);
         self.send(0x14, json!({ "request_ids": [request_id] }))
+    }
+
+    /// Ends one sample of a request, the others go on; its last news say "abort".
+    pub fn abort_sample(&mut self, request_id: &str, index: u32) -> Result<()> {
+        let named = |sample: &(String, u32)| (&*sample.0, sample.1) == (request_id, index);
+        let found = self.handles.iter().find(|(_, sample)| named(sample));
+        let Some((handle, _)) = found else {
+            return Ok(());
+        };
+        let handles = Raw::Bin(handle.to_le_bytes().into());
+        let none = Raw::Array(Vec::new());
+        let body = [("request_ids", none), ("handles", handles)];
+        self.send(0x14, BTreeMap::from(body))
     }
 
     /// Does a CONTROL, for instance `json!({"operation": "stats"})`; returns its stats and data.
@@ -238,9 +313,12 @@ impl Engine {
                     ..refused
                 })
             }
-            0x11 => self
-                .handles
-                .extend([body.handle.zip(body.request_id).ok_or_else(missing)?]),
+            0x11 => {
+                let (handle, id) = body.handle.zip(body.request_id).ok_or_else(missing)?;
+                let num_samples = self.unanswered.remove(&id).unwrap_or(1);
+                let sample = |i| (handle.wrapping_add(i), (id.clone(), i));
+                self.handles.extend((0..num_samples).map(sample));
+            }
             0x12 => return self.deliver(body),
             0x13 => match read::<Error>(bytes)? {
                 why if why.request_id.is_none() || why.code == "engine_dead" => return Err(why),
@@ -285,11 +363,20 @@ impl Engine {
                 "the columns of an OUTPUT do not fit together",
             ));
         }
+        let mut logprobs = entries(output.logprobs)?;
+        for (handle, prompt_logprobs) in entries(output.prompt_logprobs)? {
+            self.tell(News {
+                prompt_logprobs,
+                handle,
+                ..News::default()
+            });
+        }
         let mut tokens = tokens.into_iter().map(|token| token as i32);
         for (handle, count) in handles.into_iter().zip(counts) {
             let token_ids = tokens.by_ref().take(count as usize).collect();
             self.tell(News {
                 token_ids,
+                logprobs: logprobs.remove(&handle).unwrap_or_default(),
                 handle,
                 ..News::default()
             });
@@ -298,17 +385,19 @@ impl Engine {
         Ok(())
     }
 
-    fn tell(&mut self, news: News) {
-        let id = match news.finish_reason {
+    fn tell(&mut self, mut news: News) {
+        let sample = match news.finish_reason {
             None => self.handles.get(&news.handle).cloned(),
             Some(_) => self.handles.remove(&news.handle),
         };
-        self.push(&id.unwrap_or_default(), Ok(news));
+        let (id, index) = sample.unwrap_or_default();
+        news.index = index;
+        self.push(&id, Ok(news));
     }
 
     fn push(&mut self, request_id: &str, news: Result<News>) {
         if let Some(stream) = self.streams.get_mut(request_id) {
-            stream.push_back(news);
+            stream.unread.push_back(news);
         }
     }
 }
@@ -321,6 +410,30 @@ impl Drop for Engine {
 
 fn read<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T> {
     rmp_serde::from_slice(body).map_err(|cause| error("malformed", cause))
+}
+
+/// The entries of each handle, in their order.
+fn entries(columns: Option<Columns>) -> Result<BTreeMap<u32, Vec<TokenLogprobs>>> {
+    let columns = columns.unwrap_or_default();
+    let (handles, ranks) = (column(columns.handles)?, column(columns.ranks)?);
+    let (counts, ids) = (column(columns.counts)?, column(columns.token_ids)?);
+    let logprobs = column(columns.logprobs)?;
+    let sum: u64 = counts.iter().map(|&count| u64::from(count)).sum();
+    let lengths = [ranks.len(), counts.len(), ids.len(), logprobs.len()];
+    let num_ids = sum as usize;
+    if lengths != [handles.len(), handles.len(), num_ids, num_ids] || counts.contains(&0) {
+        let text = "the log probabilities of an OUTPUT do not fit together";
+        return Err(error("malformed", text));
+    }
+    let pairs = ids.into_iter().zip(logprobs);
+    let mut candidates = pairs.map(|(id, bits)| (id as i32, f32::from_bits(bits)));
+    let mut found = BTreeMap::<_, Vec<_>>::new();
+    for ((handle, rank), count) in handles.into_iter().zip(ranks).zip(counts) {
+        let candidates = candidates.by_ref().take(count as usize).collect();
+        let entry = TokenLogprobs { rank, candidates };
+        found.entry(handle).or_default().push(entry);
+    }
+    Ok(found)
 }
 
 fn column(bytes: &[u8]) -> Result<Vec<u32>> {

@@ -54,6 +54,49 @@ fn several_requests_at_once_get_what_each_gets_alone() {
 
 #[test]
 #[ignore = "needs an engine"]
+fn samples_have_seeds_of_their_own_and_log_probabilities() {
+    let mut engine = connect();
+    let fields = |more: &[(&str, u64)]| {
+        let mut sampling = json!({ "temperature": 1, "max_tokens": 6, "ignore_eos": true });
+        more.iter()
+            .for_each(|(name, value)| sampling[name] = json!(value));
+        json!({ "sampling": sampling })
+    };
+    let prompt = [3, 1, 4, 1, 5, 9];
+    let asked = [
+        ("seed", 7),
+        ("n", 3),
+        ("logprobs", 2),
+        ("prompt_logprobs", 0),
+    ];
+    let request = engine.submit(&prompt, fields(&asked)).expect("sent");
+    let (mut samples, mut of_prompt) = (vec![vec![]; 3], vec![]);
+    while let Some(news) = engine.next(&request).expect("news") {
+        assert_eq!(news.logprobs.len(), news.token_ids.len());
+        for (entry, token_id) in news.logprobs.iter().zip(&news.token_ids) {
+            assert_eq!(
+                (entry.candidates.len(), entry.candidates[0].0),
+                (3, *token_id)
+            );
+        }
+        of_prompt.extend(
+            news.prompt_logprobs
+                .iter()
+                .map(|entry| entry.candidates[0].0),
+        );
+        samples[news.index as usize].extend(news.token_ids);
+    }
+    assert_eq!(of_prompt, prompt[1..]);
+    for (seed, sample) in (7..).zip(samples) {
+        let alone = engine
+            .submit(&prompt, fields(&[("seed", seed)]))
+            .expect("sent");
+        assert_eq!(read(&mut engine, &alone).0, sample);
+    }
+}
+
+#[test]
+#[ignore = "needs an engine"]
 fn one_aborted_and_one_left_are_both_aborted() {
     let (mut watcher, mut engine) = (connect(), connect());
     let num_waiting = stat(&mut watcher, "num_requests_waiting");

@@ -1,6 +1,6 @@
 //! Sessions with an engine that is a script: a ROUTER that answers as each test tells it.
 
-use nanocore_client::{json, Engine, Error, News, Raw, Value};
+use nanocore_client::{json, Engine, Error, News, Raw, TokenLogprobs, Value};
 use std::thread::{self, JoinHandle};
 
 type Frames = Vec<Vec<u8>>;
@@ -61,7 +61,7 @@ fn welcome() -> Value {
         "max_frame_bytes": 1 << 24, "max_num_seqs": 8, "ping_interval_ms": 1000,
         "session_timeout_ms": 30000,
     });
-    let (protocol, session) = ([1, 4], "s");
+    let (protocol, session) = ([1, 5], "s");
     json!({
         "protocol": protocol, "session": session, "engine_instance": "i", "model": model,
         "limits": limits,
@@ -74,6 +74,7 @@ fn session_at(
     endpoint: &str,
     router: zmq::Socket,
     keys: Option<[&str; 3]>,
+    welcome: Value,
     script: impl FnOnce(&mut Peer) + Send + 'static,
 ) -> (Engine, JoinHandle<()>) {
     router.bind(endpoint).expect("a place for a socket");
@@ -86,8 +87,8 @@ fn session_at(
             router,
             client: Vec::new(),
         };
-        assert_eq!(peer.expect(0x01)["protocol"], json!([1, 4]));
-        peer.send(WELCOME, welcome());
+        assert_eq!(peer.expect(0x01)["protocol"], json!([1, 5]));
+        peer.send(WELCOME, welcome);
         script(&mut peer);
     });
     (
@@ -101,7 +102,7 @@ fn router() -> zmq::Socket {
 }
 
 fn session(script: impl FnOnce(&mut Peer) + Send + 'static) -> (Engine, JoinHandle<()>) {
-    session_at("ipc://*", router(), None, script)
+    session_at("ipc://*", router(), None, welcome(), script)
 }
 
 fn bin(values: &[u32]) -> Raw {
@@ -191,6 +192,106 @@ fn outputs_reach_the_requests_they_are_for() {
     peer.join().unwrap();
 }
 
+fn logprobs(handles: &[u32], counts: &[u32]) -> Raw {
+    let half = (-0.5f32).to_bits();
+    map([
+        ("handles", bin(handles)),
+        ("ranks", bin(&[1, 9])),
+        ("counts", bin(counts)),
+        ("token_ids", bin(&[4, 4, 5])),
+        ("logprobs", bin(&[half, half, f32::NEG_INFINITY.to_bits()])),
+        ("new_in_9", Raw::Scalar(json!(1))),
+    ])
+}
+
+fn entries() -> [TokenLogprobs; 2] {
+    let likely = vec![(4, -0.5), (4, -0.5)];
+    let unlikely = vec![(5, f32::NEG_INFINITY)];
+    [(1, likely), (9, unlikely)].map(|(rank, candidates)| TokenLogprobs { rank, candidates })
+}
+
+#[test]
+fn samples_of_one_request_are_told_apart_and_end_one_by_one() {
+    let (mut engine, peer) = session(|peer| {
+        assert_eq!(peer.accept(7)["sampling"], json!({ "n": 2 }));
+        peer.send(OUTPUT, tokens(&[8, 7], &[1, 2], None));
+        peer.send(OUTPUT, ends(&[8]));
+        let abort = peer.expect(0x14);
+        assert_eq!(
+            (&abort["request_ids"], &abort["handles"]),
+            (&json!([]), &json!([7, 0, 0, 0]))
+        );
+        peer.send(OUTPUT, ends(&[7]));
+    });
+    let sampling = json!({ "sampling": { "n": 2 } });
+    let request = engine.submit(&[1], sampling).unwrap();
+    let of = |told: Result<Option<News>, Error>, index| {
+        Ok(Some(News {
+            index,
+            ..told?.unwrap()
+        }))
+    };
+    assert_eq!(engine.next(&request), of(told(8, &[1]), 1));
+    assert_eq!(engine.next(&request), told(7, &[2]));
+    assert_eq!(engine.next(&request), of(ended(8), 1));
+    engine.abort_sample(&request, 1).unwrap(); // it has ended
+    engine.abort_sample(&request, 0).unwrap();
+    assert_eq!(engine.next(&request), ended(7));
+    assert_eq!(engine.next(&request), Ok(None));
+    peer.join().unwrap();
+}
+
+#[test]
+fn log_probabilities_are_told_with_their_tokens() {
+    let (mut engine, peer) = session(|peer| {
+        peer.accept(7);
+        let columns = logprobs(&[7, 7], &[2, 1]);
+        peer.send(OUTPUT, map([("prompt_logprobs", columns)]));
+        let (handles, counts) = (bin(&[7]), bin(&[2]));
+        let columns = logprobs(&[7, 7], &[2, 1]);
+        let fields = [
+            ("handles", handles),
+            ("tokens", bin(&[4, 5])),
+            ("counts", counts),
+        ];
+        let [one, two, three] = fields;
+        peer.send(OUTPUT, map([one, two, three, ("logprobs", columns)]));
+        peer.send(OUTPUT, map([("logprobs", logprobs(&[7, 7], &[3, 1]))]));
+    });
+    let request = engine.submit(&[1], json!({})).unwrap();
+    let prompt = engine.next(&request).unwrap().unwrap();
+    assert_eq!(
+        (&prompt.prompt_logprobs[..], prompt.token_ids),
+        (&entries()[..], vec![])
+    );
+    let news = engine.next(&request).unwrap().unwrap();
+    assert_eq!(
+        (&news.logprobs[..], news.token_ids),
+        (&entries()[..], vec![4, 5])
+    );
+    assert_eq!(engine.next(&request).unwrap_err().code, "malformed");
+    peer.join().unwrap();
+}
+
+#[test]
+fn an_engine_of_1_4_is_not_sent_parameters_of_1_5() {
+    let old = Value::Object({
+        let mut fields = welcome().as_object().unwrap().clone();
+        fields.insert("protocol".into(), json!([1, 4]));
+        fields
+    });
+    let script = |peer: &mut Peer| drop(peer.expect(0x41));
+    let (mut engine, peer) = session_at("ipc://*", router(), None, old, script);
+    let sampling = json!({ "sampling": { "top_k": 1, "logprobs": 0 } });
+    let error = engine.submit(&[1], sampling).unwrap_err();
+    assert_eq!(
+        (&*error.code, &*error.message),
+        ("refused", "logprobs needs an engine of protocol 1.5")
+    );
+    drop(engine);
+    peer.join().unwrap();
+}
+
 #[test]
 fn columns_that_do_not_fit_together_end_the_session() {
     let (mut engine, peer) = session(|peer| {
@@ -253,7 +354,7 @@ fn an_engine_that_is_full_says_when_to_try_again() {
             client: Vec::new(),
         };
         peer.expect(0x01);
-        let full = json!({ "message": "64 clients", "supported": [[1, 4]], "retry_after_s": 2 });
+        let full = json!({ "message": "64 clients", "supported": [[1, 5]], "retry_after_s": 2 });
         peer.send(REFUSED, full);
     });
     let error = Engine::connect(&endpoint, 10_000, None)
@@ -357,7 +458,7 @@ fn keys_open_a_session_with_an_engine_that_has_curve() {
     let [server, public, secret] = &keys;
     let script = |peer: &mut Peer| drop(peer.expect(0x41));
     let keys = Some([&**server, public, secret]);
-    let (engine, peer) = session_at("tcp://127.0.0.1:*", router, keys, script);
+    let (engine, peer) = session_at("tcp://127.0.0.1:*", router, keys, welcome(), script);
     assert_eq!(engine.welcome, welcome());
     drop(engine);
     peer.join().unwrap();

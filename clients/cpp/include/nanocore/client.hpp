@@ -1,4 +1,4 @@
-// A client of nanocore engines (PROTOCOL.md 1.4) on cppzmq and msgpack-c. An Engine is a session.
+// A client of nanocore engines (PROTOCOL.md 1.5) on cppzmq and msgpack-c. An Engine is a session.
 // It and its Streams, which must go first, belong to one thread: whoever waits takes in what
 // arrives for all and answers PINGs. A program that waits for nothing calls Engine::poll, or the
 // engine ends the session after 30 s.
@@ -64,6 +64,7 @@ struct Map {
     Map& put(const string& name, const optional<T>& value) {  // nullopt is left out
         return value ? put(name, *value) : *this;
     }
+    bool has(const string& name) const { return !find(name).is_nil(); }
     template <class T>
     T get(const string& name) const try {
         return find(name).as<T>();
@@ -106,26 +107,60 @@ vector<T> column(const Map& map, const string& name, const vector<T>& otherwise 
     return integers;
 }
 
+/// Of one token: its rank, 1 being the most likely, and ids and log probabilities of candidates:
+/// the token itself, then the most likely ones.
+struct TokenLogprobs {
+    uint32_t rank;
+    TokenIds token_ids;
+    vector<float> logprobs;
+};
+/// Entries of the columns in the field `name` of an OUTPUT, each with its handle.
+inline vector<std::pair<uint32_t, TokenLogprobs>> entries(const Map& output, const string& name) {
+    const auto columns = output.get(name, Map());
+    const auto handles = column<uint32_t>(columns, "handles"),
+               ranks = column<uint32_t>(columns, "ranks"),
+               counts = column<uint32_t>(columns, "counts");
+    const auto ids = column<int32_t>(columns, "token_ids");
+    const auto logprobs = column<float>(columns, "logprobs");
+    const auto num_candidates = std::accumulate(counts.begin(), counts.end(), uint64_t{0});
+    if (ranks.size() != handles.size() || counts.size() != handles.size() ||
+        ids.size() != num_candidates || logprobs.size() != num_candidates)
+        throw ProtocolError("malformed message: log probabilities do not fit together");
+    vector<std::pair<uint32_t, TokenLogprobs>> result;
+    auto id = ids.begin();
+    auto logprob = logprobs.begin();
+    for (size_t i = 0; i < handles.size(); id += counts[i], logprob += counts[i++]) {
+        if (!counts[i]) throw ProtocolError("malformed message: a token without log probability");
+        result.emplace_back(handles[i], TokenLogprobs{ranks[i], {id, id + counts[i]},
+                                                      {logprob, logprob + counts[i]}});
+    }
+    return result;
+}
+
 /// Z85, of 40 characters each.
 struct CurveKeys {
     string server_public, client_public, client_secret;
 };
+/// Sampling parameters that older engines refuse.
+constexpr const char* since_1_5[]{
+    "n",          "min_tokens", "presence_penalty",  "frequency_penalty",   "repetition_penalty",
+    "logit_bias", "logprobs",   "prompt_logprobs",   "bad_words_token_ids", "allowed_token_ids"};
 class Engine {
 public:
-    /// The output of a request, which is aborted if its Stream goes before it has ended.
+    /// The output of a sample of a request, which is aborted if its Stream goes before it has ended.
     struct Stream {
         const string request_id;
         optional<uint64_t> seed, num_cached_tokens, stop_reason;  // once the engine has told them
         optional<string> finish_reason, message;
+        vector<TokenLogprobs> logprobs, prompt_logprobs;  // of all tokens so far, if asked for
         Stream(Engine& engine, const string& id) : request_id(id), engine_(engine) {}
         Stream(const Stream&) = delete;
         ~Stream() {
             if (finish_reason || error_) return;
-            const auto abort = Map().put("request_ids", vector<string>{request_id});
-            try {
-                engine_.send(Op::abort, abort);
-            } catch (const std::exception&) {  // the session is over
-            }
+            if (handle_)
+                engine_.abort_sample(*handle_);
+            else if (!is_one_of_several_)  // others are aborted when they are accepted
+                engine_.try_send(Op::abort, Map().put("request_ids", vector<string>{request_id}));
         }
         /// Whether `next` would not wait.
         bool ready() const { return finish_reason || error_ || !unread_.empty(); }
@@ -142,6 +177,8 @@ public:
         Engine& engine_;
         optional<EngineError> error_;
         TokenIds unread_;
+        bool is_one_of_several_ = false;
+        optional<uint32_t> handle_;  // of one of several samples
     };
     /// Opens a session; tcp:// needs keys.
     explicit Engine(const string& endpoint, const optional<CurveKeys>& keys = {}) {
@@ -157,14 +194,11 @@ public:
         socket_.set(zmq::sockopt::linger, 200);  // an ABORT or BYE just sent still leaves
         socket_.connect(endpoint);
         send(Op::hello,
-             Map().put("protocol", std::pair(1, 4)).put("client", string("nanocore-cpp")));
+             Map().put("protocol", std::pair(1, 5)).put("client", string("nanocore-cpp")));
         while (!welcome_) poll();
     }
     ~Engine() {
-        try {
-            send(Op::bye, Map(), ZMQ_DONTWAIT);
-        } catch (const std::exception&) {
-        }
+        try_send(Op::bye, Map(), ZMQ_DONTWAIT);
     }
     const Map& welcome() const { return *welcome_; }
     /// `sampling`: PROTOCOL.md, section 9; without it the model card's default_sampling counts.
@@ -172,18 +206,32 @@ public:
                                    const optional<Map>& sampling = {},
                                    optional<int32_t> priority = {},
                                    optional<string> cache_salt = {}) {
-        const auto stream =
-            std::make_shared<Stream>(*this, "cpp-" + std::to_string(++num_requests_));
+        return submit_samples(prompt_token_ids, sampling, priority, cache_salt).front();
+    }
+    /// Likewise, of a request with `n` in `sampling`: a Stream for each sample.
+    vector<std::shared_ptr<Stream>> submit_samples(const TokenIds& prompt_token_ids,
+                                                   const optional<Map>& sampling = {},
+                                                   optional<int32_t> priority = {},
+                                                   optional<string> cache_salt = {}) {
+        if (sampling && welcome_->get<std::pair<int, int>>("protocol").second < 5)
+            for (const auto& name : since_1_5)
+                if (sampling->has(name)) throw Error(name + string(" needs protocol 1.5"));
+        const auto id = "cpp-" + std::to_string(++num_requests_);
+        vector<std::shared_ptr<Stream>> streams(sampling ? sampling->get("n", 1) : 1);
+        for (auto& stream : streams) {
+            stream = std::make_shared<Stream>(*this, id);
+            stream->is_one_of_several_ = streams.size() > 1;
+        }
         const Bin prompt(reinterpret_cast<const char*>(prompt_token_ids.data()),
                          4 * prompt_token_ids.size());
         send(Op::submit, Map()
-                             .put("request_id", stream->request_id)
+                             .put("request_id", id)
                              .put("prompt_token_ids", prompt)
                              .put("sampling", sampling)
                              .put("priority", priority)
                              .put("cache_salt", cache_salt));
-        unanswered_[stream->request_id] = stream;
-        return stream;
+        unanswered_[id] = {streams.begin(), streams.end()};
+        return streams;
     }
     /// The REPLY to an operation. Throws Error if it was not done.
     Map control(const string& operation, optional<string> file = {},
@@ -238,6 +286,14 @@ private:
             failure_ = std::make_exception_ptr(EngineDead("the engine takes no messages"));
         if (failure_) std::rethrow_exception(failure_);
     }
+    void try_send(Op op, const Map& map, int flags = 0) noexcept try {
+        send(op, map, flags);
+    } catch (const std::exception&) {  // the session is over
+    }
+    void abort_sample(uint32_t handle) {
+        const Bin column(reinterpret_cast<const char*>(&handle), 4);
+        try_send(Op::abort, Map().put("request_ids", vector<string>{}).put("handles", column));
+    }
     void receive() {
         zmq::multipart_t frames(socket_);
         heard_ = steady_clock::now();
@@ -257,12 +313,19 @@ private:
                 throw EngineError("refused: " + body.get<string>("message", ""), "refused",
                                   body.get<optional<double>>("retry_after_s", {}));
             case Op::accepted: {
-                const auto handle = body.get<uint32_t>("handle");
-                if (auto node = unanswered_.extract(body.get<string>("request_id"))) {
-                    if (const auto stream = node.mapped().lock())
-                        stream->seed = body.get("seed", stream->seed);
-                    streams_[handle] = node.mapped();
-                }
+                auto handle = body.get<uint32_t>("handle");
+                auto seed = body.get<optional<uint64_t>>("seed", {});
+                if (const auto node = unanswered_.extract(body.get<string>("request_id")))
+                    for (const auto& sample : node.mapped()) {
+                        const bool is_one_of_several = node.mapped().size() > 1;
+                        if (const auto stream = sample.lock()) {
+                            stream->seed = seed;
+                            if (is_one_of_several) stream->handle_ = handle;
+                        } else if (is_one_of_several)
+                            abort_sample(handle);
+                        streams_[handle++] = sample;
+                        if (seed) *seed = (*seed + 1) % (uint64_t{1} << 53);
+                    }
                 return;
             }
             case Op::output:
@@ -274,8 +337,9 @@ private:
                 const EngineError error(message, code,
                                         body.get<optional<double>>("retry_after_s", {}));
                 if (!body.get<optional<string>>("request_id", {})) throw error;
-                if (auto node = unanswered_.extract(body.get<string>("request_id")))
-                    if (const auto stream = node.mapped().lock()) stream->error_ = error;
+                if (const auto node = unanswered_.extract(body.get<string>("request_id")))
+                    for (const auto& sample : node.mapped())
+                        if (const auto stream = sample.lock()) stream->error_ = error;
                 return;
             }
             case Op::ping:
@@ -308,6 +372,11 @@ private:
         for (size_t i = 0; i < handles.size(); token += counts[i++])
             if (const auto stream = find(handles[i]))
                 stream->unread_.insert(stream->unread_.end(), token, token + counts[i]);
+        for (auto& [handle, entry] : entries(output, "logprobs"))
+            if (const auto stream = find(handle)) stream->logprobs.push_back(std::move(entry));
+        for (auto& [handle, entry] : entries(output, "prompt_logprobs"))
+            if (const auto stream = find(handle))
+                stream->prompt_logprobs.push_back(std::move(entry));
         for (const auto& event : output.get<vector<Map>>("events", {})) {
             const auto handle = event.get<uint32_t>("handle");
             const auto finish_reason = event.get<optional<string>>("finish_reason", {});
@@ -327,7 +396,7 @@ private:
     optional<Map> welcome_, reply_;
     std::exception_ptr failure_;
     uint64_t num_requests_ = 0, call_id_ = 0;
-    std::map<string, std::weak_ptr<Stream>> unanswered_;  // SUBMITs, by request_id
-    std::map<uint32_t, std::weak_ptr<Stream>> streams_;   // by handle
+    std::map<string, vector<std::weak_ptr<Stream>>> unanswered_;  // SUBMITs, by request_id
+    std::map<uint32_t, std::weak_ptr<Stream>> streams_;           // by handle
 };
 }  // namespace nanocore
