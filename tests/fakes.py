@@ -69,7 +69,11 @@ def logprob_entry(context: list[int], token_id: int, num_logprobs: int) -> Logpr
 
 def expected_logprobs(prompt: list[int], token_ids: list[int], num: int) -> list[LogprobEntry]:
     """What is to be said of these tokens after a prompt."""
-    return [logprob_entry(prompt + token_ids[:i], one, num) for i, one in enumerate(token_ids)]
+    return [
+        logprob_entry(prompt + token_ids[:i], one, num)
+        for i, one in enumerate(token_ids)
+        if one != NO_TOKEN
+    ]
 
 
 def withhold_some(token_ids: list[int], step: int) -> int:

@@ -105,7 +105,14 @@ def bad_words_do_not_come(engine: EngineUnderTest) -> None:
         if expected is not None:
             stream = peer.complete("words", bad_words_token_ids=bad, **usual)
             require(stream.token_ids == expected, f"{expected}, without {bad}", stream.token_ids)
-    nothing = peer.complete("nothing", allowed_token_ids=[first], bad_words_token_ids=[[first]])
+    # A second one would make the bad word; that none is left for a first token could be refused.
+    nothing = peer.complete(
+        "nothing",
+        allowed_token_ids=[first],
+        bad_words_token_ids=[[first, first]],
+        max_tokens=6,
+        logprobs=1,
+    )
     reason = nothing.finish_reason
     require(reason == "error", "'error' of a request to which no token is left", reason)
     peer.still_streams()

@@ -323,7 +323,10 @@ def test_without_sampling_parameters_the_models_own_are_used(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
-    generation = {"temperature": 0.0, "top_k": 7, "repetition_penalty": 1.3, "eos_token_id": EOS}
+    generation = {
+        "temperature": 0.0, "top_k": 7, "repetition_penalty": 1.3, "typical_p": 0.9,
+        "eos_token_id": EOS,
+    }  # fmt: skip
     (folder / "generation_config.json").write_text(json.dumps(generation))
     prompt = [5] * 1000  # 24 tokens are left
 
@@ -331,11 +334,14 @@ def test_without_sampling_parameters_the_models_own_are_used(
         async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
             assert client.model_card.default_sampling.top_k == 7
             bare = await client.complete(prompt)
-            greedy = await client.complete(prompt, SamplingParams(temperature=0.0))
-            assert bare.outputs[0].token_ids == greedy.outputs[0].token_ids
+            same = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+            asked = await client.complete(prompt, same)
+            assert bare.outputs[0].token_ids == asked.outputs[0].token_ids
+            plain = await client.complete(prompt, SamplingParams(temperature=0.0))
+            assert bare.outputs[0].token_ids != plain.outputs[0].token_ids
 
     with engine(folder) as running:
         asyncio.run(main(running.endpoint))
         log = running.stderr.read_text()
-    assert "generation_config.json: temperature 0.0, top_k 7 for requests without" in log
-    assert "not honoured: repetition_penalty = 1.3" in log
+    assert "temperature 0.0, top_k 7, repetition_penalty 1.3 for requests without" in log
+    assert "not honoured: typical_p = 0.9" in log

@@ -177,5 +177,7 @@ def test_an_int_is_taken_for_a_float() -> None:
 
 
 def test_an_empty_list_of_allowed_tokens_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"len\(allowed_token_ids\)=0 .* 1 to 1024"):
+    with pytest.raises(
+        InvalidRequestError, match=r"len\(allowed_token_ids\)=0 .* at least 1 and at most 1024"
+    ):
         SamplingParams(allowed_token_ids=[])

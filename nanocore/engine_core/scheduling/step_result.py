@@ -17,7 +17,7 @@ from nanocore.engine_core.scheduling.spans import IntArray
 from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import pack_int32
-from nanocore.worker.plan import ModelRunnerOutput, RowLogprobs
+from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, RowLogprobs
 
 
 class ResultReader:
@@ -81,10 +81,11 @@ class ResultReader:
     def _logprobs(
         self, outcome: StepOutcome, sampled: TokenColumns, result: ModelRunnerOutput
     ) -> LogprobColumns | None:
-        """Of each of these tokens whose row asks for them."""
+        """Of each of these tokens whose row asks for them; NO_TOKEN has none."""
         said = _of_the_living(result.logprobs, outcome)
         rows = sampled.owner_of_each()
-        expected = np.sort(rows[self._table.asks_logprobs[rows]])
+        asked = self._table.asks_logprobs[rows] & (sampled.token_ids != NO_TOKEN)
+        expected = np.sort(rows[asked])
         owners = np.zeros(0, np.int64) if said is None else np.sort(said.owners)
         if not np.array_equal(owners, expected):
             raise ValueError(
