@@ -203,9 +203,10 @@ class _Words:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         assert not add_special_tokens
-        return {"ab": [1], " ab": [2], "c": [3], " c": [9, 3]}[text]
+        return {"ab": [1], " ab": [2], "c": [3], " c": [9, 3], "de": [4, 5], " de": [6]}[text]
 
 
 def test_a_word_after_a_space_counts_if_it_is_a_token_of_its_own() -> None:
     tokenizer: Any = _Words()
-    assert run(bad_words_token_ids(tokenizer, [" ab", "c"])) == [[1], [2], [3]]
+    sequences = run(bad_words_token_ids(tokenizer, [" ab", "c", "de"]))
+    assert sequences == [[1], [2], [3], [4, 5], [6]]

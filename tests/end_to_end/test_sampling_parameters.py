@@ -179,13 +179,13 @@ def check_logprobs(
 
 
 def tokenizer_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """Sequences that a word is never to be written by, as vLLM finds them."""
+    """Sequences that a word is never to be written by."""
     found: list[list[int]] = []
     for word in words:
         plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
         spaced = tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False)
         found.append(plain)
-        if spaced[0] != plain[0] and len(spaced) == len(plain):
+        if spaced[-len(plain) :] != plain:
             found.append(spaced)
     return found
 
