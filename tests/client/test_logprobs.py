@@ -61,19 +61,6 @@ def test_each_token_has_itself_first_and_then_the_most_likely_ones(endpoint: str
     run(scenario())
 
 
-def test_a_token_that_is_told_only_once_keeps_its_rank_free(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(client.complete([1], TWO))
-            await engine.accept(1)
-            told = logprobs_of((1, 2, [(11, -1.0), (10, -0.5), (12, -2.0)]))
-            engine.output({1: [11]}, Event(handle=1, finish_reason="length"), logprobs=told)
-            logprobs = (await request).outputs[0].logprobs
-            assert _plain(logprobs) == [[(11, -1.0, 2), (10, -0.5, 1), (12, -2.0, 3)]]
-
-    run(scenario())
-
-
 def test_texts_and_bytes_are_those_of_the_tokens(endpoint: str, tokenizer_folder: Path) -> None:
     async def scenario() -> None:
         async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):

@@ -56,7 +56,7 @@ TURNS: Final[dict[str, dict[str, Any]]] = {
 
 async def transcripts(endpoint: str) -> dict[str, Any]:
     """What is said, by turn."""
-    async with AsyncEngineClient.connect(endpoint) as client:
+    async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
 
         async def answer(given: dict[str, Any]) -> RequestOutput:
             params = SamplingParams(**{"max_tokens": 20} | given)

@@ -103,7 +103,7 @@ def answers(endpoint: str, requests: list[dict[str, Any]]) -> list[Answer]:
     """Of all requests together, on one prompt after the other."""
 
     async def run() -> list[Answer]:
-        async with AsyncEngineClient.connect(endpoint) as client:
+        async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
 
             async def answer(index: int, given: dict[str, Any]) -> Answer:
                 params = SamplingParams(seed=1000 + index, **given)

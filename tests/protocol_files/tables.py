@@ -124,7 +124,7 @@ def range_of(schema: dict[str, Any]) -> str:
         case {"column": kind}:
             return f"{kind} column" + (", at least one" if limits.get("minItems") else "")
         case {"enum": values}:
-            return ", ".join(f'"{value}"' for value in values)
+            return ", ".join(values)
         case {"pattern": pattern}:
             return f"{pattern.split('{')[1].split('}')[0]} hex digits"
         case {"minLength": low, "maxLength": high}:
