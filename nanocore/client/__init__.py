@@ -17,6 +17,7 @@ from nanocore.protocol.errors import (
     NanocoreError,
     ProtocolError,
 )
+from nanocore.protocol.messages import ModelCard, Stats
 from nanocore.protocol.sampling import SamplingParams
 
 __all__ = [
@@ -33,9 +34,11 @@ __all__ = [
     "InvalidRequestError",
     "KeyFileError",
     "Logprob",
+    "ModelCard",
     "NanocoreError",
     "ProtocolError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Stats",
 ]

@@ -49,6 +49,7 @@ ENGINE_TIMEOUT_S: Final = 10.0
 GRACE_S: Final = 1.0
 """If the event loop was blocked for long, what arrived meanwhile is read only now."""
 _MAX_BATCH: Final = 64
+_MAX_BATCH_BYTES: Final = 2**18
 """Messages taken in at once, before their readers get a turn."""
 NO_SESSION: Final = "no_session"
 Answer = TypeVar("Answer", bound=Message)
@@ -256,13 +257,19 @@ class EngineConnection:
 
     async def _receive(self) -> NoReturn:
         while True:
-            self.take(await self._socket.receive())
+            frames = await self._socket.receive()
+            self.take(frames)
+            num_bytes = len(frames[-1])
             for _ in range(_MAX_BATCH):
-                if (frames := self._socket.receive_nowait()) is None:
+                if num_bytes > _MAX_BATCH_BYTES:
+                    await asyncio.sleep(0)  # receiving did not wait, so nobody else had a turn
                     break
-                self.take(frames)
+                if (more := self._socket.receive_nowait()) is None:
+                    break
+                self.take(more)
+                num_bytes += len(more[-1])
             else:
-                await asyncio.sleep(0)  # receiving did not wait, so nobody else had a turn
+                await asyncio.sleep(0)
 
     async def _explained(self, error: NanocoreError) -> NanocoreError:
         """What those who wait are told of this end of the session."""

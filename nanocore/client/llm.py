@@ -100,8 +100,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts; returns their last outputs in the order of the prompts.
 
-        All or nothing: the first request that is refused or fails is raised, and the others are
-        aborted.
+        All or nothing: the first request that is refused, or fails with its engine, is raised, and
+        the others are aborted. A sample that the engine ended says so: finish_reason is "error".
 
         Args:
             prompts: one prompt, or several; a list of integers is one prompt of token ids.
@@ -156,16 +156,22 @@ class LLM:
 
         An output has everything so far; `finished` is the last one. [] if nothing is unfinished. A
         request that fails is raised by a step of its own, and is then forgotten: the others go on,
-        and lose nothing.
+        and lose nothing. After Ctrl-C the next step returns what this one would have.
 
         Raises:
             NanocoreError: of the request that its `request_id` names.
         """
-        return self._run(self._requests.step())
+        try:
+            outputs = self._run(self._requests.step())
+        except Exception:  # not Ctrl-C, which may come before what a step returns: see there
+            self._requests.received()
+            raise
+        self._requests.received()
+        return outputs
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to report yet."""
-        return len(self._requests) > 0
+        return self._requests.are_unfinished
 
     def abort(self, request_id: str) -> None:
         """End a request: no step reports of it any more. Ids that have ended are ignored."""

@@ -103,3 +103,9 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
             (progress.end_s or time.monotonic()) - start_s,
             sum(output.num_tokens for output in self.outputs),
         )
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, outputs={self.outputs!r}, "
+            f"finished={self.finished!r})"
+        )

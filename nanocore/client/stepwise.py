@@ -1,7 +1,8 @@
 """The requests of `LLM.add_request` and `LLM.step`: each a task that reads `generate`.
 
 A task hands over one output, and reads on once a step has taken it; what arrives meanwhile is
-merged by the stream. Lives in the event loop of the LLM's thread.
+merged by the stream. What a step has taken is kept until its caller says that it came: Ctrl-C may
+come first, and then the next step has it. Lives in the event loop of the LLM's thread.
 """
 
 from __future__ import annotations
@@ -41,9 +42,16 @@ class StepwiseRequests:
         self._ids = itertools.count()
         self._news = asyncio.Event()
         self._in_flight: asyncio.Semaphore | None = None
+        self._unreceived: list[RequestOutput] | Exception | None = None
 
-    def __len__(self) -> int:
-        return len(self._requests)
+    @property
+    def are_unfinished(self) -> bool:
+        """Whether a step has anything to report yet."""
+        return bool(self._requests) or self._unreceived is not None
+
+    def received(self) -> None:
+        """The caller has what the last step returned or raised."""
+        self._unreceived = None
 
     async def add(self, prompt: Prompt, params: SamplingParams | None) -> str:
         """Begin a request; returns its id."""
@@ -56,18 +64,24 @@ class StepwiseRequests:
         return request_id
 
     async def step(self) -> list[RequestOutput]:
-        """Wait for news; those of each request, in order. See `LLM.step`."""
-        while self._requests:
-            if outputs := self._take():
-                return outputs
-            self._news.clear()
-            await self._news.wait()
-        return []
+        """Wait for news; those of each request, in order. See `LLM.step`.
+
+        The caller is to say that they are `received`.
+        """
+        while self._unreceived is None and self._requests:
+            self._unreceived = self._take()
+            if self._unreceived is None:
+                self._news.clear()
+                await self._news.wait()
+        if isinstance(self._unreceived, Exception):
+            raise self._unreceived
+        return self._unreceived or []
 
     async def abort(self, request_id: str) -> None:
         """End a request and forget it; unknown ids are ignored."""
         request = self._requests.pop(request_id, None)
         if request is not None:
+            self._news.set()  # a step of another thread may wait for it
             await _end([request])
 
     async def close(self) -> None:
@@ -75,7 +89,7 @@ class StepwiseRequests:
         requests, self._requests = self._requests, {}
         await _end([*requests.values()])
 
-    def _take(self) -> list[RequestOutput]:
+    def _take(self) -> list[RequestOutput] | Exception | None:
         """What is there; the error of a request, if there is nothing else to return before."""
         outputs = []
         for request_id, request in [*self._requests.items()]:
@@ -94,8 +108,8 @@ class StepwiseRequests:
                 error = request.news
                 if isinstance(error, NanocoreError):
                     error.request_id = request_id
-                raise error
-        return outputs
+                return error
+        return None
 
     async def _read(
         self,

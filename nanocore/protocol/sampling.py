@@ -55,7 +55,8 @@ class CommonSamplingParams(
     skip_reading_prefix_cache: compute the whole prompt, although a prefix of it may be cached; the
     request's own blocks are cached for others all the same.
     n: samples of the same prompt, side by side; the i-th one's seed is (seed + i) modulo 2**53.
-    min_tokens: so many output tokens before EOS or one of stop_token_ids can be sampled.
+    min_tokens: so many output tokens before EOS, unless that is ignored, or one of stop_token_ids
+    can be sampled.
     presence_penalty, frequency_penalty: taken from the logits of tokens that the output holds;
     once, or once for each time (OpenAI's).
     repetition_penalty: logits of tokens that prompt or output hold are divided by it if positive,

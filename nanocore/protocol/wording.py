@@ -69,7 +69,14 @@ def _nearest_field(text: str, expected: Any) -> str:
     if not _is_struct(struct) or len(name) > _MAX_NAME_CHARS:
         return ""
     fields: tuple[str, ...] = struct.__struct_encode_fields__
-    nearness = {field: SequenceMatcher(None, field, name).ratio() for field in fields}
+    for field, hint in get_type_hints(struct).items():
+        inner = next(filter(_is_struct, (hint, *get_args(hint))), None)
+        if inner is not None and name in inner.__struct_encode_fields__:
+            return f" - it belongs into `{field}`"
+    nearness = {
+        field: field.startswith(f"{name}_") or SequenceMatcher(None, field, name).ratio()
+        for field in fields
+    }
     most = max(nearness.values())
     nearest = [f"`{field}`" for field in fields if nearness[field] == most >= _MIN_NEARNESS]
     return f" - did you mean {' or '.join(nearest)}?" if nearest else ""

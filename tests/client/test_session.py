@@ -306,10 +306,14 @@ def test_an_engine_that_speaks_again_in_time_is_not_dead(
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "by_turn"),
+    [("_MAX_BATCH", 2, [3, 6, 9, 11]), ("_MAX_BATCH_BYTES", 0, list(range(1, 12)))],
+)
 def test_a_burst_of_messages_leaves_turns_to_others_and_loses_none(
-    socket: FakeSocket, monkeypatch: pytest.MonkeyPatch
+    socket: FakeSocket, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, by_turn: list[int]
 ) -> None:
-    monkeypatch.setattr("nanocore.client.connection._MAX_BATCH", 2)
+    monkeypatch.setattr(f"nanocore.client.connection.{limit}", value)
     nonces = list(range(1, 12))
 
     async def scenario() -> None:
@@ -320,7 +324,7 @@ def test_a_burst_of_messages_leaves_turns_to_others_and_loses_none(
         while not answered or answered[-1] < len(nonces):
             await asyncio.sleep(0)
             answered.append(sum(isinstance(message, Pong) for message in socket.messages))
-        assert answered == [3, 6, 9, 11]
+        assert answered == by_turn
         assert [m.nonce for m in socket.messages if isinstance(m, Pong)] == nonces
         await connection.close()
 

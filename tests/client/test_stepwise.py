@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 from nanocore.client import LLM, ContextLengthError, SamplingParams
+from nanocore.client.stepwise import StepwiseRequests
 from nanocore.protocol.messages import Abort, Error, Event, Submit
-from tests.client.fake_engine import NO_TEXT
+from tests.client.fake_engine import NO_TEXT, connected
 from tests.client.running import run
 from tests.client.served_llm import served
 
@@ -133,3 +134,33 @@ def test_the_loop_of_a_reader_of_small_engines_works_with_a_real_one() -> None:
         expected = [o.outputs[0].text for o in llm.generate(prompts, params, use_tqdm=False)]
     assert [done[request_id] for request_id in ids] == expected
     assert texts == done
+
+
+def test_what_an_interrupted_step_took_is_what_the_next_one_returns(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            requests = StepwiseRequests(client)
+            name = await requests.add([1], NO_TEXT)
+            await engine.accept(1)
+            engine.output({1: [10]}, Event(handle=1, finish_reason="length"))
+            expected = [(name, [10], True)]
+            assert _brief(await requests.step()) == expected
+            assert requests.are_unfinished, "nobody has said that they came"
+            assert _brief(await requests.step()) == expected
+            requests.received()
+            assert not requests.are_unfinished
+            assert await requests.step() == []
+
+    run(scenario())
+
+
+def test_an_abort_ends_a_step_of_another_thread_that_waits_for_nothing_else(joining: str) -> None:
+    async def scenario() -> None:
+        async with served(joining) as (engine, llm):
+            name = await _call(llm.add_request, [1], NO_TEXT)
+            await engine.accept(1)
+            step = asyncio.create_task(_call(llm.step))
+            await _call(llm.abort, name)
+            assert await step == []
+
+    run(scenario())

@@ -227,7 +227,7 @@ def test_an_output_in_parts_goes_on_where_the_socket_was_full(io: Io) -> None:
     submit(io, "x", 7)
     io.take_sent()
     peers = FullAfter(io, 1)
-    io.desk.deliver(output(2**17, 1, 2, 3, 4, 5, 6), io.now_s)  # 6 MiB: parts of 4
+    io.desk.deliver(output(2**14, 1, 2, 3, 4, 5, 6), io.now_s)  # 768 KiB: parts of 512
     backlog = io.session.backlog
     assert backlog is not None
     assert backlog.num_bytes == backlog.logprobs_bytes > 0

@@ -21,7 +21,7 @@ from nanocore.protocol.messages import Output, TokenLogprobs
 
 HANDLE_DTYPE: Final = np.dtype("<u4")
 FLOAT_DTYPE: Final = np.dtype("<f4")
-MAX_LOGPROBS_BYTES: Final = 4 * 2**20
+MAX_LOGPROBS_BYTES: Final = 2**19
 """Of one message; one more token's may be in it, which is less than 8 MiB for any vocabulary."""
 
 

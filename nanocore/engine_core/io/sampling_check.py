@@ -89,7 +89,8 @@ class SamplingCheck:
         else:
             num_left, what = len(set(allowed) - forbidden), "allowed_token_ids"
         if num_left == 0:
+            ends = f", or an end before min_tokens={sampling.min_tokens}"
             raise InvalidRequestError(
-                f"no token is left to choose: each of {what} is a bad word, or it ends the request "
-                f"while min_tokens={sampling.min_tokens} forbids that; allow more tokens"
+                f"no token is left to choose: each of {what} is a bad word"
+                f"{ends if sampling.min_tokens else ''}; allow more tokens"
             )

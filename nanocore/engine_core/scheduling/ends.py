@@ -81,11 +81,14 @@ def _end(table: RowTable, row: int, token_id: int, place: int) -> Event | None:
 
 def _why_no_token(sampling: EngineSamplingParams, number: int) -> str:
     """For whoever reads the ERROR. number: of the output token that there is not, from 1."""
-    message = (
+    damage = (
         f"the logits of output token {number} are not finite (NaN or infinity): the model's "
         "weights or the KV cache are damaged, or its dtype overflows; try --dtype float32"
     )
     masks = [name for name in MASKS if getattr(sampling, name)]
     if not masks:
-        return message
-    return f"{message}. Or {', '.join(masks)} of this request left no token to choose: relax them"
+        return damage
+    return (
+        f"no token is left to choose for output token {number}: {', '.join(masks)} of this request "
+        f"forbid all, so relax them; if they do not, {damage}"
+    )
