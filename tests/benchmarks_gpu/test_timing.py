@@ -129,6 +129,7 @@ class WrongKernels(TorchKernels):
         return out * torch.nan if len(metadata.seq_lens) == 1 and len(q_THD) == 2 else out
 
 
+@pytest.mark.campaign
 def test_a_wrong_kernel_is_an_error_with_its_times(tmp_path: Path) -> None:
     session, kernels = small_session(tmp_path), WrongKernels()
     cases = {case.name: case for case in attention_cases(session)}

@@ -55,7 +55,16 @@ def test_an_engine_of_1_4_is_not_asked_for_what_came_later(endpoint: str) -> Non
     scope="module",
     params=[
         (),
-        ("--scheduling-policy", "priority", "--no-enable-prefix-caching", "--max-num-seqs", "20"),
+        pytest.param(
+            (
+                "--scheduling-policy",
+                "priority",
+                "--no-enable-prefix-caching",
+                "--max-num-seqs",
+                "20",
+            ),
+            marks=pytest.mark.campaign,
+        ),
     ],
     ids=["fcfs", "priority"],
 )

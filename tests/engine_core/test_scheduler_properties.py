@@ -140,13 +140,13 @@ def run(
     return scheduler, worker
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(workloads(), st.sampled_from([1, 2, 3]))
 def test_every_request_gets_its_tokens_once_and_in_order(workload: dict, depth: int) -> None:
     run(workload, depth)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(workloads(), st.sampled_from([2, 3]))
 def test_pipeline_stages_get_every_token_in_time(workload: dict, num_stages: int) -> None:
     run(workload, depth=num_stages, num_groups=num_stages)

@@ -103,6 +103,7 @@ def test_steps_ahead_of_their_results_give_the_same_tokens(
         assert recorder.num_replays > 10
 
 
+@pytest.mark.campaign
 def test_one_kernel_before_the_layers_and_one_after_give_the_same_tokens(
     model: DecoderModel,
 ) -> None:

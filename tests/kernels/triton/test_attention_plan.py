@@ -86,6 +86,7 @@ def with_bounds(step: PagedStep, max_len: int) -> PagedStep:
     return step
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_a_long_context_among_many_decodes_is_read_by_many_programs(
@@ -198,6 +199,7 @@ def tensors(step: PagedStep) -> list[Tensor]:
     ]  # fmt: skip
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [0, pytest.param(50, marks=pytest.mark.campaign)])
 def test_launches_of_one_step_serve_another_one_of_other_lengths(

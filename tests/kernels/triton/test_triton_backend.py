@@ -200,6 +200,7 @@ def count_decode_step(
     return Counter(names)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("batch_invariant", [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_outside_its_layers_a_decode_step_launches_six_kernels(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
