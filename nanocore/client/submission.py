@@ -96,7 +96,7 @@ def _check_version(sampling: EngineSamplingParams, protocol: tuple[int, int]) ->
     for name, minor in minor_versions(EngineSamplingParams).items():
         value = getattr(sampling, name)
         if minor > spoken and value != getattr(_DEFAULTS, name):
-            users_name = name.removesuffix("_token_ids") if name == "bad_words_token_ids" else name
+            users_name = "bad_words" if name == "bad_words_token_ids" else name
             raise InvalidRequestError(
                 f"{users_name} came with protocol {major}.{minor}, and this engine speaks "
                 f"{major}.{spoken}: leave it out, or use a newer engine"

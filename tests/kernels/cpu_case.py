@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from nanocore.kernels.interface import (
     QKNorm,
     Rotary,
 )
+from nanocore.kernels.torch_backend import TorchKernels
 from tests.kernels.layered_cache import layered
 
 SOURCE = Path(nanocore.kernels.cpu.__file__).parent / "program.cpp"
@@ -38,11 +40,23 @@ def runnable_libraries() -> dict[str, library.Library]:
     return {compiled.instruction_set: compiled for compiled in library.runnable_libraries()}
 
 
+def backend(instruction_set: str) -> CpuKernels:
+    """The backend with this library, side by side with others; skips the test if it is not here."""
+    found = _backend(instruction_set)
+    if found is None:
+        pytest.skip(f"{instruction_set}: not compiled, or not for this machine")
+    return found
+
+
 @cache
-def backend(instruction_set: str) -> CpuKernels | None:
-    """The backend with this library, side by side with others; None if it is not here."""
+def _backend(instruction_set: str) -> CpuKernels | None:
     found = runnable_libraries().get(instruction_set)
     return CpuKernels(found) if found is not None else None
+
+
+def reference_or_backend(name: str) -> Kernels:
+    """The torch backend, or a native one."""
+    return TorchKernels() if name == "torch" else backend(name)
 
 
 def compiler() -> str | None:

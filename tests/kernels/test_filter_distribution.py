@@ -26,13 +26,13 @@ from transformers.generation.logits_process import (
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.gumbel_noise import gumbel_noise
-from nanocore.kernels.interface import Filters, Kernels, Noise
+from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.torch_filtered_sampling import filtered
 from nanocore.protocol.fields import MAX_INT32
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
-from tests.kernels.cpu_case import backend
+from tests.kernels.cpu_case import reference_or_backend
 from tests.sampling_reference import make_rows, places_at
 
 VOCAB_SIZE = 60
@@ -134,13 +134,6 @@ def all_rows() -> tuple[list[Setting], Tensor, Tensor, Tensor]:
     return rows, logits_RV.repeat(NUM_DRAWS, 1), number_R // 640, 100 + number_R % 640
 
 
-def kernels_named(name: str) -> Kernels:
-    found = TorchKernels() if name == "torch" else backend(name)
-    if found is None:
-        pytest.skip(f"{name}: not compiled, or not for this machine")
-    return found
-
-
 @cache
 def counts_of(name: str) -> dict[Setting, list[int]]:
     """How often a backend draws each token, all rows in one call."""
@@ -151,7 +144,7 @@ def counts_of(name: str) -> dict[Setting, list[int]]:
         torch.tensor([row.top_p for row in rows]),
         torch.tensor([row.min_p for row in rows]),
     )
-    return counted(kernels_named(name).best_filtered_token(logits_RV, noise, filters)[1])
+    return counted(reference_or_backend(name).best_filtered_token(logits_RV, noise, filters)[1])
 
 
 def counted(token_ids_R: Tensor) -> dict[Setting, list[int]]:
@@ -269,7 +262,7 @@ def transformers_warpers(setting: Setting) -> LogitsProcessorList:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_transformers_keep_the_same_tokens(name: str) -> None:
     """Of rows of random logits; each row's token is that with the most noise of those kept."""
-    kernels, num_rows = kernels_named(name), 50
+    kernels, num_rows = reference_or_backend(name), 50
     generator = torch.Generator().manual_seed(3)
     for number, setting in enumerate(SETTINGS):
         logits_RV = torch.randn(num_rows, 300, generator=generator) * setting.logits

@@ -17,7 +17,7 @@ from nanocore.kernels.torch_backend import NO_TOKEN, TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
-from tests.kernels.cpu_case import backend
+from tests.kernels.cpu_case import reference_or_backend
 from tests.logit_edits_reference import (
     EditedRow,
     draw_row,
@@ -42,12 +42,7 @@ ASKED: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=["torch", *INSTRUCTION_SETS])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    if request.param == "torch":
-        return TorchKernels()
-    found = backend(request.param)
-    if found is None:
-        pytest.skip(f"{request.param}: not compiled, or not for this machine")
-    return found
+    return reference_or_backend(request.param)
 
 
 def draw(*shape: int, seed: int = 3) -> Tensor:

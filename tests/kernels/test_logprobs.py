@@ -13,19 +13,14 @@ from nanocore.kernels import torch_logprobs
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.interface import Kernels, Logprobs
 from nanocore.kernels.torch_backend import TorchKernels
-from tests.kernels.cpu_case import backend
+from tests.kernels.cpu_case import reference_or_backend
 
 ALL = 2**31 - 1
 
 
 @pytest.fixture(scope="module", params=["torch", *INSTRUCTION_SETS])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    if request.param == "torch":
-        return TorchKernels()
-    found = backend(request.param)
-    if found is None:
-        pytest.skip(f"{request.param}: not compiled, or not for this machine")
-    return found
+    return reference_or_backend(request.param)
 
 
 def by_sort(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:

@@ -14,7 +14,7 @@ import numpy as np
 from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
-from nanocore.engine_core.scheduling.spans import IntArray
+from nanocore.engine_core.scheduling.spans import IntArray, places_of
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Output, TokenLogprobs
@@ -82,8 +82,7 @@ def _cut_tokens(tokens: TokenColumns, max_bytes: int) -> Iterator[TokenColumns]:
     if entries is None:
         yield tokens
         return
-    order = np.argsort(tokens.owners)
-    owner_of_each = order[np.searchsorted(tokens.owners, entries.owners, sorter=order)]
+    owner_of_each = places_of(entries.owners, tokens.owners)
     entries = entries.take(np.argsort(owner_of_each, kind="stable"))  # as the tokens are
     has_entry = np.isin(owners, entries.owners)
     entry_of_each = np.cumsum(has_entry) - 1

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
-from nanocore.engine_core.scheduling.spans import IntArray
+from nanocore.engine_core.scheduling.spans import IntArray, places_of
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.messages import Event
 
@@ -81,8 +81,7 @@ def _split_logprobs(
     outputs: dict[int, ClientOutput], clients: IntArray, owners: IntArray, entries: LogprobColumns
 ) -> None:
     """Give each client's tokens their entries. clients: of each of these owners of tokens."""
-    order = np.argsort(owners)
-    clients_of_each = clients[order[np.searchsorted(owners, entries.owners, sorter=order)]]
+    clients_of_each = clients[places_of(entries.owners, owners)]
     for client in np.unique(clients_of_each).tolist():
         outputs[client].tokens.logprobs = entries.take(clients_of_each == client)
 

@@ -13,6 +13,12 @@ def places(counts: IntArray) -> IntArray:
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
+def places_of(wanted: IntArray, owners: IntArray) -> IntArray:
+    """The place of each of these among the owners, who are distinct and in any order."""
+    order = np.argsort(owners)
+    return order[np.searchsorted(owners, wanted, sorter=order)]
+
+
 def spans(starts: IntArray, counts: IntArray) -> IntArray:
     """Indices of entries, by where an owner's begin and how many there are."""
     return np.repeat(starts, counts) + places(counts)
