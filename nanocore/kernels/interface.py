@@ -22,6 +22,7 @@ from nanocore.kernels.activation import Activation
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 
 GraphSupport = Literal["never", "decodes", "always"]
 """Of which steps a graph can be recorded: of none, of those with nothing but decodes, or of all."""
@@ -334,6 +335,7 @@ class Kernels(Protocol):
         first_token: int,
         noise: Noise | None = None,
         places: TokenPlaces | None = None,
+        mask: TokenMask | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(the greatest value, its column) of each row, float32 and int64 [R]; V is above 0.
 
@@ -343,6 +345,8 @@ class Kernels(Protocol):
 
         The column is -1 of a row that has no token, for its greatest value is not finite, or one is
         NaN; the value is not finite either, and NaN if one is. places: columns go there too.
+
+        mask: only tokens that it allows are looked at, in all that is said here.
         """
         ...
 
@@ -360,9 +364,9 @@ class Kernels(Protocol):
         ...
 
     def best_filtered_token(
-        self, logits_RV: Tensor, noise: Noise, filters: Filters
+        self, logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `best_token` with noise, among the tokens that stay.
+        """As `best_token` with noise, among the tokens that stay of those that the mask allows.
 
         logits_RV: of the whole vocabulary. Temperatures are above 0. The host does not wait.
         Weights exp(logit - best) are float32 and their sums float64 (Triton's: within a thread

@@ -29,8 +29,8 @@ from nanocore.protocol.wording import explain, why_no_map
 
 MAX_BODY_BYTES: Final = 2**20
 """Of what a client sends, a SUBMIT's prompt apart."""
-MAX_SUBMIT_BYTES: Final = 64 * 2**10
-"""Of a SUBMIT, its prompt apart: twice what its fields can need. See `_check_size`."""
+MAX_SUBMIT_BYTES: Final = 192 * 2**10
+"""Of a SUBMIT, its prompt apart: about twice what its fields can need. See `_check_size`."""
 MAX_RETURNED_ID_CHARS: Final = 1024
 """Of a bad request id: an ERROR says it all the same, so that its sender knows which request."""
 

@@ -30,12 +30,12 @@ from nanocore.protocol.fields import (
 )
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 5)
+PROTOCOL_VERSION = (1, 6)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ControlOperation = Literal["stats", "reset_prefix_cache", "pause", "resume", "read_file"]
-Capability = Literal["prefix_caching", "priority"]
+Capability = Literal["prefix_caching", "priority", "structured_outputs"]
 ModelFileName = Literal[
     "tokenizer.json",
     "tokenizer_config.json",

@@ -27,6 +27,7 @@ from nanocore.protocol.fields import (
     since,
 )
 from nanocore.protocol.limits import check_limits
+from nanocore.protocol.structured_outputs import StructuredOutputs, StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow (vLLM's threshold)."""
@@ -41,8 +42,9 @@ class CommonSamplingParams(
 ):
     """What users write and the engine obeys alike.
 
-    A step changes a row's logits in this order: allowed_token_ids, logit_bias, min_tokens, bad
-    words, repetition, frequency and presence penalty, temperature, min_p, top_k, top_p.
+    A step changes a row's logits in this order: structured_outputs, allowed_token_ids, logit_bias,
+    min_tokens, bad words, repetition, frequency and presence penalty, temperature, min_p, top_k,
+    top_p.
 
     temperature: 0 is greedy; otherwise logits are divided by it.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -120,12 +122,15 @@ class EngineSamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
     logit_bias: (token id, what is added to its logit) pairs, each token once.
     bad_words_token_ids: sequences of tokens that the output never holds: after the others, the last
     token of one is not sampled.
+    structured_outputs: what the output must be; before anything above, tokens that it cannot go on
+    with are forbidden.
     """
 
     logit_bias: Annotated[
         list[tuple[int, float]], since(5), limited(maxItems=MAX_LOGIT_BIASES)
     ] = []
     bad_words_token_ids: Annotated[list[list[int]], since(5), limited(maxItems=MAX_BAD_WORDS)] = []
+    structured_outputs: Annotated[StructuredOutputs, since(6)] | None = None
 
     def __post_init__(self) -> None:
         CommonSamplingParams.__post_init__(self)
@@ -144,6 +149,7 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
 
     logit_bias: what is added to logits, by token id; in [-100, 100].
     bad_words: texts that the output never holds; whole ones, as the tokenizer writes them.
+    structured_outputs: what the output must be: a JSON Schema's value, a choice, ...
     stop: end before any of these strings appears in the text.
     include_stop_str_in_output: keep the stop string at the end of the text.
     skip_special_tokens: leave tokens such as <|im_end|> out of the text.
@@ -152,6 +158,7 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
 
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] = []
+    structured_outputs: StructuredOutputsParams | None = None
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -197,6 +204,9 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
         return EngineSamplingParams(
             logit_bias=[*(self.logit_bias or {}).items()],
             bad_words_token_ids=bad_words_token_ids or [],
+            structured_outputs=(
+                None if self.structured_outputs is None else self.structured_outputs.for_engine()
+            ),
             **{name: getattr(self, name) for name in CommonSamplingParams.__struct_fields__},
         )
 

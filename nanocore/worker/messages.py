@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
@@ -96,6 +96,12 @@ class RunStep(msgspec.Struct, frozen=True, tag="run"):
     plan: SchedulerOutput
 
 
+class SampleStep(msgspec.Struct, frozen=True, tag="sample"):
+    """Let the step of the plan that came last sample; to the ranks of the last stage."""
+
+    masks: TokenMasks
+
+
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """What a step sampled; from the first rank of the last stage."""
 
@@ -134,5 +140,5 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     rendezvous: str
 
 
-ToRank = RankStart | Profile | AllocateCache | Capture | RunStep
+ToRank = RankStart | Profile | AllocateCache | Capture | RunStep | SampleStep
 FromRank = Done | WorkerInfo | StepResult | RankFailure

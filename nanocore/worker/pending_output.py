@@ -10,13 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput
+from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, TokenMasks
 from nanocore.worker.sampling.logprob_rows import StepLogprobs
 from nanocore.worker.sampling.logprobs import told
 
 
 class PendingOutput(Protocol):
     """The result of a step that was begun."""
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Let a step sample whose plan awaits masks; before `wait`."""
+        ...
 
     def is_done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -32,6 +36,9 @@ class DoneOutput:
     """Implements `PendingOutput` for a step that is over."""
 
     output: ModelRunnerOutput
+
+    def sample(self, masks: TokenMasks) -> None:
+        raise AssertionError("the step did not await masks")
 
     def is_done(self) -> bool:
         return True

@@ -53,6 +53,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     (0: the row is held but takes no part in this step). What goes beyond a row's known tokens are
     drafts, which the worker has; no worker drafts yet.
     num_tokens: tokens of the step, over all rows.
+    awaits_masks: `TokenMasks` of the step follow, without which it does not sample.
     """
 
     step: int
@@ -66,6 +67,20 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     chunk_rows: bytes
     chunk_counts: bytes
     num_tokens: int
+    awaits_masks: bool = False
+
+
+class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tokens rows may sample in a step that awaits them, once it is known.
+
+    step: of the plan. rows: int32 column of the rows that may not sample every token; they are
+    among those that the step samples, each once, in any order, and there may be none. words: their
+    masks, row by row, as `kernels.token_mask.TokenMask` has them, for the whole vocabulary.
+    """
+
+    step: int
+    rows: bytes
+    words: bytes
 
 
 class RowLogprobs(msgspec.Struct, frozen=True, kw_only=True):

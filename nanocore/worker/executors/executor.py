@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from nanocore.worker.messages import WorkerInfo
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 
 class StepExecutor(Protocol):
@@ -20,6 +20,14 @@ class StepExecutor(Protocol):
 
     def submit(self, plan: SchedulerOutput) -> None:
         """Begin a step; returns before it is done where a worker runs beside this thread."""
+        ...
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Let the step that awaits masks sample. No other may be submitted before, and it is
+        collected after.
+
+        So what it computes until then goes on while masks are found.
+        """
         ...
 
     def collect(self) -> ModelRunnerOutput:

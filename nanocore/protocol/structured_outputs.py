@@ -1,0 +1,201 @@
+"""Structured outputs: what the output must be, by a schema, an expression, a list or a grammar.
+
+`StructuredOutputs` is what crosses the wire: schemas are JSON text there, so that any language can
+send them as it has them. `StructuredOutputsParams` is what users write; names are vLLM's. Both hold
+exactly one kind. What a text means is the engine's to find out: it compiles it, and says what it
+cannot.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.fields import (
+    MAX_CHOICES,
+    MAX_STRUCTURED_OUTPUTS_BYTES,
+    MAX_STRUCTURES,
+    limited,
+)
+from nanocore.protocol.limits import check_limits
+
+KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+"""One of these says what the output must be."""
+
+
+class Structure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a free text that has a form: begin, a value of the JSON Schema, end.
+
+    begin: starts with one of the triggers. schema: JSON text.
+    """
+
+    begin: str
+    schema: str
+    end: str
+
+
+class StructuralTag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Free text, in which a trigger begins one of the structures.
+
+    triggers: none of these texts appears but as the beginning of a structure.
+    """
+
+    structures: Annotated[list[Structure], limited(minItems=1, maxItems=MAX_STRUCTURES)]
+    triggers: Annotated[list[str], limited(minItems=1, maxItems=MAX_STRUCTURES)]
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        if not all(self.triggers):
+            raise InvalidRequestError("structural_tag has an empty trigger: leave it out")
+        for i, structure in enumerate(self.structures):
+            if not structure.begin.startswith(tuple(self.triggers)):
+                raise InvalidRequestError(
+                    f"structural_tag.structures[{i}].begin={structure.begin!r} begins with none "
+                    f"of the triggers {self.triggers}: let it begin with one"
+                )
+
+
+class StructuredOutputs(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What the output must be, as the engine gets it; exactly one of the first six.
+
+    json: a JSON Schema, as JSON text. regex: an expression that the whole output matches.
+    choice: texts, one of which is the output. grammar: in Lark's notation, as llguidance has it.
+    json_object: any JSON object. structural_tag: free text with structures in it.
+    disable_any_whitespace: JSON without white space outside of strings; else there may be a little
+    where JSON allows it.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], limited(minItems=1, maxItems=MAX_CHOICES)] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: StructuralTag | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        check_limits(self)
+        kind = self.kind
+        if self.choice is not None and "" in self.choice:
+            raise InvalidRequestError(
+                "structured_outputs.choice has an empty text: leave it out, for an output has text"
+            )
+        num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in self._texts())
+        if num_bytes > MAX_STRUCTURED_OUTPUTS_BYTES:
+            raise InvalidRequestError(
+                f"structured_outputs.{kind} has {num_bytes} bytes: at most "
+                f"{MAX_STRUCTURED_OUTPUTS_BYTES} are allowed"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Which of the kinds it is.
+
+        Raises:
+            InvalidRequestError: it is none, or several.
+        """
+        return only_kind(self)
+
+    def _texts(self) -> list[str]:
+        """All that there is to compile."""
+        texts = [text for text in (self.json, self.regex, self.grammar) if text is not None]
+        if self.choice is not None:
+            texts += self.choice
+        if self.structural_tag is not None:
+            texts += self.structural_tag.triggers
+            for one in self.structural_tag.structures:
+                texts += [one.begin, one.schema, one.end]
+        return texts
+
+
+class StructuredOutputsParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """What users write: as `StructuredOutputs`, but schemas may be Python objects.
+
+    json: a JSON Schema, as a dict (or bool) or as JSON text.
+    structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as a dict or as
+    JSON text.
+    """
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    structural_tag: dict[str, Any] | str | None = None
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        self.for_engine()
+
+    @property
+    def kind(self) -> str:
+        """Which of the kinds it is."""
+        return only_kind(self)
+
+    def for_engine(self) -> StructuredOutputs:
+        """What SUBMIT holds.
+
+        Raises:
+            InvalidRequestError: it is no kind or several, too large, or cannot be JSON.
+        """
+        tag = self.structural_tag
+        return StructuredOutputs(
+            json=None if self.json is None else _json_text("json", self.json),
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+            json_object=self.json_object,
+            structural_tag=None if tag is None else _structural_tag(tag),
+            disable_any_whitespace=self.disable_any_whitespace,
+        )
+
+
+def only_kind(params: StructuredOutputs | StructuredOutputsParams) -> str:
+    """The one of KINDS that is given.
+
+    Raises:
+        InvalidRequestError: none is, or several are.
+    """
+    given = [name for name in KINDS if getattr(params, name) not in (None, False)]
+    if isinstance(params.json, bool):
+        given = ["json", *(name for name in given if name != "json")]
+    if len(given) != 1:
+        what = " and ".join(given) or "none of them"
+        raise InvalidRequestError(
+            f"structured_outputs has {what}: give exactly one of {', '.join(KINDS)}"
+        )
+    return given[0]
+
+
+def _json_text(name: str, value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"structured_outputs.{name} is not JSON: {error}") from None
+
+
+def _structural_tag(value: dict[str, Any] | str) -> StructuralTag:
+    """Of vLLM's form, whose schemas are objects."""
+    try:
+        tag = msgspec.json.decode(value) if isinstance(value, str) else value
+        structures = [
+            {**one, "schema": _json_text("structural_tag", one["schema"])}
+            for one in tag["structures"]
+        ]
+        return msgspec.convert({**tag, "structures": structures}, StructuralTag)
+    except InvalidRequestError:
+        raise
+    except (msgspec.MsgspecError, TypeError, KeyError) as error:
+        raise InvalidRequestError(
+            "structured_outputs.structural_tag must be {'structures': [{'begin': str, 'schema': "
+            f"dict, 'end': str}}, ...], 'triggers': [str, ...]}}: {error}"
+        ) from None
