@@ -17,12 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanocore.client.tokenizer import Tokenizer
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.sampling_reference import filter_logits
 
 NEAR = 2e-3
 """Logits of float32 differ by less, from one implementation to the other."""
+
+LETTERS = "[a-z ]+"
+"""The structured output that it knows: what may follow is plain to see."""
 
 
 class Oracle:
@@ -32,7 +36,9 @@ class Oracle:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._tokenizer = Tokenizer.from_folder(folder)
         self.eos_token_ids = {0, 2}
+        self.special_token_ids = {0, 1, 2}
 
     @torch.inference_mode()
     def judge(
@@ -41,6 +47,14 @@ class Oracle:
         """Of an output of this prompt; the request's seed is that of the sample."""
         logits = self._model(torch.tensor([[*prompt, *output]])).logits[0].float()
         return Judgement(self, list(prompt), list(output), sampling, logits)
+
+    @cached_property
+    def letters(self) -> list[int]:
+        """Tokens of nothing but what LETTERS has."""
+        texts = {t: self._tokenizer.token_text(t).bytes for t in range(self._model.vocab_size)}
+        some = set(b"abcdefghijklmnopqrstuvwxyz ")
+        special = self.special_token_ids
+        return [t for t, text in texts.items() if text and {*text} <= some and t not in special]
 
 
 @dataclass
@@ -108,6 +122,15 @@ class Judgement:
 
     def _edited(self, row: int, output: list[int]) -> Tensor:
         params, logits = self.sampling, self.logits[row].clone()
+        if params.structured_outputs is not None:
+            assert params.structured_outputs.regex == LETTERS
+            ends = sorted(self.oracle.eos_token_ids)
+            allowed = torch.zeros(len(logits), dtype=torch.bool)
+            allowed[[*self.oracle.letters, *ends] if output else self.oracle.letters] = True
+            if self.oracle.eos_token_ids.intersection(output):  # with ignore_eos it goes on so
+                allowed[:] = False
+                allowed[ends] = True
+            logits[~allowed] = -torch.inf
         if params.allowed_token_ids is not None:
             allowed = torch.zeros(len(logits), dtype=torch.bool)
             allowed[params.allowed_token_ids] = True

@@ -16,12 +16,17 @@ import numpy as np
 import pytest
 
 import nanocore
-from nanocore.client import AsyncEngineClient, RequestOutput, SamplingParams
+from nanocore.client import (
+    AsyncEngineClient,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from nanocore.client.token_texts import REPLACEMENT
 from nanocore.client.tokenizer import Tokenizer
 from tests.campaign import in_campaign
 from tests.end_to_end.forked import engine
-from tests.end_to_end.sampling_oracle import Oracle
+from tests.end_to_end.sampling_oracle import LETTERS, Oracle
 
 DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
 FLAGS = (
@@ -54,6 +59,7 @@ VALUES: dict[str, Any] = {
     "prompt_logprobs": 2,
     "logit_bias": {2: 4.0, 300: 5.0, 301: 5.0, 47: -100.0, 100: 6.0},
     "bad_words": ["e", "the", "apple fig", "o"],
+    "structured_outputs": StructuredOutputsParams(regex=LETTERS),
     "stop": ["e", "zz"],
 }
 
