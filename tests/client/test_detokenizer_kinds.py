@@ -14,11 +14,12 @@ from tokenizers import decoders, models
 from nanocore.client.detokenizer import MAX_HELD_TOKENS, IncrementalDetokenizer
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.messages import FinishReason
+from tests.campaign import examples
 from tests.client.byte_tokens import ids_of
 from tests.client.driven_stream import DrivenStream
 from tests.client.tokenizer_kinds import FALLBACK, KINDS, WORDS, expected_text, has_decoder, make
 
-PROPERTY = settings(max_examples=30, deadline=None, derandomize=True)
+PROPERTY = settings(max_examples=examples(30), deadline=None, derandomize=True)
 REPLACEMENT = "\ufffd"
 IN_CHARACTERS = [*"é中👍\u07ff\U0010ffff".encode(), 0xFF]
 

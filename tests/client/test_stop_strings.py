@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocore.client.stop_strings import StopStringMatcher
+from tests.campaign import examples
 
-PROPERTY = settings(max_examples=100, deadline=None, derandomize=True)
+PROPERTY = settings(max_examples=examples(100), deadline=None, derandomize=True)
 
 
 def _feed(stops: list[str], pieces: list[str], include: bool = False) -> tuple[str, str | None]:

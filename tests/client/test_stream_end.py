@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import EngineDeadError
 from nanocore.protocol.messages import FinishReason
+from tests.campaign import examples
 from tests.client.byte_tokens import END, ids_of
 from tests.client.driven_stream import DrivenStream
 from tests.client.running import run
@@ -163,7 +164,7 @@ def test_final_watches_for_stop_strings_before_the_end(tokenizer: Tokenizer) -> 
     assert driven.aborts == ["r"]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(
     pieces=st.lists(st.text("aéb", min_size=1, max_size=4), max_size=6),
     stop=st.text("aéb", min_size=1, max_size=3),
@@ -220,7 +221,7 @@ def _stopped(text: str, stops: list[str], min_tokens: int, include: bool) -> tup
     return text, None
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 @given(
     pieces=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=6),
     stops=st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3),

@@ -35,7 +35,7 @@ def run_to_exit(*flags: str) -> subprocess.CompletedProcess[str]:
     """Run an engine that is expected to exit by itself; stdout is not kept."""
     with tempfile.TemporaryDirectory(prefix="nc-") as directory:
         stderr = Path(directory) / "log"
-        process = _start(stderr, flags)
+        process = start(stderr, flags)
         try:
             process.join(EXIT_TIMEOUT_S)
             assert process.exitcode is not None, "it still runs"
@@ -48,19 +48,21 @@ def run_to_exit(*flags: str) -> subprocess.CompletedProcess[str]:
 class Engine:
     """A running engine. stderr: the file its log goes to."""
 
+    pid: int
     endpoint: str
     stderr: Path
 
 
 @contextmanager
-def engine(model: Path, *flags: str) -> Iterator[Engine]:
-    """Start an engine at a private endpoint; clients can connect at once, and wait."""
+def engine(model: Path, *flags: str, endpoint: str | None = None) -> Iterator[Engine]:
+    """Start an engine, by default at a private endpoint; clients can connect at once, and wait."""
     with tempfile.TemporaryDirectory(prefix="nc-") as directory:
-        endpoint = f"ipc://{directory}/e/engine.sock"
+        endpoint = endpoint or f"ipc://{directory}/e/engine.sock"
         stderr = Path(directory) / "log"
-        process = _start(stderr, ("--model", str(model), "--listen", endpoint, *flags))
+        process = start(stderr, ("--model", str(model), "--listen", endpoint, *flags))
         try:
-            yield Engine(endpoint, stderr)
+            assert process.pid is not None
+            yield Engine(process.pid, endpoint, stderr)
         finally:
             process.terminate()
             process.join(EXIT_TIMEOUT_S)
@@ -80,14 +82,17 @@ def ask(
         return asyncio.run(asyncio.wait_for(complete(running.endpoint), 60))
 
 
-def _start(stderr: Path, flags: tuple[str, ...]) -> multiprocessing.process.BaseProcess:
-    process = _FORKS.Process(target=_run, args=(stderr, flags))
+def start(
+    stderr: Path, flags: tuple[str, ...], run: Callable[[list[str]], None] = main
+) -> multiprocessing.process.BaseProcess:
+    """Start a process that runs this with the flags; its log goes to the file or pipe `stderr`."""
+    process = _FORKS.Process(target=_run, args=(stderr, flags, run))
     process.start()
     return process
 
 
-def _run(stderr: Path, flags: tuple[str, ...]) -> None:
+def _run(stderr: Path, flags: tuple[str, ...], run: Callable[[list[str]], None]) -> None:
     fd = os.open(stderr, os.O_WRONLY | os.O_CREAT)
     os.dup2(fd, 2)
     os.close(fd)
-    main(list(flags))
+    run(list(flags))

@@ -1,6 +1,6 @@
 """An engine process whose executor hangs when it is told to: everything else is real.
 
-    python hanging_engine.py HOW [flags of nanocore-engine]
+    main([HOW, *flags of nanocore-engine])
 
 A step that begins a prompt whose first token is HANG never ends. HOW: "waiting" waits as Python
 does, "holding-the-lock" is native code that keeps the interpreter's lock. Other steps sample token
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
@@ -68,11 +69,12 @@ class HangingExecutor:
         threading.Event().wait()
 
 
-def main() -> int:
+def main(arguments: list[str]) -> NoReturn:
+    how, *flags = arguments
     logging.basicConfig(level=logging.INFO, handlers=[LogHandler()])
-    if sys.argv[1] == "holding-the-lock":
+    if how == "holding-the-lock":
         process.GRACE_S = 1.0  # nobody can say goodbye: why wait for it
-    config = parse_config(sys.argv[2:])
+    config = parse_config(flags)
     card = ModelCard(
         model="none",
         architecture="Hanging",
@@ -84,11 +86,10 @@ def main() -> int:
         num_blocks=8,
     )
     socket = EngineSocket(config.endpoint)
-    executor = HangingExecutor(sys.argv[1])
-    return process.serve(
-        config, socket, card, ModelFiles(Path("/nowhere")), executor, time.monotonic()
-    )
+    executor = HangingExecutor(how)
+    files, started_at = ModelFiles(Path("/nowhere")), time.monotonic()
+    sys.exit(process.serve(config, socket, card, files, executor, started_at))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.client import LLM, SamplingParams
+from tests.campaign import in_campaign
 from tests.end_to_end import forked
 from tests.end_to_end.engine_process import command, run_to_exit
 from tests.end_to_end.rank_processes import write_wide_model
@@ -21,7 +22,8 @@ def test_check_says_what_an_engine_would_have_and_starts_none(
     tiny_model: Path, short_path: Path
 ) -> None:
     listen = f"ipc://{short_path}/e/engine.sock"
-    result = run_to_exit("--model", str(tiny_model), "--check", "--tp", "2", "--listen", listen)
+    flags = ("--model", str(tiny_model), "--check", "--tp", "2", "--listen", listen)
+    result = forked.run_to_exit(*flags)
     assert result.returncode == 0
     assert "rank 0: " in result.stderr
     assert "rank 1: " in result.stderr
@@ -66,7 +68,7 @@ def test_weights_that_the_memory_does_not_hold_are_found_before_loading(tmp_path
     assert "the weights need" in result.stderr
 
 
-@pytest.mark.parametrize("megabytes", [400, 1000])
+@pytest.mark.parametrize("megabytes", [400, *in_campaign(1000)])
 def test_an_engine_without_room_to_start_says_so(
     tiny_model: Path, short_path: Path, megabytes: int
 ) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from nanocore.conformance.peer import Peer
 from nanocore.protocol.messages import Bye, Error, Op, Pong
 from nanocore.protocol.sockets import PeerSocket
-from tests.end_to_end import hanging_engine
+from tests.end_to_end import forked, hanging_engine
 
 PATIENCE_S = 60.0
 HANG = {
@@ -22,20 +22,26 @@ HANG = {
 
 @contextmanager
 def hanging(
-    how: str, folder: Path, *flags: str, stderr: int = subprocess.PIPE
-) -> Iterator[tuple[subprocess.Popen[str], Peer]]:
-    """An engine that hangs on request, and a client in session with it."""
+    how: str, folder: Path, *flags: str, stderr: Path | None = None
+) -> Iterator[tuple[BaseProcess, Peer]]:
+    """An engine that hangs on request, and a client in session with it; its log is in `folder`."""
     endpoint = f"ipc://{folder}/engine.sock"
-    command = [sys.executable, hanging_engine.__file__, how, "--listen", endpoint, *flags]
-    sizes = ["--max-num-seqs", "1"]
-    with subprocess.Popen([*command, *sizes], stderr=stderr, text=True) as process:
-        peer = Peer(PeerSocket(endpoint), PATIENCE_S, set())
-        try:
-            peer.hello()
-            yield process, peer
-        finally:
-            peer.close()
-            process.kill()
+    arguments = (how, "--listen", endpoint, *flags, "--max-num-seqs", "1")
+    process = forked.start(stderr or folder / "log", arguments, hanging_engine.main)
+    peer = Peer(PeerSocket(endpoint), PATIENCE_S, set())
+    try:
+        peer.hello()
+        yield process, peer
+    finally:
+        peer.close()
+        process.kill()
+        process.join(PATIENCE_S)
+
+
+def log_of(process: BaseProcess, folder: Path) -> str:
+    """What an engine that ends by itself has said."""
+    process.join(PATIENCE_S)
+    return (folder / "log").read_text()
 
 
 def step_and_age_ms(peer: Peer) -> tuple[int, int]:
@@ -63,8 +69,8 @@ def test_a_step_that_hangs_ends_the_engine_with_its_cause(short_path: Path) -> N
         assert "was not done after 1 s: the executor of this test hangs" in error.message
         assert "--step-timeout-s" in error.message
         assert peer.expect(Bye).reason == error.message
-        _, log = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 70
+        log = log_of(process, short_path)
+        assert process.exitcode == 70
     assert "in _hang" in log, "not where it hangs"
     assert "in _end_process" in log, "not all threads"  # the io thread's may be over by then
     assert log.count(error.message) == 1
@@ -75,8 +81,8 @@ def test_a_step_that_hangs_with_the_interpreters_lock_ends_the_engine_all_the_sa
 ) -> None:
     with hanging("holding-the-lock", short_path, "--step-timeout-s", "1") as (process, peer):
         peer.send(Op.SUBMIT, HANG)
-        _, log = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 70
+        log = log_of(process, short_path)
+        assert process.exitcode == 70
     assert "in _hang" in log, "not where it hangs"
     assert "in _serve" in log, "not all threads"
 
@@ -85,12 +91,14 @@ def test_clients_are_told_of_a_hanging_step_although_nobody_reads_the_log(
     short_path: Path, full_pipe: int
 ) -> None:
     flags = ("--step-timeout-s", "1")
-    with hanging("waiting", short_path, *flags, stderr=full_pipe) as (process, peer):
+    stderr = Path(f"/proc/{os.getpid()}/fd/{full_pipe}")
+    with hanging("waiting", short_path, *flags, stderr=stderr) as (process, peer):
         peer.send(Op.SUBMIT, HANG)
         peer.accepted("hangs")
         assert peer.expect(Error).code == "engine_dead"
         peer.expect(Bye)
-        assert process.wait(PATIENCE_S) == 70
+        process.join(PATIENCE_S)
+        assert process.exitcode == 70
 
 
 def test_an_engine_that_is_idle_or_paused_is_not_taken_for_one_that_hangs(
@@ -107,4 +115,4 @@ def test_an_engine_that_is_idle_or_paused_is_not_taken_for_one_that_hangs(
             pass
         assert peer.call("resume").ok
         peer.finish(stream)
-        assert process.poll() is None
+        assert process.exitcode is None

@@ -148,8 +148,11 @@ def test_ctrl_c_in_generate_aborts_and_in_close_leaves_nothing(tiny_model: Path)
 
 @pytest.mark.parametrize(
     ("script", "number"),
-    [(SERVING, signal.SIGKILL), (LOADING, signal.SIGKILL), (LOADING, signal.SIGTERM)],
-    ids=["serving", "loading", "loading, SIGTERM"],
+    [
+        pytest.param(SERVING, signal.SIGKILL, id="serving"),
+        pytest.param(LOADING, signal.SIGKILL, id="loading", marks=pytest.mark.campaign),
+        pytest.param(LOADING, signal.SIGTERM, id="loading, SIGTERM"),
+    ],
 )
 def test_the_engine_and_its_directory_are_gone_when_its_launcher_is_killed(
     tiny_model: Path, script: str, number: signal.Signals

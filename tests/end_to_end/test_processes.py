@@ -25,6 +25,7 @@ from nanocore.client import (
     RequestOutput,
     SamplingParams,
 )
+from tests.campaign import in_campaign
 from tests.end_to_end import forked
 from tests.end_to_end.engine_process import command, engine, run_to_exit
 
@@ -69,7 +70,7 @@ def test_a_bad_flag_exits_with_2_and_says_which(
     tiny_model: Path, tmp_path: Path, flags: list[str], words: list[str]
 ) -> None:
     listen = ["--listen", f"ipc://{tmp_path}/e/engine.sock"]
-    result = run_to_exit("--model", str(tiny_model), *listen, *flags)
+    result = forked.run_to_exit("--model", str(tiny_model), *listen, *flags)
     assert result.returncode == 2
     for word in words:
         assert word in result.stderr
@@ -175,7 +176,7 @@ def test_too_little_kv_memory_exits_with_4_and_the_suggestion_works(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     flags = ["--model", str(tiny_model), "--listen", f"ipc://{tmp_path}/e/engine.sock"]
-    result = run_to_exit(*flags, "--kv-cache-memory-bytes", "500000")
+    result = forked.run_to_exit(*flags, "--kv-cache-memory-bytes", "500000")
     assert result.returncode == 4
     words = result.stderr.split()
     suggestions = (
@@ -214,11 +215,11 @@ def test_a_second_engine_on_an_endpoint_exits_with_5_and_names_the_first(tiny_mo
         async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
             await client.complete([1, 2], GREEDY)
 
-    with engine(tiny_model) as running:
+    with forked.engine(tiny_model) as running:
         run(first_still_serves(running.endpoint))
         result = run_to_exit("--model", str(tiny_model), "--listen", running.endpoint)
         assert result.returncode == 5
-        assert f"process {running.process.pid}" in result.stderr
+        assert f"process {running.pid}" in result.stderr
         run(first_still_serves(running.endpoint))
 
 
@@ -227,7 +228,7 @@ def test_a_second_engine_on_an_endpoint_exits_with_5_and_names_the_first(tiny_mo
     [
         ({"max_num_seqs": 0}, 2, "--max-num-seqs 0"),
         ({"max_num_sequences": 8}, 2, "--max-num-sequences"),
-        ({"kv_cache_memory_bytes": 1000}, 4, "--kv-cache-memory-bytes"),
+        *in_campaign(({"kv_cache_memory_bytes": 1000}, 4, "--kv-cache-memory-bytes")),
     ],
 )
 def test_a_launching_client_hears_why_the_engine_did_not_start(
@@ -272,7 +273,7 @@ def test_the_log_names_each_phase_once(tiny_model: Path) -> None:
         async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
             await client.complete([1, 2, 3], GREEDY)
 
-    with engine(tiny_model) as running:
+    with forked.engine(tiny_model) as running:
         run(main(running.endpoint))
         log = running.stderr.read_text()
     for phase in ("nanocore 0.1.0 | model ", "load ", "kv cache ", "ready in "):
@@ -312,15 +313,15 @@ def test_killing_an_engine_tells_the_clients_that_joined_it_and_the_next_one_ser
                 await read_to_the_end(stream)
             with pytest.raises(EngineDeadError, match=r"nobody listens at .*nanocore-engine"):
                 await client.complete([1], GREEDY)
-            with engine(tiny_model, endpoint=client.endpoint):
+            with forked.engine(tiny_model, endpoint=client.endpoint):
                 while True:
                     with contextlib.suppress(EngineDeadError):
                         assert (await client.complete([1, 2], GREEDY)).finished
                         return
 
-    with engine(tiny_model) as running:
+    with forked.engine(tiny_model) as running:
         client = AsyncEngineClient.connect(running.endpoint, timeout_s=60)
-        run(main(client, running.process.pid))
+        run(main(client, running.pid))
 
 
 async def read_to_the_end(stream: AsyncIterator[RequestOutput]) -> None:
@@ -349,7 +350,7 @@ def test_a_killed_clients_requests_are_aborted(tiny_model: Path) -> None:
             assert stats.num_free_blocks == stats.num_blocks
             assert stats.num_aborts == 1
 
-    with engine(tiny_model) as running:
+    with forked.engine(tiny_model) as running:
         child = subprocess.Popen(
             [sys.executable, "-c", script, running.endpoint], stdout=subprocess.PIPE
         )

@@ -103,10 +103,18 @@ def test_the_reference_is_worth_comparing_with(tiny_model: Path) -> None:
     [
         pytest.param({}, id="default"),
         pytest.param({"max_num_batched_tokens": 48, "max_num_seqs": 48}, id="budget-48"),
-        pytest.param({"max_num_seqs": 3}, id="few-seats"),
-        pytest.param({"num_gpu_blocks_override": 40, "max_num_seqs": 16}, id="few-blocks"),
-        pytest.param({"enable_prefix_caching": False}, id="no-caching"),
-        pytest.param({"block_size": 32, "long_prefill_token_threshold": 50}, id="other-blocks"),
+        pytest.param({"max_num_seqs": 3}, id="few-seats", marks=pytest.mark.campaign),
+        pytest.param(
+            {"num_gpu_blocks_override": 40, "max_num_seqs": 16},
+            id="few-blocks",
+            marks=pytest.mark.campaign,
+        ),
+        pytest.param({"enable_prefix_caching": False}, id="no-caching", marks=pytest.mark.campaign),
+        pytest.param(
+            {"block_size": 32, "long_prefill_token_threshold": 50},
+            id="other-blocks",
+            marks=pytest.mark.campaign,
+        ),
         pytest.param({"enforce_eager": True}, id="eager"),
         pytest.param(
             {"async_scheduling": True, "num_gpu_blocks_override": 40, "max_num_seqs": 16},

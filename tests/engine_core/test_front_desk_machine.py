@@ -43,6 +43,7 @@ from nanocore.protocol.messages import (
 )
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
+from tests.campaign import examples
 from tests.engine_core.scripted_io import MAX_NUM_CLIENTS, Io
 from tests.fakes import FakePeers
 
@@ -417,5 +418,5 @@ class FrontDeskMachine(RuleBasedStateMachine):
 
 TestFrontDesk = FrontDeskMachine.TestCase
 TestFrontDesk.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=examples(60), stateful_step_count=40, deadline=None, derandomize=True
 )

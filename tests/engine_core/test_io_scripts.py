@@ -17,6 +17,7 @@ from nanocore.engine_core.mailbox import AddRequest
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Abort, Bye, Op, Submit
 from nanocore.protocol.sockets import SendResult
+from tests.campaign import examples
 from tests.engine_core.io_script import Kind, Record, ScriptRunner
 from tests.engine_core.scripted_io import Io
 from tests.protocol.samples import ENGINE_MESSAGES
@@ -98,7 +99,7 @@ HELLOS: list[Record] = [
 
 
 @given(st.lists(st.one_of(messages(), messages(), messages(), happenings()), max_size=30))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_whatever_peers_do_the_tables_agree_and_every_submit_has_one_answer(
     script: list[Record],
 ) -> None:
@@ -108,7 +109,7 @@ def test_whatever_peers_do_the_tables_agree_and_every_submit_has_one_answer(
 
 
 @given(st.sampled_from(ENGINE_MESSAGES), st.data())
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
 def test_whatever_an_engine_sends_a_client_meets_no_other_error_than_the_protocols(
     message: Any, data: st.DataObject
 ) -> None:

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from nanocore.engine_core.scheduling.step import StepPlan
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from nanocore.protocol.sampling import EngineSamplingParams
+from tests.campaign import examples
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
 from tests.fakes import (
     Deliveries,
@@ -269,6 +270,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=40, deadline=None
+    max_examples=examples(120), stateful_step_count=40, deadline=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from tests.campaign import examples
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
 from tests.fakes import (
     Deliveries,
@@ -140,19 +141,19 @@ def run(
     return scheduler, worker
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(workloads(), st.sampled_from([1, 2, 3]))
 def test_every_request_gets_its_tokens_once_and_in_order(workload: dict, depth: int) -> None:
     run(workload, depth)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(workloads(), st.sampled_from([2, 3]))
 def test_pipeline_stages_get_every_token_in_time(workload: dict, num_stages: int) -> None:
     run(workload, depth=num_stages, num_groups=num_stages)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(workloads(), st.sampled_from([1, 1, 2, 3]), st.integers(1, 4), st.booleans())
 def test_drafts_change_no_token_whatever_is_accepted_of_them(
     workload: dict, num_stages: int, num_drafts: int, withholds: bool
@@ -168,7 +169,7 @@ def test_drafts_change_no_token_whatever_is_accepted_of_them(
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(workloads(), st.sampled_from([1, 2, 3]))
 def test_without_preemption_or_hits_no_token_is_computed_twice(workload: dict, depth: int) -> None:
     requests = [(prompt, max_tokens, arrival, None, *more)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+
 import pytest
 
 from nanocore.kernels.cpu import library
@@ -23,8 +26,14 @@ def emulated_dot(tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
     widest = next((n for n in runnable_libraries() if n != "avx512_bf16"), None)
     if compiler() is None or widest is None:
         pytest.skip("no C++ compiler")
-    path = tmp_path_factory.mktemp("kernels") / "emulated_dot.so"
-    finish_compiling(start_compiling(path, widest, "-DNANOCORE_EMULATE_DOT"))
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the first worker compiles it for all
+        folder = folder.parent
+    path = folder / "emulated_dot.so"
+    with (folder / "emulated_dot.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            finish_compiling(start_compiling(path, widest, "-DNANOCORE_EMULATE_DOT"))
     return CpuKernels(library.Library(str(path), EMULATED_DOT))
 
 

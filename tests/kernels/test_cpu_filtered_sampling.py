@@ -16,6 +16,7 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.torch_backend import TorchKernels
+from tests.campaign import examples
 from tests.kernels.cpu_case import backend
 from tests.sampling_reference import Settings, filter_logits, make_metadata, make_rows
 
@@ -95,7 +96,7 @@ row_settings = st.tuples(
 )
 @settings(
     deadline=None,
-    max_examples=100,
+    max_examples=examples(100),
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -21,13 +21,14 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.messages import Quantization
+from tests.campaign import examples
 from tests.kernels.cpu_case import PagedCase
 
 TORCH = TorchKernels()
 ROUNDED_ONCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7.99}
 """Relative, of one rounding to the nearest and of float32's own errors."""
 
-FEW = settings(max_examples=60, deadline=None, derandomize=True)
+FEW = settings(max_examples=examples(60), deadline=None, derandomize=True)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 activations: st.SearchStrategy[Activation] = st.sampled_from(["silu", "gelu"])
 quantizations: st.SearchStrategy[Quantization | None] = st.sampled_from([None, "int8"])
@@ -370,7 +371,7 @@ def assert_paged_close(kernels: CpuKernels, case: PagedCase) -> None:
         assert_close(out, expected_out, rtol, moved * values)
 
 
-@settings(FEW, max_examples=40)
+@settings(FEW, max_examples=examples(40))
 @given(case=paged_cases())
 def test_rotation_and_paged_attention(kernels: CpuKernels, case: PagedCase) -> None:
     assert_paged_close(kernels, case)

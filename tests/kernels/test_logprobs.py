@@ -13,6 +13,7 @@ from nanocore.kernels import torch_logprobs
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.interface import Kernels, Logprobs
 from nanocore.kernels.torch_backend import TorchKernels
+from tests.campaign import examples
 from tests.kernels.cpu_case import reference_or_backend
 
 ALL = 2**31 - 1
@@ -78,7 +79,7 @@ KINDS = ("normal", "peaked", "equal", "tied", "rising", "falling", "far apart", 
 )
 @settings(
     deadline=None,
-    max_examples=100,
+    max_examples=examples(100),
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

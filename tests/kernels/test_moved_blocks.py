@@ -77,8 +77,7 @@ def store(kernels: Kernels, memory: KVMemory, layer: int, metadata: AttentionMet
     [
         *((name, dtype) for name in ("torch", "cpu") for dtype in ("float32", "bfloat16")),
         *((name, dtype) for name in ("torch", "cpu") for dtype in ("int8", "fp8")),
-        ("triton", "float32"),
-        *in_campaign(("triton", "int8"), ("triton", "fp8")),
+        *in_campaign(*(("triton", dtype) for dtype in ("float32", "int8", "fp8"))),
     ],
 )
 def test_a_block_is_moved_by_one_copy(backend: str, dtype: str) -> None:

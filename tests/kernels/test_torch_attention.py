@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nanocore.kernels import torch_attention
 from nanocore.kernels.interface import AttentionSpec
+from tests.campaign import examples
 from tests.kernels.paged_case import HEAD_DIM, PLAIN, PagedCase
 
 MIXED = [(5, 1), (31, 1), (1, 1), (2, 2), (40, 7), (64, 64), (48, 33)]
@@ -64,7 +65,7 @@ def paged_cases(draw: st.DrawFn) -> PagedCase:
 
 
 @given(case=paged_cases(), small_pieces=st.booleans())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 def test_windows_softcaps_quantized_caches_and_padding_equal_dense_attention(
     case: PagedCase, small_pieces: bool
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nanocore.kv_cache import Block, BlockPool, PrefixIndex
+from tests.campaign import examples
 
 NUM_BLOCKS = 6
 
@@ -137,6 +138,6 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 BlockPoolMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None
+    max_examples=examples(60), stateful_step_count=30, deadline=None
 )
 TestBlockPoolAgainstItsModel = BlockPoolMachine.TestCase

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from tests.campaign import examples
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 7
@@ -239,5 +240,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert findable == self.mirror
 
 
-ManagerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+ManagerMachine.TestCase.settings = settings(
+    max_examples=examples(150), stateful_step_count=40, deadline=None
+)
 TestManagerAgainstItsModel = ManagerMachine.TestCase

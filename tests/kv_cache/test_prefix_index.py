@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocore.kv_cache import Block, KeyChain, KVCacheManager, PrefixIndex
+from tests.campaign import examples
 
 BLOCK_SIZE = 4
 Tokens = list[int]
@@ -85,7 +86,7 @@ def test_a_hit_needs_the_content_not_only_the_digest() -> None:
     assert len(index.find_prefix(chain([1, 2, 3, 4], collide=True).keys)) == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=14), min_size=1, max_size=6), st.booleans())
 def test_hits_are_exactly_the_common_full_blocks_and_never_wrong_when_every_digest_collides(
     prompts: list[Tokens], collide: bool

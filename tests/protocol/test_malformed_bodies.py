@@ -30,6 +30,7 @@ from nanocore.protocol.fields import (
 )
 from nanocore.protocol.messages import Bye, Message, Op, Ping, Pong, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
+from tests.campaign import examples
 from tests.protocol.samples import (
     CLIENT_MESSAGES,
     ENGINE_MESSAGES,
@@ -39,7 +40,7 @@ from tests.protocol.samples import (
     frames,
 )
 
-FUZZ = settings(max_examples=100, deadline=None, derandomize=True)
+FUZZ = settings(max_examples=examples(100), deadline=None, derandomize=True)
 ALL_OPS = st.sampled_from(sorted(Op))
 SAMPLES = [*CLIENT_MESSAGES, *ENGINE_MESSAGES]
 

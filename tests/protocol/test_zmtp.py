@@ -19,6 +19,7 @@ from nanocore.protocol.sockets.zmtp import (
     command_frame,
     pack_message,
 )
+from tests.campaign import examples
 
 DEALER = command_frame(b"\5READY" + b"\x0bSocket-Type\0\0\0\6DEALER" + b"\x08Identity\0\0\0\3you")
 HANDSHAKE = ROUTER.greeting + DEALER
@@ -61,7 +62,7 @@ def packed(*frames: bytes) -> bytes:
 
 
 @given(MESSAGES, st.lists(st.integers(0, 2**20), max_size=20))
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 def test_messages_arrive_whole_however_their_bytes_are_cut(
     messages: list[list[bytes]], cuts: list[int]
 ) -> None:
@@ -82,7 +83,7 @@ def test_messages_arrive_whole_byte_by_byte() -> None:
 
 
 @given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=5))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 def test_noise_behind_the_handshake_is_messages_or_an_error_of_the_protocol(
     noise: bytes, cuts: list[int]
 ) -> None:
@@ -97,7 +98,7 @@ def test_noise_behind_the_handshake_is_messages_or_an_error_of_the_protocol(
 
 
 @given(st.binary(max_size=100), st.integers(0, len(HANDSHAKE)))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 def test_noise_in_the_handshake_is_an_error_or_waits_for_more(noise: bytes, place: int) -> None:
     reader = ZmtpReader()
     try:

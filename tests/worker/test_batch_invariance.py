@@ -36,6 +36,7 @@ from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.worker import Worker
+from tests.campaign import examples, in_campaign
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.kernels.cpu_case import runnable_libraries
 from tests.model_families import BUILDERS
@@ -217,27 +218,27 @@ def test_among_64_others(engine: Engine) -> None:
     assert num_different(outcome, engine.alone()) == 0
 
 
-@pytest.mark.parametrize("budget", [66, 79])
+@pytest.mark.parametrize("budget", [*in_campaign(66), 79])
 def test_in_chunks(engine: Engine, budget: int) -> None:
     outcome = engine.run(Setting(max_num_batched_tokens=budget))
     assert num_different(outcome, engine.alone()) == 0
 
 
-@pytest.mark.parametrize("budget", [1, 7, 33])
+@pytest.mark.parametrize("budget", [7, *in_campaign(1, 33)])
 def test_in_small_chunks(engine: Engine, budget: int) -> None:
     setting = Setting(at_once=2, max_num_seqs=min(2, budget), max_num_batched_tokens=budget)
     outcome = engine.run(setting, range(8, 20))
     assert num_different(outcome, engine.alone()) == 0
 
 
-@pytest.mark.parametrize("at_once", [1, 5])
+@pytest.mark.parametrize("at_once", [*in_campaign(1), 5])
 def test_after_another_request_filled_the_prefix(engine: Engine, at_once: int) -> None:
     outcome = engine.run(Setting(at_once=at_once, has_prefix_caching=True))
     assert outcome.num_cached_tokens > 200
     assert num_different(outcome, engine.alone()) == 0
 
 
-@pytest.mark.parametrize("has_prefix_caching", [False, True])
+@pytest.mark.parametrize("has_prefix_caching", [*in_campaign(False), True])
 def test_preempted_and_resumed(engine: Engine, has_prefix_caching: bool) -> None:
     setting = Setting(num_blocks=30, has_prefix_caching=has_prefix_caching)
     outcome = engine.run(setting)
@@ -256,7 +257,7 @@ workloads = st.builds(
 )
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4), deadline=None, derandomize=True)
 @given(setting=workloads, requests=st.permutations(range(NUM_REQUESTS)))
 def test_in_any_order_and_any_size_of_engine(
     engine: Engine, setting: Setting, requests: list[int]

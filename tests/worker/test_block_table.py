@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nanocore.worker.batch import block_table
 from nanocore.worker.batch.block_table import BlockTable
+from tests.campaign import examples
 
 NUM_ROWS = 5
 NUM_COLUMNS = 12
@@ -23,7 +24,7 @@ def make_table() -> BlockTable:
     return BlockTable(NUM_ROWS, NUM_COLUMNS)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_selected_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -28,6 +28,7 @@ from nanocore.worker.device.step_memory import StepFields, StepShape, num_bytes
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.model_runner import DeviceQueue, StageLinks
 from nanocore.worker.placement import Placement
+from tests.campaign import examples
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.model_families import BUILDERS
 from tests.tiny_models import make_tiny_qwen3
@@ -160,7 +161,13 @@ def test_nothing_is_planned_for_rows_that_wait_for_their_last_token(model: Decod
     assert engine.scheduler.counters.num_steps == 1
 
 
-@pytest.mark.parametrize("kernels", [DeviceKernels(), TritonEnds()], ids=["torch", "triton"])
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(DeviceKernels(), id="torch"),
+        pytest.param(TritonEnds(), id="triton", marks=pytest.mark.campaign),
+    ],
+)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_two_ranks_on_devices_say_what_one_does(
     model: DecoderModel,
@@ -200,7 +207,9 @@ def test_two_ranks_on_devices_say_what_one_does(
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())
 def test_any_workload_gives_the_tokens_of_requests_alone(

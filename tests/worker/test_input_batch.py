@@ -13,6 +13,7 @@ from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.batch.input_batch import InputBatch, StepInputs
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
+from tests.campaign import examples
 from tests.fakes import Deliveries, FakeExecutor, make_request, make_scheduler
 
 BLOCK_SIZE = 4
@@ -55,7 +56,7 @@ def check_inputs(inputs: StepInputs, before: dict[int, int], executor: FakeExecu
         assert table == executor.rows[row].block_ids[:width]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_inputs_equal_those_derived_the_slow_way(data: st.DataObject) -> None:
     scheduler, executor = make_scheduler(

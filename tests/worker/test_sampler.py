@@ -22,6 +22,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.sampling.sampler import TokenSampler
+from tests.campaign import examples
 from tests.logit_edits_reference import draw_row, places_of, sampled_rows
 from tests.sampling_reference import (
     Settings,
@@ -91,7 +92,7 @@ row_settings = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_any_split_samples_what_whole_rows_do(data: st.DataObject) -> None:
     vocab_size = data.draw(st.sampled_from([1, 2, 7, 40, 300, 3000]))

@@ -18,6 +18,7 @@ from nanocore.worker.device import step_graphs
 from nanocore.worker.memory.largest_step import run_largest_steps
 from nanocore.worker.messages import Quantization
 from nanocore.worker.sampling.sampler import TokenSampler
+from tests.campaign import in_campaign
 from tests.fake_device import FakeGraphRecorder
 from tests.model_families import BUILDERS
 from tests.tiny_models import make_tiny_qwen3
@@ -91,7 +92,7 @@ def wishes() -> list[Wish]:
 
 
 @pytest.mark.parametrize(
-    ("has_graphs", "batch_invariant"), [(False, False), (False, True), (True, False)]
+    ("has_graphs", "batch_invariant"), [(True, False), *in_campaign((False, False), (False, True))]
 )
 @pytest.mark.parametrize(
     ("family", "quantization"), [("qwen3", None), ("qwen3", "int8"), ("qwen2_moe", None)]

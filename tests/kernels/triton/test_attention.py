@@ -47,7 +47,7 @@ def run_decodes(step: PagedStep, keys: int, num_shares: int) -> Tensor:
 
 
 @pytest.mark.parametrize("block_size", [4, *in_campaign(16, 32), 48])
-@pytest.mark.parametrize("tile_ends_after", [-1, 0, 1])
+@pytest.mark.parametrize("tile_ends_after", [*in_campaign(-1), 0, 1])
 def test_contexts_that_end_at_the_edge_of_a_block_or_of_a_tile(
     block_size: int, tile_ends_after: int
 ) -> None:
@@ -58,21 +58,25 @@ def test_contexts_that_end_at_the_edge_of_a_block_or_of_a_tile(
 
 @pytest.mark.parametrize(
     "heads",
-    [Heads(2, 2), Heads(4, 2), Heads(6, 2), Heads(4, 1), Heads(8, 1), Heads(20, 1, 32)],
+    [
+        Heads(2, 2),
+        Heads(6, 2),
+        *in_campaign(Heads(4, 2), Heads(4, 1), Heads(8, 1), Heads(20, 1, 32)),
+    ],
     ids=str,
 )
 def test_groups_of_any_number_of_heads(heads: Heads) -> None:
     check(draw_step(heads, [5, 37], [(40, 7), (19, 19)]), num_sms=4)
 
 
-@pytest.mark.parametrize("head_dim", [24, 48, 96])
+@pytest.mark.parametrize("head_dim", [24, *in_campaign(48, 96)])
 def test_head_dims_that_are_no_power_of_two(head_dim: int) -> None:
     check(draw_step(Heads(4, 2, head_dim), [5, 37], [(40, 18)]), num_sms=4)
 
 
 @pytest.mark.parametrize(
     ("window", "block_size"),
-    [(1, 4), (2 * TILE + 1, 64), *in_campaign((5, 64), (TILE, 4), (1000, 4))],
+    [(2 * TILE + 1, 64), *in_campaign((1, 4), (5, 64), (TILE, 4), (1000, 4))],
 )
 def test_a_window_hides_what_is_farther_back(window: int, block_size: int) -> None:
     step = draw_step(
@@ -94,7 +98,7 @@ def test_tiles_that_the_window_has_left_are_not_read() -> None:
         assert torch.equal(step.run(), visible.run())
 
 
-@pytest.mark.parametrize("softcap", [0.5, 50.0])
+@pytest.mark.parametrize("softcap", [0.5, *in_campaign(50.0)])
 def test_softcap(softcap: float) -> None:
     check(draw_step(HEADS, [1, 33], [(40, 18)], softcap=softcap), num_sms=4)
 
@@ -117,7 +121,7 @@ def test_scores_so_large_that_powers_overflow_without_a_peak() -> None:
 
 @pytest.mark.parametrize(
     ("kv_cache", "block_size"),
-    [("int8", 64), ("fp8", 4), *in_campaign(("int8", 4), ("fp8", 64))],
+    [("int8", 64), *in_campaign(("fp8", 4), ("int8", 4), ("fp8", 64))],
 )
 def test_quantized_caches(kv_cache: str, block_size: int) -> None:
     step = draw_step(
@@ -129,10 +133,10 @@ def test_quantized_caches(kv_cache: str, block_size: int) -> None:
 @pytest.mark.parametrize(
     ("num_shares", "keys", "block_size", "window"),
     [
-        *((num_shares, 16, 4, 0) for num_shares in (1, 3, 33)),
+        *((num_shares, 16, 4, 0) for num_shares in (1, 33)),
         (2, 16, 16, 40),
         (8, 32, 64, 0),
-        *in_campaign(*((num_shares, 16, 4, 0) for num_shares in (2, 5, 8))),
+        *in_campaign(*((num_shares, 16, 4, 0) for num_shares in (2, 3, 5, 8))),
         *in_campaign((1, 16, 16, 40), (8, 16, 16, 40), (1, 32, 64, 0), (3, 32, 64, 0)),
     ],
 )
@@ -145,8 +149,9 @@ def test_contexts_in_any_number_of_parts(
     )
 
 
-@pytest.mark.parametrize("num_sms", [1, 100])
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    ("num_sms", "batch_invariant"), [(100, False), *in_campaign((1, False), (1, True), (100, True))]
+)
 def test_padding_gets_zeros(num_sms: int, batch_invariant: bool) -> None:
     step = draw_step(
         HEADS, [7, 0, 21, 0], [(19, 5), (0, 40)], num_padding=3, spare_columns=2, block_size=16
@@ -178,7 +183,9 @@ def test_a_block_table_much_wider_than_contexts() -> None:
 
 
 @pytest.mark.usefixtures("products_in_order")
-@pytest.mark.parametrize("chunks", [[48], [16, 32], [7, 9, 30, 2], [1] * 3 + [45]], ids=str)
+@pytest.mark.parametrize(
+    "chunks", [[7, 9, 30, 2], *in_campaign([48], [16, 32], [1] * 3 + [45])], ids=str
+)
 @pytest.mark.parametrize("window", [*in_campaign(0), 21])
 def test_chunking_changes_no_bit_of_a_prompt(chunks: list[int], window: int) -> None:
     sequence, length, spec = Sequence.draw(48, HEADS), 0, HEADS.spec(window)
@@ -220,7 +227,7 @@ def test_shares_are_two_for_each_multiprocessor(num_kv_heads: int, expected: int
     assert choose_num_shares(num_kv_heads, num_sms=132) == expected
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("block_size", [4, *in_campaign(16)])
 @pytest.mark.parametrize("num_queries", [1, 3])
 def test_a_cache_of_more_elements_than_int32_counts(
     tmp_path: Path, num_queries: int, block_size: int

@@ -101,7 +101,7 @@ def test_a_long_context_among_many_decodes_is_read_by_many_programs(
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("has_bounds", [False, True])
+@pytest.mark.parametrize("has_bounds", [*in_campaign(False), True])
 def test_a_short_chunk_over_a_long_context_is_read_by_many_programs(
     spans: list[int], has_bounds: bool
 ) -> None:
@@ -112,7 +112,7 @@ def test_a_short_chunk_over_a_long_context_is_read_by_many_programs(
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("num_decodes", [6, 8, 9])
+@pytest.mark.parametrize("num_decodes", [6, *in_campaign(8, 9)])
 def test_many_equal_contexts_stay_whole(spans: list[int], num_decodes: int) -> None:
     check(draw_step(HEADS, [5 * TILE] * num_decodes))
     assert spans == [5] * 2 * num_decodes + [0] * (len(spans) - 2 * num_decodes)
@@ -132,10 +132,8 @@ def test_batch_invariant_nothing_is_split(spans: list[int]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"window": 100},
         {"softcap": 5.0, "window": 33},
-        {"kv_cache": "int8", "block_size": 16},
-        pytest.param({"kv_cache": "fp8"}, marks=pytest.mark.campaign),
+        *in_campaign({"window": 100}, {"kv_cache": "int8", "block_size": 16}, {"kv_cache": "fp8"}),
         *in_campaign({"spare_columns": 30, "num_padding": 3}),
     ],
     ids=str,
@@ -147,12 +145,9 @@ def test_split_decodes_and_chunks_are_as_exact_as_whole_ones(options: dict[str, 
     check(with_bounds(step, 200), num_sms=20)
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(
-    "heads",
-    [Heads(6, 2, 24), pytest.param(Heads(20, 1, 32), marks=pytest.mark.campaign)],
-    ids=str,
-)
+@pytest.mark.parametrize("heads", [Heads(6, 2, 24), Heads(20, 1, 32)], ids=str)
 def test_parts_of_any_group_and_head_dim(heads: Heads) -> None:
     check(draw_step(heads, [100, 9], [(100, 5)]), num_sms=10)
 
@@ -293,7 +288,7 @@ def random_steps(rng: random.Random) -> tuple[list[int], list[tuple[int, int]]]:
     return decodes, chunks
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(6), *in_campaign(*range(6, 20))])
 def test_each_tile_of_each_item_is_in_one_part_and_no_part_is_long(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,7 +364,7 @@ def check_plan(metadata: AttentionMetadata, items: Items) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "max_seqs", "block_size"), [*in_campaign((300, 40, 64)), (8, 5, 4), (24, 5, 4)]
+    ("num_tokens", "max_seqs", "block_size"), [*in_campaign((300, 40, 64), (8, 5, 4)), (24, 5, 4)]
 )
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(

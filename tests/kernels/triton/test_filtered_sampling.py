@@ -12,6 +12,7 @@ from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import filtered_sampling
+from tests.campaign import examples, in_campaign
 from tests.sampling_reference import Settings, filter_logits, make_metadata, make_rows
 
 # numpy, which interprets the kernels, warns of what a GPU does in silence.
@@ -67,7 +68,7 @@ def assert_as_the_reference(logits_RV: Tensor, rows: list[Settings], position: i
     assert column_R.tolist() == choose_by_sort(logits_RV, noise, filters).tolist()
 
 
-@pytest.mark.parametrize("width", [1, 2, 63, 300])
+@pytest.mark.parametrize("width", [*in_campaign(1, 2, 63), 300])
 def test_rows_take_the_token_that_the_reference_takes(width: int) -> None:
     rows = [
         (1.0, 1, 1.0, 0.0),
@@ -100,7 +101,7 @@ def test_rows_take_the_token_that_the_reference_takes(width: int) -> None:
 )
 @settings(
     deadline=None,
-    max_examples=12,
+    max_examples=examples(12),
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -126,7 +127,7 @@ def test_excluded_tokens_are_not_sampled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoilt_by", "place"), [(torch.nan, 0), (-torch.nan, 149), (torch.inf, 77)]
+    ("spoilt_by", "place"), [(torch.nan, 0), *in_campaign((-torch.nan, 149), (torch.inf, 77))]
 )
 def test_a_row_with_a_logit_that_is_not_finite_has_no_token_and_spoils_no_other(
     spoilt_by: float, place: int
