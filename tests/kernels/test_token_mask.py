@@ -24,7 +24,7 @@ from tests.kernels.mask_case import MaskedRows, draw_filters, draw_noise, pack
 
 drawn = settings(
     deadline=None,
-    max_examples=60,
+    max_examples=30,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

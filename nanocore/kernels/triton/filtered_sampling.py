@@ -189,8 +189,8 @@ def gather_kernel(
 
 @triton.jit
 def _load_tokens(row, i) -> tuple:
-    """(values, keys, gaps, whether they pass min_p and the mask)."""
-    tokens, num_tokens, mask, heat, best, max_gap = row
+    """(values, keys, gaps, whether they pass min_p and the mask). row: see the next line."""
+    tokens, num_tokens, best, heat, max_gap, mask = row
     is_token = allowed(mask, i, i < num_tokens)
     values = _load_scaled(tokens, i, is_token, heat)
     gaps = _gaps(values, best)
@@ -204,7 +204,7 @@ def _search(row, low, target, BLOCK: tl.constexpr, IS_COUNT: tl.constexpr) -> tu
     The sum is of weights or, with IS_COUNT, of ones; then the search ends early where the sum is
     the target, and the third result says so. low: a key of which it is known.
     """
-    _, num_tokens, _, _, best, _ = row
+    num_tokens, best = row[1], row[2]
     ways = tl.arange(0, _WAYS)
     i = tl.arange(0, BLOCK)[None, :]
     high = _keys(best).to(tl.int64) + 1
@@ -229,7 +229,7 @@ def _search(row, low, target, BLOCK: tl.constexpr, IS_COUNT: tl.constexpr) -> tu
 @triton.jit
 def _mass_from(row, key, BLOCK: tl.constexpr) -> tl.tensor:
     """The sum of weights of the tokens from a key on, float64."""
-    _, num_tokens, _, _, _, _ = row
+    num_tokens = row[1]
     i = tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_tokens, BLOCK):
@@ -241,7 +241,7 @@ def _mass_from(row, key, BLOCK: tl.constexpr) -> tl.tensor:
 @triton.jit
 def _cut(row, num_passing, mass, k, p, BLOCK: tl.constexpr) -> tuple:
     """(key, ties): kept are the tokens above the key, and of those equal to it the first."""
-    _, _, _, _, best, _ = row
+    best = row[2]
     key = tl.full([], _LEAST, tl.int64)
     ties = tl.full([], _ALL, tl.int32)
     if k < num_passing:
@@ -281,14 +281,14 @@ def choose_kernel(
     num_tokens = tl.where(is_whole, num_columns, num_found)
     id_row = ids + row.to(tl.int64) * MAX_CANDIDATES
     tokens = candidates + row.to(tl.int64) * MAX_CANDIDATES
-    words, mask, _ = mask_of_row(mask_words, mask_index, num_words, row)
+    mask = mask_of_row(mask_words, mask_index, num_words, row)[1]
     if is_whole:
         tokens = logits + row.to(tl.int64) * stride
     else:
         mask = tl.full([], -1, tl.int32)  # it was looked at when they were gathered
     k, p = tl.maximum(tl.load(top_k + row), 1), tl.load(top_p + row)
     mass = tl.load(row_mass + row)
-    all_tokens = tokens, num_tokens, (words, mask, num_words), heat, best, max_gap
+    all_tokens = tokens, num_tokens, best, heat, max_gap, (mask_words, mask, num_words)
     cut, ties = _cut(all_tokens, num_passing, mass, k, p, BLOCK)
 
     noise = noise_key(tl.load(seed + row), tl.load(position + row))

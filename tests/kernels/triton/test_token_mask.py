@@ -33,8 +33,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_best_token_is_that_of_logits_with_minus_infinity(width: int, first_token: int) -> None:
     for seed in range(4):
-        rows = MaskedRows.draw(seed, 4, width, first_token)
-        noise = draw_noise(seed, 4) if seed % 2 else None
+        rows = MaskedRows.draw(seed, 3, width, first_token)
+        noise = draw_noise(seed, 3) if seed % 2 else None
         before_RV = rows.logits_RV.clone()
         ours = sampling.best_token(rows.logits_RV, first_token, noise, mask=rows.mask)
         rows.assert_same(ours, sampling.best_token(rows.filled_RV, first_token, noise))
@@ -43,22 +43,23 @@ def test_the_best_token_is_that_of_logits_with_minus_infinity(width: int, first_
         assert torch.equal(rows.logits_RV.view(torch.int32), before_RV.view(torch.int32))
 
 
-@pytest.mark.parametrize("max_candidates", [4096, 24], ids=["gathered", "often too many to gather"])
+@pytest.mark.parametrize("seed", [2, *in_campaign(0, 1)])
+@pytest.mark.parametrize("max_candidates", [24, *in_campaign(4096)])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_filters_are_of_what_the_mask_allows(
-    width: int, max_candidates: int, monkeypatch: pytest.MonkeyPatch
+    width: int, max_candidates: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whether the tokens that may stay are gathered, or are often too many."""
     monkeypatch.setattr(filtered_sampling, "MAX_CANDIDATES", max_candidates)
-    for seed in range(2):
-        rows = MaskedRows.draw(seed, 4, width)
-        noise, filters = draw_noise(seed, 4, may_be_greedy=False), draw_filters(seed, 4, width)
-        before_RV = rows.logits_RV.clone()
-        ours = filtered_sampling.best_filtered_token(rows.logits_RV, noise, filters, rows.mask)
-        theirs = filtered_sampling.best_filtered_token(rows.filled_RV, noise, filters)
-        rows.assert_same(ours, theirs)
-        _, expected = TorchKernels().best_filtered_token(rows.logits_RV, noise, filters, rows.mask)
-        assert ours[1].tolist() == expected.tolist()
-        assert torch.equal(rows.logits_RV.view(torch.int32), before_RV.view(torch.int32))
+    rows = MaskedRows.draw(seed, 2, width)
+    noise, filters = draw_noise(seed, 2, may_be_greedy=False), draw_filters(seed, 2, width)
+    before_RV = rows.logits_RV.clone()
+    ours = filtered_sampling.best_filtered_token(rows.logits_RV, noise, filters, rows.mask)
+    theirs = filtered_sampling.best_filtered_token(rows.filled_RV, noise, filters)
+    rows.assert_same(ours, theirs)
+    _, expected = TorchKernels().best_filtered_token(rows.logits_RV, noise, filters, rows.mask)
+    assert ours[1].tolist() == expected.tolist()
+    assert torch.equal(rows.logits_RV.view(torch.int32), before_RV.view(torch.int32))
 
 
 def test_a_top_k_of_more_than_the_mask_allows_gathers_what_it_allows(
