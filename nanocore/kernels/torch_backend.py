@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.gumbel_noise import best_with_noise
+from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
@@ -37,6 +37,7 @@ from nanocore.kernels.linear_weight import (
 )
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_filtered_sampling import filtered
 from nanocore.kernels.torch_kv_cache import store_kv
@@ -164,7 +165,9 @@ class TorchKernels:
         first_token: int,
         noise: Noise | None = None,
         places: TokenPlaces | None = None,
+        mask: TokenMask | None = None,
     ) -> tuple[Tensor, Tensor]:
+        logits_RV = allowed_logits(logits_RV, first_token, mask)
         if noise is None:
             value_R, column_R = logits_RV.max(dim=1)
         else:
@@ -178,8 +181,9 @@ class TorchKernels:
         edit_logits(logits_RV, edits)
 
     def best_filtered_token(
-        self, logits_RV: Tensor, noise: Noise, filters: Filters
+        self, logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
     ) -> tuple[Tensor, Tensor]:
+        logits_RV = allowed_logits(logits_RV, 0, mask)
         return self.best_token(filtered(logits_RV, noise, filters), 0, noise)
 
     def logprobs(
@@ -189,6 +193,18 @@ class TorchKernels:
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         return None
+
+
+def allowed_logits(logits_RV: Tensor, first_token: int, mask: TokenMask | None) -> Tensor:
+    """A copy that has minus infinity for what the mask forbids; without one the same."""
+    if mask is None:
+        return logits_RV
+    allowed_RV = torch.empty_like(logits_RV)
+    for rows in cached_rows(logits_RV):
+        of_rows = TokenMask(mask.words_MW, mask.index_R[rows])
+        is_allowed_CV = of_rows.is_allowed(first_token, logits_RV.shape[1])
+        allowed_RV[rows] = logits_RV[rows].masked_fill(~is_allowed_CV, -torch.inf)
+    return allowed_RV
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

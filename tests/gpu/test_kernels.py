@@ -28,6 +28,7 @@ from nanocore.kernels.interface import (
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.attention import paged_attention
 from nanocore.kernels.triton.triton_backend import TritonKernels
@@ -276,3 +277,23 @@ def test_sampling(kernels: TritonKernels, scale: float) -> None:
     _, filtered = kernels.best_filtered_token(logits, noise, filters)
     _, expected = REFERENCE.best_filtered_token(logits, noise, filters)
     assert (filtered != expected).sum() <= 2  # where rounding decides
+
+
+def test_what_a_mask_forbids_is_as_minus_infinity(kernels: TritonKernels) -> None:
+    num_rows, first_token, width = 12, 77, 75_968
+    words = torch.randint(-(2**31), 2**31, (4, -(-(first_token + width) // 32)), device=DEVICE)
+    words[:2] *= torch.rand(words[:2].shape, device=DEVICE) < 0.02
+    rows = torch.arange(num_rows, device=DEVICE)
+    mask = TokenMask(words.int(), (rows % 5 - 1).int())
+    noise = Noise(0.5 + (rows % 2).float(), rows * 7, rows + 1000)
+    logits = draw(num_rows, width, dtype=torch.float32) * 3
+    expected = logits.masked_fill(~mask.is_allowed(first_token, width), -torch.inf)
+    ours = kernels.best_token(logits, first_token, noise, mask=mask)
+    for x, y in zip(ours, kernels.best_token(expected, first_token, noise), strict=True):
+        assert torch.equal(x, y)
+    for top_k in (50, width):
+        filters = Filters((rows * 0 + top_k).int(), rows * 0 + 0.95, rows * 0.0)
+        expected = logits.masked_fill(~mask.is_allowed(0, width), -torch.inf)
+        ours = kernels.best_filtered_token(logits, noise, filters, mask)
+        theirs = kernels.best_filtered_token(expected, noise, filters)
+        assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))

@@ -19,6 +19,7 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.token_mask import TokenMask
 from tests.kernels.cpu_case import PagedCase
 from tests.logit_edits_reference import draw_row, edit
 
@@ -52,21 +53,34 @@ def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -
     kernels.embedding(token_ids, embedding)
 
 
+def draw_mask(rng: random.Random, rows: int, vocab_size: int) -> TokenMask | None:
+    """Words of nothing, of everything and of some tokens; no more than the vocabulary has."""
+    words = torch.randint(-(2**31), 2**31, (rng.choice([0, 1, 3]), -(-vocab_size // 32))).int()
+    words[torch.rand(words.shape) < rng.choice([0.0, 0.5])] = rng.choice([0, -1])
+    index = torch.randint(-1, len(words), (rows,), dtype=torch.int32)
+    return rng.choice([None, TokenMask(words, index)])
+
+
 def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Sampling, with noise and filters or not, and log probabilities, of what may be no numbers."""
+    """Sampling, with noise, filters and masks or not, and log probabilities.
+
+    Of what may be no numbers.
+    """
     rows, width = rng.choice([0, 1, 2, 30]), rng.choice([rng.randint(1, 150), 2000])
     logits = torch.randn(rows, width) * rng.choice([0.0, 0.01, 3.0, 1e38])
     logits[torch.rand(rows, width) < rng.choice([0.0, 0.9])] = -torch.inf
     logits[torch.rand(rows) < 0.2, rng.randrange(width)] = rng.choice([torch.nan, torch.inf])
     noise = Noise(torch.rand(rows).round(), torch.arange(rows), torch.arange(rows))
-    kernels.best_token(logits, rng.randint(0, 5), rng.choice([None, noise]))
+    first_token = rng.choice([0, rng.randint(0, 40), 64])
+    mask = draw_mask(rng, rows, first_token + width)
+    kernels.best_token(logits, first_token, rng.choice([None, noise]), mask=mask)
     filters = Filters(
         torch.randint(1, width + 1, (rows,), dtype=torch.int32),
         torch.rand(rows).round(decimals=1),
         torch.rand(rows) * rng.choice([0.0, 0.01]),
     )
     noise = Noise(noise.temperature_R + 0.5, noise.seed_R, noise.position_R)
-    kernels.best_filtered_token(logits, noise, filters)
+    kernels.best_filtered_token(logits, noise, filters, draw_mask(rng, rows, width))
     token_ids = torch.randint(-1, width, (rows,))
     num_top = rng.choice([0, 1, 5, rng.randint(1, 300), width])
     kernels.logprobs(logits, token_ids, num_top, rng.choice([None, torch.arange(rows).flip(0)]))

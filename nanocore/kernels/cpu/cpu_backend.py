@@ -31,6 +31,7 @@ from nanocore.kernels.cpu.structs import (
     DTYPES,
     cache_struct,
     edits_struct,
+    mask_struct,
     norm_struct,
     step_struct,
     weight_struct,
@@ -51,6 +52,7 @@ from nanocore.kernels.interface import (
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization_name
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 
 logger = logging.getLogger(__name__)
@@ -211,6 +213,7 @@ class CpuKernels(TorchKernels):
         first_token: int,
         noise: Noise | None = None,
         places: TokenPlaces | None = None,
+        mask: TokenMask | None = None,
     ) -> tuple[Tensor, Tensor]:
         num_rows, width = logits_RV.shape
         value_R = torch.empty(num_rows)
@@ -225,14 +228,14 @@ class CpuKernels(TorchKernels):
             )
         self._run(
             "best_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0), first_token,
-            *columns, value_R.data_ptr(), index_R.data_ptr(),
+            mask_struct(mask), *columns, value_R.data_ptr(), index_R.data_ptr(),
         )  # fmt: skip
         if places is not None:
             places.write(index_R)
         return value_R, index_R
 
     def best_filtered_token(
-        self, logits_RV: Tensor, noise: Noise, filters: Filters
+        self, logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
     ) -> tuple[Tensor, Tensor]:
         num_rows, width = logits_RV.shape
         value_R = torch.empty(num_rows)
@@ -241,9 +244,9 @@ class CpuKernels(TorchKernels):
         top_k_R, top_p_R = filters.top_k_R.contiguous(), filters.top_p_R.contiguous()
         self._run(
             "best_filtered_token", logits_RV, logits_RV.data_ptr(), width, logits_RV.stride(0),
-            noise.temperature_R.data_ptr(), noise.seed_R.data_ptr(), noise.position_R.data_ptr(),
-            top_k_R.data_ptr(), top_p_R.data_ptr(), max_gap_R.data_ptr(), value_R.data_ptr(),
-            index_R.data_ptr(),
+            mask_struct(mask), noise.temperature_R.data_ptr(), noise.seed_R.data_ptr(),
+            noise.position_R.data_ptr(), top_k_R.data_ptr(), top_p_R.data_ptr(),
+            max_gap_R.data_ptr(), value_R.data_ptr(), index_R.data_ptr(),
         )  # fmt: skip
         return value_R, index_R
 

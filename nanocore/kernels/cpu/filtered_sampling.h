@@ -9,9 +9,7 @@
 
 #pragma once
 
-#include <algorithm>
-
-#include "noise.h"
+#include "token_mask.h"
 
 namespace nanocore {
 
@@ -30,18 +28,16 @@ struct Drawn {
 
 class FilteredRow {
    public:
-    // first_token: the id of the first logit's.
-    FilteredRow(const float* logits, int64_t size, float temperature, int64_t first_token = 0)
-        : logits_(logits), size_(size), first_token_(first_token), heat_(broadcast(temperature)) {
+    FilteredRow(const RowLogits& logits, float temperature)
+        : logits_(logits), heat_(broadcast(temperature)) {
         NumberCheck numbers;
         F maxima[kMaxima];
         for (F& most : maxima) most = broadcast(-kInfinity);
-        for (int64_t i = 0; i < size; i += kMaxima * kLanes)
-            for (int j = 0; j < kMaxima && i + j * kLanes < size; ++j) {
-                const F value = logits_at(logits, i + j * kLanes, size);
-                numbers.add(value);
-                maxima[j] = maximum(maxima[j], value);
-            }
+        logits_.each([&](int64_t i, F values) {
+            numbers.add(values);
+            F& most = maxima[static_cast<uint64_t>(i) / kLanes % kMaxima];
+            most = maximum(most, values);
+        });
         for (int j = 0; j < kMaxima; ++j) store(maxima[j] / heat_, maxima_ + j * kLanes);
         best_ = *std::max_element(maxima_, maxima_ + kNumMaxima);
         if (!numbers.holds()) best_ = std::numeric_limits<float>::quiet_NaN();
@@ -79,7 +75,7 @@ class FilteredRow {
     Drawn draw(Kept of, NoiseKey key) const {
         Drawn best{0.0f, -kInfinity, 0, 0.0};
         DoubleSum mass;
-        const U ids = lane_ids() + static_cast<uint32_t>(first_token_);
+        const U ids = lane_ids() + static_cast<uint32_t>(logits_.first_token());
         // log(1 - u) is at least u, so only with u < weight * reach is a token above `best.noisy`.
         // At first: no noise is below -2.9. The slack is for rounding.
         F reach = broadcast(std::exp(3.0f) * kSlack);
@@ -107,7 +103,7 @@ class FilteredRow {
     // Summed up are their weights or, without kOfWeights, their number.
     template <bool kOfWeights>
     Kept cut(Kept of, double target) const {
-        float low = std::max(of.least, std::numeric_limits<float>::lowest());
+        float low = std::max(of.least, kLeast);
         if constexpr (kOfWeights) low = std::max(low, best_ + kLeastExponent);
         else if (target <= kNumMaxima) low = std::max(low, kth_maximum(static_cast<int>(target)));
         double above = 0.0;  // of the tokens above those that are gathered
@@ -145,6 +141,7 @@ class FilteredRow {
 
    private:
     static constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    static constexpr float kLeast = std::numeric_limits<float>::lowest();
     static constexpr int32_t kAll = std::numeric_limits<int32_t>::max();
     static constexpr int kMaxima = 8, kNumMaxima = kMaxima * kLanes;
     static constexpr int kFew = 256;
@@ -198,21 +195,20 @@ class FilteredRow {
     NANOCORE_INLINE void each(Kept of, const Body& body) const {
         const F least = broadcast(of.least);
         // A logit below is not kept, with room for rounding: most vectors need no division. (Large
-        // temperatures make small floats, which have few digits.)
+        // temperatures make small floats, which have few digits.) Minus infinity weighs nothing.
         const float about = of.least * heat_[0];
         const float room = std::abs(about) * 1e-6f + heat_[0] * 1e-44f + 1e-37f;
-        const F floor = broadcast(std::isfinite(about) ? about - room : -kInfinity);
-        for (int64_t i = 0; i < size_; i += kLanes) {
-            const F logit = logits_at(logits_, i, size_);
-            if (!lane_bits(logit >= floor)) continue;
-            const F scaled = logit / heat_;
+        const F floor = broadcast(std::isfinite(about) ? about - room : kLeast);
+        logits_.each([&](int64_t i, F logits) {
+            if (!lane_bits(logits >= floor)) return;
+            const F scaled = logits / heat_;
             I is_kept = scaled >= least;
             if (of.last != kAll) {
                 const I index = reinterpret_cast<I>(lane_ids()) + static_cast<int32_t>(i);
                 is_kept &= (scaled > least) | (index <= of.last);
             }
             if (const uint32_t bits = lane_bits(is_kept)) body(i, scaled, is_kept, bits);
-        }
+        });
     }
 
     // The same for those not below `low` and not above `high`.
@@ -289,9 +285,7 @@ class FilteredRow {
         return value;
     }
 
-    const float* logits_;
-    int64_t size_;
-    int64_t first_token_;
+    RowLogits logits_;
     F heat_;
     float best_;
     float maxima_[kNumMaxima];  // by temperature, each of another part of the row
@@ -301,6 +295,7 @@ struct BestFilteredTokenCall {
     const float* logits;
     int64_t size;
     int64_t stride;
+    TokenMask mask;
     const float* temperature;
     const int64_t* seed;
     const int64_t* position;
@@ -313,7 +308,8 @@ struct BestFilteredTokenCall {
 
     void run(Workspace& workspace) const {
         workspace.pool.loop(rows, [&](int64_t row, int) {
-            const FilteredRow tokens(logits + row * stride, size, temperature[row]);
+            const RowLogits from(logits + row * stride, size, mask.of_row(row), 0);
+            const FilteredRow tokens(from, temperature[row]);
             value[row] = tokens.best();
             index[row] = kNoToken;
             if (!std::isfinite(tokens.best())) return;

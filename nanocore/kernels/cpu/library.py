@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
-ABI_VERSION: Final = 8
+ABI_VERSION: Final = 9
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -48,6 +48,12 @@ class CacheLayoutStruct(ctypes.Structure):
         ("block_size", c_int64),
         ("block_stride", c_int64),
     )
+
+
+class TokenMaskStruct(ctypes.Structure):
+    """`TokenMask` of token_mask.h."""
+
+    _fields_ = (("words", c_void_p), ("num_words", c_int64), ("index", c_void_p))
 
 
 class TokenListStruct(ctypes.Structure):
@@ -137,13 +143,13 @@ _SIGNATURES: Final = {
     "select": (None, (*_KERNEL, c_void_p, c_int64, c_void_p)),
     "best_token": (
         None,
-        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p,
-         c_void_p, c_void_p),
+        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, POINTER(TokenMaskStruct), c_void_p,
+         c_void_p, c_void_p, c_void_p, c_void_p),
     ),
     "best_filtered_token": (
         None,
-        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p,
-         c_void_p, c_void_p, c_void_p, c_void_p),
+        (c_void_p, c_int64, c_void_p, c_int64, c_int64, POINTER(TokenMaskStruct), c_void_p,
+         c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
     ),
     "edit_logits": (None, (c_void_p, c_int64, POINTER(EditLogitsStruct))),
     "logprobs": (

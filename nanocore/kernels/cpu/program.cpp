@@ -67,7 +67,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 8; }
+NANOCORE_API int nanocore_abi_version() { return 9; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -245,25 +245,27 @@ NANOCORE_API void nanocore_softcap(void* program, int64_t rows, float* x, int64_
     append(program, rows, SoftcapCall{x, size, cap, 0}, kNothing);
 }
 
+// mask: null if no row has one.
 NANOCORE_API void nanocore_best_token(void* program, int64_t rows, const float* logits,
                                       int64_t size, int64_t stride, int64_t first_token,
-                                      const float* temperature, const int64_t* seed,
-                                      const int64_t* position, float* value, int64_t* index) {
+                                      const TokenMask* mask, const float* temperature,
+                                      const int64_t* seed, const int64_t* position, float* value,
+                                      int64_t* index) {
     append(program, rows,
-           BestTokenCall{logits, size, stride, first_token, temperature, seed, position, value,
-                         index, 0},
+           BestTokenCall{logits, size, stride, first_token, mask ? *mask : TokenMask{}, temperature,
+                         seed, position, value, index, 0},
            kNothing);
 }
 
 NANOCORE_API void nanocore_best_filtered_token(void* program, int64_t rows, const float* logits,
-                                               int64_t size, int64_t stride,
+                                               int64_t size, int64_t stride, const TokenMask* mask,
                                                const float* temperature, const int64_t* seed,
                                                const int64_t* position, const int32_t* top_k,
                                                const float* top_p, const float* max_gap,
                                                float* value, int64_t* index) {
     append(program, rows,
-           BestFilteredTokenCall{logits, size, stride, temperature, seed, position, top_k, top_p,
-                                 max_gap, value, index, 0},
+           BestFilteredTokenCall{logits, size, stride, mask ? *mask : TokenMask{}, temperature,
+                                 seed, position, top_k, top_p, max_gap, value, index, 0},
            kNothing);
 }
 

@@ -14,6 +14,7 @@ struct BestTokenCall {
     int64_t size;
     int64_t stride;
     int64_t first_token;
+    TokenMask mask;
     const float* temperature;  // of each row, or null; a row of 0 takes its logits as they are
     const int64_t* seed;
     const int64_t* position;
@@ -23,9 +24,9 @@ struct BestTokenCall {
 
     void run(Workspace& workspace) const {
         workspace.pool.loop(rows, [&](int64_t row, int) {
-            const float* from = logits + row * stride;
+            const RowLogits from(logits + row * stride, size, mask.of_row(row), first_token);
             if (!temperature || temperature[row] == 0.0f) return best(row, from);
-            const FilteredRow tokens(from, size, temperature[row], first_token);
+            const FilteredRow tokens(from, temperature[row]);
             value[row] = tokens.best();
             index[row] = kNoToken;
             if (!std::isfinite(tokens.best())) return;
@@ -38,18 +39,17 @@ struct BestTokenCall {
 
    private:
     // The greatest logit, and the first place where it is if it is finite.
-    void best(int64_t row, const float* from) const {
+    void best(int64_t row, const RowLogits& from) const {
         F most = broadcast(-std::numeric_limits<float>::infinity());
         I place = {};
-        I here = reinterpret_cast<I>(lane_ids());
+        const I lanes = reinterpret_cast<I>(lane_ids());
         NumberCheck numbers;
-        for (int64_t i = 0; i < size; i += kLanes, here += kLanes) {
-            const F candidate = logits_at(from, i, size);
+        from.each([&](int64_t i, F candidate) {
             numbers.add(candidate);
             const auto is_more = candidate > most;
             most = is_more ? candidate : most;
-            place = is_more ? here : place;
-        }
+            place = is_more ? lanes + static_cast<int32_t>(i) : place;
+        });
         int64_t found = place[0];
         float largest = most[0];
         for (int lane = 1; lane < kLanes; ++lane)

@@ -18,10 +18,12 @@ from nanocore.kernels.cpu.library import (
     NormWeightStruct,
     StepStruct,
     TokenListStruct,
+    TokenMaskStruct,
 )
 from nanocore.kernels.interface import AttentionMetadata, KVCache
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.token_mask import TokenMask
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """Of activations, as the kernels number them."""
@@ -70,6 +72,16 @@ def step_struct(metadata: AttentionMetadata) -> StepStruct:
     )
     step.kept = query_start
     return step
+
+
+def mask_struct(mask: TokenMask | None) -> TokenMaskStruct | None:
+    """Masks of rows, None if there are none; mask must outlive it."""
+    if mask is None:
+        return None
+    words_MW, index_R = mask.words_MW, mask.index_R
+    assert words_MW.is_contiguous()
+    assert index_R.is_contiguous()
+    return TokenMaskStruct(words_MW.data_ptr(), words_MW.shape[1], index_R.data_ptr())
 
 
 def edits_struct(logits_RV: Tensor, edits: LogitEdits) -> EditLogitsStruct:

@@ -8,6 +8,8 @@ cuts among them (`choose_kernel`), eight ways at a time, on integers that are or
 are, and takes the best kept token with its noise. Sums of weights are float32 within a program's
 threads, and in an order that depends on the row alone. (Cuts by search: FlashInfer, Ye et al. 2024,
 has it for probabilities.) The rules are those of `interface.Filters`.
+
+Tokens that a mask forbids are minus infinity, and such tokens are nowhere counted: none is sampled.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.interface import Filters, Noise
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.sampling import (
+    allowed,
     best_of_part_kernel,
     column_or_none,
     first_best,
     gumbel,
+    mask_of_row,
+    mask_operands,
     noise_key,
 )
 
@@ -56,7 +62,8 @@ def _gaps(values, best) -> tl.tensor:
 
 @triton.jit
 def _max_gap(min_p) -> tl.tensor:
-    return tl.maximum(-tl.log(min_p), 0.0)
+    """Finite: minus infinity is below the best by more."""
+    return tl.minimum(tl.maximum(-tl.log(min_p), 0.0), 3.4e38)
 
 
 @triton.jit
@@ -88,9 +95,13 @@ def _levels(values, best, min_p, mask) -> tuple:
     return tl.where(mask & (gaps <= _max_gap(min_p)), levels, _EXCLUDED), gaps
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(
+    do_not_specialize=["num_columns", "num_words"],
+    do_not_specialize_on_alignment=["mask_words", "mask_index"],
+)
 def survey_kernel(
-    logits, temperature, top_p, min_p, part_best, part_count, part_mass, num_columns, stride,
+    logits, mask_words, mask_index, num_words, temperature, top_p, min_p, part_best, part_count,
+    part_mass, num_columns, stride,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """How many tokens of this part each level has, and the sum of their weights."""
@@ -99,9 +110,10 @@ def survey_kernel(
     heat = tl.load(temperature + row)
     best = _best_of_row(part_best, row, num_parts, heat, PARTS)
     columns = part * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < num_columns
-    values = _load_scaled(logits + row.to(tl.int64) * stride, columns, mask, heat)
-    levels, gaps = _levels(values, best, tl.load(min_p + row), mask)
+    mask = mask_of_row(mask_words, mask_index, num_words, row)
+    is_token = allowed(mask, columns, columns < num_columns)
+    values = _load_scaled(logits + row.to(tl.int64) * stride, columns, is_token, heat)
+    levels, gaps = _levels(values, best, tl.load(min_p + row), is_token)
     every = tl.arange(0, _NUM_LEVELS)
     to = (row * num_parts + part) * _NUM_LEVELS + every
     tl.store(part_count + to, tl.histogram(levels, _NUM_LEVELS))
@@ -129,10 +141,13 @@ def _last_level(counts, masses, top_k, top_p, min_p) -> tuple:
     return tl.min(tl.where(is_enough, every, _REST), axis=0), mass
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(
+    do_not_specialize=["num_columns", "num_words"],
+    do_not_specialize_on_alignment=["mask_words", "mask_index"],
+)
 def gather_kernel(
-    logits, temperature, top_k, top_p, min_p, part_best, part_count, part_mass, candidates, ids,
-    row_count, row_mass, num_columns, stride,
+    logits, mask_words, mask_index, num_words, temperature, top_k, top_p, min_p, part_best,
+    part_count, part_mass, candidates, ids, row_count, row_mass, num_columns, stride,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, MAX_CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """The tokens of this part down to the last level, to their place among the row's.
@@ -161,35 +176,35 @@ def gather_kernel(
         heat = tl.load(temperature + row)
         best = _best_of_row(part_best, row, num_parts, heat, PARTS)
         columns = part * BLOCK + tl.arange(0, BLOCK)
-        mask = columns < num_columns
+        mask = mask_of_row(mask_words, mask_index, num_words, row)
+        is_token = allowed(mask, columns, columns < num_columns)
         logit_row = logits + row.to(tl.int64) * stride
-        levels, _ = _levels(_load_scaled(logit_row, columns, mask, heat), best, floor, mask)
+        levels, _ = _levels(_load_scaled(logit_row, columns, is_token, heat), best, floor, is_token)
         is_found = levels <= last
         place = before + tl.cumsum(is_found.to(tl.int32), axis=0) - 1
         to = row.to(tl.int64) * MAX_CANDIDATES + place
-        tl.store(candidates + to, tl.load(logit_row + columns, mask=mask), mask=is_found)
+        tl.store(candidates + to, tl.load(logit_row + columns, mask=is_found), mask=is_found)
         tl.store(ids + to, columns, mask=is_found)
 
 
 @triton.jit
-def _load_tokens(tokens, i, num_tokens, heat, best, max_gap) -> tuple:
-    """(values, keys, gaps, whether they pass min_p)."""
-    is_token = i < num_tokens
+def _load_tokens(row, i) -> tuple:
+    """(values, keys, gaps, whether they pass min_p and the mask). row: see the next line."""
+    tokens, num_tokens, best, heat, max_gap, mask = row
+    is_token = allowed(mask, i, i < num_tokens)
     values = _load_scaled(tokens, i, is_token, heat)
     gaps = _gaps(values, best)
     return values, _keys(values), gaps, is_token & (gaps <= max_gap)
 
 
 @triton.jit
-def _search(
-    tokens, num_tokens, heat, best, max_gap, low, target,
-    BLOCK: tl.constexpr, IS_COUNT: tl.constexpr,
-) -> tuple:  # fmt: skip
+def _search(row, low, target, BLOCK: tl.constexpr, IS_COUNT: tl.constexpr) -> tuple:
     """(the greatest key that the sum of tokens from it on reaches target, the sum of those above).
 
     The sum is of weights or, with IS_COUNT, of ones; then the search ends early where the sum is
     the target, and the third result says so. low: a key of which it is known.
     """
+    num_tokens, best = row[1], row[2]
     ways = tl.arange(0, _WAYS)
     i = tl.arange(0, BLOCK)[None, :]
     high = _keys(best).to(tl.int64) + 1
@@ -198,7 +213,7 @@ def _search(
         bounds = low + (high - low) * ways // _WAYS
         sums = tl.zeros([_WAYS, BLOCK], tl.float32)
         for start in range(0, num_tokens, BLOCK):
-            _, keys, gaps, passes = _load_tokens(tokens, start + i, num_tokens, heat, best, max_gap)
+            _, keys, gaps, passes = _load_tokens(row, start + i)
             weights = tl.where(passes, 1.0 if IS_COUNT else tl.exp(-gaps), 0.0)
             sums += tl.where(keys >= bounds.to(tl.int32)[:, None], weights, 0.0)
         sum_from = tl.sum(sums, axis=1)
@@ -212,34 +227,34 @@ def _search(
 
 
 @triton.jit
-def _mass_from(tokens, num_tokens, heat, best, max_gap, key, BLOCK: tl.constexpr) -> tl.tensor:
+def _mass_from(row, key, BLOCK: tl.constexpr) -> tl.tensor:
     """The sum of weights of the tokens from a key on, float64."""
+    num_tokens = row[1]
     i = tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_tokens, BLOCK):
-        _, keys, gaps, passes = _load_tokens(tokens, start + i, num_tokens, heat, best, max_gap)
+        _, keys, gaps, passes = _load_tokens(row, start + i)
         sums += tl.where(passes & (keys >= key), tl.exp(-gaps), 0.0)
     return tl.sum(sums, axis=0).to(tl.float64)
 
 
 @triton.jit
-def _cut(
-    tokens, num_tokens, heat, best, max_gap, num_passing, mass, k, p, BLOCK: tl.constexpr
-) -> tuple:
+def _cut(row, num_passing, mass, k, p, BLOCK: tl.constexpr) -> tuple:
     """(key, ties): kept are the tokens above the key, and of those equal to it the first."""
+    best = row[2]
     key = tl.full([], _LEAST, tl.int64)
     ties = tl.full([], _ALL, tl.int32)
     if k < num_passing:
-        key, above, is_exact = _search(tokens, num_tokens, heat, best, max_gap, key, k, BLOCK, True)
+        key, above, is_exact = _search(row, key, k, BLOCK, True)
         if is_exact:
-            mass = _mass_from(tokens, num_tokens, heat, best, max_gap, key, BLOCK)
+            mass = _mass_from(row, key, BLOCK)
         else:
             ties = k - above.to(tl.int32)
-            mass = _mass_from(tokens, num_tokens, heat, best, max_gap, key + 1, BLOCK)
+            mass = _mass_from(row, key + 1, BLOCK)
             mass += ties * _weight_of_key(key, best)
     if p < 1.0:
         limit = p.to(tl.float64) * mass
-        last, above, _ = _search(tokens, num_tokens, heat, best, max_gap, key, limit, BLOCK, False)
+        last, above, _ = _search(row, key, limit, BLOCK, False)
         lacking = (limit - above) / tl.maximum(_weight_of_key(last, best), 1e-300)
         needed = tl.ceil(tl.minimum(tl.maximum(lacking, 1.0), _ALL + 0.0)).to(tl.int32)
         ties = tl.where(last > key, needed, tl.minimum(ties, needed))
@@ -247,10 +262,13 @@ def _cut(
     return key, ties
 
 
-@triton.jit(do_not_specialize=["num_columns", "num_parts"])
+@triton.jit(
+    do_not_specialize=["num_columns", "num_parts", "num_words"],
+    do_not_specialize_on_alignment=["mask_words", "mask_index"],
+)
 def choose_kernel(
-    logits, temperature, seed, position, top_k, top_p, min_p, part_best, candidates, ids,
-    row_count, row_mass, value, column, num_columns, num_parts, stride,
+    logits, mask_words, mask_index, num_words, temperature, seed, position, top_k, top_p, min_p,
+    part_best, candidates, ids, row_count, row_mass, value, column, num_columns, num_parts, stride,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, MAX_CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     wait_for_inputs(PDL)
@@ -263,17 +281,21 @@ def choose_kernel(
     num_tokens = tl.where(is_whole, num_columns, num_found)
     id_row = ids + row.to(tl.int64) * MAX_CANDIDATES
     tokens = candidates + row.to(tl.int64) * MAX_CANDIDATES
+    mask = mask_of_row(mask_words, mask_index, num_words, row)[1]
     if is_whole:
         tokens = logits + row.to(tl.int64) * stride
+    else:
+        mask = tl.full([], -1, tl.int32)  # it was looked at when they were gathered
     k, p = tl.maximum(tl.load(top_k + row), 1), tl.load(top_p + row)
     mass = tl.load(row_mass + row)
-    cut, ties = _cut(tokens, num_tokens, heat, best, max_gap, num_passing, mass, k, p, BLOCK)
+    all_tokens = tokens, num_tokens, best, heat, max_gap, (mask_words, mask, num_words)
+    cut, ties = _cut(all_tokens, num_passing, mass, k, p, BLOCK)
 
     noise = noise_key(tl.load(seed + row), tl.load(position + row))
     chosen, chosen_id, num_ties = float("-inf"), 0, 0
     for start in range(0, num_tokens, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        values, keys, _, passes = _load_tokens(tokens, i, num_tokens, heat, best, max_gap)
+        values, keys, _, passes = _load_tokens(all_tokens, i)
         token_ids = tl.load(id_row + i, mask=i < num_found, other=0)
         token_ids = tl.where(is_whole, i, token_ids)
         is_tie = (passes & (keys == cut)).to(tl.int32)
@@ -292,7 +314,9 @@ def choose_kernel(
     tl.store(column + row, column_or_none(row_best, chosen_id))
 
 
-def best_filtered_token(logits_RV: Tensor, noise: Noise, filters: Filters) -> tuple[Tensor, Tensor]:
+def best_filtered_token(
+    logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
+) -> tuple[Tensor, Tensor]:
     """See `interface.Kernels.best_filtered_token`."""
     num_rows, width = logits_RV.shape
     assert (logits_RV.dtype, logits_RV.stride(1)) == (torch.float32, 1)
@@ -303,17 +327,18 @@ def best_filtered_token(logits_RV: Tensor, noise: Noise, filters: Filters) -> tu
     noise, num_parts = noise.contiguous(), triton.cdiv(width, PART_TOKENS)
     k, p, floor = (x.contiguous() for x in (filters.top_k_R, filters.top_p_R, filters.min_p_R))
     heat, stride, grid = noise.temperature_R, logits_RV.stride(0), (num_rows, num_parts)
+    masked = logits_RV, *mask_operands(mask)
     part_best = logits_RV.new_empty(num_rows, num_parts)
     part_column = torch.empty_like(part_best, dtype=torch.int32)
     best_of_part_kernel[grid](
-        logits_RV, None, None, None, part_best, part_column, 0, width, stride,
+        *masked, None, None, None, part_best, part_column, 0, width, stride,
         HAS_NOISE=False, BLOCK=PART_TOKENS, num_warps=4, **pdl(logits_RV.device),
     )  # fmt: skip
     part_count = part_column.new_empty(num_rows, num_parts, _NUM_LEVELS.value)
     part_mass = torch.empty_like(part_count, dtype=torch.float32)
     sizes = {"PARTS": triton.next_power_of_2(num_parts)}
     survey_kernel[grid](
-        logits_RV, heat, p, floor, part_best, part_count, part_mass, width, stride,
+        *masked, heat, p, floor, part_best, part_count, part_mass, width, stride,
         BLOCK=PART_TOKENS, num_warps=4, **sizes, **pdl(logits_RV.device),
     )  # fmt: skip
     sizes["MAX_CANDIDATES"] = MAX_CANDIDATES
@@ -322,11 +347,11 @@ def best_filtered_token(logits_RV: Tensor, noise: Noise, filters: Filters) -> tu
     row_count = ids.new_empty(num_rows, 2)
     row_mass = logits_RV.new_empty(num_rows, dtype=torch.float64)
     gather_kernel[grid](
-        logits_RV, heat, k, p, floor, part_best, part_count, part_mass, candidates, ids, row_count,
+        *masked, heat, k, p, floor, part_best, part_count, part_mass, candidates, ids, row_count,
         row_mass, width, stride, BLOCK=PART_TOKENS, num_warps=4, **sizes, **pdl(logits_RV.device),
     )  # fmt: skip
     choose_kernel[(num_rows,)](
-        logits_RV, heat, noise.seed_R, noise.position_R, k, p, floor, part_best, candidates, ids,
+        *masked, heat, noise.seed_R, noise.position_R, k, p, floor, part_best, candidates, ids,
         row_count, row_mass, value_R, column_R, width, num_parts, stride,
         BLOCK=BLOCK_TOKENS, num_warps=8, **sizes, **pdl(logits_RV.device),
     )  # fmt: skip

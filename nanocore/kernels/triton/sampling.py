@@ -4,8 +4,8 @@ The noise is that of `gumbel_noise`, a hash of (seed, position, token id) with t
 bits, and its logarithms differ in rounding only. A row is split over several programs, and a second
 kernel takes the best of their results: of equal values the first column. Maxima may or may not see
 a value that is not a number, so it is looked for: such a row has no token, as one whose best value
-is infinite. The second kernel writes tokens to the token table, too. Rows are independent of each
-other.
+is infinite. The second kernel writes tokens to the token table, too. What a mask forbids is minus
+infinity, and its logits are not loaded. Rows are independent of each other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import Noise
 from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 _PART: Final = 2048
@@ -78,9 +79,32 @@ def column_or_none(best, column) -> tl.tensor:
     return tl.where(tl.abs(best) < float("inf"), column.to(tl.int64), -1)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_columns"])
+@triton.jit
+def mask_of_row(words, index, num_words, row) -> tuple:
+    """For `allowed`, of what `mask_operands` made."""
+    return words, -1 if index is None else tl.load(index + row), num_words
+
+
+@triton.jit
+def allowed(mask, token_ids, is_token) -> tl.tensor:
+    """Which of these tokens (int32) a row's mask allows, if it has one."""
+    words, index, num_words = mask
+    if words is not None:
+        word = words + index.to(tl.int64) * num_words + token_ids // 32
+        bits = tl.load(word, mask=is_token & (index >= 0), other=-1)
+        is_token = is_token & (((bits >> (token_ids % 32)) & 1) != 0)
+    return is_token
+
+
+@triton.jit(
+    do_not_specialize=["first_token", "num_columns", "num_words"],
+    do_not_specialize_on_alignment=["mask_words", "mask_index"],
+)
 def best_of_part_kernel(
     logits,
+    mask_words,
+    mask_index,
+    num_words,
     temperature,
     seed,
     position,
@@ -97,6 +121,8 @@ def best_of_part_kernel(
     row, part = tl.program_id(0), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < num_columns
+    mask = mask_of_row(mask_words, mask_index, num_words, row)
+    is_column = allowed(mask, first_token + columns, is_column)
     logit_row = logits + row.to(tl.int64) * stride
     values = tl.load(logit_row + columns, mask=is_column, other=float("-inf")).to(tl.float32)
     if HAS_NOISE:
@@ -140,11 +166,21 @@ def best_of_parts_kernel(
         tl.store(token_table + place, chosen.to(tl.int32))
 
 
+def mask_operands(mask: TokenMask | None) -> tuple[Tensor | None, Tensor | None, int]:
+    """(words, index, words of a mask) as kernels take them."""
+    if mask is None:
+        return None, None, 0
+    assert mask.words_MW.is_contiguous()
+    assert mask.index_R.is_contiguous()
+    return mask.words_MW, mask.index_R, mask.words_MW.shape[1]
+
+
 def best_token(
     logits_RV: Tensor,
     first_token: int,
     noise: Noise | None = None,
     places: TokenPlaces | None = None,
+    mask: TokenMask | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `interface.Kernels.best_token`."""
     num_rows, width = logits_RV.shape
@@ -162,8 +198,9 @@ def best_token(
         noise = noise.contiguous()
         rows = (noise.temperature_R, noise.seed_R, noise.position_R)
     best_of_part_kernel[(num_rows, num_parts)](
-        logits_RV, *rows, part_value, part_column, first_token, width, logits_RV.stride(0),
-        HAS_NOISE=noise is not None, BLOCK=_PART, num_warps=4, **pdl(logits_RV.device),
+        logits_RV, *mask_operands(mask), *rows, part_value, part_column, first_token, width,
+        logits_RV.stride(0), HAS_NOISE=noise is not None, BLOCK=_PART, num_warps=4,
+        **pdl(logits_RV.device),
     )  # fmt: skip
     table: tuple[Tensor | None, ...] = (None, None, None)
     token_stride = 1

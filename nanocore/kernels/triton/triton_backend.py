@@ -36,6 +36,7 @@ from nanocore.kernels.interface import (
 )
 from nanocore.kernels.linear_weight import FP8, LinearWeight, TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import attention, filtered_sampling, gate, matmul, norm, rope, sampling
 from nanocore.kernels.triton.begin_step import begin_step
@@ -167,13 +168,14 @@ class TritonKernels(TorchKernels):
         first_token: int,
         noise: Noise | None = None,
         places: TokenPlaces | None = None,
+        mask: TokenMask | None = None,
     ) -> tuple[Tensor, Tensor]:
-        return sampling.best_token(logits_RV, first_token, noise, places)
+        return sampling.best_token(logits_RV, first_token, noise, places, mask)
 
     def best_filtered_token(
-        self, logits_RV: Tensor, noise: Noise, filters: Filters
+        self, logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
     ) -> tuple[Tensor, Tensor]:
-        return filtered_sampling.best_filtered_token(logits_RV, noise, filters)
+        return filtered_sampling.best_filtered_token(logits_RV, noise, filters, mask)
 
     def _is_ours(self, weight: LinearWeight) -> bool:
         """Whether a product is not for cuBLAS."""

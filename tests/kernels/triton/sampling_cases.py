@@ -5,12 +5,17 @@ from __future__ import annotations
 from nanocore.kernels.triton.sampling import best_of_part_kernel, best_of_parts_kernel
 from tests.kernels.triton.compilation import Case
 
+MASK = {"mask_words": "*i32", "mask_index": "*i32"}
+"""Of a `TokenMask`; None where rows have none."""
+
 
 def cases() -> list[Case]:
     return [
         _case("best token", "*fp32", has_noise=False),
         _case("best token with noise", "*fp32", has_noise=True),
         _case("best token with noise, bfloat16", "*bf16", has_noise=True),
+        _case("best token of a mask", "*fp32", has_noise=False, has_mask=True),
+        _case("best token of a mask, with noise", "*fp32", has_noise=True, has_mask=True),
         _parts_case("best of parts", has_table=False),
         _parts_case("best of parts, written to the token table", has_table=True),
     ]
@@ -38,17 +43,22 @@ def _parts_case(name: str, has_table: bool) -> Case:
     )
 
 
-def _case(name: str, logits: str, has_noise: bool) -> Case:
+def _case(name: str, logits: str, has_noise: bool, has_mask: bool = False) -> Case:
     signature = {
         "logits": logits, "part_value": "*fp32", "part_column": "*i32", "first_token": "i32",
-        "num_columns": "i32", "stride": "i32",
+        "num_columns": "i32", "stride": "i32", "num_words": "i32",
     }  # fmt: skip
-    constexprs = {"HAS_NOISE": has_noise, "BLOCK": 2048}
+    constexprs: dict[str, int | None] = {"HAS_NOISE": has_noise, "BLOCK": 2048}
     rows = {"temperature": "*fp32", "seed": "*i64", "position": "*i64"}
     if has_noise:
         signature |= rows
     else:
         constexprs |= dict.fromkeys(rows)
+    aligned = signature.keys() - {"first_token", "num_columns", "num_words"}
+    if has_mask:
+        signature |= MASK
+    else:
+        constexprs |= dict.fromkeys(MASK)
     return Case(
         name=name,
         kernel=best_of_part_kernel,
@@ -56,5 +66,5 @@ def _case(name: str, logits: str, has_noise: bool) -> Case:
         constexprs=constexprs,
         num_warps=4,
         num_stages=3,
-        aligned=tuple(name for name in signature if name not in ("first_token", "num_columns")),
+        aligned=tuple(aligned),
     )
