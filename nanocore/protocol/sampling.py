@@ -8,8 +8,7 @@ clients written in other languages.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import msgspec
 
@@ -26,7 +25,7 @@ from nanocore.protocol.fields import (
     limited,
     since,
 )
-from nanocore.protocol.limits import check_limits
+from nanocore.protocol.limits import check_limits, check_types
 from nanocore.protocol.structured_outputs import StructuredOutputs, StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
@@ -165,14 +164,11 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        for name, kind in _user_types().items():
-            try:
-                msgspec.convert(getattr(self, name), kind)
-            except msgspec.ValidationError as error:
-                value = getattr(self, name)
-                raise InvalidRequestError(
-                    f"{name}={value!r} is of the wrong type: {error}"
-                ) from None
+        check_types(self)
+        if isinstance(self.structured_outputs, dict):
+            raise InvalidRequestError(
+                "structured_outputs is a dict: write StructuredOutputsParams(json=...)"
+            )
         CommonSamplingParams.__post_init__(self)
         _check_logit_bias([*(self.logit_bias or {}).items()])
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS // 2)
@@ -247,9 +243,3 @@ def _check_strings(name: str, texts: list[str], most: int) -> None:
                 f"{name}={text!r} is out of range: each string must have 1 to "
                 f"{MAX_STOP_STRING_CHARS} characters"
             )
-
-
-@cache
-def _user_types() -> dict[str, Any]:
-    """Of each parameter, without the ranges: what they are is checked with words of its own."""
-    return get_type_hints(SamplingParams)
