@@ -129,7 +129,7 @@ class EngineSamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
         list[tuple[int, float]], since(5), limited(maxItems=MAX_LOGIT_BIASES)
     ] = []
     bad_words_token_ids: Annotated[list[list[int]], since(5), limited(maxItems=MAX_BAD_WORDS)] = []
-    structured_outputs: Annotated[StructuredOutputs, since(6)] | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, since(6)] = None
 
     def __post_init__(self) -> None:
         CommonSamplingParams.__post_init__(self)
@@ -148,7 +148,7 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
 
     logit_bias: what is added to logits, by token id; in [-100, 100].
     bad_words: texts that the output never holds; whole ones, as the tokenizer writes them.
-    structured_outputs: what the output must be: a JSON Schema's value, a choice, ...
+    structured_outputs: what the output must be, a value of a JSON Schema for one.
     stop: end before any of these strings appears in the text.
     include_stop_str_in_output: keep the stop string at the end of the text.
     skip_special_tokens: leave tokens such as <|im_end|> out of the text.

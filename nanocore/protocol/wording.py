@@ -83,7 +83,7 @@ def _nearest_field(text: str, expected: Any) -> str:
 
 
 def _struct_in(hint: Any) -> Any:
-    """The struct that a field's type names: itself, or None or a list of it; None if there is none."""
+    """The struct that a field's type is, may be, or is a list of; None if there is none."""
     return next(filter(_is_struct, (hint, *get_args(hint))), None)
 
 

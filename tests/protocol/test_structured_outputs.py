@@ -330,9 +330,12 @@ def test_a_request_carries_what_the_user_wanted() -> None:
 
 
 def test_a_request_without_any_is_encoded_as_before() -> None:
-    assert b"structured" not in encode(
-        Submit(request_id="r", prompt_token_ids=b"", sampling=SamplingParams().for_engine())
-    )[1]
+    assert (
+        b"structured"
+        not in encode(
+            Submit(request_id="r", prompt_token_ids=b"", sampling=SamplingParams().for_engine())
+        )[1]
+    )
     assert EngineSamplingParams().structured_outputs is None
 
 
