@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from nanocore.conformance.checked_streams import Stream
 from nanocore.conformance.engine_control import read_file
 from nanocore.conformance.engine_ends import UNIFORM
@@ -62,6 +60,8 @@ def capable_session(engine: EngineUnderTest) -> Peer:
 
 def text_of(peer: Peer) -> Callable[[Stream], str]:
     """What makes a stream's text, without the EOS at its end."""
+    from tokenizers import Tokenizer  # only here: the program stays light for what needs no text
+
     served = [file for file in peer.welcome.model.files if file.name == "tokenizer.json"]
     if not served:
         raise SkippedError("the engine serves no tokenizer.json, so its texts are not known")
