@@ -15,6 +15,7 @@ from typing import Any
 from nanocore.conformance.checked_streams import Stream
 from nanocore.conformance.engine_control import read_file
 from nanocore.conformance.engine_ends import UNIFORM
+from nanocore.conformance.engine_sessions import longest
 from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import Body, Peer, submit_body
 from nanocore.conformance.report import BrokenError, SkippedError, require
@@ -166,6 +167,20 @@ def what_cannot_be_compiled_is_refused_with_its_place(engine: EngineUnderTest) -
         good = peer.stream("good")
         peer.finish(good)
         require(len(good.token_ids) == 2, "2 tokens of the next request", good)
+    peer.still_streams()
+
+
+@ENGINE_RULES.add("ABORT")
+def abort_reaches_what_is_compiled(engine: EngineUnderTest) -> None:
+    """A request whose ABORT follows its SUBMIT at once is accepted, if it can be, and ends."""
+    peer = capable_session(engine)
+    one = wanted({"regex": "[ab]{1,7}c{0,5}"}, ignore_eos=True, max_tokens=longest(peer), n=2)
+    peer.send(Op.SUBMIT, submit_body("aborted", **one))
+    peer.send(Op.ABORT, {"request_ids": ["aborted"]})
+    samples = peer.accepted("aborted").samples
+    peer.finish(*samples)
+    reasons = [sample.finish_reason for sample in samples]
+    require(reasons == ["abort"] * 2, "'abort' of both samples", reasons)
     peer.still_streams()
 
 

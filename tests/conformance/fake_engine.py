@@ -98,6 +98,7 @@ class FakeEngine(threading.Thread):
         self._model = FakeModel(self._defects)
         self._structured = structured and minor >= 6 and not self.has("structured-at-will")
         self._compiling: list[tuple[Client, Submit]] = []
+        self._aborted: set[tuple[str, str]] = set()  # (session, request id) of what compiles
         self._kept: dict[bytes, dict[int, Request]] = {}
         self.failure: BaseException | None = None
 
@@ -300,11 +301,14 @@ class FakeEngine(threading.Thread):
     def _compile(self) -> None:
         """Answer the SUBMITs with structured outputs."""
         waiting, self._compiling = self._compiling[::-1], []
+        aborted, self._aborted = self._aborted, set()
         for client, submit in waiting[: 1 if self.has("compiles-the-newest-only") else None]:
             try:
                 texts = self._model.texts(submit.sampling or EngineSamplingParams())
                 if client.routing_id in self._clients:
                     self._accept(client, submit, texts)
+                    if (client.session, submit.request_id) in aborted:
+                        self._abort(client, [submit.request_id])
             except UncompilableError as error:
                 text = str(error)
                 self._refuse(client.routing_id, "invalid_request", text, submit.request_id)
@@ -343,6 +347,10 @@ class FakeEngine(threading.Thread):
             requests = [r for r in client.requests.values() if r.request_id == request_id]
             if not requests and self.has("abort-answered"):
                 self._refuse(client.routing_id, "invalid_request", "no such request", request_id)
+            for owner, submit in self._compiling:
+                if (owner, submit.request_id) == (client, request_id):
+                    if not self.has("compiling-not-aborted"):
+                        self._aborted.add((client.session, request_id))
             if self.has("abort-of-one-sample"):
                 requests = requests[:1]
             for request in [] if self.has("abort-ignored") else requests:

@@ -241,6 +241,7 @@ DEFECTS = {
         "every-request-is-answered-whatever-is-compiled",
         "of each SUBMIT nothing within",
     ),
+    "compiling-not-aborted": ("abort-reaches-what-is-compiled", "'abort' of both samples"),
     "plain-overtake": ("every-request-is-answered-whatever-is-compiled", "in the order"),
     "no-guesses": ("mistyped-parameters-are-guessed", "names 'temperature'"),
     "wrong-digest": ("files-are-what-the-card-says", "sha256"),
