@@ -228,7 +228,7 @@ DEFECTS = {
     "structured-ignored": ("outputs-are-what-was-wanted", "a text of {'choice'"),
     "structured-misread": ("outputs-are-what-was-wanted", "a text of {'regex': '[ab]{3}'}"),
     "structured-eos-anywhere": ("eos-comes-only-where-the-output-can-end", "as a whole ''"),
-    "structured-eos-once": ("eos-comes-only-where-the-output-can-end", "EOS goes on"),
+    "structured-eos-once": ("eos-comes-only-where-the-output-can-end", "then EOS until"),
     "uncompilable-taken": (
         "what-cannot-be-compiled-is-refused-with-its-place",
         "ERROR invalid_request of",
