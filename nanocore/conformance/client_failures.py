@@ -56,6 +56,19 @@ def refused_request_ends_the_client(tested: ClientUnderTest) -> None:
             client.gives_up(error["code"], error["message"])
 
 
+@CLIENT_SCENARIOS.add("Structured outputs")
+def place_in_a_schema_is_said(tested: ClientUnderTest) -> None:
+    """Of an ERROR that names a place, its message is said, whatever is said of its code."""
+    place = "structured_outputs.json: no type 'integr' at /properties/age/type"
+    with tested.client() as client:
+        client.hello()
+        client.send(Op.WELCOME, WELCOME)
+        request_id = client.submit(4).request_id
+        error = {"code": "invalid_request", "message": place, "request_id": request_id}
+        client.send(Op.ERROR, error)
+        client.gives_up(place)
+
+
 @CLIENT_SCENARIOS.add("12. Errors")
 def dead_engine_ends_the_client(tested: ClientUnderTest) -> None:
     """ERROR engine_dead or no_session in mid-stream."""

@@ -208,6 +208,22 @@ def samples_of_others_are_ignored(tested: ClientUnderTest) -> None:
         client.leaves(TOKENS, "length")
 
 
+@CLIENT_SCENARIOS.add("10. Ordering and delivery")
+def answers_are_matched_by_request_id(tested: ClientUnderTest) -> None:
+    """Answers need not come in the order of SUBMITs: those of other requests are others'."""
+    with tested.client() as client:
+        client.hello()
+        client.send(Op.WELCOME, WELCOME)
+        request_id = client.submit(4).request_id
+        client.send(Op.ACCEPTED, {"request_id": f"{request_id}'", "handle": 3, "seed": 1})
+        refused = {"code": "invalid_request", "message": "of another", "request_id": "another"}
+        client.send(Op.ERROR, refused)
+        client.send(Op.OUTPUT, output_body({3: [90, 91]}, {"handle": 3, "finish_reason": "stop"}))
+        client.send(Op.ACCEPTED, {"request_id": request_id, "handle": HANDLE, "seed": 0})
+        client.output(TOKENS, FIRST, end())
+        client.leaves(TOKENS, "length")
+
+
 @CLIENT_SCENARIOS.add("ACCEPTED")
 def handles_may_be_the_smallest_and_the_largest(tested: ClientUnderTest) -> None:
     """Handles are uint32: 0, and 2^32 - 1."""

@@ -159,7 +159,7 @@ def files_are_what_the_card_says(engine: EngineUnderTest) -> None:
     """Each file, read in chunks with several calls under way, has its size and digest."""
     peer = engine.session()
     for file in _files(peer):
-        content = _read(peer, file)
+        content = read_file(peer, file)
         size = len(content)
         require(size == file.num_bytes, f"{file.name} of {file.num_bytes} bytes", size)
         digest = hashlib.sha256(content).hexdigest()
@@ -171,7 +171,7 @@ def files_can_be_read_from_anywhere(engine: EngineUnderTest) -> None:
     """read_file starts where it is told, is empty at and behind the end, and works when paused."""
     peer = engine.session()
     file = min(_files(peer), key=lambda f: f.num_bytes or MAX_FILE_BYTES)
-    content = _read(peer, file)
+    content = read_file(peer, file)
     peer.call("pause")
     try:
         for offset in {1, len(content) // 2, max(0, len(content) - 1)}:
@@ -219,7 +219,7 @@ def _data(peer: Peer, reply: Reply) -> bytes:
     return reply.data
 
 
-def _read(peer: Peer, file: ModelFile) -> bytes:
+def read_file(peer: Peer, file: ModelFile) -> bytes:
     """Read a file with several calls under way; their replies may come in any order."""
     chunk_bytes = peer.welcome.limits.max_file_chunk_bytes
     offsets = range(0, file.num_bytes + 1, chunk_bytes)  # the end, too, which is empty

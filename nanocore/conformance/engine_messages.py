@@ -17,7 +17,8 @@ def vectors(peer: Peer, *, before_hello: bool = False) -> list[Vector]:
     """Clients' vectors that presume nothing which this engine does not have."""
     policy = "priority" if "priority" in peer.welcome.capabilities else "fcfs"
     has = {None, f"{policy} scheduling"}
-    has |= {"protocol 1.5"} if peer.welcome.protocol >= (1, 5) else set()
+    has |= {f"protocol 1.{minor}" for minor in (5, 6) if peer.welcome.protocol >= (1, minor)}
+    has |= {"structured outputs"} if "structured_outputs" in peer.welcome.capabilities else set()
     return [
         vector
         for vector in load_vectors("client")

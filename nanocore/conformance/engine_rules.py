@@ -13,6 +13,7 @@ from nanocore.conformance import (  # noqa: F401 - they add their rules
     engine_samples,
     engine_sampling,
     engine_sessions,
+    engine_structured,
 )
 from nanocore.conformance.engine_under_test import ENGINE_RULES
 

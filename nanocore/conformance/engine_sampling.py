@@ -9,6 +9,7 @@ from nanocore.conformance.engine_samples import session_of_1_5
 from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import Peer, submit_body
 from nanocore.conformance.report import BrokenError, require
+from nanocore.protocol.errors import shorten
 from nanocore.protocol.messages import MAX_PRIORITY, MIN_PRIORITY, Op
 
 MAX_SEED = 2**53 - 1
@@ -65,6 +66,14 @@ REFUSED_SINCE_1_5: dict[str, tuple[object, ...]] = {
         ["a"], None,
     ),
 }  # fmt: skip
+REFUSED_SINCE_1_6: dict[str, tuple[object, ...]] = {
+    "structured_outputs": (
+        {}, {"disable_any_whitespace": True}, {"json": "{}", "regex": "a"}, {"json_schema": "{}"},
+        {"json": {}}, {"json": " " * 2**16 + "1"}, {"regex": "é" * 2**15 + "e"}, {"regex": 1},
+        {"choice": []}, {"choice": [""]}, {"choice": ["a"] * 4097}, {"choice": "a"},
+        {"structural_tag": {"structures": [], "triggers": ["a"]}}, "{}", ["a"], True,
+    ),
+}  # fmt: skip
 NEAREST = {
     "temprature": "temperature", "max_token": "max_tokens", "topp": "top_p", "logprob": "logprobs",
     "frequency_penality": "frequency_penalty", "stop_tokens_ids": "stop_token_ids",
@@ -95,7 +104,7 @@ def refused(peer: Peer, what: str, naming: str, request_id: str, **fields: objec
     try:
         peer.refused("invalid_request", request_id, naming=naming)
     except BrokenError as error:
-        raise BrokenError(f"{what}: {error.expected}", error.got) from None
+        raise BrokenError(f"{shorten(what)}: {error.expected}", error.got) from None
 
 
 @ENGINE_RULES.add("9. Sampling parameters")
@@ -114,6 +123,7 @@ def sampling_beyond_its_ranges_is_refused_by_name(engine: EngineUnderTest) -> No
     """What lies beyond a range, NaN, and values of other types are refused, naming the field."""
     peer = engine.session()
     newer = REFUSED_SINCE_1_5 if peer.welcome.protocol >= (1, 5) else {}
+    newer = newer | (REFUSED_SINCE_1_6 if peer.welcome.protocol >= (1, 6) else {})
     for name, values in (REFUSED | newer).items():
         for value in values:
             sampling = {"max_tokens": 2} | {name: value}

@@ -162,6 +162,11 @@ class Peer:
         require(accepted.request_id == request_id, f"ACCEPTED of {request_id!r}", accepted)
         return self._streams.by_handle[accepted.handle]
 
+    def stream(self, request_id: str) -> Stream:
+        """The newest of the streams that were accepted under this name; of samples, the last."""
+        streams = [s for s in self._streams.by_handle.values() if s.request_id == request_id]
+        return streams[-1]
+
     def submit(
         self, request_id: str, prompt: list[int] | None = None, **sampling: object
     ) -> Stream:

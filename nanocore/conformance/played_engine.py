@@ -34,7 +34,7 @@ _POLL_MS = 20
 _START_S = 30.0  # a program may take long to start on a busy machine; that is no answer owed
 
 WELCOME: Body = {
-    "protocol": [1, 5],
+    "protocol": [1, 6],
     "session": "5c0e8c2f90d9aa41",
     "engine_instance": "00112233445566778899aabbccddeeff",
     "model": {

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.errors import InvalidRequestError, shorten
 
 _LOWS: Final = ("minimum", "exclusiveMinimum", "minLength", "minItems")
 _HIGHS: Final = ("maximum", "maxLength", "maxItems")
@@ -66,6 +66,30 @@ def check_limits(struct: msgspec.Struct) -> None:
         value = getattr(struct, field)
         if value is not None and not low <= (len(value) if is_length else value) <= high:
             raise InvalidRequestError(limit.refusal(value))
+
+
+def check_types(struct: msgspec.Struct, prefix: str = "") -> None:
+    """Hold every field to its type, as decoding does: a struct built in Python is not looked at.
+
+    prefix: what an error says in front of a field's name.
+
+    Raises:
+        InvalidRequestError: the first that is of another type.
+    """
+    for name, kind in _types(type(struct)).items():
+        try:
+            msgspec.convert(getattr(struct, name), kind)
+        except msgspec.ValidationError as error:
+            value = shorten(repr(getattr(struct, name)))
+            raise InvalidRequestError(
+                f"{prefix}{name}={value} is of the wrong type: {error}"
+            ) from None
+
+
+@functools.cache
+def _types(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """Of each field, without the ranges: what they are is checked with words of its own."""
+    return get_type_hints(struct)
 
 
 @functools.cache

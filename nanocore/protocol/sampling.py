@@ -8,8 +8,7 @@ clients written in other languages.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated
 
 import msgspec
 
@@ -26,7 +25,7 @@ from nanocore.protocol.fields import (
     limited,
     since,
 )
-from nanocore.protocol.limits import check_limits
+from nanocore.protocol.limits import check_limits, check_types
 from nanocore.protocol.structured_outputs import StructuredOutputs, StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
@@ -130,7 +129,7 @@ class EngineSamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
         list[tuple[int, float]], since(5), limited(maxItems=MAX_LOGIT_BIASES)
     ] = []
     bad_words_token_ids: Annotated[list[list[int]], since(5), limited(maxItems=MAX_BAD_WORDS)] = []
-    structured_outputs: Annotated[StructuredOutputs, since(6)] | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, since(6)] = None
 
     def __post_init__(self) -> None:
         CommonSamplingParams.__post_init__(self)
@@ -149,7 +148,7 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
 
     logit_bias: what is added to logits, by token id; in [-100, 100].
     bad_words: texts that the output never holds; whole ones, as the tokenizer writes them.
-    structured_outputs: what the output must be: a JSON Schema's value, a choice, ...
+    structured_outputs: what the output must be, a value of a JSON Schema for one.
     stop: end before any of these strings appears in the text.
     include_stop_str_in_output: keep the stop string at the end of the text.
     skip_special_tokens: leave tokens such as <|im_end|> out of the text.
@@ -165,14 +164,11 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        for name, kind in _user_types().items():
-            try:
-                msgspec.convert(getattr(self, name), kind)
-            except msgspec.ValidationError as error:
-                value = getattr(self, name)
-                raise InvalidRequestError(
-                    f"{name}={value!r} is of the wrong type: {error}"
-                ) from None
+        check_types(self)
+        if isinstance(self.structured_outputs, dict):
+            raise InvalidRequestError(
+                "structured_outputs is a dict: write StructuredOutputsParams(json=...)"
+            )
         CommonSamplingParams.__post_init__(self)
         _check_logit_bias([*(self.logit_bias or {}).items()])
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS // 2)
@@ -247,9 +243,3 @@ def _check_strings(name: str, texts: list[str], most: int) -> None:
                 f"{name}={text!r} is out of range: each string must have 1 to "
                 f"{MAX_STOP_STRING_CHARS} characters"
             )
-
-
-@cache
-def _user_types() -> dict[str, Any]:
-    """Of each parameter, without the ranges: what they are is checked with words of its own."""
-    return get_type_hints(SamplingParams)

@@ -20,7 +20,7 @@ from nanocore.protocol.fields import (
     MAX_STRUCTURES,
     limited,
 )
-from nanocore.protocol.limits import check_limits
+from nanocore.protocol.limits import check_limits, check_types
 
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """One of these says what the output must be."""
@@ -85,11 +85,16 @@ class StructuredOutputs(
             raise InvalidRequestError(
                 "structured_outputs.choice has an empty text: leave it out, for an output has text"
             )
-        num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in self._texts())
+        try:
+            num_bytes = sum(len(text.encode()) for text in self._texts())
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"structured_outputs.{kind} is no Unicode: {error}; leave surrogates out"
+            ) from None
         if num_bytes > MAX_STRUCTURED_OUTPUTS_BYTES:
             raise InvalidRequestError(
-                f"structured_outputs.{kind} has {num_bytes} bytes: at most "
-                f"{MAX_STRUCTURED_OUTPUTS_BYTES} are allowed"
+                f"structured_outputs.{kind} has {num_bytes} bytes of UTF-8: at most "
+                f"{MAX_STRUCTURED_OUTPUTS_BYTES} are allowed; say less, or split the request"
             )
 
     @property
@@ -132,6 +137,7 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self, "structured_outputs.")
         self.for_engine()
 
     @property

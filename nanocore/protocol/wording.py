@@ -64,13 +64,13 @@ def _nearest_field(text: str, expected: Any) -> str:
     name, path = unknown.groups()
     struct = expected
     for part in (path or "").split(".")[1:]:
-        hint = get_type_hints(struct).get(part) if _is_struct(struct) else None
-        struct = next(filter(_is_struct, (hint, *get_args(hint))), None)
+        hints = get_type_hints(struct) if _is_struct(struct) else {}
+        struct = _struct_in(hints.get(part.partition("[")[0]))
     if not _is_struct(struct) or len(name) > _MAX_NAME_CHARS:
         return ""
     fields: tuple[str, ...] = struct.__struct_encode_fields__
     for field, hint in get_type_hints(struct).items():
-        inner = next(filter(_is_struct, (hint, *get_args(hint))), None)
+        inner = _struct_in(hint)
         if inner is not None and name in inner.__struct_encode_fields__:
             return f" - it belongs into `{field}`"
     nearness = {
@@ -80,6 +80,11 @@ def _nearest_field(text: str, expected: Any) -> str:
     most = max(nearness.values())
     nearest = [f"`{field}`" for field in fields if nearness[field] == most >= _MIN_NEARNESS]
     return f" - did you mean {' or '.join(nearest)}?" if nearest else ""
+
+
+def _struct_in(hint: Any) -> Any:
+    """The struct that a field's type is, may be, or is a list of; None if there is none."""
+    return next(filter(_is_struct, (hint, *get_args(hint))), None)
 
 
 def _is_struct(hint: Any) -> bool:

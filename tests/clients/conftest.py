@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from nanocore.client import AsyncEngineClient, SamplingParams
 from tests.conformance.fake_engine import fake_engine
+from tests.conformance.fake_grammar import EOS_ID, PIECES
 from tests.end_to_end.engine_process import engine
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +59,24 @@ def told_chat(short_path: Path) -> Iterator[Chat]:
     endpoint = f"ipc://{short_path}/engine.sock"
     with fake_engine(endpoint):
         yield Chat(endpoint, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [], "")
+
+
+WANTED: tuple[tuple[str, object, set[str]], ...] = (
+    ("choice", ["yes", "no"], {"yes", "no"}),
+    ("json", '{"properties": {"age": {"type": "integr"}}}', set()),
+    ("regex", "[ab]{3}", {"".join(three) for three in itertools.product("ab", repeat=3)}),
+    ("json", '{"enum": ["red", 5]}', {'"red"', "5"}),
+)
+"""Kinds of structured outputs, what is wanted, and the texts that are that: none, if it is none."""
+NO_TYPE = "json: /properties/age: no type 'integr'"
+"""What the fake engine says of the one that is none."""
+
+
+def text_of(token_ids: Iterable[int]) -> str:
+    """What the fake engine's tokens mean; an EOS must end them."""
+    *text, last = token_ids
+    assert last == EOS_ID
+    return "".join(PIECES[token_id] for token_id in text)
 
 
 def num_words(sources: Iterable[Path]) -> int:

@@ -11,7 +11,17 @@ import pytest
 
 from nanocore.client import AsyncEngineClient
 from nanocore.protocol.messages import Stats
-from tests.clients.conftest import MAX_TOKENS, ROOT, VECTORS, Chat, assert_conforms, num_words
+from tests.clients.conftest import (
+    MAX_TOKENS,
+    NO_TYPE,
+    ROOT,
+    VECTORS,
+    WANTED,
+    Chat,
+    assert_conforms,
+    num_words,
+    text_of,
+)
 
 pytestmark = pytest.mark.campaign
 
@@ -173,6 +183,27 @@ def test_samples_have_seeds_of_their_own_and_log_probabilities(
         first = [*map(str, prompt[1:])] if text == lines[0][0] else []
         assert of_prompt.split() == first
     assert alone.stdout.split(" |")[:2] == lines[1][:2]
+
+
+def test_outputs_are_what_was_wanted_and_a_bad_schema_is_refused_alone(
+    programs: Path, told_chat: Chat
+) -> None:
+    arguments = [
+        word
+        for kind, what, _ in WANTED
+        for word in (kind, ",".join(what) if isinstance(what, list) else what)
+    ]
+    done = run(
+        programs / "structured", told_chat.endpoint, ids(told_chat.prompt_token_ids), *arguments
+    )
+    assert done.returncode == 0, done.stderr
+    for line, (_, _, texts) in zip(done.stdout.splitlines(), WANTED, strict=True):
+        if not texts:
+            assert line == f"invalid_request: {NO_TYPE}"
+            continue
+        *token_ids, reason = line.split()
+        assert reason == "stop"
+        assert text_of(map(int, token_ids)) in texts
 
 
 def test_the_model_card_and_its_files_are_read(programs: Path, chat: Chat) -> None:

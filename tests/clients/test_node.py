@@ -14,12 +14,15 @@ import pytest
 from nanocore.client.tokenizer import Tokenizer
 from tests.clients.conftest import (
     MAX_TOKENS,
+    NO_TYPE,
     QUESTION,
     ROOT,
     VECTORS,
+    WANTED,
     Chat,
     assert_conforms,
     num_words,
+    text_of,
 )
 
 pytestmark = pytest.mark.campaign
@@ -231,6 +234,37 @@ def test_samples_have_seeds_of_their_own_and_log_probabilities(told_chat: Chat) 
         assert all(len(entry["candidates"]) == 3 for entry in sample["logprobs"])
     prompt = [entry["candidates"][0]["token_id"] for entry in told["several"][0]["prompt_logprobs"]]
     assert prompt == told_chat.prompt_token_ids[1:]
+
+
+def test_outputs_are_what_was_wanted_and_a_bad_schema_is_refused_alone(told_chat: Chat) -> None:
+    wanted = json.dumps([{kind: what} for kind, what, _ in WANTED])
+    told = script(
+        told_chat,
+        """
+        const read = async (structured_outputs) => {
+          const all = [];
+          try {
+            for await (const { token_ids } of engine.generate(prompt, { structured_outputs }))
+              all.push(...token_ids);
+          } catch (error) {
+            return error.message;
+          }
+          return all;
+        };
+        console.log(JSON.stringify(await Promise.all(WANTED.map(read))));
+        """.replace("WANTED", wanted),
+    )
+    assert isinstance(told, list)
+    for one, (_, _, texts) in zip(told, WANTED, strict=True):
+        assert text_of(one) in texts if texts else one == NO_TYPE
+
+
+def test_the_example_streams_a_structured_output(told_chat: Chat) -> None:
+    wanted = json.dumps({"json": json.dumps({"enum": ["red", 5]})})
+    printed = node("examples/stream.mjs", told_chat.endpoint, "1,2,3", "64", wanted)
+    *token_ids, last = printed.splitlines()
+    assert last == "finish_reason: stop"
+    assert text_of(map(int, token_ids)) in ('"red"', "5")
 
 
 def test_an_error_is_typed(chat: Chat) -> None:

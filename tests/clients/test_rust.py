@@ -16,7 +16,15 @@ from pathlib import Path
 import pytest
 
 from nanocore.client import AsyncEngineClient
-from tests.clients.conftest import MAX_TOKENS, ROOT, VECTORS, Chat, assert_conforms, num_words
+from tests.clients.conftest import (
+    MAX_TOKENS,
+    ROOT,
+    VECTORS,
+    Chat,
+    assert_conforms,
+    num_words,
+    text_of,
+)
 
 CRATE = ROOT / "clients" / "rust"
 CRATES = Path("/usr/share/cargo/registry")  # where Debian's librust-*-dev packages put sources
@@ -130,6 +138,24 @@ def test_samples_have_seeds_of_their_own_and_log_probabilities(
     run = crate.live_test("samples_have_seeds_of_their_own_and_log_probabilities", told_chat)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "1 passed" in run.stdout
+
+
+def test_structured_outputs_end_and_one_that_is_none_is_refused_alone(
+    crate: Crate, told_chat: Chat
+) -> None:
+    name = "structured_outputs_end_and_one_that_is_none_is_refused_alone"
+    run = crate.live_test(name, told_chat)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 passed" in run.stdout
+
+
+def test_the_example_streams_a_structured_output(crate: Crate, told_chat: Chat) -> None:
+    wanted = '{"json": "{\\"enum\\": [\\"red\\", 5]}"}'
+    run = crate.example("stream", told_chat.endpoint, "1,2,3", "64", wanted)
+    assert run.returncode == 0, run.stderr
+    *token_ids, last = run.stdout.splitlines()
+    assert last == "finish_reason: stop"
+    assert text_of(map(int, token_ids)) in ('"red"', "5")
 
 
 def test_leaving_early_aborts(crate: Crate, chat: Chat) -> None:

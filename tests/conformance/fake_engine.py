@@ -46,6 +46,7 @@ from nanocore.protocol.messages import (
 )
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import EngineKeys, EngineSocket, SendResult
+from tests.conformance.fake_grammar import UncompilableError
 from tests.conformance.fake_model import (
     CHUNK_BYTES,
     FILES,
@@ -64,11 +65,15 @@ from tests.conformance.fake_model import (
 from tests.conformance.fake_sampling import LogprobColumns
 from tests.protocol_files.lines import NEW_IN_1_5
 
+NEWER_FIELDS = dict.fromkeys(NEW_IN_1_5, 5) | {"structured_outputs": 6}
+"""The minor versions that brought fields of clients' messages."""
+
 
 class FakeEngine(threading.Thread):
     """Serves until `stop`. defects: names of what it does wrong. timeout_s: of silent sessions.
 
-    minor: the protocol's; before 1.5 it knows no field that came with that.
+    minor: the protocol's; it knows no field of a later one. structured: whether it has structured
+    outputs; SUBMITs with these are answered some messages later, the newest first.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class FakeEngine(threading.Thread):
         keys: EngineKeys | None = None,
         timeout_s: float = 1e-3 * LIMITS.session_timeout_ms,
         minor: int = PROTOCOL_VERSION[1],
+        structured: bool = True,
     ) -> None:
         super().__init__(name="fake engine", daemon=True)
         self._socket = EngineSocket(endpoint, keys)
@@ -90,6 +96,9 @@ class FakeEngine(threading.Thread):
         self._num_handles = self._num_sessions = self._num_aborts = 0
         self._num_errors = self._num_steps = self._num_tokens = 0
         self._model = FakeModel(self._defects)
+        self._structured = structured and minor >= 6 and not self.has("structured-at-will")
+        self._compiling: list[tuple[Client, Submit]] = []
+        self._aborted: set[tuple[str, str]] = set()  # (session, request id) of what compiles
         self._kept: dict[bytes, dict[int, Request]] = {}
         self.failure: BaseException | None = None
 
@@ -114,6 +123,8 @@ class FakeEngine(threading.Thread):
                     self._check_silence(client)
                     if idle and not busy and not self.has("no-pings"):
                         self._send(client, Ping())
+                if idle:
+                    self._compile()
                 if not self._pauses or self.has("pause-ignored"):
                     self._step()
         except BaseException as error:
@@ -185,8 +196,7 @@ class FakeEngine(threading.Thread):
             frames = [frames[0], frames[1].replace(b"\xcb\0\0\0\0\0\0\0\0", b"\x01", 1)]
         try:
             message = self._decoder.decode(frames)
-            if self._minor < 5:
-                _know_no_1_5(message)
+            _know_only(message, self._minor)
             return message
         except InvalidSubmitError as error:
             text = "bad request" if self.has("unnamed-field") else str(error)
@@ -198,12 +208,12 @@ class FakeEngine(threading.Thread):
 
     def _welcome(self, routing_id: bytes, hello: Hello) -> None:
         if hello.protocol[0] != 1 and not self.has("other-major-welcome"):
-            refused = Refused(message="no", supported=[] if self.has("no-versions") else [(1, 5)])
+            refused = Refused(message="no", supported=[] if self.has("no-versions") else [(1, 6)])
             self._socket.send(routing_id, encode(refused))
             return
         if len(self._clients) >= MAX_NUM_CLIENTS and not self.has("clients-endless"):
             retry = None if self.has("refusal-without-retry") else 0.5
-            refused = Refused(message="full", supported=[(1, 5)], retry_after_s=retry)
+            refused = Refused(message="full", supported=[(1, 6)], retry_after_s=retry)
             self._socket.send(routing_id, encode(refused))
             return
         self._num_sessions += 1
@@ -227,7 +237,7 @@ class FakeEngine(threading.Thread):
             engine_instance=instance,
             model=card,
             limits=limits,
-            capabilities=["prefix_caching"],
+            capabilities=["prefix_caching", *(["structured_outputs"] if self._structured else [])],
         )
         self._send(client, welcome)
 
@@ -279,6 +289,31 @@ class FakeEngine(threading.Thread):
             retry = 0.5 if code == "overloaded" and not self.has("retry-untold") else None
             self._refuse(client.routing_id, code, text, submit.request_id, retry)
             return
+        wanted = submit.sampling and submit.sampling.structured_outputs
+        if wanted is not None and not self._structured and not self.has("structured-at-will"):
+            text = "structured_outputs: the engine has no such capability"
+            self._refuse(client.routing_id, "invalid_request", text, submit.request_id)
+        elif wanted is not None or (self._compiling and self.has("plain-overtake")):
+            self._compiling.append((client, submit))
+        else:
+            self._accept(client, submit)
+
+    def _compile(self) -> None:
+        """Answer the SUBMITs with structured outputs."""
+        waiting, self._compiling = self._compiling[::-1], []
+        aborted, self._aborted = self._aborted, set()
+        for client, submit in waiting[: 1 if self.has("compiles-the-newest-only") else None]:
+            try:
+                texts = self._model.texts(submit.sampling or EngineSamplingParams())
+                if client.routing_id in self._clients:
+                    self._accept(client, submit, texts)
+                    if (client.session, submit.request_id) in aborted:
+                        self._abort(client, [submit.request_id])
+            except UncompilableError as error:
+                text = str(error)
+                self._refuse(client.routing_id, "invalid_request", text, submit.request_id)
+
+    def _accept(self, client: Client, submit: Submit, texts: list[str] | None = None) -> None:
         self._num_handles += 0 if self.has("handle-reused") and self._num_handles > 3 else 1
         sampling = submit.sampling or EngineSamplingParams()
         first = self._num_handles
@@ -293,6 +328,7 @@ class FakeEngine(threading.Thread):
                 (seed + (0 if self.has("seeds-same") else i))
                 % (2**60 if self.has("seeds-do-not-wrap") else 2**53),
                 index=i,
+                texts=texts,
             )
             for i in range(sampling.n)
         ]
@@ -311,6 +347,10 @@ class FakeEngine(threading.Thread):
             requests = [r for r in client.requests.values() if r.request_id == request_id]
             if not requests and self.has("abort-answered"):
                 self._refuse(client.routing_id, "invalid_request", "no such request", request_id)
+            for owner, submit in self._compiling:
+                if (owner, submit.request_id) == (client, request_id):
+                    if not self.has("compiling-not-aborted"):
+                        self._aborted.add((client.session, request_id))
             if self.has("abort-of-one-sample"):
                 requests = requests[:1]
             for request in [] if self.has("abort-ignored") else requests:
@@ -462,13 +502,14 @@ class FakeEngine(threading.Thread):
             client.waiting.popleft()
 
 
-def _know_no_1_5(message: Message) -> None:
-    """Refuse what an engine of 1.4 would."""
-    if isinstance(message, Abort) and message.handles:
+def _know_only(message: Message, minor: int) -> None:
+    """Refuse what an engine of an older minor version would."""
+    newer = {name for name, since in NEWER_FIELDS.items() if since > minor}
+    if isinstance(message, Abort) and message.handles and "handles" in newer:
         raise ProtocolError("ABORT: the map has the unknown field `handles`")
     if isinstance(message, Submit) and message.sampling is not None:
         for name in msgspec.to_builtins(message.sampling):
-            if name in NEW_IN_1_5:
+            if name in newer:
                 text = f"SUBMIT: the map has the unknown field `{name}`"
                 raise InvalidSubmitError(text, message.request_id)
 

@@ -9,17 +9,25 @@ import hashlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Event, Limits, ModelCard, ModelFile, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
+from tests.conformance.fake_grammar import (
+    EOS_ID,
+    TOKENIZER,
+    VOCAB_SIZE,
+    UncompilableError,
+    may_follow,
+    texts_of,
+)
 from tests.conformance.fake_sampling import LogprobColumns, changes_logits, choose, logits_of
 
-VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE = 50, 4096, 16
+MAX_MODEL_LEN, BLOCK_SIZE = 4096, 16
 CHUNK_BYTES = 100
-FILES = {"tokenizer.json": bytes(range(256)) + b"end", "chat_template.jinja": b""}
-EOS_ID = 5
+FILES = {"tokenizer.json": TOKENIZER, "chat_template.jinja": b""}
 MAX_NUM_SEQS, MAX_QUEUED, MAX_NUM_CLIENTS, NUM_BLOCKS = 8, 40, 20, 300
 PING_INTERVAL_MS = 20
 INSTANCE = "0123456789abcdef" * 2
@@ -27,7 +35,7 @@ INSTANCE = "0123456789abcdef" * 2
 
 @dataclass
 class Request:
-    """A sample that has not ended. index: among those of its SUBMIT."""
+    """A sample that has not ended. index: among those of its SUBMIT. texts: what it may be."""
 
     request_id: str
     handle: int
@@ -37,6 +45,7 @@ class Request:
     index: int = 0
     output: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
+    texts: list[str] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -158,6 +167,25 @@ class FakeModel:
             return "overloaded", "try again"
         return "", ""
 
+    def texts(self, sampling: EngineSamplingParams) -> list[str] | None:
+        """What the output may be; None if nothing is wanted.
+
+        Raises:
+            UncompilableError: what is wanted is nothing.
+        """
+        if sampling.structured_outputs is None:
+            return None
+        try:
+            texts = texts_of(sampling.structured_outputs)
+            misread = self.has("structured-misread") and sampling.structured_outputs.regex
+            return [f"{text}a" for text in texts] if misread else texts
+        except UncompilableError:
+            if self.has("uncompilable-taken"):
+                return None
+            if self.has("place-untold"):
+                raise UncompilableError("it cannot be compiled") from None
+            raise
+
     def next(self, request: Request, num_steps: int) -> tuple[int | None, Event]:
         """A request's next token, None if none is left, and what is to be said with it."""
         sampling, first = request.sampling, request.num_tokens == 0
@@ -165,8 +193,12 @@ class FakeModel:
         if self.has("seed-ignored") or (self.has("not-greedy") and sampling.greedy):
             noise = num_steps
         token: int | None = self.best(request, noise)
-        if changes_logits(sampling):
+        texts = None if self.has("structured-ignored") else request.texts
+        if changes_logits(sampling) or texts is not None:
             logits = logits_of(self.best(request, noise), VOCAB_SIZE)
+            if texts is not None:
+                follow = may_follow(texts, request.output, self._defects)
+                logits = [x if token in follow else -inf for token, x in enumerate(logits)]
             prompt, output = request.prompt, request.output
             token = choose(logits, sampling, prompt, output, EOS_ID, self._defects)
         if token is None:

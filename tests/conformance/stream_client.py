@@ -68,7 +68,9 @@ class StreamClient:
                     if self._defect != "no-pong":
                         self.send(Op.PONG, {"nonce": nonce})
                 case Error(code=code, message=text, retry_after_s=retry_after_s):
-                    if self._defect != "ignores-errors":
+                    ours = message.request_id in (None, "r") or self._defect == "any-error"
+                    text = "" if self._defect == "code-only" else text
+                    if ours and self._defect != "ignores-errors":
                         self.fail(f"{code}: {text} {retry_after_s}")
                 case Bye(reason=reason):
                     if self._defect != "ignores-bye":
@@ -83,7 +85,7 @@ class StreamClient:
         if defect == "no-hello":
             self.send(Op.PING, {})
         extra = {"clientt": "x"} if defect == "unknown-field" else {}
-        self.send(Op.HELLO, {"protocol": [1, 5]} | extra)
+        self.send(Op.HELLO, {"protocol": [1, 6]} | extra)
         welcome = self.receive()
         if not isinstance(welcome, Welcome) or welcome.protocol[0] != 1:
             self.fail(f"no WELCOME of 1.x, but {welcome}")
@@ -100,6 +102,9 @@ class StreamClient:
         while reason is None:
             message = self.receive()
             if isinstance(message, Accepted):
+                first = self._defect == "first-answer" and self._handle is None
+                if not first and (message.request_id != "r" or defect == "first-answer"):
+                    continue
                 self._handle = message.handle or (None if defect == "no-zero" else 0)
             elif isinstance(message, Output):
                 reason = self.take(message)

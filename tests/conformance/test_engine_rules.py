@@ -19,6 +19,7 @@ SHORT_PATIENCE_S = 3.0
 SINCE_1_5 = {
     f"nanocore.conformance.engine_{name}" for name in ("samples", "logprobs", "parameters")
 }
+STRUCTURED = "nanocore.conformance.engine_structured"
 RULES = {rule.name: rule for rule in ENGINE_RULES.all}
 
 
@@ -40,6 +41,21 @@ def test_a_healthy_engine_passes_every_rule(endpoint: str) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("minor", [5, 6])
+def test_an_engine_without_structured_outputs_is_not_asked_for_them(
+    endpoint: str, minor: int
+) -> None:
+    with fake_engine(endpoint, minor=minor, structured=False):
+        one = under_test(endpoint)
+        results = [one.run(rule) for rule in RULES.values() if not rule.slow]
+    assert [str(result) for result in results if result.outcome == "fail"] == []
+    skipped = {result.name for result in results if result.outcome == "skip"}
+    assert skipped == {
+        name for name, rule in RULES.items() if rule.body.__module__ == STRUCTURED
+    } - ({"structured-outputs-need-their-capability"} if minor == 6 else set())
+
+
+@pytest.mark.campaign
 def test_an_engine_of_1_4_is_not_asked_for_what_came_later(endpoint: str) -> None:
     with fake_engine(endpoint, minor=4):
         one = under_test(endpoint)
@@ -47,7 +63,7 @@ def test_an_engine_of_1_4_is_not_asked_for_what_came_later(endpoint: str) -> Non
     assert [str(result) for result in results if result.outcome == "fail"] == []
     skipped = {result.name for result in results if result.outcome == "skip"}
     assert skipped == {
-        name for name, rule in RULES.items() if rule.body.__module__ in SINCE_1_5
+        name for name, rule in RULES.items() if rule.body.__module__ in SINCE_1_5 | {STRUCTURED}
     } | {"mistyped-parameters-are-guessed"}
 
 
@@ -208,6 +224,25 @@ DEFECTS = {
     "presence-ignored": ("penalties-keep-their-order", "with presence_penalty=2"),
     "ids-unchecked": ("parameters-name-tokens-of-the-vocabulary", "invalid_request"),
     "biases-weak": ("biases-choose-and-forbid", "alone"),
+    "structured-at-will": ("structured-outputs-need-their-capability", "'invalid_request'"),
+    "structured-ignored": ("outputs-are-what-was-wanted", "a text of {'choice'"),
+    "structured-misread": ("outputs-are-what-was-wanted", "a text of {'regex': '[ab]{3}'}"),
+    "structured-eos-anywhere": ("eos-comes-only-where-the-output-can-end", "as a whole ''"),
+    "structured-eos-once": ("eos-comes-only-where-the-output-can-end", "then EOS until"),
+    "uncompilable-taken": (
+        "what-cannot-be-compiled-is-refused-with-its-place",
+        "ERROR invalid_request of",
+    ),
+    "place-untold": (
+        "what-cannot-be-compiled-is-refused-with-its-place",
+        "says where, of {'json'",
+    ),
+    "compiles-the-newest-only": (
+        "every-request-is-answered-whatever-is-compiled",
+        "of each SUBMIT nothing within",
+    ),
+    "compiling-not-aborted": ("abort-reaches-what-is-compiled", "'abort' of both samples"),
+    "plain-overtake": ("every-request-is-answered-whatever-is-compiled", "in the order"),
     "no-guesses": ("mistyped-parameters-are-guessed", "names 'temperature'"),
     "wrong-digest": ("files-are-what-the-card-says", "sha256"),
     "offset-ignored": ("files-can-be-read-from-anywhere", "from byte 1 on"),

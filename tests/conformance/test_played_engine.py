@@ -38,7 +38,7 @@ def test_what_a_client_said_as_it_exited_is_heard(tmp_path: Path) -> None:
     """Seen as a BYE that was missing where the machine was busy."""
     pid_pipe = tmp_path / "pid"
     os.mkfifo(pid_pipe)
-    socket = SocketReadByWaiting(encode(Hello(protocol=(1, 5), client="gone")), pid_pipe)
+    socket = SocketReadByWaiting(encode(Hello(protocol=(1, 6), client="gone")), pid_pipe)
     played = PlayedEngine(socket, ["sh", "-c", f"echo $$ > {pid_pipe}"], 30.0, set())
     try:
         played.hello()

@@ -23,13 +23,16 @@ from nanocore.protocol.fields import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS_TOKENS,
     MAX_CACHE_SALT_CHARS,
+    MAX_CHOICES,
     MAX_INT32,
     MAX_LOGIT_BIASES,
     MAX_REQUEST_ID_CHARS,
     MAX_STOP_TOKEN_IDS,
+    MAX_STRUCTURED_OUTPUTS_BYTES,
 )
 from nanocore.protocol.messages import Bye, Message, Op, Ping, Pong, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.campaign import examples
 from tests.protocol.samples import (
     CLIENT_MESSAGES,
@@ -347,11 +350,15 @@ def test_a_submit_that_repeats_a_field_endlessly_is_refused_before_it_is_decoded
 
 
 def test_a_submit_that_repeats_parameters_endlessly_is_refused_before_it_is_decoded() -> None:
-    sampling = b"\xde\x27\x10" + b"\xa5top_k\x00" * 10_000
+    sampling = b"\xde\x75\x30" + b"\xa5top_k\x00" * 30_000
     body = _submit_with(b"sampling", sampling, 1)
-    with pytest.raises(InvalidSubmitError, match=r"700.. bytes beside the prompt") as caught:
+    with pytest.raises(InvalidSubmitError, match=r"2100.. bytes beside the prompt") as caught:
         engine_decoder().decode([b"\x10", body])
     assert caught.value.request_id == "r"
+
+
+CHOICES = ["x" * (MAX_STRUCTURED_OUTPUTS_BYTES // MAX_CHOICES)] * MAX_CHOICES
+"""What takes the most bytes on the wire: every text has a head."""
 
 
 def test_the_largest_request_needs_half_of_what_a_submit_may_have_beside_its_prompt() -> None:
@@ -365,6 +372,7 @@ def test_the_largest_request_needs_half_of_what_a_submit_may_have_beside_its_pro
         "allowed_token_ids": ids[:MAX_ALLOWED_TOKEN_IDS],
         "logit_bias": [[token_id, 1.1] for token_id in ids[:MAX_LOGIT_BIASES]],
         "bad_words_token_ids": [ids[i : i + 4] for i in range(0, MAX_BAD_WORDS_TOKENS, 4)],
+        "structured_outputs": {"choice": CHOICES},
     }
     body = msgspec.msgpack.encode(
         {
@@ -375,7 +383,7 @@ def test_the_largest_request_needs_half_of_what_a_submit_may_have_beside_its_pro
             "cache_salt": "\U0001f4a9" * MAX_CACHE_SALT_CHARS,
         }
     )
-    assert 0.9 * MAX_SUBMIT_BYTES < 2 * len(body) <= MAX_SUBMIT_BYTES
+    assert 0.95 * MAX_SUBMIT_BYTES < 2 * len(body) <= 1.1 * MAX_SUBMIT_BYTES
 
 
 @pytest.mark.parametrize(
@@ -424,7 +432,7 @@ def test_a_submit_may_be_as_long_as_its_prompt() -> None:
 
 
 def test_a_submit_may_have_all_its_fields_at_their_longest_in_the_longest_forms() -> None:
-    """Integers of 64 bits and arrays of 32, as simple encoders write them: 64 KiB hold them."""
+    """Integers of 64 bits and arrays of 32, as simple encoders write them."""
 
     def ids(count: int) -> bytes:
         return b"\xdd" + count.to_bytes(4, "big") + b"\xd3\0\0\0\0\0\0\xff\xff" * count
@@ -432,11 +440,14 @@ def test_a_submit_may_have_all_its_fields_at_their_longest_in_the_longest_forms(
     bias = b"\xdd\0\0\4\0" + b"".join(
         b"\xdd\0\0\0\2\xd3" + i.to_bytes(8, "big") + b"\xcb" + bytes(8) for i in range(1024)
     )
+    choices = b"\xdd" + len(CHOICES).to_bytes(4, "big")
+    choices += b"".join(b"\xdb" + len(c).to_bytes(4, "big") + c.encode() for c in CHOICES)
     fields = {
         b"stop_token_ids": ids(128), b"allowed_token_ids": ids(1024), b"logit_bias": bias,
         b"bad_words_token_ids": b"\xdd\0\0\1\0" + ids(4) * 256,
+        b"structured_outputs": b"\xdf\0\0\0\1\xdb\0\0\0\6choice" + choices,
     }  # fmt: skip
-    sampling = b"\xdf\0\0\0\4" + b"".join(
+    sampling = b"\xdf\0\0\0\5" + b"".join(
         b"\xdb" + len(name).to_bytes(4, "big") + name + value for name, value in fields.items()
     )
     body = msgspec.msgpack.encode({"request_id": "😀" * 256, "cache_salt": "😀" * 1024})
@@ -445,6 +456,8 @@ def test_a_submit_may_have_all_its_fields_at_their_longest_in_the_longest_forms(
     assert isinstance(message, Submit)
     assert message.sampling is not None
     assert len(message.sampling.logit_bias) == 1024
+    assert message.sampling.structured_outputs == StructuredOutputs(choice=CHOICES)
+    assert len(body) <= 0.75 * MAX_SUBMIT_BYTES
 
 
 def test_a_long_body_that_is_no_prompt_is_refused() -> None:

@@ -84,7 +84,11 @@ def valid(
     """A message. body: what is read; raw: the body's bytes, if they are not simply `body`'s."""
     line = _line(sender, op, name, pack(body) if raw is None else raw)
     line["message"] = _readable(body)
-    if sender == "client" and NEW_IN_1_5 & (body.keys() | (body.get("sampling") or {}).keys()):
+    sampling = body.get("sampling") or {}
+    if sender == "client" and "structured_outputs" in sampling:
+        wanted = sampling["structured_outputs"]
+        line["presumes"] = "protocol 1.6" if wanted is None else "structured outputs"
+    elif sender == "client" and NEW_IN_1_5 & (body.keys() | sampling.keys()):
         line["presumes"] = "protocol 1.5"
     if raw is None and _has_one_form(body):
         line["canonical"] = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from tests.protocol_files import structured_outputs
 from tests.protocol_files.bodies import FULL_CLIENT, FULL_ENGINE, MAX_INT, MORE_STATS, PROMPT, STATS
 from tests.protocol_files.lines import (
     ABORT,
@@ -66,7 +67,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "sampling.frequency_penalty": "float", "sampling.repetition_penalty": "float",
             "sampling.allowed_token_ids": "list?", "sampling.logprobs": "int?",
             "sampling.prompt_logprobs": "int?", "sampling.logit_bias": "list",
-            "sampling.bad_words_token_ids": "list",
+            "sampling.bad_words_token_ids": "list", "sampling.structured_outputs": "map?",
         },
         ABORT: {"request_ids": "list!", "handles": "bin"},
         PING: {"nonce": "int"},
@@ -226,7 +227,8 @@ def unknown_fields() -> Iterator[Line]:
     for op, path in (
         (HELLO, "cliend"), (SUBMIT, "stop"), (SUBMIT, "prioritty"), (SUBMIT, "sampling.temprature"),
         (SUBMIT, "sampling.best_of"), (SUBMIT, "sampling.stop"), (SUBMIT, "sampling.bad_words"),
-        (SUBMIT, "sampling.logprob"), (ABORT, "handle"), (ABORT, "request_id"),
+        (SUBMIT, "sampling.logprob"), (SUBMIT, "sampling.json"), (SUBMIT, "sampling.guided_json"),
+        (SUBMIT, "sampling.response_format"), (ABORT, "handle"), (ABORT, "request_id"),
         (CONTROL, "ofset"),
     ):  # fmt: skip
         yield bad("client", op, f"unknown-{path}", changed(FULL_CLIENT[op], path, 1))
@@ -255,6 +257,10 @@ def submit_values() -> Iterator[Line]:
         "stop-token-ids-of-64-bits": {"stop_token_ids": [2**64 - 1]},
     }  # fmt: skip
     samplings |= bad_parameters_of_1_5()
+    samplings |= {
+        f"structured-{name}": {"structured_outputs": wanted}
+        for name, wanted in structured_outputs.malformed().items()
+    }
     for name, sampling in samplings.items():
         yield bad("client", SUBMIT, name, small | {"sampling": sampling})
     for name, change in {

@@ -10,12 +10,17 @@ import re
 
 import msgspec
 
-from nanocore.protocol.fields import MAX_BAD_WORDS, MAX_LOGIT_BIASES
+from nanocore.protocol.fields import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STRUCTURED_OUTPUTS_BYTES,
+)
 from nanocore.protocol.sampling import (
     MAX_LOGIT_BIAS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     CommonSamplingParams,
+    EngineSamplingParams,
     SamplingParams,
 )
 from tests.protocol_files.tables import keywords, range_of, schema_of
@@ -29,6 +34,7 @@ ACTS_IN = {
     **dict.fromkeys(("n", "skip_reading_prefix_cache"), "admission"),
     **dict.fromkeys(("max_tokens", "stop_token_ids", "ignore_eos"), "after a step"),
     "bad_words": "client, step",
+    "structured_outputs": "admission, step",
     **dict.fromkeys(("stop", "include_stop_str_in_output"), "client"),
     **dict.fromkeys(("skip_special_tokens", "detokenize"), "client"),
 }
@@ -37,9 +43,11 @@ _TEXTS = f"texts of 1 to {MAX_STOP_STRING_CHARS} characters"
 _RANGES = {
     "logit_bias": f"at most {MAX_LOGIT_BIASES}, each {-MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}",
     "bad_words": f"at most {MAX_BAD_WORDS // 2} {_TEXTS}",
+    "structured_outputs": f"one kind, at most {MAX_STRUCTURED_OUTPUTS_BYTES // 2**10} KiB",
     "stop": f"at most {MAX_STOP_STRINGS} {_TEXTS}",
 }
 """Of parameters that are checked by more than their annotations."""
+_ENGINES_NAMES = {"bad_words": "bad_words_token_ids"}
 
 
 def meanings() -> dict[str, str]:
@@ -54,13 +62,12 @@ def meanings() -> dict[str, str]:
 
 def parameter_rows() -> list[list[str]]:
     """[parameter, default, range, acts in, protocol, meaning] of each, the engine's first."""
-    properties = schema_of(CommonSamplingParams)["properties"]
+    properties = schema_of(EngineSamplingParams)["properties"]
     described = meanings()
     rows = []
     for field in msgspec.structs.fields(SamplingParams):
-        schema = properties.get(field.name)
-        is_clients = schema is None and field.name not in ("logit_bias", "bad_words")
-        since = "any" if is_clients else keywords(schema or {}).get("since", "1.0")
+        schema = properties.get(_ENGINES_NAMES.get(field.name, field.name))
+        since = "any" if schema is None else keywords(schema).get("since", "1.0")
         default = field.default
         if default is msgspec.NODEFAULT:
             default = field.default_factory()  # type: ignore[operator]
@@ -70,7 +77,7 @@ def parameter_rows() -> list[list[str]]:
                 repr(default),
                 _RANGES.get(field.name) or range_of(schema or {}),
                 ACTS_IN.get(field.name, "step"),
-                "1.5" if schema is None and not is_clients else since,
+                since,
                 described[field.name],
             ]
         )

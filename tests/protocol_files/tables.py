@@ -22,6 +22,7 @@ from nanocore.protocol.messages import (
     TokenLogprobs,
 )
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
+from nanocore.protocol.structured_outputs import StructuralTag, Structure, StructuredOutputs
 
 Struct = type[msgspec.Struct]
 HEADINGS: dict[str, Struct] = {
@@ -33,13 +34,20 @@ HEADINGS: dict[str, Struct] = {
     "#### Log probabilities": TokenLogprobs,
     "#### Stats": Stats,
     "## 9. Sampling parameters": EngineSamplingParams,
+    "### Structured outputs": StructuredOutputs,
+    "#### Structural tag": StructuralTag,
+    "#### Structure": Structure,
 }
 """Which struct the table under a heading describes."""
 SAME_TABLE: dict[str, Struct] = {"## 9. Sampling parameters": DefaultSampling}
 """Structs with the same fields; they differ in what becomes of unknown ones."""
 ELSEWHERE = {"sampling": "section 9", "default_sampling": "section 9", "code": "section 12"}
 """Fields whose range is a table of its own."""
-FIRST_SINCE = {ModelFile: "1.3", TokenLogprobs: "1.5"}
+FIRST_SINCE = {
+    ModelFile: "1.3",
+    TokenLogprobs: "1.5",
+    **dict.fromkeys((StructuredOutputs, StructuralTag, Structure), "1.6"),
+}
 
 
 def expected_rows(struct: Struct) -> list[list[str]]:

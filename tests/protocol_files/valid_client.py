@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tests.protocol_files import structured_outputs
 from tests.protocol_files.bodies import FULL_CLIENT, MAX_INT, PROMPT
 from tests.protocol_files.lines import (
     ABORT,
@@ -84,7 +85,7 @@ def hellos() -> Iterator[Line]:
     for name, body in {
         "minimal": {"protocol": [1, 0]},
         "full": FULL_CLIENT[HELLO],
-        "unicode": {"protocol": [1, 5], "client": "Ω-client/1 ✓"},
+        "unicode": {"protocol": [1, 6], "client": "Ω-client/1 ✓"},
         "later-minor": {"protocol": [1, 255]},
         "other-major": {"protocol": [2, 0]},
         "earlier-major": {"protocol": [0, 9]},
@@ -116,6 +117,11 @@ def submits() -> Iterator[Line]:
     nils = {"sampling": {"seed": None, "max_tokens": None}, "cache_salt": None}
     yield valid("client", SUBMIT, "nil-inside", SUBMIT_BODY | nils)
     yield valid("client", SUBMIT, "nil-sampling", SUBMIT_BODY | {"sampling": None})
+    for name, wanted in structured_outputs.VALID.items():
+        sampling = {"structured_outputs": wanted, "max_tokens": 2}
+        yield valid("client", SUBMIT, f"structured-{name}", SUBMIT_BODY | {"sampling": sampling})
+    nil = {"sampling": {"structured_outputs": None, "max_tokens": 2}}
+    yield valid("client", SUBMIT, "structured-outputs-nil", SUBMIT_BODY | nil)
     yield from submit_forms()
 
 

@@ -67,7 +67,7 @@ def welcomes_and_refusals() -> Iterator[Line]:
         inner = path.rsplit(".", 1)[-1].replace("_", "-")
         raw = pack(changed(full, f"{path}.new_in_9", [{"x": None}]))
         yield valid("engine", WELCOME, f"unknown-field-in-{inner}", full, raw=raw)
-    for name, versions in {"one": [[1, 5]], "several": [[1, 5], [2, 0]], "none": []}.items():
+    for name, versions in {"one": [[1, 6]], "several": [[1, 6], [2, 0]], "none": []}.items():
         yield valid("engine", REFUSED, name, {"message": "no", "supported": versions})
     for name, retry in {"full": 1.5, "retry-at-once": 0.0, "retry-nil": None}.items():
         yield valid("engine", REFUSED, name, FULL_ENGINE[REFUSED] | {"retry_after_s": retry})

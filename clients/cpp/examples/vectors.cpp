@@ -73,7 +73,11 @@ Map to_map(const ordered_json& message) {
             map.put(name, value.get<int64_t>());
         else if (!value.empty() && value[0].is_string())
             map.put(name, value.get<vector<string>>());
-        else if (name == "logit_bias")
+        else if (!value.empty() && value[0].is_object()) {
+            vector<Map> maps;
+            for (const auto& inner : value) maps.push_back(to_map(inner));
+            map.put(name, maps);
+        } else if (name == "logit_bias")
             map.put(name, value.get<vector<std::pair<int64_t, double>>>());
         else if (!value.empty() && value[0].is_array())
             map.put(name, value.get<vector<vector<int64_t>>>());

@@ -1,20 +1,21 @@
 /**
- * One greedy request, its token ids on stdout as they arrive:
+ * One greedy request, its token ids on stdout as they arrive; of a structured output, if one is given as JSON:
  *
- *     node stream.mjs ENDPOINT PROMPT_TOKEN_IDS [MAX_TOKENS]
+ *     node stream.mjs ENDPOINT PROMPT_TOKEN_IDS [MAX_TOKENS] ['{"choice": ["yes", "no"]}']
  */
 import { Engine } from "nanocore-client";
 
-const [endpoint, prompt, maxTokens = "16"] = process.argv.slice(2);
+const [endpoint, prompt, maxTokens = "16", structured = "null"] = process.argv.slice(2);
 if (!prompt) {
-  console.error("usage: node stream.mjs ENDPOINT PROMPT_TOKEN_IDS [MAX_TOKENS]");
+  console.error("usage: node stream.mjs ENDPOINT PROMPT_TOKEN_IDS [MAX_TOKENS] [STRUCTURED_OUTPUTS]");
   process.exit(2);
 }
 
 let engine;
 try {
   engine = await Engine.connect(endpoint);
-  const sampling = { temperature: 0, max_tokens: Number(maxTokens) };
+  const structured_outputs = JSON.parse(structured) ?? undefined;
+  const sampling = { temperature: 0, max_tokens: Number(maxTokens), structured_outputs };
   for await (const { token_ids, finish_reason } of engine.generate(
     prompt.split(",").map(Number),
     sampling,

@@ -77,9 +77,8 @@ export class Engine {
     const { request_id = randomUUID(), signal, ...fields } = options;
     if (this.#streams.has(request_id))
       throw new EngineError("duplicate_request_id", `${request_id} is in use`);
-    const parameter = tooNew(this.welcome, sampling);
-    if (parameter)
-      throw new EngineError("invalid_request", `${parameter} needs an engine of protocol 1.5`);
+    const why = tooNew(this.welcome, sampling);
+    if (why) throw new EngineError("invalid_request", why);
     const stream = newEmitter();
     let numOpen = sampling?.n ?? 1;
     const outputs = on(stream, "output", { signal });

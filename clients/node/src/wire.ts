@@ -4,7 +4,7 @@
  */
 import { decode as unpackBody, encode as packBody } from "@msgpack/msgpack";
 
-export const PROTOCOL_VERSION = [1, 5];
+export const PROTOCOL_VERSION = [1, 6];
 export enum Op {
   HELLO = 0x01,
   WELCOME = 0x02,
@@ -21,6 +21,16 @@ export enum Op {
   BYE = 0x41,
 }
 
+/** What the output must be: exactly one of the first six. A schema is JSON text. */
+export interface StructuredOutputs {
+  json?: string;
+  regex?: string;
+  choice?: string[];
+  grammar?: string;
+  json_object?: boolean;
+  structural_tag?: { structures: { begin: string; schema: string; end: string }[]; triggers: string[] };
+  disable_any_whitespace?: boolean;
+}
 export interface SamplingParams {
   temperature?: number;
   top_p?: number;
@@ -41,14 +51,16 @@ export interface SamplingParams {
   prompt_logprobs?: number | null;
   logit_bias?: [token_id: number, bias: number][];
   bad_words_token_ids?: number[][];
+  structured_outputs?: StructuredOutputs | null;
 }
 /** What engines before 1.5 know. */
 const OLD_PARAMS =
   "temperature top_p top_k min_p seed max_tokens stop_token_ids ignore_eos skip_reading_prefix_cache".split(" ");
-/** A sampling parameter that such an engine does not know; undefined if there is none. */
+/** Which sampling parameter an engine does not know, and which it needs; undefined if there is none. */
 export function tooNew({ protocol: [, minor] }: Welcome, sampling: object = {}) {
-  if (minor >= 5) return undefined;
-  return Object.entries(sampling).find(([name, value]) => value !== undefined && !OLD_PARAMS.includes(name))?.[0];
+  const since = (name: string) => (name === "structured_outputs" ? 6 : OLD_PARAMS.includes(name) ? 0 : 5);
+  const found = Object.entries(sampling).find(([name, value]) => value !== undefined && minor < since(name));
+  return found && `${found[0]} needs an engine of protocol 1.${since(found[0])}`;
 }
 export interface ModelCard {
   model: string;

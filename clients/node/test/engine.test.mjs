@@ -13,7 +13,7 @@ async function collect(outputs) {
 
 test("the session opens with HELLO and tells what the engine said of itself", async (context) => {
   const { played, engine } = await open(context);
-  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 5]);
+  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 6]);
   assert.equal(engine.welcome.model.vocab_size, 8);
   await engine.close();
   assert.equal(await played.count(Op.BYE), 1);
@@ -35,7 +35,7 @@ test("an engine that is full says when to try again", async (context) => {
   const full = { code: "overloaded", message: "64 clients", retryAfterS: 2 };
   const connecting = assert.rejects(Engine.connect(played.endpoint), full);
   await played.message(Op.HELLO);
-  played.say(Op.REFUSED, { message: "64 clients", supported: [[1, 5]], retry_after_s: 2 });
+  played.say(Op.REFUSED, { message: "64 clients", supported: [[1, 6]], retry_after_s: 2 });
   await connecting;
 });
 
@@ -173,6 +173,35 @@ test("an engine of 1.4 is not sent parameters of 1.5", async (context) => {
   assert.equal((await old).length, 1);
   await engine.close();
   assert.equal(await played.count(Op.SUBMIT), 1);
+});
+
+test("an engine of 1.5 is not sent structured outputs", async (context) => {
+  const played = await PlayedEngine.start(context, { welcome: { ...welcome(), protocol: [1, 5] } });
+  const engine = await Engine.connect(played.endpoint);
+  const message = "structured_outputs needs an engine of protocol 1.6";
+  const sampling = { n: 1, structured_outputs: { json_object: true } };
+  await assert.rejects(engine.generate([1], sampling).next(), { code: "invalid_request", message });
+  await engine.close();
+  assert.equal(await played.count(Op.SUBMIT), 0);
+});
+
+test("a schema's answer may be overtaken, and its refusal is its own", async (context) => {
+  const { played, engine } = await open(context);
+  const structured_outputs = { json: JSON.stringify({ type: "integr" }) };
+  const refused = collect(engine.generate([1], { structured_outputs }, { request_id: "a" }));
+  const next = collect(engine.generate([1], undefined, { request_id: "b" }));
+  await played.accept(7, 1);
+  played.say(Op.OUTPUT, { handles: column(7), tokens: column(3) });
+  const error = { code: "invalid_request", message: "structured_outputs.json: at /type" };
+  played.say(Op.ERROR, { ...error, request_id: "a" });
+  await assert.rejects(refused, error);
+  played.say(Op.OUTPUT, { events: [{ handle: 7, finish_reason: "length" }] });
+  assert.deepEqual(
+    (await next).flatMap(({ token_ids }) => token_ids),
+    [3],
+  );
+  assert.deepEqual((await played.message(Op.SUBMIT)).sampling, { structured_outputs });
+  await engine.close();
 });
 
 test("an error about a request is its own, typed", async (context) => {

@@ -25,7 +25,7 @@ const limits = {
 };
 
 export const welcome = (model = {}) => ({
-  protocol: [1, 5],
+  protocol: [1, 6],
   session: "s",
   engine_instance: "i",
   model: { ...card, ...model },

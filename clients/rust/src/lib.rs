@@ -116,7 +116,9 @@ struct Stream {
     num_open: u64,
 }
 
-const SINCE_1_5: [&str; 10] = [
+/// The first came with 1.6, the others with 1.5.
+const NEW_PARAMETERS: [&str; 11] = [
+    "structured_outputs",
     "n",
     "min_tokens",
     "presence_penalty",
@@ -174,7 +176,7 @@ impl Engine {
         };
         new.send(
             0x01,
-            json!({ "protocol": [1, 5], "client": "nanocore-rust" }),
+            json!({ "protocol": [1, 6], "client": "nanocore-rust" }),
         )?;
         while new.welcome.is_null() {
             new.poll(true)?;
@@ -187,10 +189,12 @@ impl Engine {
     pub fn submit(&mut self, prompt: &[i32], fields: Value) -> Result<String> {
         let sampling = &fields["sampling"];
         let num_samples = sampling["n"].as_u64().unwrap_or(1);
-        let newer = SINCE_1_5.iter().find(|name| !sampling[**name].is_null());
-        if let (Some(name), Some(0..=4)) = (newer, self.welcome["protocol"][1].as_u64()) {
-            let text = format!("{name} needs an engine of protocol 1.5");
-            return Err(error("refused", text));
+        for (i, name) in NEW_PARAMETERS.iter().enumerate() {
+            let since = if i == 0 { 6 } else { 5 };
+            let is_new = self.welcome["protocol"][1].as_u64() < Some(since);
+            if is_new && !sampling[*name].is_null() {
+                return Err(error("refused", format!("{name} needs protocol 1.{since}")));
+            }
         }
         let object = BTreeMap::<String, Raw>::deserialize(fields);
         let mut body = object.map_err(|cause| error("refused", cause))?;

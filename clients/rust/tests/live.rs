@@ -97,6 +97,31 @@ fn samples_have_seeds_of_their_own_and_log_probabilities() {
 
 #[test]
 #[ignore = "needs an engine"]
+fn structured_outputs_end_and_one_that_is_none_is_refused_alone() {
+    let mut engine = connect();
+    let schema = json!({ "properties": { "age": { "type": "integr" } } }).to_string();
+    let wanted = [
+        json!({ "json": schema }),
+        json!({ "json": json!({ "enum": ["red", 5] }).to_string() }),
+        json!({ "regex": "[ab]{3}" }),
+        json!({ "choice": ["yes", "no"] }),
+    ];
+    let requests = wanted.map(|wanted| {
+        let sampling = json!({ "structured_outputs": wanted, "max_tokens": 64 });
+        engine
+            .submit(&[1, 2, 3], json!({ "sampling": sampling }))
+            .expect("sent")
+    });
+    let refusal = engine.next(&requests[0]).expect_err("no such type");
+    assert_eq!(refusal.code, "invalid_request");
+    assert!(refusal.message.contains("/properties/age"), "{refusal}");
+    for request in &requests[1..] {
+        assert_eq!(read(&mut engine, request).1, "stop");
+    }
+}
+
+#[test]
+#[ignore = "needs an engine"]
 fn one_aborted_and_one_left_are_both_aborted() {
     let (mut watcher, mut engine) = (connect(), connect());
     let num_waiting = stat(&mut watcher, "num_requests_waiting");

@@ -61,7 +61,7 @@ fn welcome() -> Value {
         "max_frame_bytes": 1 << 24, "max_num_seqs": 8, "ping_interval_ms": 1000,
         "session_timeout_ms": 30000,
     });
-    let (protocol, session) = ([1, 5], "s");
+    let (protocol, session) = ([1, 6], "s");
     json!({
         "protocol": protocol, "session": session, "engine_instance": "i", "model": model,
         "limits": limits,
@@ -87,7 +87,7 @@ fn session_at(
             router,
             client: Vec::new(),
         };
-        assert_eq!(peer.expect(0x01)["protocol"], json!([1, 5]));
+        assert_eq!(peer.expect(0x01)["protocol"], json!([1, 6]));
         peer.send(WELCOME, welcome);
         script(&mut peer);
     });
@@ -274,21 +274,54 @@ fn log_probabilities_are_told_with_their_tokens() {
 }
 
 #[test]
-fn an_engine_of_1_4_is_not_sent_parameters_of_1_5() {
-    let old = Value::Object({
-        let mut fields = welcome().as_object().unwrap().clone();
-        fields.insert("protocol".into(), json!([1, 4]));
-        fields
+fn an_older_engine_is_not_sent_parameters_that_it_does_not_know() {
+    let wanted = json!({ "json_object": true });
+    for (minor, parameter, value, message) in [
+        (4, "logprobs", json!(0), "logprobs needs protocol 1.5"),
+        (
+            5,
+            "structured_outputs",
+            wanted,
+            "structured_outputs needs protocol 1.6",
+        ),
+    ] {
+        let mut old = welcome();
+        old["protocol"] = json!([1, minor]);
+        let script = |peer: &mut Peer| drop(peer.expect(0x41));
+        let (mut engine, peer) = session_at("ipc://*", router(), None, old, script);
+        let mut sampling = json!({ "top_k": 1 });
+        sampling[parameter] = value;
+        let error = engine
+            .submit(&[1], json!({ "sampling": sampling }))
+            .unwrap_err();
+        assert_eq!((&*error.code, &*error.message), ("refused", message));
+        drop(engine);
+        peer.join().unwrap();
+    }
+}
+
+#[test]
+fn a_schemas_answer_may_be_overtaken_and_its_refusal_is_its_own() {
+    let (mut engine, peer) = session(|peer| {
+        let (bad, good) = (peer.expect(0x10), peer.expect(0x10));
+        let wanted = json!({ "json": "{\"type\": \"integr\"}" });
+        assert_eq!(bad["sampling"]["structured_outputs"], wanted);
+        let id = &good["request_id"];
+        peer.send(0x11, json!({ "request_id": id, "handle": 7, "seed": 0 }));
+        peer.send(OUTPUT, tokens(&[7], &[1], None));
+        let id = &bad["request_id"];
+        let refusal = json!({ "code": "invalid_request", "message": "at /type", "request_id": id });
+        peer.send(ERROR, refusal);
+        peer.send(OUTPUT, ends(&[7]));
     });
-    let script = |peer: &mut Peer| drop(peer.expect(0x41));
-    let (mut engine, peer) = session_at("ipc://*", router(), None, old, script);
-    let sampling = json!({ "sampling": { "top_k": 1, "logprobs": 0 } });
-    let error = engine.submit(&[1], sampling).unwrap_err();
-    assert_eq!(
-        (&*error.code, &*error.message),
-        ("refused", "logprobs needs an engine of protocol 1.5")
-    );
-    drop(engine);
+    let wanted = json!({ "json": json!({ "type": "integr" }).to_string().replace(':', ": ") });
+    let bad = json!({ "sampling": { "structured_outputs": wanted } });
+    let bad = engine.submit(&[1], bad).unwrap();
+    let good = engine.submit(&[1], json!({})).unwrap();
+    let refusal = engine.next(&bad).unwrap_err();
+    assert_eq!(&*refusal.message, "at /type");
+    assert_eq!(engine.next(&good), told(7, &[1]));
+    assert_eq!(engine.next(&good), ended(7));
     peer.join().unwrap();
 }
 
@@ -354,7 +387,7 @@ fn an_engine_that_is_full_says_when_to_try_again() {
             client: Vec::new(),
         };
         peer.expect(0x01);
-        let full = json!({ "message": "64 clients", "supported": [[1, 5]], "retry_after_s": 2 });
+        let full = json!({ "message": "64 clients", "supported": [[1, 6]], "retry_after_s": 2 });
         peer.send(REFUSED, full);
     });
     let error = Engine::connect(&endpoint, 10_000, None)

@@ -1,4 +1,4 @@
-// A client of nanocore engines (PROTOCOL.md 1.5) on cppzmq and msgpack-c. An Engine is a session.
+// A client of nanocore engines (PROTOCOL.md 1.6) on cppzmq and msgpack-c. An Engine is a session.
 // It and its Streams, which must go first, belong to one thread: whoever waits takes in what
 // arrives for all and answers PINGs. A program that waits for nothing calls Engine::poll, or the
 // engine ends the session after 30 s.
@@ -141,10 +141,13 @@ inline vector<std::pair<uint32_t, TokenLogprobs>> entries(const Map& output, con
 struct CurveKeys {
     string server_public, client_public, client_secret;
 };
-/// Sampling parameters that older engines refuse.
-constexpr const char* since_1_5[]{
-    "n",          "min_tokens", "presence_penalty",  "frequency_penalty",   "repetition_penalty",
-    "logit_bias", "logprobs",   "prompt_logprobs",   "bad_words_token_ids", "allowed_token_ids"};
+/// Sampling parameters that older engines refuse: the first came with 1.6, the others with 1.5.
+constexpr const char* new_parameters[]{"structured_outputs",  "n",
+                                       "min_tokens",          "presence_penalty",
+                                       "frequency_penalty",   "repetition_penalty",
+                                       "logit_bias",          "logprobs",
+                                       "prompt_logprobs",     "bad_words_token_ids",
+                                       "allowed_token_ids"};
 class Engine {
 public:
     /// The output of a sample of a request, which is aborted if its Stream goes before it has ended.
@@ -194,7 +197,7 @@ public:
         socket_.set(zmq::sockopt::linger, 200);  // an ABORT or BYE just sent still leaves
         socket_.connect(endpoint);
         send(Op::hello,
-             Map().put("protocol", std::pair(1, 5)).put("client", string("nanocore-cpp")));
+             Map().put("protocol", std::pair(1, 6)).put("client", string("nanocore-cpp")));
         while (!welcome_) poll();
     }
     ~Engine() {
@@ -213,9 +216,12 @@ public:
                                                    const optional<Map>& sampling = {},
                                                    optional<int32_t> priority = {},
                                                    optional<string> cache_salt = {}) {
-        if (sampling && welcome_->get<std::pair<int, int>>("protocol").second < 5)
-            for (const auto& name : since_1_5)
-                if (sampling->has(name)) throw Error(name + string(" needs protocol 1.5"));
+        const auto minor = welcome_->get<std::pair<int, int>>("protocol").second;
+        for (const auto& name : new_parameters) {
+            const auto since = name == *new_parameters ? 6 : 5;
+            if (sampling && minor < since && sampling->has(name))
+                throw Error(name + (" needs protocol 1." + std::to_string(since)));
+        }
         const auto id = "cpp-" + std::to_string(++num_requests_);
         vector<std::shared_ptr<Stream>> streams(sampling ? sampling->get("n", 1) : 1);
         for (auto& stream : streams) {
