@@ -125,7 +125,7 @@ def test_the_programs_of_the_clients_page_print_what_it_says(
     """Those that launch an engine do; the others join the one at the user's default endpoint."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     of_page = programs("docs/client.md")
-    assert [printed is None for _, printed in of_page] == [False] * 5 + [True, False]
+    assert [printed is None for _, printed in of_page] == [False] * 6 + [True, False]
     with engine(ROOT / "nanocore" / "demo_model", "--listen", default_endpoint()):
         for source, printed in of_page:
             if "connect()" in source:
@@ -160,6 +160,7 @@ def test_the_demo_answers_streams_and_shares_its_prefix() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "123 + 456 = 579" in result.stdout
+    assert "556, 731]})\n  model  731\n" in result.stdout
     right = re.search(r"right answers +(\d+) of 64", result.stdout)
     assert right is not None
     assert int(right.group(1)) >= 60
