@@ -1,18 +1,25 @@
 """A model answers, through the real path: SDK, ZeroMQ, engine process, scheduler, paged KV cache.
 
 Launches `nanocore-engine` on the bundled model as its own process, streams a short chat token by
-token, then sends 64 requests at once over one shared context and prints the figures.
+token, asks for an answer by a JSON Schema, then sends 64 requests at once over one shared context
+and prints the figures.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import statistics
 import time
 from collections.abc import Sequence
 
-from nanocore.client import AsyncEngineClient, RequestOutput, SamplingParams
+from nanocore.client import (
+    AsyncEngineClient,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from nanocore.client.tokenizer import ChatMessage
 
 NUM_REQUESTS = 64
@@ -42,7 +49,18 @@ async def stream_chat(client: AsyncEngineClient) -> None:
             print(output.outputs[0].delta, end="", flush=True)
             answer = output.outputs[0].text
         messages.append({"role": "assistant", "content": answer})
-    print("\n")
+    print()
+
+
+async def answer_by_schema(client: AsyncEngineClient) -> None:
+    """A question whose answer must be a value of a JSON Schema."""
+    question, schema = "Which is larger, 731 or 556?", {"enum": [556, 731]}
+    wanted = StructuredOutputsParams(json=schema)
+    params = SamplingParams(temperature=0, structured_outputs=wanted)
+    async for output in client.chat([{"role": "user", "content": question}], params):
+        answer = output.outputs[0].text
+    print(f"\n  you    {question}  (by the JSON Schema {json.dumps(schema)})")
+    print(f"  model  {json.loads(answer)}\n")
 
 
 async def ask_all_at_once(client: AsyncEngineClient) -> None:
@@ -95,6 +113,7 @@ async def main() -> None:
         card = client.model_card
         print(f"serving {card.architecture} of {card.vocab_size} tokens at {client.endpoint}")
         await stream_chat(client)
+        await answer_by_schema(client)
         await ask_all_at_once(client)
 
 

@@ -19,6 +19,7 @@ from nanocore.protocol.errors import (
 )
 from nanocore.protocol.messages import ModelCard, Stats
 from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -41,4 +42,5 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Stats",
+    "StructuredOutputsParams",
 ]

@@ -1,7 +1,7 @@
 """A request as it is sent: what a caller gave, checked, tokenized, and said in the wire's terms.
 
-Judges only what the engine cannot: fields that it is too old to know, and words that it cannot
-tokenize. All else is for its admission, see `arguments`.
+Judges only what the engine cannot: fields that it is too old to know, what it does not do at all,
+and words that it cannot tokenize. All else is for its admission, see `arguments`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanocore.client.stream import RequestStream
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.fields import minor_versions
-from nanocore.protocol.messages import Submit
+from nanocore.protocol.messages import Capability, Submit
 from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
 
 
@@ -29,6 +29,7 @@ class TokensPrompt(TypedDict):
 
 
 _DEFAULTS: Final = EngineSamplingParams()
+_STRUCTURED: Final[Capability] = "structured_outputs"
 Prompt: TypeAlias = "str | list[int] | array[int] | TokensPrompt"
 
 
@@ -59,6 +60,11 @@ async def submit(
         words = await bad_words_token_ids(await session.tokenizer.get(), params.bad_words)
     sampling = params.for_engine(words)
     _check_version(sampling, welcome.protocol)
+    if sampling.structured_outputs is not None and _STRUCTURED not in welcome.capabilities:
+        raise InvalidRequestError(
+            "this engine cannot do structured_outputs with its model, and its log says why: leave "
+            "them out, or use a model with a byte-level tokenizer.json and an EOS token"
+        )
     stream = RequestStream(
         request_id,
         text,

@@ -9,7 +9,7 @@ cannot.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -118,17 +118,30 @@ class StructuredOutputs(
         return texts
 
 
+class SchemaClass(Protocol):
+    """A class that knows the JSON Schema of its instances."""
+
+    def model_json_schema(self) -> dict[str, Any]: ...
+
+
+if TYPE_CHECKING:
+    JsonSchema: TypeAlias = dict[str, Any] | bool | str | SchemaClass
+else:
+    JsonSchema = dict[str, Any] | bool | str  # what a class was replaced by is held to it
+
+
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
     """What users write: as `StructuredOutputs`, but schemas may be Python objects.
 
-    json: a JSON Schema, as a dict (or bool) or as JSON text.
+    json: a JSON Schema, as a dict (or bool), as JSON text, or as a class that has
+    `model_json_schema()`, as pydantic's models have it.
     structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as a dict or as
     JSON text.
     """
 
-    json: dict[str, Any] | bool | str | None = None
+    json: JsonSchema | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -137,6 +150,8 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):
+            msgspec.structs.force_setattr(self, "json", self.json.model_json_schema())
         check_types(self, "structured_outputs.")
         self.for_engine()
 

@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from nanocore.client import LLM
+from nanocore.protocol.messages import Message
 from tests.client.fake_engine import FakeEngine
 
 
 @asynccontextmanager
-async def served(endpoint: str) -> AsyncIterator[tuple[FakeEngine, LLM]]:
+async def served(
+    endpoint: str, welcome: Message | None = None
+) -> AsyncIterator[tuple[FakeEngine, LLM]]:
     """Both, with an open session."""
     engine = FakeEngine(endpoint)
     try:
-        welcoming = asyncio.create_task(engine.welcome())
+        welcoming = asyncio.create_task(engine.welcome(welcome))
         llm = await asyncio.to_thread(LLM)
         await welcoming
         try:

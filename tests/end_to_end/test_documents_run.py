@@ -118,7 +118,7 @@ def test_the_readmes_program_prints_what_the_readme_says(tmp_path: Path) -> None
 def programs_of_clients_page() -> tuple[list[tuple[str, str | None]], list[tuple[str, str | None]]]:
     """Those that join the engine at the user's default endpoint, and those that launch one."""
     of_page = programs("docs/client.md")
-    assert [printed is None for _, printed in of_page] == [False] * 5 + [True, False]
+    assert [printed is None for _, printed in of_page] == [False] * 6 + [True, False]
     joining = [program for program in of_page if "connect()" in program[0]]
     return joining, [program for program in of_page if program not in joining]
 
@@ -167,6 +167,7 @@ def test_the_demo_answers_streams_and_shares_its_prefix() -> None:
     )
     assert result.returncode == 0, result.stderr
     assert "123 + 456 = 579" in result.stdout
+    assert "556, 731]})\n  model  731\n" in result.stdout
     right = re.search(r"right answers +(\d+) of 64", result.stdout)
     assert right is not None
     assert int(right.group(1)) >= 60
