@@ -62,18 +62,11 @@ def test_what_a_walk_finishes_with_is_valid(names: list[str], num_walks: int) ->
 
 
 def why_not_compact(text: str) -> str | None:
-    """Whether there is white space outside of strings; numbers are left as they are written."""
-    value = json.loads(text, parse_int=Verbatim, parse_float=Verbatim)
+    """None if there is no white space outside of strings."""
+    value = json.loads(text, object_pairs_hook=list)  # which keeps a name that is there twice
     compact = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     num_blanks = sum(map(text.count, " \n\t\r")) - sum(map(compact.count, " \n\t\r"))
     return f"it has {num_blanks} blanks" if num_blanks else None
-
-
-class Verbatim(float):
-    """A number, of which only the place matters."""
-
-    def __repr__(self) -> str:
-        return "0"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -89,8 +82,9 @@ def test_what_cannot_be_compiled_is_refused_in_words(name: str) -> None:
         ({"type": "string", "format": "date"}, '"2023-02-29"'),
         ({"type": "string", "format": "time"}, '"11:59:60Z"'),
         ({"type": "object", "additionalProperties": {"type": "null"}}, '{"a":null,"a":null}'),
+        ({"type": "object", "minProperties": 2}, '{"a":1,"a":1}'),
     ],
-    ids=["no-leap-year", "no-leap-second", "a-name-twice"],
+    ids=["no-leap-year", "no-leap-second", "a-name-twice", "a-name-twice-counts-twice"],
 )
 def test_what_grammars_do_not_see(schema: dict[str, object], text: str) -> None:
     """Known limits: when one falls, so does what is said of it in `formats` and `validity`."""
