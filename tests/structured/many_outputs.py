@@ -42,7 +42,7 @@ class Totals:
     """What all outputs came to.
 
     num_finished: with "stop"; num_valid: of these. wrong: [schema's name, text, why] of the others.
-    by_finish_reason: how many. never_finished: schemas of which no output came to its end.
+    by_finish_reason: how many. errors: [schema's name, message]. never_finished: names of schemas.
     """
 
     num_outputs: int
@@ -55,6 +55,7 @@ class Totals:
     never_finished: list[str]
     output_tokens: int
     duration_s: float
+    num_preemptions: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -108,10 +109,14 @@ def generate(num_outputs: int, **engine_args: Any) -> Totals:
         conversations = [[{"role": "user", "content": one.question}] for one in wanted]
         outputs = llm.chat(conversations, [one.params for one in wanted], use_tqdm=False)
         duration_s = time.perf_counter() - start
-    return judge([one.name for one in wanted], [one.outputs[0] for one in outputs], duration_s)
+        num_preemptions = llm.stats().num_preemptions
+    names, samples = [one.name for one in wanted], [one.outputs[0] for one in outputs]
+    return judge(names, samples, duration_s, num_preemptions)
 
 
-def judge(names: list[str], outputs: list[CompletionOutput], duration_s: float) -> Totals:
+def judge(
+    names: list[str], outputs: list[CompletionOutput], duration_s: float, num_preemptions: int
+) -> Totals:
     """names: of the outputs' schemas."""
     wrong, errors = [], []
     finished: Counter[str] = Counter()
@@ -134,6 +139,7 @@ def judge(names: list[str], outputs: list[CompletionOutput], duration_s: float) 
         never_finished=sorted({*names} - {*finished}),
         output_tokens=sum(output.num_tokens for output in outputs),
         duration_s=duration_s,
+        num_preemptions=num_preemptions,
     )
 
 

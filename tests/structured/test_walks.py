@@ -18,21 +18,19 @@ from tests.structured.corpus import PARTS, REFUSED, SCHEMAS
 from tests.structured.validity import exact_validator, why_invalid
 from tests.structured.walks import accepts, demo_tokens, walk
 
-SOME = [*SCHEMAS][::12]
+SOME = [*SCHEMAS][::15]
 """Of all parts."""
 
 
-def test_the_corpus_is_large_and_of_different_valid_schemas() -> None:
+def test_the_corpus_is_large_and_of_different_schemas() -> None:
     assert len(SCHEMAS) >= 300
     assert len({json.dumps(schema) for schema in SCHEMAS.values()}) == len(SCHEMAS)
-    for schema in SCHEMAS.values():
-        Draft202012Validator.check_schema(schema)
 
 
 @pytest.mark.parametrize(
     ("names", "num_walks"),
     [
-        (SOME, 3),
+        (SOME, 2),
         *in_campaign(
             *(([name for name in SCHEMAS if name.startswith(f"{part}-")], 10) for part in PARTS)
         ),
@@ -43,6 +41,7 @@ def test_what_a_walk_finishes_with_is_valid(names: list[str], num_walks: int) ->
     """With and without white space; nine of ten walks finish, for else they would show little."""
     num_finished, wrong = 0, []
     for name in names:
+        Draft202012Validator.check_schema(SCHEMAS[name])
         validator = exact_validator(SCHEMAS[name])
         for compact in (False, True):
             grammar = demo_tokens().compile(json=SCHEMAS[name], disable_any_whitespace=compact)
