@@ -1,0 +1,106 @@
+"""Random walks along masks: what a grammar lets through, without an engine or a model.
+
+A walk begins freely and then prefers tokens that come to an end, so that most of them finish.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+import nanocore
+from nanocore.engine_core.structured.compilation import compile_grammar
+from nanocore.engine_core.structured.matcher import Grammar, Matcher
+from nanocore.engine_core.structured.vocabulary import Vocabulary
+from nanocore.protocol.structured_outputs import StructuredOutputsParams
+
+DEMO_MODEL: Final = Path(nanocore.__file__).parent / "demo_model"
+VOCAB_SIZE: Final = 1030
+EOS: Final = 2
+RANKS: Final = ['}]"@', "0n1:", ",", "", " \n", "{["]
+"""Tokens by how soon they come to an end; "" is all others."""
+
+
+@dataclass(frozen=True)
+class DemoTokens:
+    """The demo model's vocabulary, as walks need it."""
+
+    vocabulary: Vocabulary
+    tokenizer: Tokenizer
+
+    @cached_property
+    def ranks(self) -> NDArray[np.int32]:
+        """How far each token is from an end; [VOCAB_SIZE]."""
+        ranks = np.full(VOCAB_SIZE, RANKS.index(""), np.int32)
+        for rank, texts in enumerate(RANKS):
+            ranks[[self.tokenizer.encode(text).ids[0] for text in texts]] = rank
+        ranks[EOS] = -1
+        return ranks
+
+    def compile(self, **wanted: Any) -> Grammar:
+        """wanted: as users write it."""
+        return compile_grammar(self.vocabulary, StructuredOutputsParams(**wanted).for_engine())
+
+    def text(self, token_ids: Iterable[int]) -> str:
+        return self.tokenizer.decode([*token_ids], skip_special_tokens=False)
+
+
+@cache
+def demo_tokens() -> DemoTokens:
+    return DemoTokens(
+        Vocabulary.load(DEMO_MODEL, VOCAB_SIZE, [EOS]),
+        Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")),
+    )
+
+
+def allowed_tokens(matcher: Matcher) -> NDArray[np.int64]:
+    """Those that the mask lets through now, in ascending order."""
+    words_W = np.zeros((VOCAB_SIZE + 31) // 32, np.int32)
+    is_masked = matcher.fill(words_W)
+    assert matcher.failure is None, matcher.failure
+    if not is_masked:
+        return np.arange(VOCAB_SIZE)
+    tokens = np.flatnonzero(np.unpackbits(words_W.view(np.uint8), bitorder="little"))
+    assert len(tokens), "a mask allows nothing"
+    assert tokens[-1] < VOCAB_SIZE, "a mask allows padding"
+    return tokens
+
+
+def accepts(grammar: Grammar, token_ids: Iterable[int]) -> bool:
+    """Whether these can be a whole output: each is in its mask, and EOS in the last one."""
+    matcher = grammar.matcher()
+    for token in [*token_ids, EOS]:
+        if token not in allowed_tokens(matcher):
+            return False
+        matcher.append([token])
+    return True
+
+
+def walk(
+    grammar: Grammar, rng: random.Random, free_tokens: int = 40, max_tokens: int = 400
+) -> list[int] | None:
+    """The tokens of a random output, without EOS; None if it did not end within max_tokens.
+
+    free_tokens: after so many it prefers to come to an end.
+    """
+    matcher = grammar.matcher()
+    ranks = demo_tokens().ranks
+    output: list[int] = []
+    while len(output) < max_tokens:
+        tokens = allowed_tokens(matcher)
+        if rng.random() < (0.3 if len(output) < free_tokens else 0.95):
+            tokens = tokens[ranks[tokens] == ranks[tokens].min()]
+        token = int(tokens[rng.randrange(len(tokens))])
+        if token == EOS:
+            return output
+        output.append(token)
+        matcher.append([token])
+    return None
