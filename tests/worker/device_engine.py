@@ -24,6 +24,7 @@ from nanocore.kernels.interface import (
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
@@ -105,9 +106,10 @@ class TritonEnds(DeviceKernels):
         first_token: int,
         noise: Noise | None = None,
         places: TokenPlaces | None = None,
+        mask: TokenMask | None = None,
     ) -> tuple[Tensor, Tensor]:
         with self._interpreter:
-            return sampling.best_token(logits_RV, first_token, noise, places)
+            return sampling.best_token(logits_RV, first_token, noise, places, mask)
 
 
 @dataclass(frozen=True)

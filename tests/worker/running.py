@@ -24,6 +24,7 @@ from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
@@ -241,9 +242,11 @@ def record_logits(sampler: TokenSampler, logits: list[Tensor]) -> None:
     """Have the sampler append what it samples from to this list."""
     sample = sampler.sample
 
-    def recording(logits_RV: Tensor, rows: SampledRows, places: TokenPlaces) -> Tensor:
+    def recording(
+        logits_RV: Tensor, rows: SampledRows, places: TokenPlaces, mask: TokenMask | None
+    ) -> Tensor:
         logits.append(logits_RV.clone())
-        return sample(logits_RV, rows, places)
+        return sample(logits_RV, rows, places, mask)
 
     sampler.sample = recording  # type: ignore[method-assign]
 
