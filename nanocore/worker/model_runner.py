@@ -9,7 +9,6 @@ embedding token ids, and one of an earlier stage sends them on instead of sampli
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from nanocore.kernels.interface import AttentionMetadata, Kernels, KVCache, Repl
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch, StepInputs, ints
+from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.device.device_rows import DeviceRows
 from nanocore.worker.device.device_steps import DeviceSteps
 from nanocore.worker.device.step_graphs import GraphRecorder, graph_shapes
@@ -43,22 +43,6 @@ from nanocore.worker.sampling.logprob_rows import LogprobEntries, StepLogprobs
 from nanocore.worker.sampling.logprobs import LogprobComputer, Sampled
 from nanocore.worker.sampling.masked_rows import MaskedRows
 from nanocore.worker.sampling.sampler import TokenSampler
-
-
-class Channel(Protocol):
-    """Passes hidden states from a rank to the one behind it in the next stage, in order."""
-
-    def send(self, tensor: Tensor) -> None: ...
-
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StageLinks:
-    """A rank's connections to the stages before and after its own, where there are any."""
-
-    receive: Channel | None = None
-    send: Channel | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,13 +28,13 @@ from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
-from nanocore.worker.communication.communicator import Communicator, SingleRank
+from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.messages import Quantization
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner, StageLinks
+from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
