@@ -25,6 +25,7 @@ from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput, TokenMasks
+from tests.campaign import in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.logit_edits_reference import EditedRow, places_of
 from tests.sampling_reference import make_rows, sample_whole
@@ -82,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp("model"), head_dim=16)
 
 
-@pytest.fixture(scope="module", params=["cpu", "torch"])
+@pytest.fixture(scope="module", params=["cpu", *in_campaign("torch")])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -223,7 +224,9 @@ def run_script(
     return {i: [by_place[i, k] for k in range(MAX_TOKENS)] for i in chosen}
 
 
-@pytest.mark.parametrize("chosen", [EVERY, EVERY[::-1], [4, 6, 1], [3, 4, 0]], ids=str)
+@pytest.mark.parametrize(
+    "chosen", [EVERY, *in_campaign(EVERY[::-1], [4, 6, 1], [3, 4, 0])], ids=str
+)
 def test_neighbours_their_order_and_preemptions_change_no_token(
     folder: Path, tokens: list[list[int]], backend: str, chosen: list[int]
 ) -> None:
@@ -236,7 +239,7 @@ def test_neighbours_their_order_and_preemptions_change_no_token(
     assert run_script(runner, script, tokens, chosen) == {i: tokens[i] for i in chosen}
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), *in_campaign((1, 2))])
 def test_ranks_and_stages_change_no_token(
     folder: Path, tokens: list[list[int]], backend: str, tp_size: int, pp_size: int
 ) -> None:
@@ -253,10 +256,13 @@ def test_ranks_and_stages_change_no_token(
     assert others == ([last] if tp_size > 1 else [{}])
 
 
-@pytest.mark.parametrize("backend", ["torch"], scope="module", indirect=True)
+@pytest.mark.parametrize("backend", ["cpu"], scope="module", indirect=True)
 @pytest.mark.parametrize(
     ("has_graphs", "tp_size", "depth"),
-    [(False, 1, 1), (True, 1, 1), (False, 1, 2), (True, 1, 2), (True, 1, 3), (True, 2, 2)],
+    [
+        (True, 1, 2),
+        *in_campaign((False, 1, 1), (True, 1, 1), (False, 1, 2), (True, 1, 3), (True, 2, 2)),
+    ],
 )
 def test_a_device_its_graphs_and_steps_ahead_change_no_token(
     folder: Path, tokens: list[list[int]], has_graphs: bool, tp_size: int, depth: int
@@ -282,6 +288,7 @@ def device_runner(folder: Path, depth: int = 1, placement: Placement = PLACEMENT
     return make_runner(folder, placement, kernels=DeviceKernels(), queue=queue)
 
 
+@pytest.mark.campaign
 def test_log_probabilities_are_of_logits_without_masks(folder: Path) -> None:
     """Of sampled tokens and of the prompt, on the host and on a device."""
     runner = make_runner(folder, PLACEMENT)
@@ -320,8 +327,8 @@ def computed(new: NewRow, num_tokens: int) -> NewRow:
     return msgspec.structs.replace(new, num_computed_tokens=num_tokens)
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("where", ["cpu", "torch", "device"])
+@pytest.mark.parametrize("where", ["cpu", *in_campaign("torch", "device")])
+@pytest.mark.parametrize("tp_size", [2, *in_campaign(1)])
 def test_a_row_that_may_sample_nothing_has_no_token_and_its_neighbours_have_theirs(
     folder: Path, where: str, tp_size: int
 ) -> None:
