@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nanocore.worker.device.stream import Pending, Stream, Tensors, Work
+from nanocore.worker.device.stream import Pending, StagingBuffer, Stream, Tensors, Work
 
 R = TypeVar("R")
 
@@ -27,6 +27,7 @@ class FakePending:
 
     stream: FakeStream
     work: Work | None
+    step: int
     staged: Tensor
     snapshot: Tensor
     result: Tensors = field(default_factory=dict)
@@ -42,23 +43,33 @@ class FakePending:
 
 
 class FakeStream(Stream):
-    """Runs work, in order, when it is waited for, or when `finish_one` is called."""
+    """Runs work, in order, when it is waited for, or when `finish_one` is called.
+
+    step: counts what is staged for the first phase of one.
+    """
 
     def __init__(self, depth: int) -> None:
         super().__init__(depth)
         self.queue: deque[FakePending] = deque()
+        self.step = 0
         self.longest = 0
         """Steps that were in flight at once, at most."""
 
     def join(self) -> None:
         """There is nothing but this queue."""
 
+    def stage(self, num_bytes: int, phase: int = 0) -> StagingBuffer:
+        if phase == 0:
+            self.step += 1
+        return super().stage(num_bytes, phase)
+
     def enqueue(self, work: Work) -> Pending:
         staged = self.staged.memory
-        pending = FakePending(self, work, staged, staged.clone())
+        pending = FakePending(self, work, self.step, staged, staged.clone())
         self.queue.append(pending)
-        self.longest = max(self.longest, len(self.queue))
-        assert len(self.queue) <= self.depth, "more steps in flight than there may be"
+        num_steps = len({pending.step for pending in self.queue})
+        self.longest = max(self.longest, num_steps)
+        assert num_steps <= self.depth, "more steps in flight than there may be"
         return pending
 
     @torch.inference_mode()

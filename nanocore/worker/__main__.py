@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections import deque
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from nanocore.protocol.errors import (
     CacheMemoryError,
@@ -37,10 +37,14 @@ from nanocore.worker.messages import (
     RankFailure,
     RankStart,
     RunStep,
+    SampleStep,
     StepResult,
     ToRank,
 )
 from nanocore.worker.pending_output import PendingOutput
+
+if TYPE_CHECKING:
+    from nanocore.worker.worker import Worker
 
 _LOOK_AGAIN_S: Final = 50e-6
 """How long a rank whose GPU works waits for a plan before it looks at the GPU again."""
@@ -90,17 +94,30 @@ def _run(pipe: Pipe[ToRank]) -> None:
     pipe.send(Done())
     # The first rank of the last stage answers for all.
     answers = rank == config.num_ranks - config.tensor_parallel_size
+    serve(pipe, worker, board, rank, answers)
+
+
+def serve(
+    pipe: Pipe[ToRank], worker: Worker, board: StatusBoard, rank: int, answers: bool
+) -> NoReturn:
+    """Do what the engine says. answers: this rank tells it results.
+
+    Raises:
+        EOFError: the engine is gone.
+    """
     begun: deque[tuple[int, PendingOutput]] = deque()
     while True:
-        # A step that is done goes first; until one is, the next plan is waited for beside it.
-        while begun and (begun[0][1].is_done() or not pipe.has_message(_LOOK_AGAIN_S)):
-            if not begun[0][1].is_done():
-                continue
-            step, pending = begun.popleft()
-            output = pending.wait()
-            board.finish(rank, step)
-            if answers:
-                pipe.send(StepResult(output))
+        # A step that is done goes first; until one is, the next message is waited for beside it. If
+        # the oldest awaits masks, that message brings them.
+        while begun and not begun[0][1].awaits_masks:
+            if begun[0][1].is_done():
+                step, pending = begun.popleft()
+                output = pending.wait()
+                board.finish(rank, step)
+                if answers:
+                    pipe.send(StepResult(output))
+            elif pipe.has_message(_LOOK_AGAIN_S):
+                break
         match pipe.recv():
             case Profile():
                 pipe.send(worker.profile())
@@ -113,6 +130,8 @@ def _run(pipe: Pipe[ToRank]) -> None:
             case RunStep(plan):
                 board.begin(rank, plan.step)
                 begun.append((plan.step, worker.begin(plan)))
+            case SampleStep(masks):
+                begun[-1][1].sample(masks)
             case unexpected:
                 raise AssertionError(f"{type(unexpected).__name__} to a rank that runs")
 

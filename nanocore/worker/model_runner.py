@@ -1,14 +1,14 @@
 """Runs a step on one rank: applies the plan to the persistent batch, calls the model, samples.
 
 On a CPU the step is over when `begin` returns; on a device beside the host, which has a stream,
-`DeviceSteps` begins it there. A rank of a pipeline's later stage receives hidden states instead of
+`DeviceSteps` begins it there. If the plan awaits masks, the step is over or begun, as far as its
+logits. A rank of a pipeline's later stage receives hidden states instead of
 embedding token ids, and one of an earlier stage sends them on instead of sampling.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from nanocore.kernels.interface import AttentionMetadata, Kernels, KVCache, Repl
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch, StepInputs, ints
+from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.device.device_rows import DeviceRows
 from nanocore.worker.device.device_steps import DeviceSteps
 from nanocore.worker.device.step_graphs import GraphRecorder, graph_shapes
@@ -29,28 +30,19 @@ from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.messages import Quantization
-from nanocore.worker.pending_output import NOTHING_SAMPLED, DoneOutput, PendingOutput, make_output
+from nanocore.worker.pending_output import (
+    NOTHING_SAMPLED,
+    AwaitingOutput,
+    DoneOutput,
+    PendingOutput,
+    make_output,
+)
 from nanocore.worker.placement import Placement
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
-from nanocore.worker.sampling.logprob_rows import StepLogprobs
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from nanocore.worker.sampling.logprob_rows import LogprobEntries, StepLogprobs
 from nanocore.worker.sampling.logprobs import LogprobComputer, Sampled
+from nanocore.worker.sampling.masked_rows import MaskedRows
 from nanocore.worker.sampling.sampler import TokenSampler
-
-
-class Channel(Protocol):
-    """Passes hidden states from a rank to the one behind it in the next stage, in order."""
-
-    def send(self, tensor: Tensor) -> None: ...
-
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class StageLinks:
-    """A rank's connections to the stages before and after its own, where there are any."""
-
-    receive: Channel | None = None
-    send: Channel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +89,7 @@ class ModelRunner:
         self._queue, self._enforce_eager = queue, enforce_eager
         self._device_steps: DeviceSteps | None = None
         self._replay: Replay | None = None
+        self._last: PendingOutput = NOTHING_SAMPLED
         self._sampled: list[tuple[NDArray[np.int32], ...]] = []
         """Rows, positions and tokens that other stages sampled and the device does not know yet."""
 
@@ -114,6 +107,7 @@ class ModelRunner:
         Steps can run, kernel by kernel; those that were captured before are gone.
         """
         self._device_steps = self._replay = None
+        self._last = NOTHING_SAMPLED
         self.release_kv_memory()  # what both took is needed for the new ones
         layout = KVLayout(self.model.kv_specs, kv_format, block_size)
         self.kv_memory = KVMemory(layout, num_blocks, self.device)
@@ -179,18 +173,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def begin(self, plan: SchedulerOutput) -> PendingOutput:
-        """Begin a step of the plan; only the last stage samples."""
+        """Begin a step of the plan; only the last stage samples, and waits for masks to do so."""
+        assert not self._last.awaits_masks, f"step {plan.step}: the one before it awaits masks"
         if not self.placement.is_last_stage:
             self._take_sampled(plan)
         appended = self.batch.apply(plan)
         if plan.num_tokens == 0:
+            assert not plan.awaits_masks, f"step {plan.step} has no tokens and awaits masks"
             return NOTHING_SAMPLED
         step = self.batch.advance(plan)
         if self._device_steps is None:
-            return self._compute(step)
-        sampled, self._sampled = self._sampled, []
-        columns = [np.concatenate(parts) for parts in zip(*sampled, strict=True)]
-        return self._device_steps.begin(plan, step, appended, columns)
+            self._last = self._compute(plan, step)
+        else:
+            sampled, self._sampled = self._sampled, []
+            columns = [np.concatenate(parts) for parts in zip(*sampled, strict=True)]
+            self._last = self._device_steps.begin(plan, step, appended, columns)
+        return self._last
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run a step of the plan to its end."""
@@ -206,41 +204,57 @@ class ModelRunner:
         if self._device_steps is not None:
             self._sampled.append((rows, places, token_ids))
 
-    def _compute(self, step: BatchStep) -> PendingOutput:
-        """Run a step on the host, replayed if it was captured; its output is done."""
+    def _compute(self, plan: SchedulerOutput, step: BatchStep) -> PendingOutput:
+        """Run a step on the host, replayed if it was captured; its output is done.
+
+        If it awaits masks, no other begins before: so its logits stay what they are.
+        """
         inputs = self.batch.inputs(step)
         asked = None if self.sampler is None else self.batch.logprobs(step)
+        logits_RV: Tensor | None
+        prompt_hidden_NE = None
         if asked is not None and asked.prompt is not None:
-            return self._compute_with_prompt(step, inputs, asked)
-        compute = self._replay or self._embed_and_compute
-        logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
-        if logits_RV is None or len(logits_RV) == 0:
-            return NOTHING_SAMPLED
-        return self._sample(step, logits_RV, asked)
+            logits_RV, prompt_hidden_NE = self._compute_with_prompt(inputs, asked.prompt)
+        else:
+            compute = self._replay or self._embed_and_compute
+            logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
+
+        def sample(masks: TokenMasks | None = None) -> PendingOutput:
+            return self._sample(step, logits_RV, asked, prompt_hidden_NE, masks)
+
+        if plan.awaits_masks and self.sampler is not None:
+            return AwaitingOutput(plan.step, sample)
+        return sample()
 
     def _compute_with_prompt(
-        self, step: BatchStep, inputs: StepInputs, asked: StepLogprobs
-    ) -> PendingOutput:
-        """Likewise, kernel by kernel, of a step that is asked for prompts' log probabilities."""
-        assert asked.prompt is not None
+        self, inputs: StepInputs, prompt: LogprobEntries
+    ) -> tuple[Tensor, Tensor]:
+        """Logits, kernel by kernel, and what log probabilities of prompts are made of."""
         num_samples = len(inputs.sample_index_R)
-        index = torch.from_numpy(asked.prompt.columns[0])
+        index = torch.from_numpy(prompt.columns[0])
         hidden = self._embed_and_forward(
             inputs.token_ids_T, inputs.attention, torch.cat((inputs.sample_index_R, index))
         )
         assert hidden is not None, "there are rows"
-        return self._sample(step, self.logits(hidden[:num_samples]), asked, hidden[num_samples:])
+        return self.logits(hidden[:num_samples]), hidden[num_samples:]
 
     def _sample(
         self,
         step: BatchStep,
-        logits_RV: Tensor,
+        logits_RV: Tensor | None,
         asked: StepLogprobs | None,
-        prompt_hidden_NE: Tensor | None = None,
+        prompt_hidden_NE: Tensor | None,
+        masks: TokenMasks | None,
     ) -> PendingOutput:
+        masked = None if masks is None else self._masked_rows(masks, step)
+        if logits_RV is None or (len(logits_RV) == 0 and prompt_hidden_NE is None):
+            return NOTHING_SAMPLED
         assert self.sampler is not None, "the last stage samples"
         token_ids_R = self.sampler.sample(
-            logits_RV, self.batch.sampled_rows(step), self.batch.places(step)
+            logits_RV,
+            self.batch.sampled_rows(step),
+            self.batch.places(step),
+            None if masked is None else masked.on_host(),
         )
         self.batch.append(step.sample_rows, token_ids_R.numpy())
         result = {"token_ids": token_ids_R}
@@ -249,6 +263,10 @@ class ModelRunner:
             column = torch.from_numpy(asked.column)
             result |= self.logprobs(asked, column, sampled)
         return DoneOutput(make_output(step.sample_rows, result, asked))
+
+    def _masked_rows(self, masks: TokenMasks, step: BatchStep) -> MaskedRows | None:
+        processed = self.batch.sampled_rows(step).processed
+        return MaskedRows.of(masks, step.sample_rows, processed, self.config.vocab_size)
 
     def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
         """Of a step on a device; see `DecoderModel.begin_step`."""

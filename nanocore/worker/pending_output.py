@@ -1,12 +1,17 @@
-"""A step's result that may not be there yet."""
+"""A step's result that may not be there yet.
+
+A step of a plan that awaits masks has two phases: it is begun, and once it is told the masks it
+samples.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,6 +22,11 @@ from nanocore.worker.sampling.logprobs import told
 
 class PendingOutput(Protocol):
     """The result of a step that was begun."""
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether `sample` is still to be called."""
+        ...
 
     def sample(self, masks: TokenMasks) -> None:
         """Let a step sample whose plan awaits masks; before `wait`."""
@@ -36,15 +46,47 @@ class DoneOutput:
     """Implements `PendingOutput` for a step that is over."""
 
     output: ModelRunnerOutput
+    awaits_masks: ClassVar[bool] = False
 
     def sample(self, masks: TokenMasks) -> None:
-        raise AssertionError("the step did not await masks")
+        raise AssertionError(f"step {masks.step} awaits no masks")
 
     def is_done(self) -> bool:
         return True
 
     def wait(self) -> ModelRunnerOutput:
         return self.output
+
+
+class AwaitingOutput:
+    """Implements `PendingOutput` for a step that samples when it is told masks.
+
+    Args:
+        step: the plan's. sample: its second phase; called once.
+    """
+
+    def __init__(self, step: int, sample: Callable[[TokenMasks], PendingOutput]) -> None:
+        self._step = step
+        self._sample: Callable[[TokenMasks], PendingOutput] | None = sample
+        self._sampled: PendingOutput | None = None
+
+    @property
+    def awaits_masks(self) -> bool:
+        return self._sample is not None
+
+    @torch.inference_mode()
+    def sample(self, masks: TokenMasks) -> None:
+        assert masks.step == self._step, f"masks of step {masks.step}, and {self._step} awaits some"
+        assert self._sample is not None, f"step {self._step} has its masks"
+        sample, self._sample = self._sample, None  # and the logits that it holds
+        self._sampled = sample(masks)
+
+    def is_done(self) -> bool:
+        return self._sampled is not None and self._sampled.is_done()
+
+    def wait(self) -> ModelRunnerOutput:
+        assert self._sampled is not None, f"step {self._step} awaits masks"
+        return self._sampled.wait()
 
 
 def make_output(

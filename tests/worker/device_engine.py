@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.engine_core.scheduling.request import Request
@@ -36,8 +38,11 @@ from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
+from nanocore.worker.plan import SchedulerOutput
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.fakes import Deliveries, make_request, make_scheduler
+from tests.worker.masked_steps import pack_masks
+from tests.worker.running import record_steps
 
 BLOCK_SIZE = 4
 MAX_NUM_SEQS = 5
@@ -114,13 +119,17 @@ class TritonEnds(DeviceKernels):
 
 @dataclass(frozen=True)
 class Wish:
-    """A request. abort_after: tokens after which its client leaves."""
+    """A request. abort_after: tokens after which its client leaves.
+
+    allowed: of the tokens that it was given, those that it may sample next, as bool [V].
+    """
 
     prompt: list[int]
     max_tokens: int
     sampling: EngineSamplingParams = EngineSamplingParams(temperature=0.0)
     stop_token_ids: tuple[int, ...] = ()
     abort_after: int | None = None
+    allowed: Callable[[list[int]], NDArray[np.bool_]] | None = None
 
     def request(self, handle: int) -> Request:
         made = make_request(
@@ -196,16 +205,53 @@ class Engine:
         for handle, wish in enumerate(wishes):
             self.scheduler.add(wish.request(handle))
         in_flight: deque[PendingOutput] = deque()
+        masks = MaskFinder(self.runner, wishes, self.deliveries)
         while self.scheduler.num_requests or in_flight:
             while len(in_flight) < self.depth and self.scheduler.next_group() is not None:
-                in_flight.append(self.runner.begin(self.scheduler.schedule()))
+                if in_flight and in_flight[-1].awaits_masks:
+                    break
+                plan = masks.ask(self.scheduler.schedule())
+                in_flight.append(self.runner.begin(plan))
+                if len(in_flight) == 1:
+                    masks.tell(in_flight[0])
             output = in_flight.popleft().wait()
             for handle, wish in enumerate(wishes):
                 tokens = self.deliveries.tokens.get(handle, [])
                 if wish.abort_after is not None and len(tokens) >= wish.abort_after:
                     self.scheduler.abort(handle)
             self.deliveries.take(self.scheduler, output)
+            if len(in_flight) == 1:
+                masks.tell(in_flight[0])
         return self.deliveries.tokens
+
+
+class MaskFinder:
+    """Has steps await masks whose rows are of requests that have some, and tells them."""
+
+    def __init__(self, runner: ModelRunner, wishes: list[Wish], deliveries: Deliveries) -> None:
+        self._wishes, self._deliveries = wishes, deliveries
+        self._steps = record_steps(runner.batch)
+        self._owners: dict[int, int] = {}
+        self._step = 0
+
+    def ask(self, plan: SchedulerOutput) -> SchedulerOutput:
+        for row in np.frombuffer(plan.removed_rows, "<i4").tolist():
+            del self._owners[row]
+        self._owners |= {new.row: new.seed for new in plan.added}
+        self._step = plan.step
+        asks = any(self._wishes[owner].allowed for owner in self._owners.values())
+        return msgspec.structs.replace(plan, awaits_masks=asks and plan.num_tokens > 0)
+
+    def tell(self, pending: PendingOutput) -> None:
+        """If it awaits some; everything before was delivered."""
+        if not pending.awaits_masks:
+            return
+        masks = {}
+        for row in self._steps[-1].sample_rows.tolist():
+            find = self._wishes[self._owners[row]].allowed
+            if find is not None:
+                masks[row] = find(self._deliveries.tokens.get(self._owners[row], []))
+        pending.sample(pack_masks(self._step, masks))
 
 
 def load_model(
@@ -227,9 +273,11 @@ def expected(model: DecoderModel, wishes: list[Wish]) -> dict[int, list[int]]:
     tokens = {}
     for handle, wish in enumerate(wishes):
         engine = Engine(model, depth=0)
+        masks = MaskFinder(engine.runner, wishes, engine.deliveries)
         engine.scheduler.add(wish.request(handle))
         while engine.scheduler.num_requests:
-            output = engine.runner.execute(engine.scheduler.schedule())
-            engine.deliveries.take(engine.scheduler, output)
+            pending = engine.runner.begin(masks.ask(engine.scheduler.schedule()))
+            masks.tell(pending)
+            engine.deliveries.take(engine.scheduler, pending.wait())
         tokens[handle] = engine.deliveries.tokens[handle]
     return tokens

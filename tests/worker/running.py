@@ -24,16 +24,17 @@ from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
-from nanocore.worker.communication.communicator import Communicator, SingleRank
+from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.messages import Quantization
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner, StageLinks
+from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
@@ -241,9 +242,11 @@ def record_logits(sampler: TokenSampler, logits: list[Tensor]) -> None:
     """Have the sampler append what it samples from to this list."""
     sample = sampler.sample
 
-    def recording(logits_RV: Tensor, rows: SampledRows, places: TokenPlaces) -> Tensor:
+    def recording(
+        logits_RV: Tensor, rows: SampledRows, places: TokenPlaces, mask: TokenMask | None
+    ) -> Tensor:
         logits.append(logits_RV.clone())
-        return sample(logits_RV, rows, places)
+        return sample(logits_RV, rows, places, mask)
 
     sampler.sample = recording  # type: ignore[method-assign]
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.communication.communicator import Communicator
+from nanocore.worker.communication.communicator import Communicator, StageLinks
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.messages import Quantization
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner, StageLinks
+from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement

@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 
 from nanocore.kernels.interface import Kernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.communication.communicator import Communicator, SingleRank
+from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.device import step_graphs
 from nanocore.worker.device.step_graphs import graph_shapes
 from nanocore.worker.device.step_memory import StepFields, StepShape, num_bytes
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.model_runner import DeviceQueue, StageLinks
+from nanocore.worker.model_runner import DeviceQueue
 from nanocore.worker.placement import Placement
-from tests.campaign import examples
+from tests.campaign import examples, in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.model_families import BUILDERS
 from tests.tiny_models import make_tiny_qwen3
@@ -102,6 +102,29 @@ def test_steps_ahead_of_their_results_give_the_same_tokens(
     if recorder is not None:
         assert recorder.num_records == len(graph_shapes("always", MAX_NUM_SEQS, BUDGET, BLOCK_SIZE))
         assert recorder.num_replays > 10
+
+
+@pytest.mark.parametrize(
+    ("depth", "has_graphs"), [(2, True), *in_campaign((1, True), (2, False), (3, True))]
+)
+def test_masks_that_follow_from_the_result_before_give_the_same_tokens(
+    model: DecoderModel, depth: int, has_graphs: bool
+) -> None:
+    """Also of requests that stop or leave while a step of theirs is in flight."""
+    wishes = [
+        replace(
+            wish,
+            stop_token_ids=tuple(range(0, 384, 9)) if i == 2 else (),
+            abort_after=3 if i == 4 else None,
+            allowed=None if i == 3 else lambda output: (np.arange(384) + len(output)) % 6 == 0,
+        )
+        for i, wish in enumerate(MIXED)
+    ]
+    right = expected(model, wishes)
+    assert all((token + k) % 6 == 0 for k, token in enumerate(right[0]))
+    engine = Engine(model, depth, FakeGraphRecorder() if has_graphs else None)
+    check(engine.run(wishes), right, wishes)
+    assert engine.stream.longest == min(depth, 2)
 
 
 @pytest.mark.campaign

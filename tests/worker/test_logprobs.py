@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.communication.communicator import Communicator, SingleRank
+from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.device import step_graphs
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner, StageLinks
+from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling import logprob_rows

@@ -13,6 +13,7 @@ from torch import Tensor
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.select import select_kernels
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.protocol.errors import CacheMemoryError, WorkerError
 from nanocore.worker.memory import kv_cache_bytes as memory
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
@@ -115,18 +116,25 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     sampled: list[int] = []
     longest: list[int] = []
     assert runner.sampler is not None
-    execute, sample, forward = runner.execute, runner.sampler.sample_processed, model.forward
+    begin, sample, forward = runner.begin, runner.sampler.sample_processed, model.forward
 
     def record_forward(x_TE, caches, context, index_R):  # type: ignore[no-untyped-def]
         longest.append(max(context.metadata.seq_lens))
         return forward(x_TE, caches, context, index_R)
 
     monkeypatch.setattr(model, "forward", record_forward)
-    monkeypatch.setattr(runner, "execute", lambda plan: (plans.append(plan), execute(plan))[1])
+    monkeypatch.setattr(runner, "begin", lambda plan: (plans.append(plan), begin(plan))[1])
     monkeypatch.setattr(
         runner.sampler,
         "sample_processed",
         lambda *args, **more: (sampled.append(len(args[0])), sample(*args, **more))[1],
+    )
+    masks: list[TokenMask | None] = []
+    best = runner.kernels.best_filtered_token
+    monkeypatch.setattr(
+        runner.kernels,
+        "best_filtered_token",
+        lambda *args: (masks.append(args[-1]), best(*args))[1],
     )
     edited: list[LogitEdits] = []
     monkeypatch.setattr(runner.kernels, "edit_logits", lambda _, edits: edited.append(edits))
@@ -141,6 +149,7 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     assert [plan.num_tokens for plan in plans] == [8 * 37, 300]
     assert longest == [37, 1023]
     assert sampled == [8, 8, 1]
+    assert [None if mask is None else len(mask.words_MW) for mask in masks] == [8, None, None]
     assert runner.kv_caches == []
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from tests.worker.configs import make_worker_config
 from tests.worker.device_engine import Engine, Wish, load_model
 
 MAX_NUM_SEQS, BUDGET, LONGEST = 150, 400, 96
+VOCAB_SIZE = 384
 CPU = torch.device("cpu")
 
 
@@ -80,13 +82,19 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 
 
 def wishes() -> list[Wish]:
-    """Steps of one decode up to many, of chunks alone and beside decodes, with all filters."""
+    """Steps of one decode up to many, of chunks alone and beside decodes, with all filters and with
+    masks."""
     samplings = [
         EngineSamplingParams(temperature=heat, top_k=top_k, top_p=top_p)
         for heat, top_k, top_p in ((0.0, 0, 1.0), (0.8, 0, 1.0), (1.0, 20, 1.0), (1.0, 0, 0.9))
     ]
     return [
-        Wish([1] * (1 + 13 * i % 80), 2 + i % 11, samplings[i % len(samplings)])
+        Wish(
+            [1] * (1 + 13 * i % 80),
+            2 + i % 11,
+            samplings[i % len(samplings)],
+            allowed=None if i % 3 else lambda _: np.ones(VOCAB_SIZE, bool),
+        )
         for i in range(MAX_NUM_SEQS)
     ]
 

@@ -1,4 +1,4 @@
-"""What ranks that share a model's layers tell each other: the interface, and the case of one rank.
+"""What ranks that share a model's layers tell each other, and what stages of layers do: interfaces.
 
 `shm_communicator` implements it through shared memory between processes on a CPU,
 `process_group` through torch.distributed (NCCL on CUDA). All ranks of a group make the same calls
@@ -7,8 +7,10 @@ in the same order; a rank that stops is noticed by the executor, which watches o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -41,3 +43,19 @@ class SingleRank:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x[None]
+
+
+class Channel(Protocol):
+    """Passes hidden states from a rank to the one behind it in the next stage, in order."""
+
+    def send(self, tensor: Tensor) -> None: ...
+
+    def recv(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageLinks:
+    """A rank's connections to the stages before and after its own, where there are any."""
+
+    receive: Channel | None = None
+    send: Channel | None = None

@@ -8,11 +8,14 @@ from typing import Final
 
 import torch
 
-from nanocore.worker.communication.communicator import Communicator, SingleRank
+from nanocore.worker.communication.communicator import (
+    Communicator,
+    SingleRank,
+    StageLinks,
+)
 from nanocore.worker.communication.shm_channel import ShmChannel
 from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, ShmCommunicator
 from nanocore.worker.messages import RankStart, WorkerConfig
-from nanocore.worker.model_runner import StageLinks
 
 CHANNEL_DEPTH: Final = 2
 """Steps whose hidden states can wait between two stages."""

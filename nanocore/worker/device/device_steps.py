@@ -2,15 +2,18 @@
 
 The host packs a step's differences and columns into pinned memory, enqueues one copy and the work,
 and goes on; what a step needs of the one before it, its tokens, it takes from the tables on the
-device. Nothing here waits for the device. Shape suffixes: see `nanocore.kernels.interface`.
+device. Of a step that awaits masks all rows' plain tokens are found, and what comes behind that is
+enqueued when the masks are told; no other step begins before. Nothing here waits for the device.
+Shape suffixes: see `nanocore.kernels.interface`.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -20,17 +23,19 @@ from torch import Tensor
 from nanocore.kernels.interface import AttentionMetadata
 from nanocore.kernels.logit_edits import TokenLists
 from nanocore.kernels.step_rows import StepRows
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.worker.batch.block_table import AppendedBlocks
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
 from nanocore.worker.device.device_rows import DeviceRows, NewTokens
 from nanocore.worker.device.step_graphs import GraphRecorder, HostBounds, StepGraphs, padded_steps
 from nanocore.worker.device.step_memory import StepColumns, StepFields, StepShape, num_bytes
 from nanocore.worker.device.stream import Pending, StagingBuffer, Stream, Tensors
-from nanocore.worker.pending_output import make_output
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.pending_output import AwaitingOutput, PendingOutput, make_output
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.sampling.logprob_rows import StepLogprobs
 from nanocore.worker.sampling.logprobs import Sampled
+from nanocore.worker.sampling.masked_rows import MaskedRows
 from nanocore.worker.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
@@ -60,11 +65,15 @@ class StepComputer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that was begun. Implements `pending_output.PendingOutput`."""
+    """A step that was begun to its end. Implements `pending_output.PendingOutput`."""
 
     rows: NDArray[np.int64]
     sampled: Pending
     asked: StepLogprobs | None
+    awaits_masks: ClassVar[bool] = False
+
+    def sample(self, masks: TokenMasks) -> None:
+        raise AssertionError(f"step {masks.step} awaits no masks")
 
     def is_done(self) -> bool:
         return self.sampled.is_done()
@@ -121,7 +130,7 @@ class DeviceSteps:
         step: BatchStep,
         appended: AppendedBlocks,
         sampled: list[NDArray[np.int32]],
-    ) -> PendingStep:
+    ) -> PendingOutput:
         """Enqueue a step. appended: blocks that rows got. sampled: see `NewTokens`."""
         new = NewTokens.of(plan, sampled)
         shape = StepShape.of(step, appended)
@@ -142,7 +151,7 @@ class DeviceSteps:
         columns.fill(step, appended, sampling)
         extra.write(staged[size:])
 
-        def work() -> Tensors:
+        def compute() -> _Computed | None:
             if graph is None:
                 memory = staged.to(self._device, non_blocking=True)
                 inputs, tail = StepFields.of(memory, shape), memory[size:]
@@ -157,18 +166,62 @@ class DeviceSteps:
             else:
                 graph.replay()
                 result = graph.result
-            if result is None:
-                return {}
-            if len(sampling.processed):
-                self._sample_processed(inputs, result, sampling, tokens)
-            sampled = {"token_ids": result.token_ids_R[: shape.num_samples]}
-            if asked is not None:
-                sampled |= self._computer.logprobs(asked, numbers, result)
-            return sampled
+            return None if result is None else _Computed(inputs, result, numbers, tokens)
 
         if self._sampler is not None:  # else the tokens come with a later plan
             self._batch.append(step.sample_rows, None)
-        return PendingStep(step.sample_rows, self._stream.run(work), asked)
+        begun = _Begun(step.sample_rows, sampling, asked, compute)
+        if plan.awaits_masks and self._sampler is not None:
+            computed = self._run_first(begun)
+            return AwaitingOutput(plan.step, lambda masks: self._run_rest(begun, computed, masks))
+        return begun.pending(self._stream.run(lambda: self._finish(begun, compute())))
+
+    def _run_first(self, begun: _Begun) -> list[_Computed | None]:
+        """Enqueue a step without what masks are for; what it computed will be in the list."""
+        computed: list[_Computed | None] = []
+
+        def work() -> Tensors:
+            computed.append(begun.compute())
+            return {}
+
+        self._stream.run(work)
+        return computed
+
+    def _run_rest(
+        self, begun: _Begun, computed: list[_Computed | None], masks: TokenMasks
+    ) -> PendingStep:
+        assert self._sampler is not None
+        masked = MaskedRows.of(
+            masks, begun.rows, begun.sampling.processed, self._sampler.vocab_size
+        )
+        size = 0 if masked is None else masked.num_bytes
+        staged = self._stream.stage(size, phase=1).memory[:size]
+        if masked is not None:
+            masked.write(staged)
+
+        def work() -> Tensors:
+            on_device = None
+            if masked is not None:
+                on_device = masked.of_staged(staged.to(self._device, non_blocking=True))
+            return self._finish(begun, computed[0], on_device)
+
+        return begun.pending(self._stream.run(work))
+
+    def _finish(
+        self,
+        begun: _Begun,
+        computed: _Computed | None,
+        masked: tuple[TokenMask, Tensor] | None = None,
+    ) -> Tensors:
+        """What the host is to have of a step. masked: see `MaskedRows.of_staged`."""
+        if computed is None:
+            return {}
+        if masked is not None or len(begun.sampling.processed):
+            self._sample_anew(computed, begun.sampling, masked)
+        sampled = {"token_ids": computed.result.token_ids_R[: len(begun.rows)]}
+        if begun.asked is not None:
+            sampled |= self._computer.logprobs(begun.asked, computed.numbers, computed.result)
+        return sampled
 
     def _columns(self, buffer: StagingBuffer, shape: StepShape, is_graph: bool) -> StepColumns:
         """Of staged memory; kept for shapes that come again."""
@@ -216,26 +269,63 @@ class DeviceSteps:
         token_ids_R = self._sampler.sample_plain(logits_RV, sampling.noise, sampling.places)
         return Sampled(logits_RV, token_ids_R, hidden[num_samples:] if asked else None)
 
-    def _sample_processed(
-        self, step: StepFields, result: Sampled, rows: SampledRows, staged: Tensor
+    def _sample_anew(
+        self, step: _Computed, rows: SampledRows, masked: tuple[TokenMask, Tensor] | None
     ) -> None:
-        """Sample anew for these rows, in place of their plain tokens.
-
-        staged: int32, what ends with the rows' lists.
-        """
+        """Sample for rows that have masks or ask for more, in place of their plain tokens."""
         assert self._sampler is not None
-        lists = None
-        if rows.packed is not None:
-            lists = TokenLists.of(staged[-len(rows.packed.column) :], rows.packed.sizes)
-        index_P = step.processed_R[: len(rows.processed)]
-        sampling = self._sampling(step, lists)
-        result.token_ids_R[index_P] = self._sampler.sample_processed(
-            result.logits_RV[index_P], sampling.of_rows(index_P)
+        logits_RV, token_ids_R, lists, mask = (
+            step.result.logits_RV,
+            step.result.token_ids_R,
+            None,
+            None,
         )
-        sampling.places.write(result.token_ids_R)
+        if rows.packed is not None:
+            lists = TokenLists.of(step.tokens[-len(rows.packed.column) :], rows.packed.sizes)
+        sampling = self._sampling(step.inputs, lists)
+        if masked is not None:
+            mask, index_K = masked
+            if len(index_K):
+                token_ids_R[index_K] = self._sampler.sample_plain(
+                    logits_RV[index_K], sampling.of_rows(index_K).noise, mask=mask.of_rows(index_K)
+                )
+        if len(rows.processed):
+            index_P = step.inputs.processed_R[: len(rows.processed)]
+            token_ids_R[index_P] = self._sampler.sample_processed(
+                logits_RV[index_P],
+                sampling.of_rows(index_P),
+                None if mask is None else mask.of_rows(index_P),
+            )
+        sampling.places.write(token_ids_R)
 
     def _sampling(self, step: StepFields, lists: TokenLists | None = None) -> SamplingMetadata:
         return SamplingMetadata(step.sampling, self._rows.places(step), lists)
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What a step has on the device, behind its plain tokens.
+
+    numbers, tokens: see `_Extra`; the tokens end with the rows' lists.
+    """
+
+    inputs: StepFields
+    result: Sampled
+    numbers: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step on the host. compute: enqueues it as far as plain tokens; None: it samples none."""
+
+    rows: NDArray[np.int64]
+    sampling: SampledRows
+    asked: StepLogprobs | None
+    compute: Callable[[], _Computed | None]
+
+    def pending(self, sampled: Pending) -> PendingStep:
+        return PendingStep(self.rows, sampled, self.asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 The host runs ahead of the device by a step. So memory that a step's work reads on the host is not
 written again before that step is done: it comes from a ring with a buffer for each step that may be
-in flight, and one to fill.
+in flight, and one to fill. What a step is told when it was begun already has a ring of its own.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
 """By name; there may be none."""
+
+_NUM_PHASES: Final = 2
 
 Work = Callable[[], Tensors]
 """Enqueues what a device is to do, without waiting for it; returns what the host is to have."""
@@ -57,13 +59,20 @@ class Stream(ABC):
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self._ring = deque(StagingBuffer(self.allocate(0)) for _ in range(depth + 1))
-        self.staged = self._ring[-1]
+        self._rings = [
+            deque(StagingBuffer(self.allocate(0)) for _ in range(depth + 1))
+            for _ in range(_NUM_PHASES)
+        ]
+        self.staged = self._rings[0][-1]
 
-    def stage(self, num_bytes: int) -> StagingBuffer:
-        """Memory of at least num_bytes on the host, that the next work may read."""
-        buffer = self._ring[0]
-        self._ring.rotate(-1)
+    def stage(self, num_bytes: int, phase: int = 0) -> StagingBuffer:
+        """Memory of at least num_bytes on the host, that the next work may read.
+
+        phase: 1 for work that is given behind a step's first, to which it belongs.
+        """
+        ring = self._rings[phase]
+        buffer = ring[0]
+        ring.rotate(-1)
         if buffer.reader is not None:
             buffer.reader.wait()
         if len(buffer.memory) < num_bytes:

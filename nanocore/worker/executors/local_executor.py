@@ -8,7 +8,7 @@ from collections.abc import Callable
 from nanocore.worker.device.device import steps_in_flight
 from nanocore.worker.messages import WorkerConfig, WorkerInfo
 from nanocore.worker.pending_output import PendingOutput
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.worker import Worker
 
 
@@ -40,6 +40,9 @@ class LocalExecutor:
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._steps.append(self._worker.begin(plan))
+
+    def sample(self, masks: TokenMasks) -> None:
+        self._steps[-1].sample(masks)
 
     def collect(self) -> ModelRunnerOutput:
         return self._steps.popleft().wait()

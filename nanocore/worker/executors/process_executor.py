@@ -12,7 +12,7 @@ import select
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -33,11 +33,12 @@ from nanocore.worker.messages import (
     RankFailure,
     RankStart,
     RunStep,
+    SampleStep,
     StepResult,
     WorkerConfig,
     WorkerInfo,
 )
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 M = TypeVar("M")
 _FAILURE_GRACE_S: Final = 0.2
@@ -75,6 +76,8 @@ class ProcessExecutor:
         self._poll = select.poll()
         self._steps: deque[int] = deque()
         """Submitted and not collected."""
+        self._awaiting: int | None = None
+        """The one of them whose masks are not known here yet."""
         self._closing = threading.Event()
 
     def load_model(self) -> None:
@@ -106,8 +109,17 @@ class ProcessExecutor:
 
     def submit(self, plan: SchedulerOutput) -> None:
         """Send the plan to every rank. Raises StartError if one is gone."""
+        assert self._awaiting is None, f"step {plan.step}: the one before it awaits masks"
         self._steps.append(plan.step)
+        self._awaiting = plan.step if plan.awaits_masks else None
         self._send(encode_frame(RunStep(plan)))
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Send the masks to every rank that samples. Raises StartError if one is gone."""
+        assert masks.step == self._awaiting, f"masks of step {masks.step}, not {self._awaiting}"
+        self._awaiting = None
+        last_stage = self._ranks[-self.config.tensor_parallel_size :]
+        self._send(encode_frame(SampleStep(masks)), last_stage)
 
     def collect(self) -> ModelRunnerOutput:
         """The result of the oldest step in flight, from the first rank of the last stage."""
@@ -120,7 +132,7 @@ class ProcessExecutor:
         """Names the rank that keeps the others waiting: of the first stage that is behind, the one
         that has entered the fewest exchanges."""
         steps = list(self._steps)
-        if not steps:
+        if not steps or steps[0] == self._awaiting:
             return "it hangs in the engine's own process, whose log has the stacks of its threads"
         step, tp_size = steps[0], self.config.tensor_parallel_size
         behind = self._board.behind(step) or [(self.config.num_ranks - tp_size, step)]
@@ -163,8 +175,9 @@ class ProcessExecutor:
             rendezvous=str(Path(self._directory.name) / "rendezvous") if self._directory else "",
         )
 
-    def _send(self, frame: bytes) -> None:
-        for rank in self._ranks:
+    def _send(self, frame: bytes, ranks: Sequence[RankProcess] | None = None) -> None:
+        """To these ranks, or to all."""
+        for rank in self._ranks if ranks is None else ranks:
             try:
                 rank.pipe.send_frame(frame)
             except OSError:

@@ -14,11 +14,12 @@ import torch
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.kernels.logit_edits import TokenLists
 from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.protocol.fields import MAX_STOP_TOKEN_IDS
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.model_runner import ModelRunner
-from nanocore.worker.plan import NewRow, SchedulerOutput
+from nanocore.worker.plan import NewRow, SchedulerOutput, TokenMasks
 from nanocore.worker.sampling.columns import RowColumns, SamplingMetadata, costliest_sampling
 from nanocore.worker.sampling.sampler import TokenSampler
 
@@ -46,7 +47,7 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
         costliest_sampling(runner.config.vocab_size), logprobs=_NUM_LOGPROBS
     )
     rows = [_row(row, per_row, per_row, config.block_size, sampling) for row in range(num_rows)]
-    runner.execute(_plan(rows, [], per_row))
+    _run_with_masks(runner, _plan(rows, [], per_row))
     if runner.sampler is not None and runner.model.head is not None:
         _sample(runner, runner.sampler, runner.model.head.num_tokens, rows)
     last = _row(0, max_len - 1, num_tokens, config.block_size, sampling)
@@ -55,8 +56,21 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     runner.release_kv_memory()
 
 
+def _run_with_masks(runner: ModelRunner, plan: SchedulerOutput) -> None:
+    """Run a step of which every row has a mask, which allows all."""
+    pending = runner.begin(msgspec.structs.replace(plan, awaits_masks=True))
+    if pending.awaits_masks:  # here the model ends
+        num_rows, num_words = len(plan.added), -(-runner.config.vocab_size // 32)
+        words = np.full(num_rows * num_words, -1, "<i4").tobytes()
+        pending.sample(TokenMasks(step=plan.step, rows=plan.chunk_rows, words=words))
+    pending.wait()
+
+
 def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[NewRow]) -> None:
-    """Sample as expensively as it gets: of equal logits no filter can leave any out."""
+    """Sample as expensively as it gets: of equal logits no filter can leave any out.
+
+    Then plain tokens by masks that allow none: beside rows that ask for more there are such.
+    """
     columns = RowColumns(len(rows), sampler.vocab_size)
     for new in rows:
         columns.set_row(new)
@@ -70,7 +84,11 @@ def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[N
         TokenPlaces(runner.token_table, rows_R, positions_R),
         TokenLists.of(torch.from_numpy(packed.column).to(device), packed.sizes),
     )
-    sampler.sample_processed(torch.zeros(len(rows), width, device=device), metadata)
+    logits_RV = torch.zeros(len(rows), width, device=device)
+    sampler.sample_processed(logits_RV, metadata)
+    words_MW = torch.zeros(1, -(-sampler.vocab_size // 32), dtype=torch.int32, device=device)
+    index_R = torch.zeros(len(rows), dtype=torch.int32, device=device)
+    sampler.sample_plain(logits_RV, metadata.noise, mask=TokenMask(words_MW, index_R))
 
 
 def _row(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanocore.kernels.candidates import MAX_TOKEN_ID, logits_of, make_candidates, token_ids_of
 from nanocore.kernels.interface import Kernels, Noise
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import NO_TOKEN
 
 
@@ -36,11 +37,15 @@ def sampled_token_ids(chosen_R: Tensor) -> Tensor:
 
 
 def best_candidate(
-    logits_RV: Tensor, first_token: int, kernels: Kernels, noise: Noise | None = None
+    logits_RV: Tensor,
+    first_token: int,
+    kernels: Kernels,
+    noise: Noise | None = None,
+    mask: TokenMask | None = None,
 ) -> Tensor:
-    """The best of each row's columns, which are tokens from first_token on; [R]."""
+    """The best of each row's columns, which are tokens from first_token on, by the mask; [R]."""
     if logits_RV.shape[1] == 0:
         return no_candidates((len(logits_RV),), logits_RV.device)
-    value_R, column_R = kernels.best_token(logits_RV, first_token, noise)
+    value_R, column_R = kernels.best_token(logits_RV, first_token, noise, mask=mask)
     best_R = make_candidates(value_R, column_R + first_token)
     return torch.where(value_R.isnan(), nan_candidates((), value_R.device), best_R)

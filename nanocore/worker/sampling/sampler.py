@@ -5,6 +5,7 @@ noise, a pure function of (seed, position, token id), turns sampling into a maxi
 exchange candidates, a number each. Rows that ask for more exchange their logits, for filters depend
 on all of them, and every rank then edits and samples the whole row: all see the same and decide
 alike without another word, and nothing here waits for a device. One rank has nothing to exchange.
+Masks are looked at where a token is chosen: by each rank in its columns, or in whole rows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import Kernels, Logprobs, Noise
 from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.token_mask import TokenMask
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.candidates import best_candidate, sampled_token_ids
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
@@ -34,54 +36,68 @@ class TokenSampler:
         self._first_token, self.vocab_size = first_token, vocab_size
         self._tp, self._kernels = tp, kernels
 
-    def sample(self, logits_RV: Tensor, rows: SampledRows, places: TokenPlaces) -> Tensor:
+    def sample(
+        self,
+        logits_RV: Tensor,
+        rows: SampledRows,
+        places: TokenPlaces,
+        mask: TokenMask | None = None,
+    ) -> Tensor:
         """One token id per row, int64 [R]; NO_TOKEN of a row without a finite best logit.
 
         On the host. Args:
             logits_RV: float32. rows: how they sample. places: of the sampled tokens. Nothing is
-            written to either.
+            written to either. mask: which tokens rows may sample; None: all.
         """
         if rows.all_greedy:
-            return self.sample_plain(logits_RV, None)
+            return self.sample_plain(logits_RV, None, mask=mask)
         metadata = SamplingMetadata(rows.tensors, places, rows.lists)
         are_all_processed = len(rows.processed) == len(logits_RV)
         if are_all_processed and rows.lists is None:
-            return self.sample_processed(logits_RV, metadata)
+            return self.sample_processed(logits_RV, metadata, mask)
         # As on a device: plain ones for all, which copies no logits, and then those that ask for
         # more anew.
         if are_all_processed:
             token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
         else:
-            token_ids_R = self.sample_plain(logits_RV, metadata.noise)
+            token_ids_R = self.sample_plain(logits_RV, metadata.noise, mask=mask)
         if len(rows.processed):
             index_P = torch.from_numpy(rows.processed)
             # An index in brackets is for torch's threads, and ours are on their cores.
             logits_PV = logits_RV.index_select(0, index_P)
-            token_ids_P = self.sample_processed(logits_PV, metadata.of_rows(index_P))
+            mask_P = None if mask is None else mask.of_rows(index_P)
+            token_ids_P = self.sample_processed(logits_PV, metadata.of_rows(index_P), mask_P)
             token_ids_R.index_copy_(0, index_P, token_ids_P)
         return token_ids_R
 
     def sample_plain(
-        self, logits_RV: Tensor, noise: Noise | None, places: TokenPlaces | None = None
+        self,
+        logits_RV: Tensor,
+        noise: Noise | None,
+        places: TokenPlaces | None = None,
+        mask: TokenMask | None = None,
     ) -> Tensor:
         """Of rows that ask for nothing else, int64 [R]; without noise the most likely tokens.
 
         places: where the tokens are to be written, too.
         """
         if self._tp.size == 1:
-            return self._kernels.best_token(logits_RV, self._first_token, noise, places)[1]
-        best_R = best_candidate(logits_RV, self._first_token, self._kernels, noise)
+            return self._kernels.best_token(logits_RV, self._first_token, noise, places, mask)[1]
+        best_R = best_candidate(logits_RV, self._first_token, self._kernels, noise, mask)
         token_ids_R = sampled_token_ids(self._tp.all_gather(best_R).amax(dim=0))
         if places is not None:
             places.write(token_ids_R)
         return token_ids_R
 
-    def sample_processed(self, logits_RV: Tensor, metadata: SamplingMetadata) -> Tensor:
+    def sample_processed(
+        self, logits_RV: Tensor, metadata: SamplingMetadata, mask: TokenMask | None = None
+    ) -> Tensor:
         """Of rows that ask for more than a plain token, int64 [R]; edited ones are written over."""
         logits_RV, edits = self._whole_rows(logits_RV), metadata.edits
         if edits is not None:
             self._kernels.edit_logits(logits_RV[: edits.lists.num_rows], edits)
-        return self._kernels.best_filtered_token(logits_RV, metadata.noise, metadata.filters)[1]
+        noise, filters = metadata.noise, metadata.filters
+        return self._kernels.best_filtered_token(logits_RV, noise, filters, mask)[1]
 
     def logprobs(
         self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
