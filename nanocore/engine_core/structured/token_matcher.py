@@ -76,7 +76,7 @@ class TokenMatcher:
 
     def _consume(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> None:
         """Take in tokens; after an EOS there are only such, and the matcher need not know."""
-        for i, token in enumerate(tokens):
+        for token in tokens:
             if self._is_ended:
                 if token not in self._vocabulary.eos_token_ids:
                     self.failure = _refused(token)
@@ -87,8 +87,8 @@ class TokenMatcher:
                     return
                 self._is_ended = True
             elif not matcher.consume_token(token):
-                reason = why(matcher)
-                self.failure = f"{_refused(token)} (at token {i} of {len(tokens)}): {reason}"
+                reason = why(matcher.get_error())
+                self.failure = f"{_refused(token)}: {shorten(reason)}"
                 return
 
     def _pay(self, cost_ms: float) -> None:
@@ -111,7 +111,7 @@ def write_mask(
     words = words_W if fits else np.empty(num_words, dtype=np.int32)
     matcher.unsafe_compute_mask_ptr(words.ctypes.data, num_words * 4)
     if matcher.is_error():
-        return why(matcher)
+        return why(matcher.get_error())
     if not fits:
         words_W[:] = words[: len(words_W)]
     words_W[num_words:] = 0
@@ -119,12 +119,11 @@ def write_mask(
     return None if words_W.any() else "no token of the model can follow"
 
 
-def why(matcher: llguidance.LLMatcher) -> str:
+def why(text: str) -> str:
     """llguidance's reason, without what it says of itself."""
-    text = matcher.get_error()
     for end in ("<non-verbose/>", "<state>", "<backtrace>"):
         text = text.partition(end)[0]
-    return shorten(text.strip())
+    return text.strip()
 
 
 def _refused(token: int) -> str:
