@@ -116,7 +116,7 @@ def _guided(schema: Any, compact: bool) -> Any:
 
 
 def _joined(*grammars: dict[str, Any]) -> str:
-    return json.dumps({"grammars": grammars}, allow_nan=False)
+    return json.dumps({"grammars": grammars}, allow_nan=False, ensure_ascii=False)
 
 
 def _lark(text: str) -> str:

@@ -170,8 +170,8 @@ class Grammars:
                 self._num_late += 1
                 job.is_replaced = self._num_late <= MAX_REPLACEMENTS
             reason = (
-                f"structured_outputs.{job.wanted.kind} is too complex: compiling it takes more than "
-                f"{self._compile_limit_s:g} s; make it simpler"
+                f"structured_outputs.{job.wanted.kind} is too complex: compiling it takes more "
+                f"than {self._compile_limit_s:g} s; make it simpler"
             )
             if not self._finish(job, InvalidRequestError(reason)):
                 with self._changed:  # it was done just now

@@ -27,7 +27,9 @@ def parse_schema(field: str, text: str) -> Any:
     name = f"structured_outputs.{field}"
     _check_depth(name, text)
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_int
+        )
     except json.JSONDecodeError as error:
         raise InvalidRequestError(
             f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
@@ -57,6 +59,11 @@ def _check_depth(name: str, text: str) -> None:
 
 def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is no number of JSON: leave it out")
+
+
+def _int(text: str) -> int:
+    _finite(text)
+    return int(text)
 
 
 def _finite(text: str) -> float:

@@ -72,7 +72,8 @@ class TokenMatcher:
         if self._is_ended or self._matcher.is_stopped():
             words_W[:] = self._vocabulary.eos_words
             return
-        self.failure = write_mask(self._matcher, self._vocabulary, words_W)
+        if write_mask(self._matcher, self._vocabulary, words_W) is not None:
+            self.failure = _failure(self._matcher)
 
     def _consume(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> None:
         """Take in tokens; after an EOS there are only such, and the matcher need not know."""
@@ -87,8 +88,7 @@ class TokenMatcher:
                     return
                 self._is_ended = True
             elif not matcher.consume_token(token):
-                reason = why(matcher.get_error())
-                self.failure = f"{_refused(token)}: {shorten(reason)}"
+                self.failure = _failure(matcher, token)
                 return
 
     def _pay(self, cost_ms: float) -> None:
@@ -109,7 +109,8 @@ def write_mask(
     num_words = -(-vocabulary.tokenizer.vocab_size // 32)
     fits = num_words <= len(words_W)
     words = words_W if fits else np.empty(num_words, dtype=np.int32)
-    matcher.unsafe_compute_mask_ptr(words.ctypes.data, num_words * 4)
+    if not matcher.is_error():
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, num_words * 4)
     if matcher.is_error():
         return why(matcher.get_error())
     if not fits:
@@ -128,3 +129,12 @@ def why(text: str) -> str:
 
 def _refused(token: int) -> str:
     return f"structured_outputs: token {token} cannot follow"
+
+
+def _failure(matcher: llguidance.LLMatcher, token: int | None = None) -> str:
+    """Why a matcher cannot go on: a limit of llguidance's, or the token."""
+    reason = why(matcher.get_error()) or "no token of the model can follow"
+    reason = shorten(reason.splitlines()[0])
+    if token is not None and "fails parse" in reason:
+        return _refused(token)
+    return f"structured_outputs is too complex ({reason}): make it simpler"

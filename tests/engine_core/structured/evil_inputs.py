@@ -203,9 +203,9 @@ _LARKS: dict[str, str] = {
     "counts": 'start: ("a"{1,100000}){1,100000}',
     "counts_nested": "start: " + _nested(6, "(", '"a" | "aa"', "){1,1000}"),
     "rules_chained_2000": _chain(2000, '"x"'),
-    "rules_chained_4000": _chain(4000, '"x"'),
-    "rules_in_a_row": "start: " + " ".join(f"r{i}" for i in range(2500)) + "\n"
-    + "\n".join(f'r{i}: "x{i}" r{(i + 1) % 2500}?' for i in range(2500)),
+    "rules_chained_3700": _chain(3700, '"x"'),
+    "rules_in_a_row": "start: " + " ".join(f"r{i}" for i in range(2300)) + "\n"
+    + "\n".join(f'r{i}: "x{i}" r{(i + 1) % 2300}?' for i in range(2300)),
     "rules_overlapping": "start: " + " | ".join(f"r{i}" for i in range(2000)) + "\n"
     + "\n".join(f'r{i}: "x{i % 7}" r{(i + 1) % 2000}?' for i in range(2000)),
     "rules_renamed": "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000))

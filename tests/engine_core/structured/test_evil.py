@@ -1,0 +1,60 @@
+"""Input made to break the engine costs its own request an error, or is served; nothing dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.campaign import in_campaign
+from tests.engine_core.structured.evil_inputs import EVIL_INPUTS
+
+COSTLY = {
+    "json_properties_optional_1800", "json_properties_3000", "json_refs_chained",
+    "regex_counts_nested_7", "regex_counts_nested_3", "regex_count_huge", "regex_slashes",
+    "regex_long_text", "grammar_terminals_doubling", "grammar_alternatives_of_rules",
+}  # fmt: skip
+
+SCRIPT = """
+import sys
+from nanocore.engine_core.structured.threads import start_thread
+from nanocore.protocol.errors import InvalidRequestError
+from tests.engine_core.structured.evil_inputs import EVIL_INPUTS
+from tests.engine_core.structured.walks import allowed, compiled, demo_vocabulary
+vocabulary = demo_vocabulary()
+names = sys.argv[1:]
+answers = []
+
+def work():
+    for name in names:
+        kind, text = EVIL_INPUTS[name]
+        try:
+            matcher = compiled(vocabulary, **{kind: text}).matcher()
+            for step in range(30):
+                tokens = allowed(vocabulary, matcher)
+                assert tokens or matcher.failure, name
+                matcher.append([tokens[step * 7919 % len(tokens)]])
+            answers.append(matcher.failure or "served")
+        except InvalidRequestError as error:
+            answers.append(str(error))
+
+start_thread(work, "work").join()
+print(len(answers), max(map(len, answers)))
+assert all(one == "served" or one.startswith("structured_outputs") for one in answers), answers
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "names", [sorted(EVIL_INPUTS.keys() - COSTLY), *in_campaign(sorted(COSTLY))], ids=len
+)
+def test_no_evil_input_ends_the_process(names: list[str]) -> None:
+    """Nor does llguidance print anything, nor is an answer longer than a few lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *names], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    count, longest = map(int, done.stdout.split())
+    assert count == len(names)
+    assert longest < 800
