@@ -105,7 +105,7 @@ def _regex_literal(text: str) -> str:
 
 def _guided(schema: Any, compact: bool) -> Any:
     if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
+        schema = {"allOf": [schema]}
     if not isinstance(schema, dict):
         return schema
     options = {

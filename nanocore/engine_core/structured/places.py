@@ -15,7 +15,7 @@ from nanocore.protocol.errors import shorten
 
 MAX_TRIALS: Final = 100
 MAX_SEARCH_S: Final = 0.1
-_OF_NAMES: Final = ("properties", "patternProperties", "$defs", "definitions")
+_OF_NAMES: Final = ("properties", "patternProperties")
 _OF_LISTS: Final = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
 _OF_ONE: Final = ("items", "additionalItems", "additionalProperties", "not")
 _KEY_OF: Final = {
@@ -79,9 +79,14 @@ class _Search:
 
 
 def _parts(place: str, schema: Any, root: Any) -> Iterator[Part]:
-    """The schemas directly within a schema, and the one that it refers to."""
+    """The schema that one refers to, and those directly within it, but for definitions."""
     if not isinstance(schema, dict):
         return
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/"):
+        found = _at(root, reference[1:])
+        if found is not None:
+            yield reference[1:], found
     for name in _OF_NAMES:
         if isinstance(schema.get(name), dict):
             for key, one in schema[name].items():
@@ -93,11 +98,6 @@ def _parts(place: str, schema: Any, root: Any) -> Iterator[Part]:
     for name in _OF_ONE:
         if isinstance(schema.get(name), (dict, bool)):
             yield f"{place}/{name}", schema[name]
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        found = _at(root, reference[1:])
-        if found is not None:
-            yield reference[1:], found
 
 
 def _at(root: Any, pointer: str) -> Any:

@@ -10,11 +10,15 @@ import pytest
 from tests.campaign import in_campaign
 from tests.engine_core.structured.evil_inputs import EVIL_INPUTS
 
-COSTLY = {
-    "json_properties_optional_1800", "json_properties_3000", "json_refs_chained",
-    "regex_counts_nested_7", "regex_counts_nested_3", "regex_count_huge", "regex_slashes",
-    "regex_long_text", "grammar_terminals_doubling", "grammar_alternatives_of_rules",
-}  # fmt: skip
+QUICK = [
+    "json_ref_to_itself", "json_refs_chained_bare", "json_refs_doubling", "json_max_items_huger",
+    "json_guidance_separator", "json_array_30000", "json_nul_and_controls", "json_digits_5000",
+    "json_multiples_of_all", "regex_groups_30000", "regex_optional_dots", "regex_empty",
+    "regex_nul", "regex_unicode_classes", "grammar_parentheses_30000", "grammar_surrogate",
+    "grammar_rules_chained_3700", "grammar_terminals_renamed", "grammar_rules_overlapping",
+    "grammar_negations", "grammar_json_deep_100", "grammar_token_any", "grammar_stop",
+]  # fmt: skip
+"""Those which crashed something, or nearly, while this was written, as far as they are quick."""
 
 SCRIPT = """
 import sys
@@ -47,7 +51,7 @@ assert all(one == "served" or one.startswith("structured_outputs") for one in an
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "names", [sorted(EVIL_INPUTS.keys() - COSTLY), *in_campaign(sorted(COSTLY))], ids=len
+    "names", [QUICK, *in_campaign(sorted(EVIL_INPUTS.keys() - set(QUICK)))], ids=len
 )
 def test_no_evil_input_ends_the_process(names: list[str]) -> None:
     """Nor does llguidance print anything, nor is an answer longer than a few lines."""

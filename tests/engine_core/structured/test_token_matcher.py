@@ -120,7 +120,7 @@ def test_masks_that_take_too_long_fail_and_are_told(
 
     assert fills_until_failure(1.9) == 200
     assert told == []
-    assert fills_until_failure(12.0) == 6
+    assert fills_until_failure(13.0) == 5
     assert fills_until_failure(60.0) == 1
     assert "too complex" in told[0]
     assert len(told) == 2

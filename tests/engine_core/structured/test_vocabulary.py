@@ -10,23 +10,26 @@ from tokenizers import Tokenizer, decoders, models
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import InvalidRequestError
 from tests.engine_core.structured.walks import (
+    BYTE_LEVEL_EOS,
+    BYTE_LEVEL_TOKENS,
     allowed,
     byte_fallback_vocabulary,
     byte_level_vocabulary,
     compiled,
 )
-from tests.tiny_models import EOS, VOCAB_SIZE
 
 
-@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, VOCAB_SIZE + 1, VOCAB_SIZE + 500])
+@pytest.mark.parametrize(
+    "vocab_size", [BYTE_LEVEL_TOKENS, BYTE_LEVEL_TOKENS + 1, BYTE_LEVEL_TOKENS + 500]
+)
 def test_tokens_that_pad_the_model_are_in_no_mask(tmp_path: Path, vocab_size: int) -> None:
     byte_level_vocabulary(tmp_path)
-    vocabulary = Vocabulary.load(tmp_path, vocab_size, [EOS])
+    vocabulary = Vocabulary.load(tmp_path, vocab_size, [BYTE_LEVEL_EOS])
     assert vocabulary.num_words == -(-vocab_size // 32)
     matcher = compiled(vocabulary, grammar="start: <[*]>*").matcher()
     for _ in range(3):
         tokens = allowed(vocabulary, matcher)
-        assert max(tokens) < VOCAB_SIZE
+        assert max(tokens) < BYTE_LEVEL_TOKENS
         matcher.append([65])
 
 
@@ -48,19 +51,21 @@ def test_every_eos_token_of_the_model_ends_an_output(tmp_path: Path) -> None:
 
 def test_an_eos_token_that_the_tokenizer_does_not_know_is_left_out(tmp_path: Path) -> None:
     byte_level_vocabulary(tmp_path)
-    vocabulary = Vocabulary.load(tmp_path, VOCAB_SIZE + 9, [EOS, VOCAB_SIZE + 3])
-    assert vocabulary.eos_token_ids == {EOS}
+    vocabulary = Vocabulary.load(
+        tmp_path, BYTE_LEVEL_TOKENS + 9, [BYTE_LEVEL_EOS, BYTE_LEVEL_TOKENS + 3]
+    )
+    assert vocabulary.eos_token_ids == {BYTE_LEVEL_EOS}
     with pytest.raises(InvalidRequestError, match="out of range"):
-        Vocabulary.load(tmp_path, VOCAB_SIZE + 9, [VOCAB_SIZE + 3])
+        Vocabulary.load(tmp_path, BYTE_LEVEL_TOKENS + 9, [BYTE_LEVEL_TOKENS + 3])
 
 
 def test_a_folder_without_a_vocabulary_says_why(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"has no tokenizer\.json"):
         Vocabulary.load(tmp_path, 100, [1])
     byte_level_vocabulary(tmp_path)
-    for eos in ([], [VOCAB_SIZE + 1]):
+    for eos in ([], [BYTE_LEVEL_TOKENS + 1]):
         with pytest.raises(InvalidRequestError, match="has no EOS token"):
-            Vocabulary.load(tmp_path, VOCAB_SIZE, eos)
+            Vocabulary.load(tmp_path, BYTE_LEVEL_TOKENS, eos)
 
 
 def test_a_tokenizer_is_refused_whose_tokens_have_no_bytes(tmp_path: Path) -> None:

@@ -6,15 +6,16 @@ import random
 from pathlib import Path
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import nanocore
 from nanocore.engine_core.structured.compilation import CompiledGrammar, compile_grammar
 from nanocore.engine_core.structured.matcher import Matcher
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.structured_outputs import StructuredOutputs
-from tests.tiny_models import EOS, VOCAB_SIZE, write_byte_tokenizer
 
+BYTE_LEVEL_TOKENS = 260
+BYTE_LEVEL_EOS = 259
 DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
 
 
@@ -23,9 +24,15 @@ def demo_vocabulary() -> Vocabulary:
 
 
 def byte_level_vocabulary(folder: Path) -> Vocabulary:
-    """A token for each byte; the model's vocabulary is padded."""
-    write_byte_tokenizer(folder)
-    return Vocabulary.load(folder, VOCAB_SIZE + 77, [EOS])
+    """A token for each byte, three pieces, and EOS; the model's vocabulary is padded."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), '":', "true", "Ġa"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    assert tokenizer.get_vocab_size() == BYTE_LEVEL_TOKENS
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Vocabulary.load(folder, BYTE_LEVEL_TOKENS + 77, [BYTE_LEVEL_EOS])
 
 
 def byte_fallback_vocabulary(folder: Path) -> Vocabulary:
@@ -53,7 +60,8 @@ def compiled(vocabulary: Vocabulary, **wanted: object) -> CompiledGrammar:
 def allowed(vocabulary: Vocabulary, matcher: Matcher) -> list[int]:
     """The tokens of the next mask."""
     words_W = np.full(vocabulary.num_words, 0x55555555, dtype=np.int32)
-    assert matcher.fill(words_W)
+    if not matcher.fill(words_W):
+        return list(range(vocabulary.vocab_size))
     bits = np.unpackbits(words_W.view(np.uint8), bitorder="little")
     return [int(token) for token in np.flatnonzero(bits)]
 
