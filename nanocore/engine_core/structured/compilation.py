@@ -154,7 +154,10 @@ def _walk(grammar: CompiledGrammar, vocabulary: Vocabulary) -> None:
         matcher.fill(words_W)
         if matcher.failure is not None:
             raise InvalidRequestError(matcher.failure)
+        words_W &= ~vocabulary.eos_words
         filled = np.flatnonzero(words_W)
+        if len(filled) == 0:  # it can only end
+            return
         place = int(filled[step * 7919 % len(filled)])
         word = int(words_W[place]) & 0xFFFFFFFF
         matcher.append([place * 32 + (word & -word).bit_length() - 1])

@@ -7,6 +7,7 @@ import pytest
 
 from nanocore.engine_core.structured import token_matcher
 from nanocore.engine_core.structured.vocabulary import Vocabulary
+from nanocore.protocol.errors import InvalidRequestError
 from tests.engine_core.structured.walks import allowed, compiled, demo_vocabulary, follow
 
 EOS = 2
@@ -124,3 +125,6 @@ def test_masks_that_take_too_long_fail_and_are_told(
     assert fills_until_failure(60.0) == 1
     assert "too complex" in told[0]
     assert len(told) == 2
+    cost_ms[0] = 13.0
+    with pytest.raises(InvalidRequestError, match="too complex"):  # when it is compiled, already
+        compiled(vocabulary, regex="b*")
