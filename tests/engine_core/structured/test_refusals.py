@@ -34,6 +34,7 @@ def many(**last: Any) -> dict[str, Any]:
     [
         ({"type": "objct"}, "/type"),
         ({"properties": {"a": {"not": {}}}}, "/properties/a/not"),
+        (many(p57={"items": {"type": "text"}}), "/properties/p57/items/type"),
         (many(z={"items": {"type": "text"}}), "/properties/z/items/type"),
         ({"properties": {"not": {"items": {"not": {}}}}}, "/properties/not/items/not"),
         ({"anyOf": [{}, {"properties": {"a/b~c": {"format": "odd"}}}]},

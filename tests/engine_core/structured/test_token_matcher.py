@@ -122,6 +122,12 @@ def test_masks_that_take_too_long_fail_and_are_told(
     assert fills_until_failure(1.9) == 200
     assert told == []
     assert fills_until_failure(13.0) == 5
+    matcher = grammar.matcher()
+    for cost_ms[0] in (*[1.0] * 100, 60.0):  # what quick ones save has a limit
+        assert matcher.failure is None
+        allowed(vocabulary, matcher)
+    assert matcher.failure is not None
+    del told[1:]
     assert fills_until_failure(60.0) == 1
     assert "too complex" in told[0]
     assert len(told) == 2
