@@ -140,21 +140,32 @@ def test_zmq_is_imported_in_one_package() -> None:
     assert {user.rsplit("/", 1)[0] for user in users} == {"protocol/sockets"}
 
 
+def test_llguidance_is_imported_in_one_room() -> None:
+    users = {
+        path.relative_to(PACKAGE).parent.as_posix()
+        for path in sources()
+        if any(module.split(".")[0] == "llguidance" for module in imported_modules(path))
+    }
+    assert users == {"engine_core/structured"}
+
+
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("nanocore.client", "torch triton flash_attn transformers numpy safetensors xxhash"),
+        ("nanocore.client",
+         "torch triton flash_attn transformers numpy safetensors xxhash llguidance"),
         ("nanocore.conformance.vectors", "torch triton flash_attn transformers numpy zmq"),
         ("nanocore.conformance.cli", "torch triton flash_attn transformers numpy tokenizers"),
         ("nanocore.protocol.messages,nanocore.protocol.codec,nanocore.protocol.sockets,"
          "nanocore.worker.plan", "torch triton flash_attn transformers numpy"),
         ("nanocore.kv_cache", "torch triton flash_attn transformers numpy zmq"),
         ("nanocore.engine_core.scheduling.scheduler,nanocore.engine_core.core,"
-         "nanocore.engine_core.io.io_thread", "torch triton flash_attn transformers"),
+         "nanocore.engine_core.io.io_thread", "torch triton flash_attn transformers llguidance"),
         ("nanocore.engine_core.io.kv_event_publisher",
          "torch triton flash_attn transformers numpy"),
         ("nanocore.keygen", "torch triton flash_attn transformers numpy safetensors"),
-        ("nanocore.engine_core.cli", "torch triton flash_attn transformers numpy"),
+        ("nanocore.engine_core.cli", "torch triton flash_attn transformers numpy llguidance"),
+        ("nanocore.engine_core.structured.grammars", "torch triton flash_attn transformers"),
     ],
 )  # fmt: skip
 def test_imports_stay_light(modules: str, absent: str) -> None:

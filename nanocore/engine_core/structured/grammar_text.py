@@ -1,0 +1,170 @@
+"""What llguidance is given to compile: its own JSON form of a grammar, for each kind.
+
+A JSON Schema's "x-guidance" would change what llguidance makes of it, up to output that is no JSON;
+so it is replaced by what holds for every schema here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+from nanocore.engine_core.structured.vocabulary import Vocabulary
+from nanocore.protocol.structured_outputs import StructuralTag
+
+_WHITESPACE: Final = r"\x20{1,2}|\n(\x20{0,32}|\t{0,16})"
+"""Between two parts of JSON, at most once: a space or two, or a new line and its indentation.
+
+It is bounded, for a model that cannot end would else write white space until max_tokens.
+"""
+_ANY_TEXT: Final = r"/(?s:.*)/"
+
+
+def of_schema(schema: Any, compact: bool) -> str:
+    """schema: any JSON value; what is none fails when it is compiled. compact: no white space."""
+    return _joined({"json_schema": _guided(schema, compact)})
+
+
+def of_regex(regex: str) -> str:
+    return _lark(f"start: /{_in_slashes(regex)}/")
+
+
+def of_choice(choice: list[str]) -> str:
+    """One expression for all of them, so that what they share is looked at once."""
+    return _lark("start: CHOICE\nCHOICE: " + " | ".join(_literal(text) for text in choice))
+
+
+def of_lark(grammar: str) -> str:
+    return _joined({"lark_grammar": grammar})
+
+
+def of_structural_tag(
+    tag: StructuralTag, schemas: list[Any], compact: bool, vocabulary: Vocabulary
+) -> str:
+    """schemas: those of its structures.
+
+    A trigger ends the free text where it appears first, as text; or it is a special token, or
+    begins with one. So the structures of a trigger begin after it, and of several triggers that a
+    structure begins with the shortest counts.
+    """
+    triggers = [_first_trigger(one.begin, tag.triggers) for one in tag.structures]
+    lark = [f"start: part* TEXT\nTEXT: {_text_without(_unused(tag.triggers, triggers))}"]
+    parts = []
+    for i, trigger in enumerate(dict.fromkeys(triggers)):
+        bodies = [
+            f"{_sequence(one.begin[len(trigger) :], vocabulary)} @schema_{k} "
+            f"{_sequence(one.end, vocabulary)}"
+            for k, one in enumerate(tag.structures)
+            if triggers[k] == trigger
+        ]
+        lark.append(f"trigger_{i}[lazy]: TEXT {_literal(trigger)}")
+        head = f"trigger_{i}"
+        special = _special_prefix(trigger, vocabulary)
+        if special is not None:
+            token, rest = special
+            head = f"({head} | TEXT <[{token}]> {_literal(rest) if rest else ''})"
+        lark.append(f"part_{i}: {head} ({' | '.join(bodies)})")
+        parts.append(f"part_{i}")
+    lark.append(f"part: {' | '.join(parts)}")
+    return _joined(
+        {"name": "tag", "lark_grammar": "\n".join(lark)},
+        *(
+            {"name": f"schema_{k}", "json_schema": _guided(schema, compact)}
+            for k, schema in enumerate(schemas)
+        ),
+    )
+
+
+def _first_trigger(begin: str, triggers: list[str]) -> str:
+    """The one that ends the free text when this is written: of several, the shortest."""
+    return min(filter(begin.startswith, triggers), key=len)
+
+
+def _unused(triggers: list[str], used: list[str]) -> list[str]:
+    """Those that no structure begins with, so that they may not appear; each once.
+
+    One that holds another trigger cannot appear anyway.
+    """
+    rest = dict.fromkeys(one for one in triggers if one not in used)
+    return [one for one in rest if not any(other in one for other in triggers if other != one)]
+
+
+def _text_without(texts: list[str]) -> str:
+    """A terminal: any text that holds none of these."""
+    return " & ".join(
+        [_ANY_TEXT, *(f"~/(?s:.*){_in_slashes(_regex_literal(text))}(?s:.*)/" for text in texts)]
+    )
+
+
+def _regex_literal(text: str) -> str:
+    """An expression that matches this text alone."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~]", r"\\\g<0>", text)
+
+
+def _guided(schema: Any, compact: bool) -> Any:
+    if isinstance(schema, bool):
+        schema = {"allOf": [schema]}
+    if not isinstance(schema, dict):
+        return schema
+    options = {
+        "whitespace_flexible": not compact,
+        "whitespace_pattern": None if compact else _WHITESPACE,
+    }
+    return {**schema, "x-guidance": options}
+
+
+def _joined(*grammars: dict[str, Any]) -> str:
+    return json.dumps({"grammars": grammars}, allow_nan=False, ensure_ascii=False)
+
+
+def _lark(text: str) -> str:
+    return _joined({"lark_grammar": text})
+
+
+def _literal(text: str) -> str:
+    """As Lark writes a string; nothing in it is anything but itself."""
+    return json.dumps(text).replace("\x7f", "\\u007f")
+
+
+def _in_slashes(regex: str) -> str:
+    """What Lark reads between slashes as this expression."""
+    escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+    def escape(match: re.Match[str]) -> str:
+        last = match[0][-1]
+        return escapes.get(last, match[0])
+
+    return re.sub(r"\\.|[/\n\r\t]", escape, regex, flags=re.DOTALL)
+
+
+def _sequence(text: str, vocabulary: Vocabulary) -> str:
+    """A text, in which a special token may stand for its name."""
+    parts = (
+        _literal(part) if token is None else f"({_literal(part)} | <[{token}]>)"
+        for part, token in _split(text, vocabulary)
+    )
+    return " ".join(parts)
+
+
+def _special_prefix(text: str, vocabulary: Vocabulary) -> tuple[int, str] | None:
+    """(the special token that the text begins with, what follows it)"""
+    part, token = next(_split(text, vocabulary))
+    return None if token is None else (token, text[len(part) :])
+
+
+def _split(text: str, vocabulary: Vocabulary) -> Iterator[tuple[str, int | None]]:
+    """The text in parts: names of special tokens, with their ids, and what is between them."""
+    known = {
+        name: token
+        for name in set(re.findall(r"<[^<>\s]+>", text))
+        if (token := vocabulary.special_token(name)) is not None
+    }
+    if not known:
+        yield from [(text, None)] if text else []
+        return
+    names = "|".join(map(re.escape, known))
+    for part in re.split(f"({names})", text):
+        if part:
+            yield part, known.get(part)

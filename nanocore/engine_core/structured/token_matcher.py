@@ -1,0 +1,140 @@
+"""A matcher on llguidance's: it follows one sample's tokens, and says what may come next.
+
+It never raises for what a grammar does: it fails, once, with a text for whoever asked for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from nanocore.engine_core.structured.vocabulary import Vocabulary
+from nanocore.protocol.errors import shorten
+
+MASK_MS: Final = 2.0
+"""What a mask may take of its thread, in the long run."""
+MASK_CREDIT_MS: Final = 50.0
+"""What masks may take beyond that, taken together: so that no noise decides."""
+
+
+class TokenMatcher:
+    """One sample's place in a grammar, from its beginning; see `Matcher`.
+
+    llguidance's matcher is copied when the first token is there: the first mask is the grammar's.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        beginning: llguidance.LLMatcher,
+        first_words_W: NDArray[np.int32],
+        too_slow: Callable[[str], None],
+    ) -> None:
+        self.failure: str | None = None
+        self._vocabulary = vocabulary
+        self._beginning = beginning
+        self._first_words_W = first_words_W
+        self._too_slow = too_slow
+        self._matcher: llguidance.LLMatcher | None = None
+        self._noted: list[int] = []
+        self._is_ended = False
+        self._credit_ms = MASK_CREDIT_MS
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        """Note output tokens; `fill` takes them in."""
+        self._noted.extend(token_ids)
+
+    def fill(self, words_W: NDArray[np.int32]) -> bool:
+        """See `Matcher`; what a failed one writes allows EOS alone."""
+        start = time.thread_time()
+        if self.failure is None:
+            self._fill(words_W)
+            self._pay((time.thread_time() - start) * 1000)
+        if self.failure is not None:
+            words_W[:] = self._vocabulary.eos_words
+        return words_W[0] != -1 or not np.array_equal(words_W, self._vocabulary.all_words)
+
+    def _fill(self, words_W: NDArray[np.int32]) -> None:
+        if not self._noted and self._matcher is None:
+            words_W[:] = self._first_words_W
+            return
+        if self._matcher is None:
+            self._matcher = self._beginning.deep_copy()
+        tokens, self._noted = self._noted, []
+        self._consume(self._matcher, tokens)
+        if self.failure is not None:
+            return
+        if self._is_ended or self._matcher.is_stopped():
+            words_W[:] = self._vocabulary.eos_words
+            return
+        if write_mask(self._matcher, self._vocabulary, words_W) is not None:
+            self.failure = _failure(self._matcher)
+
+    def _consume(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> None:
+        """Take in tokens; after an EOS there are only such, and the matcher need not know."""
+        for token in tokens:
+            if self._is_ended:
+                if token not in self._vocabulary.eos_token_ids:
+                    self.failure = _refused(token)
+                    return
+            elif token in self._vocabulary.eos_token_ids:
+                if not matcher.is_stopped() and not matcher.consume_token(token):
+                    self.failure = _refused(token)
+                    return
+                self._is_ended = True
+            elif not matcher.consume_token(token):
+                self.failure = _failure(matcher, token)
+                return
+
+    def _pay(self, cost_ms: float) -> None:
+        self._credit_ms = min(MASK_CREDIT_MS, self._credit_ms + MASK_MS - cost_ms)
+        if self._credit_ms < 0:
+            self.failure = (
+                f"structured_outputs is too complex: finding the tokens that may follow took "
+                f"{cost_ms:.0f} ms, and {MASK_MS:.0f} ms are allowed in the long run; make it "
+                "simpler"
+            )
+            self._too_slow(self.failure)
+
+
+def write_mask(
+    matcher: llguidance.LLMatcher, vocabulary: Vocabulary, words_W: NDArray[np.int32]
+) -> str | None:
+    """Write the mask of where the matcher is; returns why there is none, or None."""
+    num_words = -(-vocabulary.tokenizer.vocab_size // 32)
+    fits = num_words <= len(words_W)
+    words = words_W if fits else np.empty(num_words, dtype=np.int32)
+    if not matcher.is_error():
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, num_words * 4)
+    if matcher.is_error():
+        return why(matcher.get_error())
+    if not fits:
+        words_W[:] = words[: len(words_W)]
+    words_W[num_words:] = 0
+    words_W &= vocabulary.all_words
+    return None if words_W.any() else "no token of the model can follow"
+
+
+def why(text: str) -> str:
+    """llguidance's reason, without what it says of itself."""
+    for end in ("<non-verbose/>", "<state>", "<backtrace>"):
+        text = text.partition(end)[0]
+    return text.strip()
+
+
+def _refused(token: int) -> str:
+    return f"structured_outputs: token {token} cannot follow"
+
+
+def _failure(matcher: llguidance.LLMatcher, token: int | None = None) -> str:
+    """Why a matcher cannot go on: a limit of llguidance's, or the token."""
+    reason = why(matcher.get_error()) or "no token of the model can follow"
+    reason = shorten(reason.splitlines()[0])
+    if token is not None and "fails parse" in reason:
+        return _refused(token)
+    return f"structured_outputs is too complex ({reason}): make it simpler"

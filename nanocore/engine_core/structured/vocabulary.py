@@ -1,0 +1,92 @@
+"""The model's tokens as llguidance knows them: their bytes, and which of them end an output.
+
+It is read from the model folder's tokenizer.json, once, which takes up to 1.5 s for 130,000 tokens;
+llguidance holds the GIL meanwhile. So a thread builds it while the engine starts, and nothing is
+served before. It is never changed, and any number of threads use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+
+from nanocore.protocol.errors import InvalidRequestError, shorten
+
+_WHY: Final = "this model has no structured_outputs: "
+
+
+class Vocabulary:
+    """What masks are made for: bit t of one is token t of the model's vocabulary.
+
+    tokenizer: llguidance's; it may know fewer tokens than the model has, or more.
+    num_words: of a mask, ceil(vocab_size / 32). Tokens that only pad the model's vocabulary are
+    not the tokenizer's, and no mask has them.
+    """
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
+        self.tokenizer: Final = tokenizer
+        self.vocab_size: Final = vocab_size
+        self.num_words: Final = -(-vocab_size // 32)
+        self.eos_token_ids: Final = frozenset(tokenizer.eos_tokens)
+        self.all_words: Final = self._words(range(vocab_size))
+        self.eos_words: Final = self._words(self.eos_token_ids)
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Vocabulary:
+        """Of a model folder; vocab_size: how many logits the model has.
+
+        Raises:
+            InvalidRequestError: there is none, and why; each request for a structured output is to
+                hear it.
+        """
+        path = folder / "tokenizer.json"
+        eos = sorted(token for token in eos_token_ids if token < vocab_size)
+        if not eos:
+            raise InvalidRequestError(
+                f"{_WHY}it has no EOS token, so that an output could not end; give its "
+                "generation_config.json an eos_token_id"
+            )
+        if not path.is_file():
+            raise InvalidRequestError(
+                f"{_WHY}its folder {str(folder)!r} has no tokenizer.json, which says what text its "
+                "tokens stand for; put it there"
+            )
+        try:
+            return cls(_tokenizer(path, eos), vocab_size)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is not an Exception
+            raise InvalidRequestError(
+                f"{_WHY}llguidance cannot read {str(path)!r} ({shorten(str(error))}): it needs a "
+                "byte-level tokenizer, or one with a token for each byte"
+            ) from None
+
+    def special_token(self, text: str) -> int | None:
+        """The special token of this name; None if there is none."""
+        tokens = self.tokenizer.tokenize_str(text, parse_special=True)
+        if len(tokens) == 1 and self.tokenizer.is_special_token(tokens[0]):
+            return tokens[0]
+        return None
+
+    def _words(self, tokens: Collection[int]) -> NDArray[np.int32]:
+        """The mask that allows these."""
+        bits = np.zeros(self.num_words * 32, dtype=np.uint8)
+        bits[list(tokens)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _tokenizer(path: Path, eos: list[int]) -> llguidance.LLTokenizer:
+    """llguidance refuses EOS tokens that it has no text for; such are of no use here either."""
+    try:
+        return llguidance.LLTokenizer(str(path), eos_token=eos)
+    except ValueError:
+        num_tokens = llguidance.LLTokenizer(str(path), slices=[]).vocab_size
+        known = [token for token in eos if token < num_tokens]
+        if known in ([], eos):
+            raise
+        return llguidance.LLTokenizer(str(path), eos_token=known)

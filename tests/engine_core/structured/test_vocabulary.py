@@ -1,0 +1,80 @@
+"""The vocabulary of a model folder: padded, cut, with several EOS tokens, or none and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+
+from nanocore.engine_core.structured.vocabulary import Vocabulary
+from nanocore.protocol.errors import InvalidRequestError
+from tests.engine_core.structured.walks import (
+    BYTE_LEVEL_EOS,
+    BYTE_LEVEL_TOKENS,
+    allowed,
+    byte_fallback_vocabulary,
+    byte_level_vocabulary,
+    compiled,
+)
+
+
+@pytest.mark.parametrize(
+    "vocab_size", [BYTE_LEVEL_TOKENS, BYTE_LEVEL_TOKENS + 1, BYTE_LEVEL_TOKENS + 500]
+)
+def test_tokens_that_pad_the_model_are_in_no_mask(tmp_path: Path, vocab_size: int) -> None:
+    byte_level_vocabulary(tmp_path)
+    vocabulary = Vocabulary.load(tmp_path, vocab_size, [BYTE_LEVEL_EOS])
+    assert vocabulary.num_words == -(-vocab_size // 32)
+    matcher = compiled(vocabulary, grammar="start: <[*]>*").matcher()
+    for _ in range(3):
+        tokens = allowed(vocabulary, matcher)
+        assert max(tokens) < BYTE_LEVEL_TOKENS
+        matcher.append([65])
+
+
+def test_masks_are_cut_to_the_models_vocabulary(tmp_path: Path) -> None:
+    byte_level_vocabulary(tmp_path)
+    vocabulary = Vocabulary.load(tmp_path, 100, [7])
+    assert vocabulary.num_words == 4
+    assert max(allowed(vocabulary, compiled(vocabulary, regex="(?s:.)+").matcher())) < 100
+    with pytest.raises(InvalidRequestError, match="no output satisfies it"):
+        compiled(vocabulary, grammar="start: <[150-200]>")
+
+
+def test_every_eos_token_of_the_model_ends_an_output(tmp_path: Path) -> None:
+    vocabulary = byte_fallback_vocabulary(tmp_path)
+    matcher = compiled(vocabulary, regex="a").matcher()
+    matcher.append(vocabulary.tokenizer.tokenize_str("a"))
+    assert allowed(vocabulary, matcher) == [2, 3]
+
+
+def test_an_eos_token_that_the_tokenizer_does_not_know_is_left_out(tmp_path: Path) -> None:
+    byte_level_vocabulary(tmp_path)
+    vocabulary = Vocabulary.load(
+        tmp_path, BYTE_LEVEL_TOKENS + 9, [BYTE_LEVEL_EOS, BYTE_LEVEL_TOKENS + 3]
+    )
+    assert vocabulary.eos_token_ids == {BYTE_LEVEL_EOS}
+    with pytest.raises(InvalidRequestError, match="out of range"):
+        Vocabulary.load(tmp_path, BYTE_LEVEL_TOKENS + 9, [BYTE_LEVEL_TOKENS + 3])
+
+
+def test_a_folder_without_a_vocabulary_says_why(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"has no tokenizer\.json"):
+        Vocabulary.load(tmp_path, 100, [1])
+    byte_level_vocabulary(tmp_path)
+    for eos in ([], [BYTE_LEVEL_TOKENS + 1]):
+        with pytest.raises(InvalidRequestError, match="has no EOS token"):
+            Vocabulary.load(tmp_path, BYTE_LEVEL_TOKENS, eos)
+
+
+def test_a_tokenizer_is_refused_whose_tokens_have_no_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(path))
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="llguidance cannot read") as caught:
+            Vocabulary.load(tmp_path, 2, [1])
+        assert len(str(caught.value)) < 800
+        path.write_text("{")
