@@ -117,7 +117,25 @@ def write_mask(
         words_W[:] = words[: len(words_W)]
     words_W[num_words:] = 0
     words_W &= vocabulary.all_words
+    if (words_W & vocabulary.special_words).any():
+        _take_no_names(matcher, vocabulary, words_W)
     return None if words_W.any() else "no token of the model can follow"
+
+
+def _take_no_names(
+    matcher: llguidance.LLMatcher, vocabulary: Vocabulary, words_W: NDArray[np.int32]
+) -> None:
+    """Where a text must follow that begins with a special token's name, llguidance's mask is that
+    token, which it does not consume then; an EOS would end the output there. The text may follow.
+    """
+    words = words_W & vocabulary.special_words
+    for token in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist():
+        if matcher.validate_tokens([token]) == 0:
+            words_W[token // 32] ^= np.int32(1) << np.int32(token % 32)
+    if not words_W.any():
+        text = matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        if text and (token := vocabulary.first_token(text)) < vocabulary.vocab_size:
+            words_W[token // 32] = np.int32(1) << np.int32(token % 32)
 
 
 def why(text: str) -> str:

@@ -35,6 +35,13 @@ class Vocabulary:
         self.eos_token_ids: Final = frozenset(tokenizer.eos_tokens)
         self.all_words: Final = self._words(range(vocab_size))
         self.eos_words: Final = self._words(self.eos_token_ids)
+        self.special_words: Final = self._words(
+            [
+                token
+                for token in range(min(vocab_size, tokenizer.vocab_size))
+                if tokenizer.is_special_token(token)
+            ]
+        )
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> Vocabulary:
@@ -72,6 +79,10 @@ class Vocabulary:
         if len(tokens) == 1 and self.tokenizer.is_special_token(tokens[0]):
             return tokens[0]
         return None
+
+    def first_token(self, text: str) -> int:
+        """The shortest that a text begins with."""
+        return self.tokenizer.greedy_tokenize(text[0])[0]
 
     def _words(self, tokens: Collection[int]) -> NDArray[np.int32]:
         """The mask that allows these."""
