@@ -81,9 +81,8 @@ def test_what_cannot_be_compiled_is_refused_in_words(name: str) -> None:
         ({"type": "string", "format": "date"}, '"2023-02-29"'),
         ({"type": "string", "format": "time"}, '"11:59:60Z"'),
         ({"type": "object", "additionalProperties": {"type": "null"}}, '{"a":null,"a":null}'),
-        ({"type": "object", "minProperties": 2}, '{"a":1,"a":1}'),
     ],
-    ids=["no-leap-year", "no-leap-second", "a-name-twice", "a-name-twice-counts-twice"],
+    ids=["no-leap-year", "no-leap-second", "a-name-twice"],
 )
 def test_what_grammars_do_not_see(schema: dict[str, object], text: str) -> None:
     """Known limits: when one falls, so does what is said of it in `formats` and `validity`."""

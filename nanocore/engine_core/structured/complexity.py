@@ -62,20 +62,35 @@ def check_lark(grammar: str) -> None:
 
 
 def check_schema(field: str, schema: Any) -> None:
-    """Refuse a schema whose patterns or multiples would take minutes.
+    """Refuse a schema whose patterns or multiples would take minutes, or that could come out wrong.
 
     Raises:
         InvalidRequestError: and where, as a JSON pointer.
     """
     multiples: list[tuple[str, Decimal]] = []
     is_merged = False
-    for place, key, value in _entries(schema, ""):
-        if key == "pattern" and isinstance(value, str) and value:
-            check_regex(f"{field} at '{place}/pattern'", value)
-        if key == "multipleOf" and isinstance(value, (int, float)):
-            multiples.append((f"{place}/multipleOf", Decimal(str(value))))
-        is_merged = is_merged or key in _MERGING
+    for place, part in _objects(schema, ""):
+        if isinstance(pattern := part.get("pattern"), str) and pattern:
+            check_regex(f"{field} at '{place}/pattern'", pattern)
+        if isinstance(multiple := part.get("multipleOf"), (int, float)):
+            multiples.append((f"{place}/multipleOf", Decimal(str(multiple))))
+        _check_min_properties(field, place, part)
+        is_merged = is_merged or not part.keys().isdisjoint(_MERGING)
     _check_multiples(field, multiples, is_merged)
+
+
+def _check_min_properties(field: str, place: str, part: dict[str, Any]) -> None:
+    """Names that are free may come twice, and count once when they are read."""
+    least, required = part.get("minProperties"), part.get("required")
+    num_required = len(required) if isinstance(required, list) else 0
+    if not isinstance(least, (int, float)) or least <= max(1, num_required):
+        return
+    if part.get("additionalProperties", True) is not False or "patternProperties" in part:
+        raise InvalidRequestError(
+            f"structured_outputs.{field} at '{place}/minProperties': {least} cannot be held where "
+            "names are free, for one may come twice: list what is required, or set "
+            "additionalProperties to false"
+        )
 
 
 def _check_multiples(field: str, multiples: list[tuple[str, Decimal]], is_merged: bool) -> None:
@@ -100,15 +115,15 @@ def _num_decimals(value: Decimal) -> int:
     return max(-int(value.normalize().as_tuple().exponent), 0)
 
 
-def _entries(schema: Any, place: str) -> Iterator[tuple[str, str, Any]]:
-    """(place of an object, key, value) of all that a schema holds; its depth is bounded."""
+def _objects(schema: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, object) of all objects that a schema holds; its depth is bounded."""
     if isinstance(schema, dict):
+        yield place, schema
         for key, value in schema.items():
-            yield place, key, value
             if isinstance(value, (dict, list)):
                 escaped = key.replace("~", "~0").replace("/", "~1")
-                yield from _entries(value, f"{place}/{escaped}")
+                yield from _objects(value, f"{place}/{escaped}")
     elif isinstance(schema, list):
         for i, value in enumerate(schema):
             if isinstance(value, (dict, list)):
-                yield from _entries(value, f"{place}/{i}")
+                yield from _objects(value, f"{place}/{i}")

@@ -49,6 +49,7 @@ def many(**last: Any) -> dict[str, Any]:
         ({"items": {"oneOf": [{"minimum": 1}, {"maximum": 5}]}}, "/items/oneOf"),
         ({"prefixItems": [{}, {"uniqueItems": True}]}, "/prefixItems/1/uniqueItems"),
         ({"items": {"multipleOf": 1000003}}, "/items/multipleOf"),
+        ({"items": {"minProperties": 2, "required": ["a"]}}, "/items/minProperties"),
         ({"items": {"pattern": "a?" * 1001}}, "/items/pattern"),
     ],
 )  # fmt: skip
@@ -58,6 +59,20 @@ def test_a_schema_is_refused_with_a_json_pointer(
     assert refusal(vocabulary, json=json.dumps(schema)).startswith(
         f"structured_outputs.json at {place!r}"
     )
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"minProperties": 1},
+        {"minProperties": 2, "required": ["a", "b"]},
+        {"minProperties": 2, "properties": {"a": {}, "b": {}}, "additionalProperties": False},
+    ],
+)
+def test_properties_are_counted_where_none_can_come_twice(
+    vocabulary: Vocabulary, schema: Any
+) -> None:
+    compiled(vocabulary, json=json.dumps({"type": "object"} | schema))
 
 
 @pytest.mark.parametrize(
