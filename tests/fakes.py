@@ -136,7 +136,7 @@ class FakeMatcher:
             self.num_fills[len(self.output)] += 1
             words_W[:] = 0
             if len(self.output) == self.breaks_at:
-                raise RuntimeError("a bug, and what the client wrote")
+                raise RuntimeError(f"a bug at {self.output}")
             if len(self.output) == self.fails_at:
                 self.failure = "the fake grammar is too complex"
                 return True
@@ -165,32 +165,26 @@ class FakeGrammars:
     """
 
     def __init__(self) -> None:
-        self.known: dict[str, Compiled] = {}
-        self.waiting: deque[tuple[str, Callable[[Compiled], None]]] = deque()
+        self.known: dict[bytes, Compiled] = {}
+        self.waiting: deque[tuple[StructuredOutputs, Callable[[Compiled], None]]] = deque()
 
     def find(self, wanted: StructuredOutputs) -> Compiled | None:
-        assert wanted.regex is not None
-        return self.known.get(wanted.regex)
+        return self.known.get(msgspec.msgpack.encode(wanted))
 
     def compile(self, wanted: StructuredOutputs, done: Callable[[Compiled], None]) -> None:
-        assert wanted.regex is not None
-        self.waiting.append((wanted.regex, done))
+        self.waiting.append((wanted, done))
 
     def finish(self) -> None:
         """The oldest compilation is done."""
-        regex, done = self.waiting.popleft()
+        wanted, done = self.waiting.popleft()
+        regex = wanted.regex or ""
+        result: Compiled = FakeGrammar()
         if regex.startswith("busy"):
             done(EngineOverloadedError("too much is compiled", 3.0))
             return
-        is_bad = regex.startswith("bad")
-        done(
-            self.known.setdefault(
-                regex,
-                InvalidRequestError(f"structured_outputs.regex: {regex}")
-                if is_bad
-                else FakeGrammar(),
-            )
-        )
+        if regex.startswith("bad"):
+            result = InvalidRequestError(f"structured_outputs.regex: {regex}")
+        done(self.known.setdefault(msgspec.msgpack.encode(wanted), result))
 
     def close(self) -> None:
         self.waiting.clear()

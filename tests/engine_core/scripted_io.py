@@ -68,6 +68,7 @@ class Io:
         self.grammars = FakeGrammars()
         self.counters = SchedulerCounters()
         queue_limit = QueueLimit(MAX_NUM_QUEUED_REQS, 10_000, self.counters)
+        self.compiling = CompilingRequests(self.grammars, queue_limit, self.outbox.put)
         client_limit = ClientLimit(MAX_NUM_CLIENTS, max_connections=10)
         self.desk = FrontDesk(
             self.peers,
@@ -82,7 +83,7 @@ class Io:
                 max_logprobs=20,
             ),
             admission or Admission(CARD, EngineConfig(), queue_limit, self.grammars),
-            CompilingRequests(self.grammars, queue_limit, self.outbox.put),
+            self.compiling,
             ControlHandler(self.inbox, files),
             num_steps=lambda: self.num_steps,
             step_age_ms=lambda: 0,

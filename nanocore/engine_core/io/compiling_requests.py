@@ -66,7 +66,7 @@ class CompilingRequests:
         self._queue_limit.leave(request.num_prompt_tokens, len(request.samples))
 
     def abort(self, handles: Iterable[int]) -> list[Request]:
-        """End those that wait of the requests with these handles of first samples."""
+        """End those that wait of the requests of these samples, all of each."""
         aborted = [taken[0] for handle in handles if (taken := self.take(handle)) is not None]
         for request in aborted:
             self.leave_queue(request)

@@ -92,17 +92,13 @@ class RequestDesk:
     def abort(self, session: Session, message: Abort, now_s: float) -> None:
         """End what an ABORT names, as far as it is the session's and has not ended."""
         single = abort_handles(message)
-        own = [handles for i in message.request_ids if (handles := session.requests.get(i))]
-        handles = dict.fromkeys([*(handle for one in own for handle in one), *single])
-        self._end_compiling(session, [one[0] for one in own], None, now_s)
+        own = [handle for i in message.request_ids for handle in session.requests.get(i, ())]
+        self._end_compiling(session, own, None, now_s)
         # Nobody was told the handles of one that waits: alone they name nothing.
-        self._abort(
-            [
-                handle
-                for handle in handles
-                if self._sessions.owns(session, handle) and handle not in self.compiling
-            ]
-        )
+        named = [
+            handle for handle in dict.fromkeys([*own, *single]) if handle not in self.compiling
+        ]
+        self._abort([handle for handle in named if self._sessions.owns(session, handle)])
 
     def forget(self, handles: list[int]) -> None:
         """Abort what there is of a closed session. handles: of all its samples."""
@@ -113,12 +109,13 @@ class RequestDesk:
 
     def end_compiling(self, session: Session, message: str, now_s: float) -> None:
         """End the session's requests that wait to be compiled, as the step loop ends its own."""
-        self._end_compiling(session, [own[0] for own in session.requests.values()], message, now_s)
+        handles = [handle for own in session.requests.values() for handle in own]
+        self._end_compiling(session, handles, message, now_s)
 
     def _end_compiling(
         self, session: Session, handles: Iterable[int], message: str | None, now_s: float
     ) -> None:
-        """Of the requests with these first handles, those that wait: accepted, and aborted."""
+        """Of the requests of these samples, those that wait: they are accepted, and aborted."""
         ended = self.compiling.abort(handles)
         for request in ended:
             self._end(session, request)
