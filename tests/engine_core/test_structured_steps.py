@@ -285,6 +285,15 @@ def test_a_resumed_request_goes_on_in_its_grammar(depth: int) -> None:
         assert matcher_of(request).output == engine.tokens[request.handle] == expected
 
 
+def test_a_structured_row_computes_no_drafts() -> None:
+    """Its mask is for one token; others draft beside it."""
+    engine = Engine(num_speculative_tokens=3)
+    engine.run(structured(1, [1] * 5, 9), make_request(2, [2] * 5, 30))
+    assert engine.tokens[1] == expected_structured_tokens([1] * 5, 9)
+    assert engine.tokens[2] == expected_tokens([2] * 5, 30)
+    assert engine.scheduler.counters.num_steps < 30
+
+
 def test_a_structured_request_ends_at_its_eos() -> None:
     tokens = expected_structured_tokens([1] * 5, 9)
     engine = Engine()

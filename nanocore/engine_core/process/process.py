@@ -95,9 +95,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         folder = find_model(config)
         model_config = load_model_config(folder, config.hf_overrides)
         max_model_len = longest_request(config, model_config)
-        name = f"model {folder} ({model_config.architecture})"
-        where = f"{_describe_ranks(config)} | endpoint {config.endpoint}"
-        logger.info("nanocore %s | %s | %s", __version__, name, where)
+        _log_beginning(config, folder, model_config)
         logger.info("imports %.2f s, since the process began", imports_s)
         vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
         executor = _executor(config, folder, model_config, max_model_len)
@@ -117,8 +115,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
                 f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
             )
         with phase("structured outputs") as notes:
-            grammars = vocabulary.wait(notes)
-            stack.callback(grammars.close)
+            grammars = stack.enter_context(closing(vocabulary.wait(notes)))
         _log_generation_defaults(model_config)
         files = ModelFiles(folder)
         card = ModelCard(
@@ -335,6 +332,12 @@ def _executor(
     if worker_config.num_ranks == 1:
         return LocalExecutor(worker_config)
     return ProcessExecutor(worker_config, model.hidden_size)
+
+
+def _log_beginning(config: EngineConfig, folder: Path, model: ModelConfig) -> None:
+    name = f"model {folder} ({model.architecture})"
+    where = f"{_describe_ranks(config)} | endpoint {config.endpoint}"
+    logger.info("nanocore %s | %s | %s", __version__, name, where)
 
 
 def _describe_ranks(config: EngineConfig) -> str:
