@@ -2,7 +2,7 @@
 of any rows or, as with pipeline stages, each of another group of rows; and with drafts, of which
 the worker accepts some, so that a row has none to several tokens of a step.
 
-Outputs may be structured: threads fill their masks, which go to the worker as the step loop has
+Outputs may be structured: a thread fills their masks, which go to the worker as the step loop has
 it, and each matcher must see what was delivered, in order, and nothing else.
 
 A failure is shrunk to the shortest trace of add, plan, collect, abort and reset that shows it. The
@@ -93,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if withholds:
             executor.withhold = withhold_some
         self.worker = PipelinedExecutor(executor)
-        self.filler = MaskFiller(VOCAB_SIZE, limits["max_num_seqs"], num_threads=2)
+        self.filler = MaskFiller(VOCAB_SIZE, limits["max_num_seqs"], num_threads=1)
         self.masks = StepMasks(self.scheduler, self.worker, self.filler)
         self.matchers: dict[int, FakeMatcher] = {}
         self.failed: dict[int, str] = {}
@@ -131,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3, 7]),
         logprobs=st.sampled_from([None, None, 0, 2]),
         prompt_logprobs=st.sampled_from([None, None, None, 0, 1]),
-        fails_at=st.sampled_from([None, None, -1, -1, 3]),
+        fails_at=st.sampled_from([None, None, None, -1, 3]),
     )
     def add(
         self,
@@ -178,11 +178,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if fails_at is not None:
             request.follow(FakeGrammar())
+        tokens = expected(prompt, max_tokens, stops)
         for sample in request.samples:
             if isinstance(sample.matcher, FakeMatcher):
                 sample.matcher.fails_at = fails_at or 0
                 self.matchers[sample.handle] = sample.matcher
-            self.expected[sample.handle] = expected(prompt, max_tokens, stops)
+            self.expected[sample.handle] = tokens
             self.prompts[sample.handle] = prompt
             self.sampling[sample.handle] = sample.sampling
         self.samples.append(range(handle, handle + n))
