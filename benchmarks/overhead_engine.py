@@ -25,6 +25,7 @@ from nanocore.engine_core.config import EngineConfig, SchedulerConfig
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.messages import ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
@@ -98,7 +99,7 @@ class _Engine:
         )
         self.scheduler = Scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE))
         limit = QueueLimit(10**9, 10**12, self.scheduler.counters)
-        self.admission = Admission(_CARD, EngineConfig(), limit)
+        self.admission = Admission(_CARD, EngineConfig(), limit, NoGrammars("no vocabulary"))
         self.executor = NoModelExecutor(1024, list(range(1000, 2000)))
         self._rng = random.Random(1)
         self._num_handles = 0

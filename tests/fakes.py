@@ -8,37 +8,46 @@ without any engine (`expected_tokens`).
 
 from __future__ import annotations
 
+import threading
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
+from nanocore.engine_core.structured.matcher import Compiled
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.kv_cache.block_key import DigestFunction
 from nanocore.protocol.codec import client_decoder
+from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import Message
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.structured_outputs import StructuredOutputs
 from nanocore.worker.plan import (
     NO_TOKEN,
     ModelRunnerOutput,
     NewRow,
     RowLogprobs,
     SchedulerOutput,
+    TokenMasks,
 )
 
 VOCAB_SIZE = 50
+NUM_WORDS = -(-VOCAB_SIZE // 32)
+"""Of a mask."""
 LogprobEntry = tuple[int, list[tuple[int, float]]]
 """A token's rank, and (token id, log probability) of its candidates."""
 
@@ -74,6 +83,129 @@ def expected_logprobs(prompt: list[int], token_ids: list[int], num: int) -> list
         for i, one in enumerate(token_ids)
         if one != NO_TOKEN
     ]
+
+
+def allowed_tokens(output: list[int]) -> frozenset[int]:
+    """What a FakeMatcher allows after this output: often a third, sometimes one, or all."""
+    return _allowed_tokens(context_hash([*output, VOCAB_SIZE]) % 97)
+
+
+@cache
+def _allowed_tokens(known: int) -> frozenset[int]:
+    if known % 5 == 0:
+        return frozenset(range(VOCAB_SIZE))
+    if known % 5 == 1:
+        return frozenset([known % VOCAB_SIZE])
+    return frozenset(range(known % 3, VOCAB_SIZE, 3))
+
+
+@cache
+def _words(allowed: frozenset[int]) -> NDArray[np.int32]:
+    bits = np.isin(np.arange(NUM_WORDS * 32), list(allowed))
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
+@cache
+def _tokens(words: bytes) -> frozenset[int]:
+    bits = np.unpackbits(np.frombuffer(words, np.uint8), bitorder="little")
+    return frozenset(bits.nonzero()[0].tolist())
+
+
+def masked_token(context: list[int], allowed: Collection[int], choice: int) -> int:
+    """The fake model's choice among allowed tokens, if it would have made this one among all."""
+    if choice == NO_TOKEN or not allowed:
+        return NO_TOKEN
+    return min(allowed, key=lambda token: (token - choice) % VOCAB_SIZE)
+
+
+def expected_structured_tokens(
+    prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...] = ()
+) -> list[int]:
+    """What a request with a FakeMatcher must deliver, whatever else runs."""
+    output: list[int] = []
+    while len(output) < max_tokens:
+        context = prompt + output
+        output.append(masked_token(context, allowed_tokens(output), next_token(context)))
+        if output[-1] in stop_ids:
+            break
+    return output
+
+
+class FakeMatcher:
+    """Implements `Matcher`; what it allows is a function of all tokens that it was told.
+
+    fails_at: it fails at the mask after so many tokens. breaks_at: filling that raises.
+    output: the tokens that it was told. num_fills: masks after each number of tokens.
+    """
+
+    def __init__(self, fails_at: int = -1, breaks_at: int = -1) -> None:
+        self.failure: str | None = None
+        self.fails_at, self.breaks_at = fails_at, breaks_at
+        self.output: list[int] = []
+        self.num_fills: Counter[int] = Counter()
+        self._is_filling = threading.Lock()
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        assert not self._is_filling.locked(), "two threads use it"
+        self.output += token_ids
+
+    def fill(self, words_W: NDArray[np.int32]) -> bool:
+        assert words_W.shape == (NUM_WORDS,)
+        with self._is_filling:
+            self.num_fills[len(self.output)] += 1
+            words_W[:] = 0
+            if len(self.output) == self.breaks_at:
+                raise RuntimeError(f"a bug at {self.output}")
+            if len(self.output) == self.fails_at:
+                self.failure = "the fake grammar is too complex"
+                return True
+            allowed = allowed_tokens(self.output)
+            words_W[:] = _words(allowed)
+            return len(allowed) < VOCAB_SIZE
+
+
+@dataclass
+class FakeGrammar:
+    """Implements `Grammar`. matchers: those that it made."""
+
+    matchers: list[FakeMatcher] = field(default_factory=list)
+
+    def matcher(self) -> FakeMatcher:
+        self.matchers.append(FakeMatcher())
+        return self.matchers[-1]
+
+
+class FakeGrammars:
+    """Implements `GrammarSource`: compiles when it is told to.
+
+    A regex that begins with "bad" cannot be compiled, and one with "busy" not now. waiting: what
+    was begun, in order.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, Compiled] = {}
+        self.waiting: deque[tuple[StructuredOutputs, Callable[[Compiled], None]]] = deque()
+
+    def find(self, wanted: StructuredOutputs) -> Compiled | None:
+        return self.known.get(msgspec.msgpack.encode(wanted))
+
+    def compile(self, wanted: StructuredOutputs, done: Callable[[Compiled], None]) -> None:
+        self.waiting.append((wanted, done))
+
+    def finish(self) -> None:
+        """The oldest compilation is done."""
+        wanted, done = self.waiting.popleft()
+        regex = wanted.regex or ""
+        result: Compiled = FakeGrammar()
+        if regex.startswith("busy"):
+            done(EngineOverloadedError("too much is compiled", 3.0))
+            return
+        if regex.startswith("bad"):
+            result = InvalidRequestError(f"structured_outputs.regex: {regex}")
+        done(self.known.setdefault(msgspec.msgpack.encode(wanted), result))
+
+    def close(self) -> None:
+        self.waiting.clear()
 
 
 def withhold_some(token_ids: list[int], step: int) -> int:
@@ -131,9 +263,12 @@ class FakeExecutor:
     num_tokens: int = 0
     written: dict[int, _Row] = field(default_factory=dict)
     """Blocks that the last step wrote, and for whom."""
+    allowed: dict[int, frozenset[int]] = field(default_factory=dict)
+    """By the masks of the step, by row."""
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+    def execute(self, plan: SchedulerOutput, masks: TokenMasks | None = None) -> ModelRunnerOutput:
         """Apply the plan's differences, write all KV, then read it and sample."""
+        self._take_masks(plan, masks)
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput)
         self._apply(plan)
         counts = {row: int(row % self.num_groups == plan.group) for row in self.rows}
@@ -160,6 +295,7 @@ class FakeExecutor:
                 if num_logprobs is not None:
                     entries = expected_logprobs(row.token_ids[:num_known], tokens, num_logprobs)
                     of_tokens += [(index, entry) for entry in entries]
+        assert self.allowed.keys() <= sampled.keys(), "masks of rows that do not sample"
         self.num_tokens += plan.num_tokens
         all_counts = [len(tokens) for tokens in sampled.values()]
         return ModelRunnerOutput(
@@ -169,6 +305,16 @@ class FakeExecutor:
             logprobs=row_logprobs(of_tokens),
             prompt_logprobs=row_logprobs(of_prompts),
         )
+
+    def _take_masks(self, plan: SchedulerOutput, masks: TokenMasks | None) -> None:
+        assert plan.awaits_masks == (masks is not None), "masks without need, or too late"
+        self.allowed = {}
+        if masks is not None:
+            assert masks.step == plan.step
+            words = np.frombuffer(masks.words, "<i4").reshape(-1, NUM_WORDS)
+            for row, own in zip(_ints(masks.rows), words, strict=True):
+                assert row not in self.allowed
+                self.allowed[row] = _tokens(own.tobytes())
 
     def _apply(self, plan: SchedulerOutput) -> None:
         sampled = zip(_ints(plan.sampled_rows), _ints(plan.sampled_token_ids), strict=True)
@@ -239,6 +385,9 @@ class FakeExecutor:
             return []
         drafts, row.drafts = row.drafts, []
         tokens = [self.sample(row.token_ids)]
+        if row.new.row in self.allowed:
+            assert not drafts, "a mask is for one token"
+            tokens = [masked_token(row.token_ids, self.allowed[row.new.row], tokens[0])]
         while len(tokens) <= len(drafts) and drafts[len(tokens) - 1] == tokens[-1] != NO_TOKEN:
             tokens.append(self.sample(row.token_ids + tokens))
         if drafts:
@@ -259,9 +408,10 @@ class PipelinedExecutor:
     def __init__(self, executor: FakeExecutor) -> None:
         self._executor = executor
         self._in_flight: deque[tuple[ModelRunnerOutput, dict[int, _Row]]] = deque()
+        self._awaiting: SchedulerOutput | None = None
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self._in_flight) + (self._awaiting is not None)
 
     @property
     def num_tokens(self) -> int:
@@ -269,8 +419,22 @@ class PipelinedExecutor:
         return self._executor.num_tokens
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Start a step."""
-        result = self._executor.execute(plan)
+        """Start a step, which may await its masks."""
+        assert self._awaiting is None, "the step before has not sampled"
+        if plan.awaits_masks:
+            self._awaiting = plan
+        else:
+            self._run(plan, None)
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Let the step that awaits masks sample."""
+        plan, self._awaiting = self._awaiting, None
+        assert plan is not None, "no step awaits masks"
+        masks = msgspec.msgpack.decode(msgspec.msgpack.encode(masks), type=TokenMasks)
+        self._run(plan, masks)
+
+    def _run(self, plan: SchedulerOutput, masks: TokenMasks | None) -> None:
+        result = self._executor.execute(plan, masks)
         for _, written in self._in_flight:
             for block_id, row in self._executor.written.items():
                 assert written.get(block_id, row) is row, (
@@ -280,6 +444,7 @@ class PipelinedExecutor:
 
     def collect(self) -> ModelRunnerOutput:
         """Wait for the oldest step."""
+        assert self._in_flight, "it has not sampled"
         return self._in_flight.popleft()[0]
 
 

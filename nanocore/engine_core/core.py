@@ -1,10 +1,11 @@
 """The EngineCore: the step loop, synchronous and single-threaded.
 
-    drain the inbox → schedule → submit → collect → drain again → update → outbox
+    drain the inbox → schedule → submit → (masks → sample) → collect → drain again → update → outbox
 
 It touches no socket. The second drain lets an abort that arrived while the model ran win over the
-same step's result. As many steps are in flight as the executor takes (pipeline stages). Sleeps on
-the inbox when there is nothing to run.
+same step's result. As many steps are in flight as the executor takes (pipeline stages). A step with
+structured outputs samples when their masks are filled, before the next is submitted. Sleeps on the
+inbox when there is nothing to run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
+from nanocore.engine_core.structured.mask_filler import MaskFiller
+from nanocore.engine_core.structured.step_masks import StepMasks
 from nanocore.protocol.messages import Event, FinishReason, Reply, Stats
 from nanocore.worker.executors.executor import StepExecutor
 
@@ -41,6 +44,7 @@ class EngineCore:
         scheduler, executor: what to run and where; the core owns both.
         inbox, outbox: shared with the io thread.
         trace: if given, every step is written to it. clock: tells others when a step began.
+        masks: fills those of structured outputs, if there can be any.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class EngineCore:
         outbox: Outbox,
         trace: StepTrace | None = None,
         clock: StepClock | None = None,
+        masks: MaskFiller | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock or StepClock()
@@ -58,6 +63,7 @@ class EngineCore:
         self._inbox = inbox
         self._outbox = outbox
         self._trace = trace
+        self._masks = StepMasks(scheduler, executor, masks)
         self._num_in_flight = 0
         self._deferred: list[ControlCall] = []
         self._pausing: set[int] = set()  # clients; while there is one, no step begins
@@ -86,6 +92,7 @@ class EngineCore:
         while (
             self._num_in_flight < executor.max_concurrent_steps
             and not self._pausing
+            and not self._masks.is_awaited
             and (group := scheduler.next_group()) is not None
         ):
             self._submit(group)
@@ -94,6 +101,7 @@ class EngineCore:
         self.drain_inbox(wait=False, in_step=True)
         for output in scheduler.update(result):
             self._outbox.put(output)
+        self._sample()
         deferred, self._deferred = self._deferred, []
         for call in deferred:
             self._handle(call)
@@ -109,8 +117,19 @@ class EngineCore:
             self._trace.begin(self.scheduler)
         if self.scheduler.is_stuck:
             self._fail_stuck_request()
+        self._masks.begin(plan)
         self._executor.submit(plan)
         self._num_in_flight += 1
+        self._sample()
+
+    def _sample(self) -> None:
+        """If a step awaits masks that are known now, let it sample; end who cannot go on."""
+        for request, message in self._masks.sample():
+            self._fail(request, message)
+
+    def blame(self) -> str:
+        """What keeps a step that hangs from being done, as a clause; from any thread."""
+        return self._masks.blame() or self._executor.blame()
 
     def stats(self) -> Stats:
         """Counters and gauges; the io thread adds what it knows."""
@@ -150,8 +169,8 @@ class EngineCore:
 
     def _handle(self, event: InboxEvent) -> None:
         match event:
-            case AddRequest(request):
-                self.scheduler.add(request)
+            case AddRequest(request, arrival):
+                self.scheduler.add(request, arrival)
             case AbortRequests(handles):
                 aborted = [self.scheduler.abort(handle) for handle in handles]
                 self._send_ends([request for request in aborted if request], "abort", None)
@@ -200,6 +219,10 @@ class EngineCore:
             f"{kv_cache.num_free_blocks} of {kv_cache.num_blocks} KV blocks are free "
             f"({scheduler.num_waiting} requests wait, step {scheduler.counters.num_steps})"
         )
-        logger.error(message)
-        scheduler.abort(request.handle)
+        self._fail(request, message)
+
+    def _fail(self, request: Request, message: str) -> None:
+        """End a request that cannot go on; the others do."""
+        logger.error("request %r ends: %s", request.request_id, message)
+        self.scheduler.end(request.handle)
         self._send_ends([request], "error", message)

@@ -16,14 +16,16 @@ from queue import SimpleQueue
 
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.structured.matcher import Compiled
 from nanocore.protocol.messages import ControlOperation, Reply
 
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
-    """To the step loop: a validated request."""
+    """To the step loop: a validated request. arrival: steps before it came, if not before this."""
 
     request: Request
+    arrival: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,17 @@ class ControlReply:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarDone:
+    """To the io thread, from one that compiles: what the grammar of a request came to.
+
+    handle: of its first sample.
+    """
+
+    handle: int
+    compiled: Compiled
+
+
+@dataclass(frozen=True, slots=True)
 class Farewell:
     """To the io thread: the last event; tell every client and return. failure: as in Shutdown."""
 
@@ -70,14 +83,16 @@ class Farewell:
 
 
 InboxEvent = AddRequest | AbortRequests | ControlCall | Shutdown
-OutboxEvent = ClientOutput | ControlReply | Farewell
+OutboxEvent = ClientOutput | ControlReply | GrammarDone | Farewell
 Inbox = SimpleQueue[InboxEvent]
 
 
 class Outbox:
     """A queue whose reader sleeps in a poller: `fd` is readable while it holds something.
 
-    One thread puts and one drains. The writer wakes the reader once per burst, not once per event.
+    Any thread puts and one drains. A writer wakes the reader once per burst, not once per event.
+    Whoever marks the reader as woken wakes it afterwards, so who finds it marked need not: what it
+    has appended is taken either by the drain that takes the mark away, or after that wake-up.
     """
 
     def __init__(self) -> None:

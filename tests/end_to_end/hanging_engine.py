@@ -26,7 +26,7 @@ from nanocore.engine_core.process import process
 from nanocore.engine_core.process.standard_streams import LogHandler
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineSocket
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 HANG = 13
 SAMPLED = 0
@@ -54,6 +54,9 @@ class HangingExecutor:
             rows=np.array(rows, "<i4").tobytes(),
             token_ids=np.array([SAMPLED] * len(rows), "<i4").tobytes(),
         )
+
+    def sample(self, masks: TokenMasks) -> None:
+        raise AssertionError("no step awaits masks")
 
     def collect(self) -> ModelRunnerOutput:
         return self._result

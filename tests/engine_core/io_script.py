@@ -95,6 +95,7 @@ class ScriptRunner:
         )
         num_held_back = len(_answers_held_back(session))
         io.receive_frames(frames, routing_id)
+        io.compile(len(io.grammars.waiting))
         for to, message in io.peers.sent:
             assert to == routing_id, "an answer to somebody else"
             _check_size(message)

@@ -162,6 +162,7 @@ def check_idle(scheduler: Scheduler, num_shared_tokens: int = 0) -> None:
     assert not running.table.num_asking
     assert not running.table.asks_logprobs.any()
     assert not running.table.prompt_logprob_rows
+    assert not running.table.matchers
     assert kv_cache.reset_prefix_cache()
     assert kv_cache.num_cached_blocks == 0
 

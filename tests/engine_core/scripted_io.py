@@ -13,19 +13,22 @@ import numpy as np
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.client_limit import ClientLimit
+from nanocore.engine_core.io.compiling_requests import CompilingRequests
 from nanocore.engine_core.io.control_handler import MAX_CALLS, ControlHandler
 from nanocore.engine_core.io.front_desk import FrontDesk
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.reception import Reception
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTES, Session
-from nanocore.engine_core.mailbox import AddRequest, Inbox, Outbox
+from nanocore.engine_core.mailbox import AddRequest, GrammarDone, Inbox, Outbox
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Hello, Message, ModelCard, Output, Submit, Welcome
-from tests.fakes import FakePeers
+from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.structured_outputs import StructuredOutputs
+from tests.fakes import FakeGrammars, FakePeers
 
 TOKENIZER = bytes(range(256)) * 300  # more than a chunk
 MAX_NUM_CLIENTS = 3
@@ -46,6 +49,7 @@ class Io:
     """A front desk and its surroundings, one client "a" already in session.
 
     now_s: the time, which stands still unless a test moves it. admission: in place of the real one.
+    num_steps: of the step loop, as a test has it. grammars: compile when a test says so.
     """
 
     def __init__(
@@ -60,8 +64,11 @@ class Io:
         self.inbox: Inbox = SimpleQueue()
         self.outbox = Outbox()
         self.now_s = 1000.0
+        self.num_steps = 0
+        self.grammars = FakeGrammars()
         self.counters = SchedulerCounters()
         queue_limit = QueueLimit(MAX_NUM_QUEUED_REQS, 10_000, self.counters)
+        self.compiling = CompilingRequests(self.grammars, queue_limit, self.outbox.put)
         client_limit = ClientLimit(MAX_NUM_CLIENTS, max_connections=10)
         self.desk = FrontDesk(
             self.peers,
@@ -75,9 +82,10 @@ class Io:
                 instance="0" * 32,
                 max_logprobs=20,
             ),
-            admission or Admission(CARD, EngineConfig(), queue_limit),
+            admission or Admission(CARD, EngineConfig(), queue_limit, self.grammars),
+            self.compiling,
             ControlHandler(self.inbox, files),
-            num_steps=lambda: 0,
+            num_steps=lambda: self.num_steps,
             step_age_ms=lambda: 0,
             max_backlogs_bytes=max_backlogs_bytes,
         )
@@ -101,6 +109,22 @@ class Io:
     def step(self, *tokens: tuple[int, int], finish: tuple[int, ...] = (), client: int = 1) -> None:
         """Deliver a step's output of (handle, token) pairs."""
         self.desk.deliver(step_output(client, *tokens, finish=finish), self.now_s)
+
+    def submit_structured(self, request_id: str, what: str, n: int = 1, peer: bytes = b"a") -> None:
+        """Submit a request whose output is to be what a FakeGrammars makes of a regex."""
+        wanted = StructuredOutputs(regex=what)
+        params = EngineSamplingParams(n=n, structured_outputs=wanted)
+        self.receive(
+            Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0", sampling=params), peer
+        )
+
+    def compile(self, num: int = 1) -> None:
+        """Finish the oldest compilations, and deliver what they came to."""
+        for _ in range(num):
+            self.grammars.finish()
+        for event in self.outbox.drain():
+            assert isinstance(event, GrammarDone)
+            self.desk.deliver(event, self.now_s)
 
     def flush(self) -> None:
         self.desk.flush(self.now_s)

@@ -10,6 +10,8 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
+from nanocore.engine_core.structured.matcher import GrammarSource
+from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineOverloadedError,
@@ -26,6 +28,7 @@ def admission(
     config: EngineConfig = EngineConfig(),  # noqa: B008 - immutable
     queue_limit: QueueLimit | None = None,
     default_sampling: DefaultSampling = DefaultSampling(),  # noqa: B008 - immutable
+    grammars: GrammarSource = NoGrammars("no vocabulary"),  # noqa: B008 - immutable
 ) -> Admission:
     card = ModelCard(
         model="fake",
@@ -38,7 +41,8 @@ def admission(
         num_blocks=num_blocks,
         default_sampling=default_sampling,
     )
-    return Admission(card, config, queue_limit or QueueLimit(100, 10_000, SchedulerCounters()))
+    limit = queue_limit or QueueLimit(100, 10_000, SchedulerCounters())
+    return Admission(card, config, limit, grammars)
 
 
 def submit(num_prompt: int, max_tokens: int | None, **sampling: object) -> Submit:

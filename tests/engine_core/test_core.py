@@ -26,7 +26,7 @@ from nanocore.engine_core.step_trace import StepTrace
 from nanocore.kv_cache.events import AllBlocksCleared, BlockStored, KVEventBatch
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Event
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from tests.fakes import expected_tokens, make_request, make_scheduler, tokens_by_handle
 
 
@@ -51,6 +51,9 @@ class CoreUnderTest:
             self.inbox.put(self.during_step.pop(0))
         self.results.append(self.executor.execute(plan))
         self.most_in_flight = max(self.most_in_flight, len(self.results))
+
+    def sample(self, masks: TokenMasks) -> None:
+        raise AssertionError("no step awaits masks")
 
     def collect(self) -> ModelRunnerOutput:
         return self.results.popleft()

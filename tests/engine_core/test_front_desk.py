@@ -124,7 +124,7 @@ def test_an_ended_requests_id_can_be_used_again(io: Io) -> None:
 
 
 def test_a_failing_engine_says_so_to_everyone(io: Io) -> None:
-    io.desk.say_bye(Farewell("it broke", failure=True))
+    io.desk.say_bye(Farewell("it broke", failure=True), io.now_s)
     error, bye = io.take_sent()
     assert isinstance(error, Error)
     assert (error.code, error.message) == ("engine_dead", "it broke")
@@ -134,7 +134,7 @@ def test_a_failing_engine_says_so_to_everyone(io: Io) -> None:
 def test_the_last_words_to_a_vanished_client_are_lost_without_harm(io: Io) -> None:
     handle = io.submit("x")
     io.peers.state[b"a"] = SendResult.GONE
-    io.desk.say_bye(Farewell("it broke", failure=True))
+    io.desk.say_bye(Farewell("it broke", failure=True), io.now_s)
     assert io.in_session() == set()
     assert io.inbox.get_nowait() == AbortRequests([handle])
     assert io.inbox.empty()

@@ -43,6 +43,7 @@ from nanocore.protocol.messages import (
 )
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.campaign import examples
 from tests.engine_core.scripted_io import MAX_NUM_CLIENTS, Io
 from tests.fakes import FakePeers
@@ -139,6 +140,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
         self.hello(2)
         self.num_gone = 0
         self.owners: dict[int, int] = {}  # of every request there was: its client's number
+        self.given: set[int] = set()  # to the step loop
         self.running: dict[int, int] = {}  # how many tokens each has
         self.aborting: set[int] = set()
         self.calls: list[ControlCall] = []
@@ -190,6 +192,29 @@ class FrontDeskMachine(RuleBasedStateMachine):
             submit = Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0", sampling=params)
             self.send(peer, encode(submit), request_id)
 
+    @rule(
+        peer=PEERS,
+        request_id=st.sampled_from(IDS),
+        regex=st.sampled_from(["a", "b", "c", "d", "e", "bad", "bad b", "busy"]),
+        n=st.sampled_from([1, 1, 2]),
+    )
+    def submit_structured(self, peer: int, request_id: str, regex: str, n: int) -> None:
+        if not self.clients[peer].is_open:
+            self.hello(peer)
+        wanted = StructuredOutputs(regex=regex)
+        params = EngineSamplingParams(n=n, structured_outputs=wanted)
+        submit = Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0", sampling=params)
+        self.send(peer, encode(submit), request_id)
+        session = self.io.desk.sessions.by_peer.get(self.clients[peer].routing_id)
+        handles = [] if session is None else session.requests.get(request_id, [])
+        if handles and handles[0] in self.io.compiling:
+            self.num_samples[handles[0]] = len(handles)
+            self.owners |= dict.fromkeys(handles, session.client)  # type: ignore[union-attr]
+
+    @rule(num=st.integers(1, 3))
+    def compile(self, num: int) -> None:
+        self.io.compile(min(num, len(self.io.grammars.waiting)))
+
     @rule(peer=PEERS, request_id=st.sampled_from(IDS), bad=st.sampled_from(BAD_SUBMITS))
     def submit_badly(self, peer: int, request_id: str, bad: dict) -> None:
         client = self.clients[peer]
@@ -210,6 +235,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
         session = self.io.desk.sessions.by_peer.get(self.clients[peer].routing_id)
         requests = {} if session is None else session.requests
         own = {handle for request_id in request_ids for handle in requests.get(request_id, ())}
+        own = {handle for handle in own if handle not in self.io.compiling}
         self.work()
         if session is not None:
             own |= {h for h in handles if h in self.running and self.owners[h] == session.client}
@@ -296,7 +322,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
     def step(self, picks: int, ends: int) -> None:
         """A token for some requests, the end of some of these, and of all that are aborted."""
         self.work()
-        self.io.counters.dequeued_reqs = len(self.owners)  # none of them waits any more
+        self.io.counters.dequeued_reqs = len(self.given)  # none of them waits any more
         outputs: dict[int, tuple[list[tuple[int, int]], list[Event]]] = {}
         for i, handle in enumerate(list(self.running)):
             tokens, events = outputs.setdefault(self.owners[handle], ([], []))
@@ -331,9 +357,11 @@ class FrontDeskMachine(RuleBasedStateMachine):
         while not self.io.inbox.empty():
             match self.io.inbox.get_nowait():
                 case AddRequest(request):
-                    assert request.handle > max(self.owners, default=0), "a handle used again"
+                    assert not request.awaits_grammar
                     self.num_samples[request.handle] = len(request.samples)
                     for sample in request.samples:
+                        assert sample.handle not in self.given, "a handle used again"
+                        self.given.add(sample.handle)
                         self.owners[sample.handle] = sample.client
                         self.running[sample.handle] = 0
                 case AbortRequests(handles):
@@ -372,10 +400,13 @@ class FrontDeskMachine(RuleBasedStateMachine):
             assert client.is_open == (session is not None)
             if session is not None:
                 own = {h for h in self.running if self.owners[h] == session.client}
-                assert {h for handles in session.requests.values() for h in handles} == own
+                known = {h for handles in session.requests.values() for h in handles}
+                waiting = {handle for handle in known if handle in self.io.compiling}
+                assert known - waiting == own
                 assert all(self.owners[handle] == session.client for handle in client.num_tokens)
                 if session.backlog is None:
-                    assert client.owed.keys() <= {"nothing", Reply} or not +self.answers(client)
+                    unanswered = [i for i, own in session.requests.items() if own[0] in waiting]
+                    assert +self.answers(client) == Counter(unanswered)
         gone = {h for h in self.running if self.owners[h] not in table.by_client}
         assert gone <= self.aborting, "nobody waits for these"
         assert self.pausing <= table.by_client.keys()

@@ -21,6 +21,7 @@ from nanocore.engine_core.io.receive_throttle import MAX_TURN_S, ReceiveThrottle
 from nanocore.engine_core.mailbox import AbortRequests, Farewell, Shutdown
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
+from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Bye, Error, Output, Ping, Pong, Submit
 from nanocore.protocol.sockets import SendResult
@@ -147,7 +148,7 @@ def test_a_bug_that_a_message_meets_costs_its_session_and_not_the_engine(
     files: ModelFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = QueueLimit(8, 10_000, SchedulerCounters())
-    io = Threaded(files, _BrokenAdmission(CARD, EngineConfig(), limit))
+    io = Threaded(files, _BrokenAdmission(CARD, EngineConfig(), limit, NoGrammars("none")))
     handle = io.submit("x")
     io.take_sent()
     submit = Submit(request_id="secret words", prompt_token_ids=b"\1\0\0\0")
@@ -162,7 +163,7 @@ def test_a_bug_that_a_message_meets_costs_its_session_and_not_the_engine(
     assert io.inbox.empty()
     assert not io.in_session()
     assert "MemoryError" in caplog.text
-    assert "in _submit" in caplog.text
+    assert "in submit" in caplog.text
     assert "secret words" not in caplog.text
 
 

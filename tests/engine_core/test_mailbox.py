@@ -58,3 +58,22 @@ def test_a_reader_that_sleeps_between_drains_gets_everything_in_order(outbox: Ou
         received += outbox.drain()
     writer.join()
     assert received == events
+
+
+def test_several_writers_lose_nothing_and_each_keeps_its_order(outbox: Outbox) -> None:
+    def put(name: str) -> None:
+        for number in range(5_000):
+            outbox.put(Farewell(f"{name} {number}", failure=False))
+
+    writers = [threading.Thread(target=put, args=(name,)) for name in "abc"]
+    for writer in writers:
+        writer.start()
+    received: list[Farewell] = []
+    while len(received) < 15_000:
+        assert select.select([outbox.fd], [], [], 10.0)[0], "a wake-up was lost"
+        received += outbox.drain()  # type: ignore[arg-type]
+    for writer in writers:
+        writer.join()
+    for name in "abc":
+        own = [one.reason for one in received if one.reason.startswith(name)]
+        assert own == [f"{name} {number}" for number in range(5_000)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.protocol.structured_outputs import StructuredOutputs
 from nanocore.worker.plan import NO_TOKEN
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan
 from tests.fakes import (
@@ -98,6 +99,10 @@ def test_the_message_says_at_which_token(depth: int) -> None:
         ({"allowed_token_ids": [1, 2]}, "allowed_token_ids"),
         ({"logit_bias": [(1, -100.0)], "min_tokens": 2}, "logit_bias, min_tokens"),
         ({"bad_words_token_ids": [[1, 2]]}, "bad_words_token_ids"),
+        (
+            {"structured_outputs": StructuredOutputs(json_object=True), "min_tokens": 2},
+            "structured_outputs, min_tokens",
+        ),
     ],
 )
 def test_masks_that_may_have_left_no_token_are_named(

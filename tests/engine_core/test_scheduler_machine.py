@@ -2,6 +2,9 @@
 of any rows or, as with pipeline stages, each of another group of rows; and with drafts, of which
 the worker accepts some, so that a row has none to several tokens of a step.
 
+Outputs may be structured: a thread fills their masks, which go to the worker as the step loop has
+it, and each matcher must see what was delivered, in order, and nothing else.
+
 A failure is shrunk to the shortest trace of add, plan, collect, abort and reset that shows it. The
 fake worker recomputes every context from its simulated KV memory.
 """
@@ -18,14 +21,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from nanocore.engine_core.scheduling.step import StepPlan
+from nanocore.engine_core.structured.mask_filler import MaskFiller
+from nanocore.engine_core.structured.step_masks import StepMasks
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.campaign import examples
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
 from tests.fakes import (
+    VOCAB_SIZE,
     Deliveries,
+    FakeGrammar,
+    FakeMatcher,
     PipelinedExecutor,
     expected_logprobs,
+    expected_structured_tokens,
     expected_tokens,
     make_request,
     make_scheduler,
@@ -85,6 +94,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if withholds:
             executor.withhold = withhold_some
         self.worker = PipelinedExecutor(executor)
+        self.filler = MaskFiller(VOCAB_SIZE, limits["max_num_seqs"], num_threads=1)
+        self.masks = StepMasks(self.scheduler, self.worker, self.filler)
+        self.matchers: dict[int, FakeMatcher] = {}
+        self.failed: dict[int, str] = {}
         self.depth = depth
         self.digest = {"digest": lambda _: b"x" * 16} if collide else {}
         self.deliveries = Deliveries()
@@ -119,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3, 7]),
         logprobs=st.sampled_from([None, None, 0, 2]),
         prompt_logprobs=st.sampled_from([None, None, None, 0, 1]),
+        fails_at=st.sampled_from([None, None, None, -1, 3]),
     )
     def add(
         self,
@@ -133,13 +147,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         n: int,
         logprobs: int | None,
         prompt_logprobs: int | None,
+        fails_at: int | None,
     ) -> None:
+        """fails_at: None of a plain request; else when the matcher of a structured one fails."""
         handle = len(self.expected) + 1
         prompt = stem + tail
         if goes_on and self.expected:  # from where another one ends, whose blocks may be found
             other = (13 * len(tail) + max_tokens) % len(self.expected) + 1
             prompt = (self.prompts[other] + self.expected[other] + [1])[: MAX_MODEL_LEN - 14]
-        tokens = expected_tokens(prompt, max_tokens)
+        expected = expected_tokens if fails_at is None else expected_structured_tokens
+        tokens = expected(prompt, max_tokens)
         stops: tuple[int, ...] = ()
         if stop_at is not None and stop_at < max_tokens:
             stops = (tokens[stop_at],)
@@ -160,8 +177,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_logprobs=prompt_logprobs,
             **self.digest,
         )
+        if fails_at is not None:
+            request.follow(FakeGrammar())
+        tokens = expected(prompt, max_tokens, stops)
         for sample in request.samples:
-            self.expected[sample.handle] = expected_tokens(prompt, max_tokens, stops)
+            if isinstance(sample.matcher, FakeMatcher):
+                sample.matcher.fails_at = fails_at or 0
+                self.matchers[sample.handle] = sample.matcher
+            self.expected[sample.handle] = tokens
             self.prompts[sample.handle] = prompt
             self.sampling[sample.handle] = sample.sampling
         self.samples.append(range(handle, handle + n))
@@ -171,7 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def can_plan(self) -> bool:
         needs_group = not self.scheduler.running.may_overlap
         has_group = not needs_group or self.scheduler.next_group() is not None
-        return len(self.worker) < self.depth and has_group
+        return len(self.worker) < self.depth and has_group and not self.masks.is_awaited
 
     @precondition(lambda self: self.can_plan)
     @rule()
@@ -185,12 +208,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         ):  # with nothing to wait for, every step gets on
             assert plan.num_tokens or scheduler.planned.preempted or not scheduler.num_requests
         self.plans.append(content(scheduler.planned))
+        self.masks.begin(plan)
         self.worker.submit(plan)
+        self.sample()
+
+    def sample(self) -> None:
+        """As the step loop does whenever masks may be known."""
+        for request, message in self.masks.sample():
+            self.failed[request.handle] = message
+            assert self.scheduler.end(request.handle) is request
+        if len(self.worker) < 2 or self.num_groups > 1:
+            assert not self.masks.is_awaited, "nothing is left that it could wait for"
 
     @precondition(lambda self: len(self.worker) > 0)
     @rule()
     def collect(self) -> None:
         self.deliveries.take(self.scheduler, self.worker.collect())
+        self.sample()
         assert content(self.scheduler.completed.plan) == self.plans.popleft(), "a plan is fixed"
         check_rows(self.scheduler)
         check_blocks(self.scheduler)
@@ -203,7 +237,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         handle = data.draw(st.integers(1, len(self.expected) + 1))
         request = self.scheduler.abort(handle)
-        ended = handle in self.aborted or handle in self.deliveries.finish_reasons
+        ended = handle in self.deliveries.finish_reasons
+        ended = ended or handle in self.aborted or handle in self.failed
         assert (request is None) == (ended or handle > len(self.expected))
         if request is not None:
             self.aborted.add(handle)
@@ -229,6 +264,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Run to the end: everything is delivered, once and in order, and nothing is left."""
         if not hasattr(self, "scheduler"):
             return
+        try:
+            self.run_to_the_end()
+        finally:
+            self.filler.close()
+
+    def run_to_the_end(self) -> None:
         for _ in range(3000):
             while self.can_plan:
                 self.plan()
@@ -242,7 +283,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.collect()
         for handle, expected in self.expected.items():
             got = self.deliveries.tokens.get(handle, [])
-            if handle in self.aborted:
+            if handle in self.matchers:
+                self.check_matcher(self.matchers[handle], got)
+            if handle in self.failed:
+                assert got == expected[: self.matchers[handle].fails_at]
+                assert handle not in self.deliveries.finish_reasons
+                assert "too complex" in self.failed[handle]
+            elif handle in self.aborted:
                 assert got == expected[: len(got)]
                 assert handle not in self.deliveries.finish_reasons
             else:
@@ -254,6 +301,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler,
             sum(len(self.prompts[own[0]]) * (len(own) - 1) for own in self.samples),
         )
+
+    def check_matcher(self, matcher: FakeMatcher, got: list[int]) -> None:
+        """It saw what was delivered, and each of these tokens was sampled under a mask."""
+        assert matcher.output == got
+        assert set(range(len(got))) <= matcher.num_fills.keys()
 
     def check_logprobs(self, handle: int, got: list[int]) -> None:
         """Each token's with the token, and each prompt token's once, before the first token."""

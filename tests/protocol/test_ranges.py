@@ -17,6 +17,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
+from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.protocol.codec import abort_handles, engine_decoder, pack_int32
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import (
@@ -105,9 +106,9 @@ def take(message: list[bytes]) -> None:
     if isinstance(decoded, Submit):
         config = EngineConfig(scheduling_policy="priority", max_logprobs=-1)
         card = msgspec.structs.replace(MODEL_CARD, vocab_size=2000)
-        Admission(card, config, QueueLimit(8, 10_000, SchedulerCounters())).build(
-            decoded, handle=1, client=1
-        )
+        Admission(
+            card, config, QueueLimit(8, 10_000, SchedulerCounters()), NoGrammars("none")
+        ).build(decoded, handle=1, client=1)
 
 
 @pytest.mark.parametrize(("message", "part", "name", "value", "allowed"), list(cases()))

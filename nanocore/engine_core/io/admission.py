@@ -15,6 +15,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.queue_limit import RETRY_AFTER_S, QueueLimit
 from nanocore.engine_core.io.sampling_check import SamplingCheck
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
+from nanocore.engine_core.structured.matcher import Grammar, GrammarSource
 from nanocore.kv_cache import KeyChain
 from nanocore.protocol.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.fields import MAX_EXACT_INT
@@ -33,26 +34,34 @@ class Admission:
         config: seed (of the generator that draws seeds for requests that bring none), scheduling
             policy, and what concerns the prefix cache.
         queue_limit: how many may wait.
+        grammars: those of structured outputs that are known.
     """
 
-    def __init__(self, model: ModelCard, config: EngineConfig, queue_limit: QueueLimit) -> None:
+    def __init__(
+        self,
+        model: ModelCard,
+        config: EngineConfig,
+        queue_limit: QueueLimit,
+        grammars: GrammarSource,
+    ) -> None:
         self._model = model
         self._seeds = random.Random(config.seed)
         self._policy = config.scheduling_policy
         self._cached = config.enable_prefix_caching
         self._salted = config.salt_prefix_cache_by_session
         self._queue_limit = queue_limit
+        self._grammars = grammars
         self._check = SamplingCheck(model, config.max_logprobs)
 
     def build(self, submit: Submit, handle: int, client: int) -> Request:
         """Validate a SUBMIT and build its request, block keys included.
 
         Of several samples it is the first, which holds the others back; their handles follow on
-        its own.
+        its own. If it `awaits_grammar` it cannot run before that is compiled.
 
         Raises:
             ContextLengthError: prompt, or prompt and max_tokens, exceed the model or the KV cache.
-            InvalidRequestError: any other value out of range.
+            InvalidRequestError: any other value out of range, or what cannot be compiled.
             EngineOverloadedError: the queue is full.
         """
         check_limits(submit)
@@ -72,6 +81,7 @@ class Admission:
                 f"{MAX_HANDLE}: start it anew",
                 RETRY_AFTER_S,
             )
+        grammar = self._find_grammar(sampling)
         self._queue_limit.enter(len(token_ids), sampling.n)
         key_chain = KeyChain(self._model.block_size, self._extra_keys(submit, client))
         if self._cached:
@@ -92,7 +102,19 @@ class Admission:
         )
         if sampling.n > 1:
             request.hold_back_samples(sampling.n - 1)
+        if grammar is not None:
+            request.follow(grammar)
         return request
+
+    def _find_grammar(self, sampling: EngineSamplingParams) -> Grammar | None:
+        """Of a structured output; None if there is none, or it is not known yet."""
+        if sampling.structured_outputs is None:
+            return None
+        found = self._grammars.find(sampling.structured_outputs)
+        if isinstance(found, Exception):
+            # It may be kept and raised again: without what it took up the last time.
+            raise found.with_traceback(None)
+        return found
 
     def _extra_keys(self, submit: Submit, client: int) -> dict[str, str]:
         """What cached blocks depend on beside their tokens."""

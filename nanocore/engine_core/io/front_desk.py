@@ -18,30 +18,26 @@ from typing import Final, Protocol
 import msgspec
 
 from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.compiling_requests import CompilingRequests
 from nanocore.engine_core.io.control_handler import ControlHandler
 from nanocore.engine_core.io.output_frames import output_frames
 from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S, Reception
+from nanocore.engine_core.io.request_desk import RequestDesk
 from nanocore.engine_core.io.session import MAX_BACKLOGS_BYTES, Session, over_limit
 from nanocore.engine_core.io.session_table import SessionTable
-from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply, Farewell, Inbox
+from nanocore.engine_core.mailbox import ControlReply, Farewell, GrammarDone, Inbox
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import (
     InvalidSubmitError,
-    abort_handles,
     encode,
     engine_decoder,
-    returned_id,
 )
 from nanocore.protocol.errors import (
-    ContextLengthError,
-    EngineOverloadedError,
     ErrorCode,
-    InvalidRequestError,
     ProtocolError,
 )
 from nanocore.protocol.messages import (
     Abort,
-    Accepted,
     Bye,
     Control,
     Error,
@@ -73,7 +69,8 @@ class FrontDesk:
 
     Args:
         peers: to whom it sends. inbox: the step loop's.
-        reception: answers HELLO. admission: builds requests. controls: answer CONTROL.
+        reception: answers HELLO. admission: builds requests. compiling: those that await their
+        grammars. controls: answer CONTROL.
         num_steps, step_age_ms: read the step counter, and for how long the step loop has been in a
             step, for PONG.
         max_backlogs_bytes: of the answers that wait for all clients together.
@@ -85,6 +82,7 @@ class FrontDesk:
         inbox: Inbox,
         reception: Reception,
         admission: Admission,
+        compiling: CompilingRequests,
         controls: ControlHandler,
         num_steps: Callable[[], int],
         step_age_ms: Callable[[], int],
@@ -92,14 +90,14 @@ class FrontDesk:
     ) -> None:
         self.sessions = SessionTable()
         self._peers = peers
-        self._inbox = inbox
         self._reception = reception
-        self._admission = admission
         self._controls = controls
         self._num_steps, self._step_age_ms = num_steps, step_age_ms
+        self._requests = RequestDesk(
+            self.sessions, inbox, admission, compiling, num_steps, self._send, self._send_output
+        )
         self._max_backlogs_bytes = max_backlogs_bytes
         self._decoder = engine_decoder()
-        self._num_handles = 0
         self._num_protocol_errors = 0
         self._closed: Counter[str] = Counter()  # sessions by reason, since they were last logged
 
@@ -126,8 +124,11 @@ class FrontDesk:
             self._num_protocol_errors += 1
             self._refuse(routing_id, error.code, str(error), None, now_s)
 
-    def deliver(self, event: ClientOutput | ControlReply, now_s: float) -> None:
-        """Send what the step loop produced, if the client is still there."""
+    def deliver(self, event: ClientOutput | ControlReply | GrammarDone, now_s: float) -> None:
+        """Send what the step loop produced, or go on with what was compiled, if it is wanted."""
+        if isinstance(event, GrammarDone):
+            self._requests.go_on(event, now_s)
+            return
         session = self.sessions.by_client.get(event.client)
         if session is None:
             return
@@ -137,8 +138,11 @@ class FrontDesk:
         self._controls.answered(session)
         reply = event.reply
         if reply.stats is not None:
+            compiling = self._requests.compiling
             stats = msgspec.structs.replace(
                 reply.stats,
+                num_requests_waiting=reply.stats.num_requests_waiting + len(compiling),
+                num_aborts=reply.stats.num_aborts + compiling.num_aborts,
                 num_clients=len(self.sessions),
                 num_protocol_errors=self._num_protocol_errors,
             )
@@ -170,12 +174,17 @@ class FrontDesk:
         if (session := self.sessions.by_peer.get(routing_id)) is not None:
             self._close(session, reason)
 
-    def say_bye(self, farewell: Farewell) -> None:
-        """Tell every client why the engine ends: BYE, after ERROR `engine_dead` if it failed."""
+    def say_bye(self, farewell: Farewell, now_s: float) -> None:
+        """Tell every client why the engine ends: BYE, after ERROR `engine_dead` if it failed.
+
+        Else what the step loop never got ends as what it had.
+        """
         self._log_closed()
         for session in list(self.sessions.by_peer.values()):
             if farewell.failure:
                 self._try_send(session, encode(Error(code="engine_dead", message=farewell.reason)))
+            else:
+                self._requests.end_compiling(session, farewell.reason, now_s)
             self._try_send(session, encode(Bye(reason=farewell.reason)))
 
     def _open_session(self, routing_id: bytes, message: Message, now_s: float) -> None:
@@ -194,11 +203,9 @@ class FrontDesk:
     def _handle(self, session: Session, message: Message, now_s: float) -> None:
         match message:
             case Submit():
-                self._submit(session, message, now_s)
-            case Abort(request_ids=request_ids):
-                handles = [h for i in request_ids for h in session.requests.get(i, ())]
-                single = [h for h in abort_handles(message) if self.sessions.owns(session, h)]
-                self._abort(list(dict.fromkeys(handles + single)))
+                self._requests.submit(session, message, now_s)
+            case Abort():
+                self._requests.abort(session, message, now_s)
             case Ping(nonce=nonce):
                 num_steps, age_ms = self._num_steps(), self._step_age_ms()
                 pong = Pong(nonce=nonce, num_steps=num_steps, step_age_ms=age_ms)
@@ -212,37 +219,6 @@ class FrontDesk:
                 self._close(session, "the client said BYE")
             case Hello():
                 raise ProtocolError("HELLO in an open session; the session goes on")
-
-    def _submit(self, session: Session, submit: Submit, now_s: float) -> None:
-        code: ErrorCode = "invalid_request"
-        if submit.request_id in session.requests:
-            text = f"request_id {submit.request_id!r} is in use in this session: choose another"
-            self._refuse(session.routing_id, "duplicate_request_id", text, submit.request_id, now_s)
-            return
-        try:
-            request = self._admission.build(submit, self._num_handles + 1, session.client)
-        except EngineOverloadedError as error:
-            refusal = Error(
-                code="overloaded",
-                message=str(error),
-                request_id=submit.request_id,
-                retry_after_s=error.retry_after_s,
-            )
-            self._send(session, refusal, now_s)
-            return
-        except InvalidRequestError as error:
-            if isinstance(error, ContextLengthError):
-                code = "context_length_exceeded"
-            request_id = returned_id(submit.request_id)
-            self._refuse(session.routing_id, code, str(error), request_id, now_s)
-            return
-        handles = [sample.handle for sample in request.samples]
-        self._num_handles = handles[-1]
-        self.sessions.add_request(session, submit.request_id, handles)
-        # In this order: that the client is gone may come out when it is told.
-        self._inbox.put(AddRequest(request))
-        accepted = Accepted(request_id=submit.request_id, handle=request.handle, seed=request.seed)
-        self._send(session, accepted, now_s)
 
     def _send_output(self, session: Session, output: ClientOutput, now_s: float) -> None:
         for event in output.events:
@@ -319,16 +295,12 @@ class FrontDesk:
         else:
             self._peers.send(routing_id, encode(error))
 
-    def _abort(self, handles: list[int]) -> None:
-        if handles:
-            self._inbox.put(AbortRequests(handles))
-
     def _close(self, session: Session, reason: str) -> None:
         if not self.sessions.has(session):
             return  # it has ended by what was sent just before, to it or to another
         self._closed[reason] += 1
         self._peers.dismiss(session.routing_id)
-        self._abort(self.sessions.close(session))
+        self._requests.forget(self.sessions.close(session))
         self._controls.leave(session)
 
     def _log_closed(self) -> None:

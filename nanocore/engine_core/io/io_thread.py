@@ -74,7 +74,7 @@ class IoThread(threading.Thread):
             if now_s >= next_check_s:
                 next_check_s = now_s + PING_INTERVAL_S
                 self._desk.check_sessions(now_s)
-        self._desk.say_bye(farewell)
+        self._desk.say_bye(farewell, self._clock())
         self._socket.close()
 
     def _wait(self, next_check_s: float) -> None:
@@ -87,7 +87,7 @@ class IoThread(threading.Thread):
             self._socket.wait(int(wait_s * 1e3) + 1)
 
     def _deliver(self) -> Farewell | None:
-        """Pass on what the step loop has put into the outbox."""
+        """Pass on what the step loop, and who compiles, have put into the outbox."""
         farewell = None
         now_s = self._clock()
         for event in self._outbox.drain():

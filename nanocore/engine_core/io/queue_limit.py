@@ -61,3 +61,8 @@ class QueueLimit:
             )
         self._num_reqs += num_samples
         self._num_tokens += num_prompt_tokens
+
+    def leave(self, num_prompt_tokens: int, num_samples: int) -> None:
+        """Take back what `enter` counted, of a request that the step loop does not get."""
+        self._num_reqs -= num_samples
+        self._num_tokens -= num_prompt_tokens

@@ -1,8 +1,8 @@
 """The engine process from start to end: load, size the cache, serve, say goodbye.
 
 Threads: main runs the step loop; `io` owns the socket; `watchdog` notices a step that hangs;
-`kv-events` exists if events are published, `parent-watch` if a client launched us. Each start-up
-phase logs one line with its seconds.
+`masks-*` and `grammars-*` serve structured outputs; `kv-events` exists if events are published,
+`parent-watch` if a client launched us. Each start-up phase logs one line with its seconds.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from importlib import resources
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
+from typing import Final
 
 from nanocore import __version__
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.client_limit import ClientLimit, raise_descriptor_limit
+from nanocore.engine_core.io.compiling_requests import CompilingRequests
 from nanocore.engine_core.io.control_handler import ControlHandler
 from nanocore.engine_core.io.front_desk import FrontDesk
 from nanocore.engine_core.io.io_thread import IoThread
@@ -35,10 +37,14 @@ from nanocore.engine_core.io.reception import Reception
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.parent import ParentLink
+from nanocore.engine_core.process.vocabulary_load import VocabularyLoad
 from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
 from nanocore.engine_core.step_trace import StepTrace
+from nanocore.engine_core.structured.mask_filler import MaskFiller
+from nanocore.engine_core.structured.matcher import GrammarSource
+from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.endpoint import TcpAddress
 from nanocore.protocol.errors import (
@@ -64,6 +70,8 @@ from nanocore.worker.models import load_model_config
 
 logger = logging.getLogger(__name__)
 
+_NO_GRAMMARS: Final = NoGrammars("structured_outputs: this engine has no vocabulary")
+
 
 def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
     """Serve until told to stop; returns the exit code.
@@ -87,10 +95,9 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         folder = find_model(config)
         model_config = load_model_config(folder, config.hf_overrides)
         max_model_len = longest_request(config, model_config)
-        name = f"model {folder} ({model_config.architecture})"
-        where = f"{_describe_ranks(config)} | endpoint {config.endpoint}"
-        logger.info("nanocore %s | %s | %s", __version__, name, where)
+        _log_beginning(config, folder, model_config)
         logger.info("imports %.2f s, since the process began", imports_s)
+        vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
         executor = _executor(config, folder, model_config, max_model_len)
         stack.callback(executor.close)
         with phase("load") as notes:
@@ -107,6 +114,8 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
                 f"{num_blocks} blocks of {config.sizes.block_size} tokens, "
                 f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
             )
+        with phase("structured outputs") as notes:
+            grammars = stack.enter_context(closing(vocabulary.wait(notes)))
         _log_generation_defaults(model_config)
         files = ModelFiles(folder)
         card = ModelCard(
@@ -121,7 +130,9 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             default_sampling=model_config.generation.sampling(),
             files=files.entries,
         )
-        return serve(config, socket, card, files, executor, started_s, publisher, parent, trace)
+        return serve(
+            config, socket, card, files, executor, started_s, publisher, parent, trace, grammars
+        )
 
 
 def serve(
@@ -134,6 +145,7 @@ def serve(
     publisher: KVEventPublisher | None = None,
     parent: ParentLink | None = None,
     trace: StepTrace | None = None,
+    grammars: GrammarSource = _NO_GRAMMARS,
 ) -> int:
     """Run the step loop and the io thread until told to stop; returns the exit code.
 
@@ -141,7 +153,7 @@ def serve(
         socket: bound to config's endpoint; closed at the end. card: what clients are told.
         files: those it names. executor: ready to run. started_s: monotonic time of the process's
             start, for the log. publisher: of KV events. parent: the launching client. trace: of
-            the steps.
+            the steps. grammars: of structured outputs.
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
@@ -151,9 +163,12 @@ def serve(
         publisher.start()
     scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache)
     switch = DeadMansSwitch(config.step_timeout_s + 2 * GRACE_S, StartError.exit_code)
-    core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch))
-    io_thread = _io_thread(config, socket, card, files, core, inbox, outbox)
-    watchdog = Watchdog(core, config.step_timeout_s, executor.blame, outbox, io_thread)
+    masks = None
+    if not isinstance(grammars, NoGrammars):
+        masks = MaskFiller(card.vocab_size, scheduler.config.max_num_seqs)
+    core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch), masks)
+    io_thread = _io_thread(config, socket, card, files, core, inbox, outbox, grammars)
+    watchdog = Watchdog(core, config.step_timeout_s, core.blame, outbox, io_thread)
     interrupted = handle_signals(inbox)
     if parent is not None:
         parent.on_orphaned(lambda: inbox.put(Shutdown("the launching client is gone")))
@@ -167,6 +182,8 @@ def serve(
         parent.report_ready()
     farewell, exit_code = run_core(core)
     watchdog.stop()
+    if masks is not None:
+        masks.close()
     outbox.put(farewell)
     io_thread.join()
     logger.info("stopped: %s", farewell.reason)
@@ -181,14 +198,18 @@ def _io_thread(
     core: EngineCore,
     inbox: Inbox,
     outbox: Outbox,
+    grammars: GrammarSource,
 ) -> IoThread:
     """Made of its parts and not started; arguments as in `serve`."""
     counters, clock = core.scheduler.counters, core.clock
     queue_limit = QueueLimit(config.max_num_queued_reqs, config.max_num_queued_tokens, counters)
     client_limit = ClientLimit.of_this_process(config.max_num_clients)
+    capabilities = config.capabilities
+    if not isinstance(grammars, NoGrammars):
+        capabilities.append("structured_outputs")
     reception = Reception(
         card,
-        config.capabilities,
+        capabilities,
         config.sizes.max_num_seqs,
         client_limit,
         queue_limit,
@@ -199,7 +220,8 @@ def _io_thread(
         socket,
         inbox,
         reception,
-        Admission(card, config, queue_limit),
+        Admission(card, config, queue_limit, grammars),
+        CompilingRequests(grammars, queue_limit, outbox.put),
         ControlHandler(inbox, files),
         num_steps=lambda: counters.num_steps,
         step_age_ms=lambda: clock.age_ms,
@@ -310,6 +332,12 @@ def _executor(
     if worker_config.num_ranks == 1:
         return LocalExecutor(worker_config)
     return ProcessExecutor(worker_config, model.hidden_size)
+
+
+def _log_beginning(config: EngineConfig, folder: Path, model: ModelConfig) -> None:
+    name = f"model {folder} ({model.architecture})"
+    where = f"{_describe_ranks(config)} | endpoint {config.endpoint}"
+    logger.info("nanocore %s | %s | %s", __version__, name, where)
 
 
 def _describe_ranks(config: EngineConfig) -> str:

@@ -21,7 +21,13 @@ from nanocore.worker.plan import NO_TOKEN
 
 End = tuple[Request, Event]
 
-MASKS: Final = ("allowed_token_ids", "logit_bias", "min_tokens", "bad_words_token_ids")
+MASKS: Final = (
+    "structured_outputs",
+    "allowed_token_ids",
+    "logit_bias",
+    "min_tokens",
+    "bad_words_token_ids",
+)
 """Sampling parameters that may leave no token."""
 _NO_TOKEN_BYTES: Final = np.array(NO_TOKEN, "<i4").tobytes()
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from nanocore.engine_core.structured.matcher import Grammar, Matcher
 from nanocore.kv_cache import KeyChain
 from nanocore.protocol.fields import MAX_EXACT_INT
 from nanocore.protocol.sampling import EngineSamplingParams
@@ -38,6 +39,7 @@ class Request:
     tokens that were delivered. row: where it runs, or -1.
     sample: which one it is, from 0. held_back: those that wait until all of this one's prompt is
     planned, because they find it in the prefix cache then; leader: whom this one waits for so.
+    matcher: of a structured output; it has seen the output tokens that were delivered.
     """
 
     handle: int
@@ -58,6 +60,7 @@ class Request:
     sample: int = 0
     held_back: Sequence[Request] = ()
     leader: Request | None = None
+    matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens
@@ -101,6 +104,16 @@ class Request:
             )
             for i in range(1, num_more + 1)
         ]
+
+    @property
+    def awaits_grammar(self) -> bool:
+        """Whether its output is to be structured and nothing says how yet: see `follow`."""
+        return self.matcher is None and self.sampling.structured_outputs is not None
+
+    def follow(self, grammar: Grammar) -> None:
+        """Let each sample's output be what the grammar says."""
+        for sample in self.samples:
+            sample.matcher = grammar.matcher()
 
     def give_tokens(self) -> NDArray[np.int32]:
         """Hand over the tokens, because the request gets a row."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.scheduling.spans import IntArray, places
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
+from nanocore.engine_core.structured.matcher import Matcher
 
 
 class RowTable:
@@ -33,12 +34,16 @@ class RowTable:
     the array is replaced, never changed, because steps in flight refer to it. prefilling: rows with
     tokens to compute before they can, in admission order. finishing: rows that wait for their last
     token. clients: rows per client. stop_counts: rows that end at a token id, by id; its last
-    element stands for all larger ids.
+    element stands for all larger ids. matchers: of rows whose output is structured. num_drafts:
+    tokens that a row may compute beyond its known ones; a mask is for one token, so a structured
+    row has none.
 
     Rows are dealt out to num_groups groups (row modulo their number), of which a step serves one.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, num_groups: int = 1) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, num_groups: int = 1, num_drafts: int = 0
+    ) -> None:
         def column(dtype: type) -> IntArray:
             return np.zeros(max_num_seqs, dtype)
 
@@ -49,17 +54,20 @@ class RowTable:
         self.num_cached = column(np.int64)
         self.held_tokens = column(np.int64)
         self.quiet_until = column(np.int64)
+        self.num_drafts = column(np.int64)
         self.client = column(np.int32)
         self.handle: NDArray[np.uint32] = np.zeros(max_num_seqs, np.uint32)
         self.asks_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_asking = 0
         self.prompt_logprob_rows: set[int] = set()
+        self.matchers: dict[int, Matcher] = {}
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.decoding: IntArray = np.zeros(0, np.int64)
         self.prefilling: list[int] = []
         self.finishing: list[int] = []
         self.clients: dict[int, int] = {}
         self.num_groups = num_groups
+        self._max_num_drafts = num_drafts
         self._free_rows = [list(range(i, max_num_seqs, num_groups)) for i in range(num_groups)]
         self._group_sizes = [len(rows) for rows in self._free_rows]
         self._num_rows = 0
@@ -110,6 +118,9 @@ class RowTable:
             self.num_asking += 1
         if request.sampling.prompt_logprobs is not None:
             self.prompt_logprob_rows.add(row)
+        self.num_drafts[row] = self._max_num_drafts if request.matcher is None else 0
+        if request.matcher is not None:
+            self.matchers[row] = request.matcher
         self.prefilling.append(row)
         return row
 
@@ -132,6 +143,7 @@ class RowTable:
             self.asks_logprobs[row] = False
             self.num_asking -= 1
         self.prompt_logprob_rows.discard(row)
+        self.matchers.pop(row, None)
         heapq.heappush(self._free_rows[row % self.num_groups], row)
         self._num_rows -= 1
         return request
@@ -169,6 +181,14 @@ class RowTable:
             positions = np.repeat(num_tokens, counts) + places(counts)
             self.token_ids[np.repeat(rows, counts), positions] = sampled.token_ids
             self.num_tokens[rows] = num_tokens + counts
+
+    def rewind(self, rows: IntArray) -> None:
+        """Take back what was computed of these decoding rows beyond their known tokens.
+
+        The last of those is to be computed next, so that it samples. Blocks stay held; what was
+        computed into them is overwritten, and nobody finds it: it is not of known tokens.
+        """
+        self.num_computed[rows] = self.num_tokens[rows] - 1
 
     def may_stop(self, token_ids: NDArray[np.int32]) -> list[int]:
         """Indices of those tokens that are EOS or a stop id of some row, perhaps another one."""

@@ -3,7 +3,7 @@
 Their one owner: the scheduler decides who runs and reads what it needs here. A step's life is
 `compute` (what running rows compute of it), `admit` (new rows), `begin` (it is in flight) and
 `accept` (its tokens are in). A step may compute drafts beyond a row's known tokens; those that were
-not accepted are taken back (`rewind`). Python per request runs only for rows that are admitted,
+not accepted are taken back. Python per request runs only for rows that are admitted,
 chunked, cross a block, end or are preempted; the others cost a few vector operations together.
 """
 
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.scheduling import structured_rows
 from nanocore.engine_core.scheduling.ends import ends_by_length, ends_by_token
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
@@ -56,7 +57,9 @@ class RunningSet:
         """Whether a step may be planned while others are in flight that its rows are in."""
         self._num_groups = config.num_groups
         self._num_drafts = config.num_speculative_tokens
-        self.table = RowTable(config.max_num_seqs, config.max_model_len, config.num_groups)
+        self.table = RowTable(
+            config.max_num_seqs, config.max_model_len, config.num_groups, self._num_drafts
+        )
         self._results = ResultReader(self.table)
         self._in_flight: deque[StepOutcome] = deque()
         self._stalled: set[int] = set()  # rows that wait for blocks
@@ -82,6 +85,12 @@ class RunningSet:
     def planned(self) -> StepPlan:
         """The step that began last, and is in flight."""
         return self._in_flight[-1].plan
+
+    @property
+    def are_masks_known(self) -> bool:
+        """Whether the tokens are known that the planned step's masks follow from."""
+        *before, planned = [outcome.plan for outcome in self._in_flight]
+        return structured_rows.are_masks_known(planned, before)
 
     @property
     def decoding(self) -> IntArray:
@@ -212,6 +221,7 @@ class RunningSet:
         """The plan is complete and in flight from here on; returns it as workers are told it."""
         if plan.started:
             self.table.start_decoding(plan.started)
+        plan.masked = structured_rows.masked_rows(self.table, plan)
         self._in_flight.append(StepOutcome(plan))
         removed_rows, self._removed_rows = self._removed_rows, []
         sampled, self._sampled = self._sampled, []
@@ -233,8 +243,9 @@ class RunningSet:
         self._results.take_prompt_logprobs(outcome, result)
         sampled, ends = ends_by_token(table, sampled)
         table.append(sampled)
+        structured_rows.tell_matchers(table, sampled)
         if plan.decode_counts is not None:
-            self.rewind(plan.decoding)  # dead ones, too: nobody has them yet
+            table.rewind(plan.decoding)  # dead ones, too: nobody has them yet
         if self._num_groups > 1:
             self._sampled.append(sampled)
         clients = table.clients
@@ -248,14 +259,6 @@ class RunningSet:
             ends |= ends_by_length(table, alive)
         outcome.ends = list(ends.values())
         return outcome
-
-    def rewind(self, rows: IntArray) -> None:
-        """Take back what was computed of these decoding rows beyond their known tokens.
-
-        The last of those is to be computed next, so that it samples. Blocks stay held; what was
-        computed into them is overwritten, and nobody finds it: it is not of known tokens.
-        """
-        self.table.num_computed[rows] = self.table.num_tokens[rows] - 1
 
     def leave(self, request: Request, keeps_blocks: bool = True) -> None:
         """Take a request's row and blocks; steps in flight may write those until they are over.
@@ -289,7 +292,8 @@ class RunningSet:
         num_computed = table.num_computed[decoding]
         if not self._num_drafts:
             return decoding, num_computed + 1, None
-        ends = np.minimum(num_computed + 1 + self._num_drafts, table.max_computed[decoding])
+        most = num_computed + 1 + table.num_drafts[decoding]
+        ends = np.minimum(most, table.max_computed[decoding])
         return decoding, ends, ends - num_computed
 
     def _idle_rows(self, plan: StepPlan) -> list[int]:

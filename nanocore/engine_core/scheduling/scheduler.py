@@ -79,7 +79,7 @@ class Scheduler:
         self._begun_s: deque[float] = deque()  # steps in flight; if there is a target
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
-        self._aborted: list[Request] = []  # since the last update
+        self._ended: list[Request] = []  # by `end`, since the last update
         self._last_group = 0
         self._blocked = (-1, -1)  # handle of a head that did not fit, and the blocks then free
         self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
@@ -141,16 +141,26 @@ class Scheduler:
                 return group
         return None
 
-    def add(self, request: Request) -> None:
-        """Queue a request; samples that it holds back come behind it, see `_release`."""
+    def add(self, request: Request, arrival: int | None = None) -> None:
+        """Queue a request; samples that it holds back come behind it, see `_release`.
+
+        arrival: the number of steps when it came, if that was not now.
+        """
+        arrival = self.counters.num_steps if arrival is None else arrival
         for sample in request.samples:
             assert sample.handle not in self._requests
             self._requests[sample.handle] = sample
-            sample.arrival = self.counters.num_steps
+            sample.arrival = arrival
             self.counters.prompt_tokens += sample.num_prompt_tokens
         self.waiting.push(request)
 
     def abort(self, handle: int) -> Request | None:
+        """End a request as its client wants; returns it, or None if it has ended already."""
+        request = self.end(handle)
+        self.counters.num_aborts += request is not None
+        return request
+
+    def end(self, handle: int) -> Request | None:
         """End a request wherever it is; returns it, or None if it has ended already."""
         request = self._requests.get(handle)
         if request is None:
@@ -158,8 +168,7 @@ class Scheduler:
         if request.row < 0:
             self._leave_queue(request)
             self._count_dequeued(request)
-        self.counters.num_aborts += 1
-        self._aborted.append(request)
+        self._ended.append(request)
         self._end(request)
         return request
 
@@ -209,8 +218,8 @@ class Scheduler:
             self._end(request, keeps_blocks=ended.finish_reason != "error")
             if ended.message:
                 logger.error("request %r ends: %s", request.request_id, ended.message)
-        outcome.finished += self._aborted
-        self._aborted = []
+        outcome.finished += self._ended
+        self._ended = []
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
     def _can_admit(self, group: int) -> bool:

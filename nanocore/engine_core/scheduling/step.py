@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,13 +46,14 @@ class StepPlan:
     drafts they do, if no EOS and no stop id comes first. stalled: rows that wait until an earlier
     step releases blocks. blocks: ids of the blocks given to running rows. added: rows given to
     requests. new, resumed, preempted: requests. cached: tokens found in the prefix cache, by
-    request id.
+    request id. masked: (row, request) of rows that sample a structured output, so that the step
+    awaits their masks.
     """
 
     __slots__ = (
         "added", "blocks", "cached", "chunks", "completed", "decode_counts", "decode_ends",
-        "decoding", "first", "group", "last", "new", "num_groups", "number", "preempted", "resumed",
-        "stalled", "started", "token_budget",
+        "decoding", "first", "group", "last", "masked", "new", "num_groups", "number", "preempted",
+        "resumed", "stalled", "started", "token_budget",
     )  # fmt: skip
 
     def __init__(self, number: int, token_budget: int, group: int = 0, num_groups: int = 1) -> None:
@@ -73,6 +75,7 @@ class StepPlan:
         self.resumed: list[Request] = []
         self.preempted: list[Request] = []
         self.cached: dict[str, int] = {}
+        self.masked: list[tuple[int, Request]] = []
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +130,7 @@ class StepPlan:
             chunk_rows=pack_int32(rows + idle_rows),
             chunk_counts=pack_int32(counts + [0] * len(idle_rows)),
             num_tokens=self.num_tokens,
+            awaits_masks=bool(self.masked),
         )
 
 
@@ -159,8 +163,10 @@ class StepOutcome:
 def new_row(
     request: Request, token_ids: NDArray[np.int32], num_computed: int, block_ids: list[int]
 ) -> NewRow:
-    """A request that was given a row, as workers are told it."""
+    """A request that was given a row, as workers are told it; of a grammar they need masks only."""
     sampling = request.sampling
+    if sampling.structured_outputs is not None:
+        sampling = msgspec.structs.replace(sampling, structured_outputs=None)
     return NewRow(
         row=request.row,
         token_ids=token_ids.tobytes(),
