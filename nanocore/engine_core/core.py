@@ -27,11 +27,12 @@ from nanocore.engine_core.mailbox import (
 from nanocore.engine_core.scheduling.outputs import split_events
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.stats import stats_of
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.engine_core.structured.mask_filler import MaskFiller
 from nanocore.engine_core.structured.step_masks import StepMasks
-from nanocore.protocol.messages import Event, FinishReason, Reply, Stats
+from nanocore.protocol.messages import Event, FinishReason, Reply
 from nanocore.worker.executors.executor import StepExecutor
 
 logger = logging.getLogger(__name__)
@@ -131,27 +132,6 @@ class EngineCore:
         """What keeps a step that hangs from being done, as a clause; from any thread."""
         return self._masks.blame() or self._executor.blame()
 
-    def stats(self) -> Stats:
-        """Counters and gauges; the io thread adds what it knows."""
-        scheduler = self.scheduler
-        counters, kv_cache = scheduler.counters, scheduler.kv_cache
-        return Stats(
-            num_requests_running=scheduler.num_running,
-            num_requests_waiting=scheduler.num_waiting,
-            kv_cache_usage_perc=kv_cache.usage,
-            num_blocks=kv_cache.num_blocks,
-            num_free_blocks=kv_cache.num_free_blocks,
-            prefix_cache_queries=kv_cache.stats.queries,
-            prefix_cache_hits=kv_cache.stats.hits,
-            prefix_cache_hit_rate=kv_cache.stats.hit_rate,
-            num_preemptions=counters.num_preemptions,
-            num_aborts=counters.num_aborts,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
-            num_steps=counters.num_steps,
-            paused=bool(self._pausing),
-        )
-
     def drain_inbox(self, wait: bool, in_step: bool = False) -> None:
         """Handle what has arrived. Control operations run between steps: in one they wait."""
         if wait:
@@ -183,7 +163,7 @@ class EngineCore:
         call_id, message = call.call_id, None
         match call.operation:
             case "stats":
-                return Reply(call_id=call_id, stats=self.stats())
+                return Reply(call_id=call_id, stats=stats_of(self.scheduler, bool(self._pausing)))
             case "reset_prefix_cache":
                 if not self.scheduler.kv_cache.reset_prefix_cache():
                     message = "the prefix cache is in use: reset it when no request is running"

@@ -21,8 +21,8 @@ from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.reception import Reception
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTES, Session
 from nanocore.engine_core.mailbox import AddRequest, GrammarDone, Inbox, Outbox
+from nanocore.engine_core.scheduling.counters import SchedulerCounters
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Hello, Message, ModelCard, Output, Submit, Welcome

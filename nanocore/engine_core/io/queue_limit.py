@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
+from nanocore.engine_core.scheduling.counters import SchedulerCounters
 from nanocore.protocol.errors import EngineOverloadedError
 
 RETRY_AFTER_S: Final = 1.0

@@ -16,9 +16,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.scheduling.counters import SchedulerCounters
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.running_set import RunningSet
@@ -30,22 +30,6 @@ from nanocore.protocol.messages import Event
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start; samples are requests.
-
-    dequeued: those that wait no more, and tokens of their prompts, of several samples once.
-    """
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_aborts: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    dequeued_reqs: int = 0
-    dequeued_tokens: int = 0
 
 
 class Scheduler:
