@@ -31,7 +31,7 @@ from typing import Any, Final
 import numpy as np
 from models import model_folder
 from report import describe_run, spread, table, with_range, write_report
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanocore.client import (
     AsyncEngineClient,
@@ -99,6 +99,7 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
             pool.append(left + right)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
     return tokenizer
 
