@@ -21,6 +21,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.flags import add_flags
 from nanocore.engine_core.process import standard_streams
 from nanocore.engine_core.process.parent import ParentLink
+from nanocore.engine_core.structured.threads import any_alive
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 
@@ -182,4 +183,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     finally:
         standard_streams.flush_or_drop()
     logging.disable()  # what libraries have to say when the process ends
+    if any_alive():  # a grammar is compiled that nobody waits for
+        os._exit(exit_code)
     sys.exit(exit_code)

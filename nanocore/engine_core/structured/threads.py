@@ -15,6 +15,7 @@ from typing import Final
 STACK_BYTES: Final = 256 * 2**20
 """Of address space; memory is used as far as the recursion goes."""
 _lock = threading.Lock()
+_started: list[threading.Thread] = []
 
 
 def start_thread(target: Callable[[], None], name: str, niceness: int = 0) -> threading.Thread:
@@ -35,6 +36,14 @@ def start_thread(target: Callable[[], None], name: str, niceness: int = 0) -> th
         try:
             thread = threading.Thread(target=run, name=name, daemon=True)
             thread.start()
+            _started[:] = [*(one for one in _started if one.is_alive()), thread]
         finally:
             threading.stack_size(before)
     return thread
+
+
+def any_alive() -> bool:
+    """Whether one of them runs. Native code that then returns to an interpreter which is ending
+    takes the process with it, so such a process must not end by itself.
+    """
+    return any(thread.is_alive() for thread in _started)

@@ -119,6 +119,8 @@ def write_mask(
     words_W &= vocabulary.all_words
     if (words_W & vocabulary.special_words).any():
         _take_no_names(matcher, vocabulary, words_W)
+    if (words_W & vocabulary.eos_words).any() and not matcher.is_accepting():
+        words_W &= ~vocabulary.eos_words  # an EOS that is text, too: it would end the output here
     return None if words_W.any() else "no token of the model can follow"
 
 
@@ -155,4 +157,9 @@ def _failure(matcher: llguidance.LLMatcher, token: int | None = None) -> str:
     reason = shorten(reason.splitlines()[0])
     if token is not None and "fails parse" in reason:
         return _refused(token)
+    if "forced bytes" in reason:
+        return (
+            "structured_outputs: the model's tokenizer cannot write the text that must follow: it "
+            "normalizes it, or takes it for a special token; write it otherwise (as NFC, for one)"
+        )
     return f"structured_outputs is too complex ({reason}): make it simpler"

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from nanocore.engine_core.structured import token_matcher
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import InvalidRequestError
-from tests.engine_core.structured.walks import allowed, compiled, demo_vocabulary, follow
+from tests.engine_core.structured.walks import (
+    DEMO_MODEL,
+    allowed,
+    compiled,
+    demo_vocabulary,
+    follow,
+)
 
 EOS = 2
 
@@ -134,3 +143,29 @@ def test_masks_that_take_too_long_fail_and_are_told(
     cost_ms[0] = 13.0
     with pytest.raises(InvalidRequestError, match="too complex"):  # when it is compiled, already
         compiled(vocabulary, regex="b*")
+
+
+def test_an_eos_that_is_text_too_ends_nothing_before_its_time() -> None:
+    """Its text is not written then, so elsewhere other tokens have to do."""
+    [one] = tokens_of(demo_vocabulary(), "1")
+    vocabulary = Vocabulary.load(DEMO_MODEL, 1030, [EOS, one])
+    matcher = compiled(vocabulary, regex="a[0-9]{2}").matcher()
+    assert not {EOS, one} & {*allowed(vocabulary, matcher)}
+    assert follow(vocabulary, matcher, "a2")
+    assert allowed(vocabulary, matcher) == sorted(
+        token for digit in "023456789" for token in tokens_of(vocabulary, digit)
+    )
+    assert follow(vocabulary, matcher, "3")
+    assert allowed(vocabulary, matcher) == sorted([EOS, one])
+    with pytest.raises(InvalidRequestError, match="no token of the model"):
+        compiled(vocabulary, choice=["1"])
+
+
+def test_a_text_that_the_tokenizer_normalizes_is_no_matter_of_complexity(tmp_path: Path) -> None:
+    tokenizer = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "NFC"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    vocabulary = Vocabulary.load(tmp_path, 1030, [EOS])
+    with pytest.raises(InvalidRequestError, match="normalizes"):
+        compiled(vocabulary, choice=["cafe\u0301 noir"])
+    compiled(vocabulary, choice=["café noir"])
