@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import nanocore
-from nanocore.client import AsyncEngineClient, CompletionOutput, RequestOutput, SamplingParams
+from nanocore.client import (
+    AsyncEngineClient,
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from tests.end_to_end.forked import engine
 
 FILE: Final = Path(__file__).with_suffix(".json")
@@ -43,6 +49,13 @@ TURNS: Final[dict[str, dict[str, Any]]] = {
     "few tokens": {"temperature": 0, "allowed_token_ids": [2, 350, 358, 460, 471]},
     "bad words": {"temperature": 0, "bad_words": ["apple", "fig"]},
     "log probabilities": {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": 4},
+    "a list as JSON": {
+        "temperature": 0, "max_tokens": 60,
+        "structured_outputs": StructuredOutputsParams(
+            json={"type": "array", "items": {"enum": ["apple", "fig", "pear", "plum"]},
+                  "maxItems": 5},
+        ),
+    },
     "all at once": {
         "n": 2, "seed": 4, "temperature": 1.2, "top_k": 50, "top_p": 0.9, "min_p": 0.01,
         "min_tokens": 4, "presence_penalty": 0.5, "frequency_penalty": 0.5,
