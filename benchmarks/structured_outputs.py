@@ -41,7 +41,7 @@ from nanocore.client import (
 )
 
 RESULTS: Final = Path(__file__).parent / "results"
-NUM_STREAMS, NUM_BYSTANDERS, NUM_PROMPT_TOKENS, NUM_TOKENS = 16, 8, 32, 128
+NUM_STREAMS, NUM_BYSTANDERS, NUM_PROMPT_TOKENS, NUM_TOKENS = 16, 8, 32, 64
 RECORD: Final = {
     "type": "object",
     "properties": {
