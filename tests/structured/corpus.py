@@ -57,4 +57,11 @@ REFUSED: dict[str, tuple[Schema, str]] = {
         {"type": "object", "required": ["b"], "additionalProperties": False},
         r"'b' is unsatisfiable",
     ),
+    "number-beyond-doubles": ({"const": 2**53 + 1}, r"beyond 2\^53"),
+    "bound-beyond-doubles": (integer(0, 10**18), r"beyond 2\^53"),
+    "control-character": ({"enum": ["a", "\0"]}, r"control character"),
+    "excluded-and-close": (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+        r"less than 1 away",
+    ),
 }

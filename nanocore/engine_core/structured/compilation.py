@@ -17,7 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.structured import grammar_text
-from nanocore.engine_core.structured.complexity import check_lark, check_regex, check_schema
+from nanocore.engine_core.structured.complexity import (
+    check_lark,
+    check_regex,
+    check_schema,
+    check_triggers,
+)
 from nanocore.engine_core.structured.refusals import refusal_of
 from nanocore.engine_core.structured.schema_json import parse_schema
 from nanocore.engine_core.structured.token_matcher import TokenMatcher, why, write_mask
@@ -130,6 +135,7 @@ def _text(vocabulary: Vocabulary, wanted: StructuredOutputs, schemas: list[Any])
         check_lark(wanted.grammar)
         return grammar_text.of_lark(wanted.grammar)
     if wanted.structural_tag is not None:
+        check_triggers(wanted.structural_tag)
         return grammar_text.of_structural_tag(wanted.structural_tag, schemas, compact, vocabulary)
     return grammar_text.of_schema({"type": "object"}, compact)
 

@@ -6,12 +6,15 @@ It cannot be interrupted, and its own limits do not cover these.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from math import lcm
 from typing import Any, Final
 
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.engine_core.structured.schema_numbers import MERGING, check_values
+from nanocore.engine_core.structured.schema_parts import check_references, escaped, parts
+from nanocore.engine_core.structured.schema_patterns import check_pattern
+from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.protocol.structured_outputs import StructuralTag
 
 MAX_REPETITIONS: Final = 1000
 """Of ?, *, + and {} in one expression: what it costs grows with the square."""
@@ -19,9 +22,6 @@ MAX_LARK_REPETITIONS: Final = 2500
 MAX_LARK_INTERSECTIONS: Final = 64
 MAX_MULTIPLE: Final = 100_000
 """Of multipleOf without its decimal point; and of what is a multiple of all that are merged."""
-
-
-_MERGING: Final = ("allOf", "anyOf", "oneOf", "$ref")
 
 
 def check_regex(field: str, regex: str) -> None:
@@ -62,21 +62,51 @@ def check_lark(grammar: str) -> None:
 
 
 def check_schema(field: str, schema: Any) -> None:
-    """Refuse a schema whose patterns or multiples would take minutes, or that could come out wrong.
+    """Refuse a schema that would take minutes, or let through what it calls invalid.
 
     Raises:
         InvalidRequestError: and where, as a JSON pointer.
     """
+    check_references(field, schema)
+    check_values(field, schema)
     multiples: list[tuple[str, Decimal]] = []
     is_merged = False
-    for place, part in _objects(schema, ""):
-        if isinstance(pattern := part.get("pattern"), str) and pattern:
-            check_regex(f"{field} at '{place}/pattern'", pattern)
+    for place, part in parts(schema):
+        for at, pattern in _patterns(place, part):
+            check_regex(f"{field} at {at!r}", pattern)
+            check_pattern(f"{field} at {at!r}", pattern)
         if isinstance(multiple := part.get("multipleOf"), (int, float)):
             multiples.append((f"{place}/multipleOf", Decimal(str(multiple))))
         _check_min_properties(field, place, part)
-        is_merged = is_merged or not part.keys().isdisjoint(_MERGING)
+        is_merged = is_merged or not MERGING.isdisjoint(part)
     _check_multiples(field, multiples, is_merged)
+
+
+def check_triggers(tag: StructuralTag) -> None:
+    """Refuse triggers of which one could appear without beginning a structure.
+
+    Free text ends where a trigger ends: the longer of two that begin alike is never reached.
+
+    Raises:
+        InvalidRequestError: one holds another within it.
+    """
+    for one in tag.triggers:
+        within = next((other for other in tag.triggers if one.find(other, 1) > 0), None)
+        if within is not None and not one.startswith(within):
+            raise InvalidRequestError(
+                f"structured_outputs.structural_tag.triggers[{tag.triggers.index(one)}]: "
+                f"{shorten(one)!r} holds the trigger {shorten(within)!r} within it, so that it "
+                "could appear in free text: take triggers of which none is within another"
+            )
+
+
+def _patterns(place: str, part: dict[str, Any]) -> list[tuple[str, str]]:
+    """(JSON pointer, pattern) of a schema's own: of its text and of its names; empty ones match."""
+    own = {f"{place}/pattern": part.get("pattern")}
+    by_name = part.get("patternProperties")
+    for key in by_name if isinstance(by_name, dict) else ():
+        own[f"{place}/patternProperties/{escaped(key)}"] = key
+    return [(at, one) for at, one in own.items() if isinstance(one, str) and one]
 
 
 def _check_min_properties(field: str, place: str, part: dict[str, Any]) -> None:
@@ -113,17 +143,3 @@ def _check_multiples(field: str, multiples: list[tuple[str, Decimal]], is_merged
 
 def _num_decimals(value: Decimal) -> int:
     return max(-int(value.normalize().as_tuple().exponent), 0)
-
-
-def _objects(schema: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, object) of all objects that a schema holds; its depth is bounded."""
-    if isinstance(schema, dict):
-        yield place, schema
-        for key, value in schema.items():
-            if isinstance(value, (dict, list)):
-                escaped = key.replace("~", "~0").replace("/", "~1")
-                yield from _objects(value, f"{place}/{escaped}")
-    elif isinstance(schema, list):
-        for i, value in enumerate(schema):
-            if isinstance(value, (dict, list)):
-                yield from _objects(value, f"{place}/{i}")

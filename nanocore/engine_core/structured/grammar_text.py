@@ -1,7 +1,8 @@
 """What llguidance is given to compile: its own JSON form of a grammar, for each kind.
 
 A JSON Schema's "x-guidance" would change what llguidance makes of it, up to output that is no JSON;
-so it is replaced by what holds for every schema here.
+so it is replaced by what holds for every schema here. Its patterns are rewritten; what else
+it would get wrong is refused before (`complexity`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final
 
+from nanocore.engine_core.structured.schema_patterns import with_safe_patterns
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.structured_outputs import StructuralTag
 
@@ -18,6 +20,11 @@ _WHITESPACE: Final = r"\x20{1,2}|\n(\x20{0,32}|\t{0,16})"
 """Between two parts of JSON, at most once: a space or two, or a new line and its indentation.
 
 It is bounded, for a model that cannot end would else write white space until max_tokens.
+"""
+_ESCAPES: Final = 'bfnrt"\\'
+"""What follows a backslash in a string: each character can be written in one way alone.
+
+So a name that a schema lists cannot come as \\u0061, as if it were another.
 """
 _ANY_TEXT: Final = r"/(?s:.*)/"
 
@@ -111,8 +118,9 @@ def _guided(schema: Any, compact: bool) -> Any:
     options = {
         "whitespace_flexible": not compact,
         "whitespace_pattern": None if compact else _WHITESPACE,
+        "json_allowed_escapes": _ESCAPES,
     }
-    return {**schema, "x-guidance": options}
+    return {**with_safe_patterns(schema), "x-guidance": options}
 
 
 def _joined(*grammars: dict[str, Any]) -> str:

@@ -8,12 +8,17 @@ from __future__ import annotations
 import json
 import math
 import re
+from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
 from nanocore.protocol.errors import InvalidRequestError, shorten
 
 MAX_SCHEMA_DEPTH: Final = 64
 """Of arrays and objects in one another."""
+
+
+class Rounded(float):
+    """A number that was written with more digits than it holds."""
 
 
 def parse_schema(field: str, text: str) -> Any:
@@ -70,4 +75,8 @@ def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"the number {shorten(text)} is too large: the largest is 1.8e308")
-    return number
+    try:
+        is_exact = Decimal(text) == Decimal(repr(number))
+    except InvalidOperation:  # an exponent beyond what Decimal has
+        is_exact = False
+    return number if is_exact else Rounded(number)
