@@ -98,6 +98,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         _log_beginning(config, folder, model_config)
         logger.info("imports %.2f s, since the process began", imports_s)
         vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
+        stack.callback(vocabulary.close)
         executor = _executor(config, folder, model_config, max_model_len)
         stack.callback(executor.close)
         with phase("load") as notes:
