@@ -20,17 +20,20 @@ WALL_LIMIT_S: Final = 60
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """Try what a request wants."""
+    """Try what a request wants. number: from 1, of its socket pair."""
 
+    number: int
     wanted: StructuredOutputs
 
 
 class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """llguidance's text for it, or why it is refused; else the signal that ended its process.
 
+    number: its trial's; if the process was ended just after its verdict, there are two of them.
     signal: 0 if the process ended by itself, which is a bug.
     """
 
+    number: int
     text: str | None = None
     refusal: str | None = None
     signal: int = 0

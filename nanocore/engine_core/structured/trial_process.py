@@ -136,11 +136,16 @@ class _Running:
         for ours, _ in pairs:
             ours.settimeout(_ANSWER_LIMIT_S)
         self.pipes: list[Pipe[Verdict]] = [Pipe(ours, Verdict) for ours, _ in pairs]
+        self._numbers = [0] * NUM_TRIALS
 
     def ask(self, place: int, wanted: StructuredOutputs) -> Verdict | None:
         """The verdict of a trial; None if the process is gone."""
+        self._numbers[place] += 1
+        number, pipe = self._numbers[place], self.pipes[place]
         try:
-            self.pipes[place].send(Trial(wanted))
-            return self.pipes[place].recv()
+            pipe.send(Trial(number, wanted))
+            while (verdict := pipe.recv()).number != number:
+                pass
         except (OSError, EOFError, msgspec.DecodeError):
             return None
+        return verdict

@@ -32,7 +32,6 @@ from nanocore.engine_core.structured.trial_messages import (
 )
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import InvalidRequestError
-from nanocore.protocol.structured_outputs import StructuredOutputs
 from nanocore.system.lifeline import signal_at_parent_death
 from nanocore.worker.executors.pipe import Pipe
 
@@ -65,7 +64,8 @@ class Trials:
     def __init__(self, vocabulary: Vocabulary, pipes: list[Pipe[Trial]]) -> None:
         self._vocabulary = vocabulary
         self._pipes = pipes
-        self._is_begun = mmap.mmap(-1, len(pipes))  # shared: a byte for each pipe
+        # Shared with the processes: the number of the trial that each began, or 0.
+        self._begun = memoryview(mmap.mmap(-1, 8 * len(pipes))).cast("Q")
         self._pid = os.getpid()
         self._running: dict[int, int] = {}
 
@@ -80,15 +80,15 @@ class Trials:
             if code == _ENGINE_IS_GONE:
                 return
             # Whoever dies before a trial is begun leaves it to the next.
-            if code != 0 and self._is_begun[place]:
+            if code != 0 and self._begun[place]:
                 try:
-                    self._pipes[place].send(Verdict(signal=max(-code, 0)))
+                    self._pipes[place].send(Verdict(self._begun[place], signal=max(-code, 0)))
                 except OSError:
                     return
             self._fork(place)
 
     def _fork(self, place: int) -> None:
-        self._is_begun[place] = 0
+        self._begun[place] = 0
         pid = os.fork()
         if pid:
             self._running[pid] = place
@@ -108,13 +108,11 @@ class Trials:
             trial = pipe.recv()
         except EOFError:
             os._exit(_ENGINE_IS_GONE)
-        self._is_begun[place] = 1
+        self._begun[place] = trial.number
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 2)  # of what ends it, the verdict tells
         verdicts: list[Verdict] = []
-        start_thread(
-            lambda: verdicts.append(_verdict(self._vocabulary, trial.wanted)), "trial"
-        ).join()
+        start_thread(lambda: verdicts.append(_verdict(self._vocabulary, trial)), "trial").join()
         # From here on nothing ends it: a verdict is sent whole.
         signal.setitimer(signal.ITIMER_REAL, 0)
         for what in (resource.RLIMIT_CPU, resource.RLIMIT_AS):
@@ -126,20 +124,21 @@ class Trials:
         os._exit(0)
 
 
-def _verdict(vocabulary: Vocabulary, wanted: StructuredOutputs) -> Verdict:
+def _verdict(vocabulary: Vocabulary, trial: Trial) -> Verdict:
     """Of a trial, within limits from now on: beyond them its process ends here."""
     signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
     _limit(resource.RLIMIT_CPU, CPU_LIMIT_S)
     num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + MEMORY_LIMIT_MIB * 2**20)
     try:
-        return Verdict(text=try_grammar(vocabulary, wanted))
+        return Verdict(trial.number, text=try_grammar(vocabulary, trial.wanted))
     except InvalidRequestError as error:
-        return Verdict(refusal=str(error))
+        return Verdict(trial.number, refusal=str(error))
     except MemoryError:
-        return Verdict(signal=signal.SIGABRT)
+        return Verdict(trial.number, signal=signal.SIGABRT)
     except BaseException as error:
-        return Verdict(refusal=engine_error(wanted, f"{type(error).__name__}: {error}"))
+        what = f"{type(error).__name__}: {error}"
+        return Verdict(trial.number, refusal=engine_error(trial.wanted, what))
 
 
 def _limit(what: int, most: int) -> None:
