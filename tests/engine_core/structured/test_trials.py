@@ -55,6 +55,15 @@ def children(pid: int | None) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def ended_by(trials: TrialProcess, number: int) -> str:
     """What is told of a trial whose process is ended by a signal in its midst."""
     answers: Queue[str] = Queue()
@@ -163,7 +172,7 @@ def test_closing_ends_a_trial_in_its_midst() -> None:
     grammars.compile(ENDLESS, done.put)
     assert grammars.close()
     assert done.empty()
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):  # init takes them up
+    while any(is_running(pid) for pid in pids):
         pass
 
 
