@@ -166,7 +166,8 @@ class Grammars:
             if isinstance(result, CompiledGrammar | InvalidRequestError):
                 self._cache.put(job.key, result)
             del self._jobs[job.key]
-        for asker in job.askers:
+            askers, job.askers = job.askers, []  # who is told may withdraw at once
+        for asker in askers:
             asker.done(result)
 
     def _refuse(self, key: bytes, reason: str) -> None:

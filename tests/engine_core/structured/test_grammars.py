@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Queue
 from typing import Any
@@ -205,6 +205,25 @@ def test_what_nobody_waits_for_any_more_is_not_begun(vocabulary: Vocabulary) -> 
         assert gate.begun.empty()
         assert isinstance(grammars.find(want("held")), CompiledGrammar)  # it was begun, and is kept
         assert grammars.find(want("alone")) is None
+
+
+def test_who_withdraws_when_told_keeps_nobody_from_being_told(vocabulary: Vocabulary) -> None:
+    gate = Gate()
+    gate.hold("a")
+    told: Queue[int] = Queue()
+    withdrawals: list[Callable[[], None]] = []
+
+    def tell(i: int) -> None:
+        withdrawals[i]()
+        told.put(i)
+
+    with pool(vocabulary, gate) as grammars:
+        withdrawals += [
+            grammars.compile(want("a"), lambda _, i=i: tell(i))  # type: ignore[misc]
+            for i in range(4)
+        ]
+        gate.ends["a"].set()
+        assert [told.get(timeout=WAIT_S) for _ in range(4)] == [0, 1, 2, 3]
 
 
 def test_that_the_process_is_gone_is_told_and_not_remembered(vocabulary: Vocabulary) -> None:
