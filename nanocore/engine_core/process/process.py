@@ -2,7 +2,8 @@
 
 Threads: main runs the step loop; `io` owns the socket; `watchdog` notices a step that hangs;
 `masks-*` and `grammars-*` serve structured outputs; `kv-events` exists if events are published,
-`parent-watch` if a client launched us. Each start-up phase logs one line with its seconds.
+`parent-watch` if a client launched us. A process beside them tries grammars. Each
+start-up phase logs one line with its seconds.
 """
 
 from __future__ import annotations

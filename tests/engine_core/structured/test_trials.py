@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -134,6 +136,28 @@ def test_a_trial_that_crashes_is_refused_and_the_next_is_served(
     assert told == too_complex(ENDLESS, number)
     assert text in told
     assert trials.run(0, want("a"))
+
+
+MEMORY_SCRIPT = """
+import sys
+from nanocore.engine_core.structured import trials
+from nanocore.engine_core.structured.threads import start_thread
+from tests.engine_core.structured.test_trials import ENDLESS
+from tests.engine_core.structured.walks import demo_vocabulary
+trials.MEMORY_LIMIT_MIB, trials.CPU_LIMIT_S = int(sys.argv[1]), 60
+vocabulary, verdicts = demo_vocabulary(), []
+trial = trials.Trial(1, ENDLESS)
+start_thread(lambda: verdicts.append(trials._verdict(vocabulary, trial)), "trial").join()
+sys.exit(-verdicts[0].signal)
+"""
+
+
+def test_a_trial_that_takes_all_memory_ends_at_its_limit() -> None:
+    """With 8 MiB in place of 512, and a minute of CPU time: it is memory that ends it."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_SCRIPT, "8"], capture_output=True, check=False
+    )
+    assert done.returncode in (-signal.SIGABRT, 256 - signal.SIGABRT), done.stderr
 
 
 def test_one_that_is_killed_before_its_trial_leaves_it_to_the_next(trials: TrialProcess) -> None:
