@@ -184,13 +184,17 @@ class FakeGrammars:
 
     def __init__(self) -> None:
         self.known: dict[bytes, Compiled] = {}
+        self.withdrawn: list[StructuredOutputs] = []
         self.waiting: deque[tuple[StructuredOutputs, Callable[[Compiled], None]]] = deque()
 
-    def find(self, wanted: StructuredOutputs) -> Compiled | None:
+    def find(self, wanted: StructuredOutputs, client: int = 0) -> Compiled | None:
         return self.known.get(msgspec.msgpack.encode(wanted))
 
-    def compile(self, wanted: StructuredOutputs, done: Callable[[Compiled], None]) -> None:
+    def compile(
+        self, wanted: StructuredOutputs, done: Callable[[Compiled], None], client: int = 0
+    ) -> Callable[[], None]:
         self.waiting.append((wanted, done))
+        return lambda: self.withdrawn.append(wanted)
 
     def finish(self) -> None:
         """The oldest compilation is done."""
@@ -204,8 +208,9 @@ class FakeGrammars:
             result = InvalidRequestError(f"structured_outputs.regex: {regex}")
         done(self.known.setdefault(msgspec.msgpack.encode(wanted), result))
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self.waiting.clear()
+        return True
 
 
 def withhold_some(token_ids: list[int], step: int) -> int:

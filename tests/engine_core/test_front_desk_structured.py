@@ -170,6 +170,7 @@ def test_an_abort_while_it_waits_ends_it_with_all_its_samples(io: Io) -> None:
     assert isinstance(output, Output)
     assert accepted.handle == 1
     assert output.events == aborts(1, 2)
+    assert io.grammars.withdrawn == [StructuredOutputs(regex="a")]
     check_is_forgotten(io)
     assert io.take_sent() == []
     fill_the_queue(io, MAX_NUM_QUEUED_REQS)
@@ -197,6 +198,7 @@ def test_a_session_that_ends_forgets_what_waits(io: Io, end: str) -> None:
         io.receive(Bye())
     else:
         io.desk.peer_gone(b"a")
+    assert io.grammars.withdrawn == [StructuredOutputs(regex="a")]
     check_is_forgotten(io)
     assert io.take_sent() == []
 

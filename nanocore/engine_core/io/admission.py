@@ -81,7 +81,7 @@ class Admission:
                 f"{MAX_HANDLE}: start it anew",
                 RETRY_AFTER_S,
             )
-        grammar = self._find_grammar(sampling)
+        grammar = self._find_grammar(sampling, client)
         self._queue_limit.enter(len(token_ids), sampling.n)
         key_chain = KeyChain(self._model.block_size, self._extra_keys(submit, client))
         if self._cached:
@@ -106,11 +106,11 @@ class Admission:
             request.follow(grammar)
         return request
 
-    def _find_grammar(self, sampling: EngineSamplingParams) -> Grammar | None:
+    def _find_grammar(self, sampling: EngineSamplingParams, client: int) -> Grammar | None:
         """Of a structured output; None if there is none, or it is not known yet."""
         if sampling.structured_outputs is None:
             return None
-        found = self._grammars.find(sampling.structured_outputs)
+        found = self._grammars.find(sampling.structured_outputs, client)
         if isinstance(found, Exception):
             # It may be kept and raised again: without what it took up the last time.
             raise found.with_traceback(None)

@@ -36,6 +36,7 @@ class CompilingRequests:
         self._queue_limit = queue_limit
         self._done = done
         self._requests: dict[int, tuple[Request, int]] = {}  # by the first sample's handle
+        self._withdrawals: dict[int, Callable[[], None]] = {}  # likewise
         self._leaders: dict[int, int] = {}  # that handle, by each sample's
 
     def __len__(self) -> int:
@@ -51,12 +52,15 @@ class CompilingRequests:
         assert wanted is not None
         self._requests[handle] = request, arrival
         self._leaders.update((sample.handle, handle) for sample in request.samples)
-        self._grammars.compile(wanted, lambda compiled: self._done(GrammarDone(handle, compiled)))
+        self._withdrawals[handle] = self._grammars.compile(
+            wanted, lambda compiled: self._done(GrammarDone(handle, compiled)), request.client
+        )
 
     def take(self, handle: int) -> tuple[Request, int] | None:
         """(request, arrival) of its first handle: it waits no more; None if it is gone."""
         taken = self._requests.pop(handle, None)
         if taken is not None:
+            self._withdrawals.pop(handle)()  # nothing is left of it, if it is done
             for sample in taken[0].samples:
                 del self._leaders[sample.handle]
         return taken

@@ -2,7 +2,8 @@
 
 Threads: main runs the step loop; `io` owns the socket; `watchdog` notices a step that hangs;
 `masks-*` and `grammars-*` serve structured outputs; `kv-events` exists if events are published,
-`parent-watch` if a client launched us. Each start-up phase logs one line with its seconds.
+`parent-watch` if a client launched us. A process beside them tries grammars. Each
+start-up phase logs one line with its seconds.
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         folder = find_model(config)
         model_config = load_model_config(folder, config.hf_overrides)
         max_model_len = longest_request(config, model_config)
-        _log_beginning(config, folder, model_config)
-        logger.info("imports %.2f s, since the process began", imports_s)
+        _log_beginning(config, folder, model_config, imports_s)
         vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
+        stack.callback(vocabulary.close)
         executor = _executor(config, folder, model_config, max_model_len)
         stack.callback(executor.close)
         with phase("load") as notes:
@@ -334,10 +335,13 @@ def _executor(
     return ProcessExecutor(worker_config, model.hidden_size)
 
 
-def _log_beginning(config: EngineConfig, folder: Path, model: ModelConfig) -> None:
+def _log_beginning(
+    config: EngineConfig, folder: Path, model: ModelConfig, imports_s: float
+) -> None:
     name = f"model {folder} ({model.architecture})"
     where = f"{_describe_ranks(config)} | endpoint {config.endpoint}"
     logger.info("nanocore %s | %s | %s", __version__, name, where)
+    logger.info("imports %.2f s, since the process began", imports_s)
 
 
 def _describe_ranks(config: EngineConfig) -> str:

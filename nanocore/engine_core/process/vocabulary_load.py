@@ -2,6 +2,7 @@
 
 It holds the interpreter's lock for a second or so, which nobody minds before the engine is ready.
 A model without one is served all the same, and requests for structured outputs are told why not.
+The process that tries grammars begins at the same time, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from nanocore.engine_core.structured.grammars import Grammars
 from nanocore.engine_core.structured.matcher import GrammarSource
 from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.engine_core.structured.threads import start_thread
+from nanocore.engine_core.structured.trial_process import TrialProcess
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import InvalidRequestError
 
@@ -25,6 +27,8 @@ class VocabularyLoad:
         self._arguments = folder, vocab_size, eos_token_ids
         self._result: Vocabulary | BaseException | None = None
         self._seconds = 0.0
+        # By this thread: the kernel ends the process with the thread that started it.
+        self._trials = TrialProcess(folder, vocab_size, eos_token_ids)
         self._thread = start_thread(self._run, "vocabulary")
 
     def wait(self, notes: list[str]) -> GrammarSource:
@@ -36,14 +40,20 @@ class VocabularyLoad:
         self._thread.join()
         match self._result:
             case InvalidRequestError() as why:
+                self.close()
                 notes.append(str(why))
                 return NoGrammars(str(why))
             case Vocabulary() as vocabulary:
                 notes.append(f"vocabulary made in {self._seconds:.2f} s beside the others")
-                return Grammars(vocabulary)
+                return Grammars(vocabulary, self._trials)
             case error:
+                self.close()
                 assert error is not None
                 raise error
+
+    def close(self) -> None:
+        """End the process that tries grammars. Idempotent."""
+        self._trials.close()
 
     def _run(self) -> None:
         start_s = time.monotonic()

@@ -38,8 +38,8 @@ LIMITS: Final = llguidance.LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""What llguidance may work on; `complexity` and `Grammars` see to what these do not cover."""
-_WALK_TOKENS: Final = 6
+"""What llguidance may work on; `complexity` and `trials` see to what these do not cover."""
+_WALK_TOKENS: Final = 16
 
 
 class CompiledGrammar:
@@ -72,12 +72,46 @@ class CompiledGrammar:
         )
 
 
-def compile_grammar(vocabulary: Vocabulary, wanted: StructuredOutputs) -> CompiledGrammar:
-    """Compile what a request wants. May take long, and much stack: `Grammars` has threads for it.
+def try_grammar(vocabulary: Vocabulary, wanted: StructuredOutputs) -> str:
+    """llguidance's text for what a request wants, which `compile_text` compiles.
+
+    May take any time, memory and stack: `trials` has processes for it.
 
     Raises:
         InvalidRequestError: it cannot be compiled, or would take too long; it says where.
     """
+    return _tried(vocabulary, wanted)[0]
+
+
+def compile_grammar(vocabulary: Vocabulary, wanted: StructuredOutputs) -> CompiledGrammar:
+    """As `try_grammar`, but returns what it made."""
+    return _tried(vocabulary, wanted)[1]
+
+
+def compile_text(vocabulary: Vocabulary, text: str) -> CompiledGrammar:
+    """Compile what `try_grammar` returned; about as quick as that was.
+
+    Raises:
+        InvalidRequestError: it cannot be compiled after all.
+    """
+    grammar, reason = _compiled(vocabulary, text)
+    if reason is not None:
+        raise InvalidRequestError(f"structured_outputs: llguidance cannot compile it: {reason}")
+    return grammar
+
+
+def _compiled(vocabulary: Vocabulary, text: str) -> tuple[CompiledGrammar, str | None]:
+    """(a grammar with its first mask, why it has none)."""
+    words_W = np.zeros(vocabulary.num_words, dtype=np.int32)
+    matcher = _begin(vocabulary, text)
+    start = time.thread_time()
+    reason = write_mask(matcher, vocabulary, words_W)
+    first_mask_ms = (time.thread_time() - start) * 1000
+    num_bytes = _estimated_bytes(text, words_W, first_mask_ms)
+    return CompiledGrammar(vocabulary, matcher, words_W, num_bytes), reason
+
+
+def _tried(vocabulary: Vocabulary, wanted: StructuredOutputs) -> tuple[str, CompiledGrammar]:
     schemas = _schemas(wanted)
     for field, schema in schemas:
         check_schema(field, schema)
@@ -90,22 +124,16 @@ def compile_grammar(vocabulary: Vocabulary, wanted: StructuredOutputs) -> Compil
             f"{text[error.start : error.end]!a}: no text has that; write the whole character"
         ) from None
     compact = wanted.disable_any_whitespace
-    words_W = np.zeros(vocabulary.num_words, dtype=np.int32)
-    matcher = _begin(vocabulary, text)
-    start = time.thread_time()
-    reason = write_mask(matcher, vocabulary, words_W)
+    grammar, reason = _compiled(vocabulary, text)
     if reason is not None:
 
         def refusal(schema: Any) -> str | None:
             beginning = _begin(vocabulary, grammar_text.of_schema(schema, compact))
-            return write_mask(beginning, vocabulary, np.empty_like(words_W))
+            return write_mask(beginning, vocabulary, np.empty(vocabulary.num_words, np.int32))
 
         raise refusal_of(wanted, reason, schemas, refusal)
-    first_mask_ms = (time.thread_time() - start) * 1000
-    num_bytes = _estimated_bytes(text, words_W, first_mask_ms)
-    grammar = CompiledGrammar(vocabulary, matcher, words_W, num_bytes)
     _walk(grammar, vocabulary)
-    return grammar
+    return text, grammar
 
 
 def _schemas(wanted: StructuredOutputs) -> list[tuple[str, Any]]:

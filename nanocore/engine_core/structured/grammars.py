@@ -1,181 +1,176 @@
-"""Grammars of requests: compiled by threads beside the step loop, and kept for those to come.
+"""Grammars of requests: tried by a process, compiled by threads, and kept for those to come.
 
-Requests are served in the order in which they came; those that want the same at once share one
-compilation. Threads are less urgent than the step loop's. llguidance cannot be interrupted: one
-that takes too long is answered for, and its thread replaced, a few times; it ends by itself.
+Clients are served by turns, each in the order of its requests; those that want the same at once
+share one compilation. llguidance cannot be interrupted: so whatever comes is tried by a process
+that may be killed (`trials`), and the engine compiles only what that took little for.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, Protocol
 
-from nanocore.engine_core.structured.compilation import CompiledGrammar, compile_grammar
+from nanocore.engine_core.structured.compilation import CompiledGrammar, compile_text
+from nanocore.engine_core.structured.fair_queue import FairQueue
 from nanocore.engine_core.structured.grammar_cache import GrammarCache, digest
 from nanocore.engine_core.structured.matcher import Compiled
-from nanocore.engine_core.structured.threads import start_thread
+from nanocore.engine_core.structured.threads import join_threads, start_thread
+from nanocore.engine_core.structured.trial_messages import NUM_TRIALS, engine_error
 from nanocore.engine_core.structured.vocabulary import Vocabulary
-from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError, shorten
+from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
 
 MAX_WAITING: Final = 256
-"""Compilations that wait; beyond that, requests that need one are sent away."""
+"""Compilations that wait for one client; beyond that, its requests that need one are sent away."""
 MAX_CACHE_BYTES: Final = 256 * 2**20
-COMPILE_LIMIT_S: Final = 10.0
-MAX_REPLACEMENTS: Final = 4
-"""Threads beyond num_threads, while so many compile what takes too long."""
-NICENESS: Final = 10
-Compile = Callable[[Vocabulary, StructuredOutputs], CompiledGrammar]
+_END_LIMIT_S: Final = 5.0
+
+
+class TrialRunner(Protocol):
+    """Tries what requests want, for several threads; see `TrialProcess`."""
+
+    def run(self, place: int, wanted: StructuredOutputs) -> str: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Asker:
+    client: int
+    done: Callable[[Compiled], None]
 
 
 @dataclass(eq=False)
 class _Job:
-    """A compilation and those who wait for it.
-
-    end_s: monotonic, once it was begun. is_replaced: another thread works in its thread's place.
-    """
+    """A compilation and those who wait for it."""
 
     key: bytes
     wanted: StructuredOutputs
-    askers: list[Callable[[Compiled], None]] = field(default_factory=list)
-    end_s: float = 0.0
-    is_replaced: bool = False
+    askers: list[_Asker] = field(default_factory=list)
+    is_begun: bool = False
 
 
 class Grammars:
-    """A `GrammarSource` with threads of its own. Any thread may call it."""
+    """A `GrammarSource` with threads of its own. Any thread may call it.
+
+    trials: closed with it.
+    """
 
     def __init__(
         self,
         vocabulary: Vocabulary,
-        num_threads: int = 2,
+        trials: TrialRunner,
+        num_threads: int = NUM_TRIALS,
         *,
         max_waiting: int = MAX_WAITING,
         max_cache_bytes: int = MAX_CACHE_BYTES,
-        compile_limit_s: float = COMPILE_LIMIT_S,
-        compile_one: Compile = compile_grammar,
     ) -> None:
         self._vocabulary = vocabulary
+        self._trials = trials
         self._max_waiting = max_waiting
-        self._compile_limit_s = compile_limit_s
-        self._compile_one = compile_one
         self._cache = GrammarCache(max_cache_bytes)
         self._jobs: dict[bytes, _Job] = {}
-        self._waiting: deque[_Job] = deque()
-        self._running: list[_Job] = []
-        self._num_late = 0
-        self._num_threads = num_threads
+        self._waiting: FairQueue[_Job] = FairQueue()
         self._is_closed = False
         self._changed = threading.Condition()
-        for _ in range(num_threads):
-            start_thread(self._work, "grammars", NICENESS)
-        threading.Thread(target=self._watch, name="grammars-watch", daemon=True).start()
+        self._threads = [
+            start_thread(partial(self._work, place), f"grammars-{place}")
+            for place in range(num_threads)
+        ]
 
-    def find(self, wanted: StructuredOutputs) -> Compiled | None:
-        """What this came to before; an EngineOverloadedError if too much waits to be compiled."""
+    def find(self, wanted: StructuredOutputs, client: int = 0) -> Compiled | None:
+        """What this came to before; an EngineOverloadedError if the client waits for too many."""
         key = digest(wanted)
         with self._changed:
             known = self._cache.find(key)
-            is_full = len(self._waiting) >= self._max_waiting
-            if known is None and is_full and key not in self._jobs:
+            num_waiting = self._waiting.count(client)
+            if known is None and num_waiting >= self._max_waiting and key not in self._jobs:
                 return EngineOverloadedError(
-                    f"{len(self._waiting)} structured outputs wait to be compiled, and at most "
-                    f"{self._max_waiting} may: try again later"
+                    f"{num_waiting} structured outputs of this session wait to be compiled, and at "
+                    f"most {self._max_waiting} may: try again later"
                 )
             return known
 
-    def compile(self, wanted: StructuredOutputs, done: Callable[[Compiled], None]) -> None:
+    def compile(
+        self, wanted: StructuredOutputs, done: Callable[[Compiled], None], client: int = 0
+    ) -> Callable[[], None]:
         """Begin to compile it, or join those that wait for the same; see `GrammarSource`."""
-        key = digest(wanted)
+        key, asker = digest(wanted), _Asker(client, done)
         with self._changed:
-            if key not in self._jobs:
-                self._jobs[key] = _Job(key, wanted)
-                self._waiting.append(self._jobs[key])
-            self._jobs[key].askers.append(done)
+            job = self._jobs.setdefault(key, _Job(key, wanted))
+            job.askers.append(asker)
+            if not job.is_begun:
+                self._waiting.add(client, job)
             self._changed.notify_all()
+        return partial(self._withdraw, job, asker)
 
-    def close(self) -> None:
-        """Forget what waits; threads end with what they are compiling."""
+    def close(self) -> bool:
+        """Forget what waits, and end the process; see `GrammarSource`. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._waiting.clear()
             self._jobs.clear()
             self._changed.notify_all()
+        self._trials.close()
+        return join_threads(self._threads, _END_LIMIT_S)
 
-    def _work(self) -> None:
-        """Of a thread: compile what waits, until there are threads enough without it."""
+    def _withdraw(self, job: _Job, asker: _Asker) -> None:
+        """What is tried already goes on, and is kept for others."""
+        with self._changed:
+            if asker not in job.askers:
+                return
+            job.askers.remove(asker)
+            if all(other.client != asker.client for other in job.askers):
+                self._waiting.remove(asker.client, job)
+            if not job.askers and not job.is_begun:
+                self._jobs.pop(job.key, None)
+
+    def _work(self, place: int) -> None:
+        """Of a thread: compile what waits."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-                job = self._waiting.popleft()
-                job.end_s = time.monotonic() + self._compile_limit_s
-                self._running.append(job)
-                known = self._cache.find(job.key)
-                self._changed.notify_all()
-            result = self._compiled(job) if known is None else known
-            if not self._finish(job, result):  # it was answered for, or all is closed
-                with self._changed:
-                    self._num_late -= 1
-                    if job.is_replaced:
-                        return
+                job = self._waiting.pop()
+                job.is_begun = True
+                for asker in job.askers:
+                    self._waiting.remove(asker.client, job)
+                result: Compiled | None = self._cache.find(job.key)
+            self._finish(job, result or self._compiled(place, job))
 
-    def _compiled(self, job: _Job) -> CompiledGrammar | InvalidRequestError:
+    def _compiled(
+        self, place: int, job: _Job
+    ) -> CompiledGrammar | InvalidRequestError | EngineOverloadedError:
         try:
-            grammar = self._compile_one(self._vocabulary, job.wanted)
+            text = self._trials.run(place, job.wanted)
+            grammar = compile_text(self._vocabulary, text)
         except InvalidRequestError as error:
-            return error
+            return InvalidRequestError(str(error))  # a new one: without what it passed on its way
+        except EngineOverloadedError as error:
+            return EngineOverloadedError(str(error), error.retry_after_s)
         except Exception as error:
-            return InvalidRequestError(
-                f"structured_outputs.{job.wanted.kind} could not be compiled, by an error of the "
-                f"engine ({type(error).__name__}: {shorten(str(error))}): please report it"
-            )
-        grammar.on_too_slow = lambda reason: self._refuse(job.key, reason)
+            what = f"{type(error).__name__}: {error}"
+            return InvalidRequestError(engine_error(job.wanted, what))
+        grammar.on_too_slow = partial(self._refuse, job.key)
         return grammar
 
-    def _finish(self, job: _Job, result: CompiledGrammar | InvalidRequestError) -> bool:
-        """Tell those who wait; returns False if they need not be told any more."""
+    def _finish(self, job: _Job, result: Compiled) -> None:
+        """Tell those who wait."""
         with self._changed:
-            if self._is_closed or job not in self._running:
-                return False
-            self._running.remove(job)
-            self._cache.put(job.key, result)
+            if self._is_closed:
+                return
+            if isinstance(result, CompiledGrammar | InvalidRequestError):
+                self._cache.put(job.key, result)
             del self._jobs[job.key]
-        for done in job.askers:
-            done(result)
-        return True
+            askers, job.askers = job.askers, []  # who is told may withdraw at once
+        for asker in askers:
+            asker.done(result)
 
     def _refuse(self, key: bytes, reason: str) -> None:
         """Of a grammar that turned out to be too slow."""
         with self._changed:
             self._cache.put(key, InvalidRequestError(reason))
-
-    def _watch(self) -> None:
-        """Answer for what takes too long, and let another thread work in its thread's place."""
-        while True:
-            with self._changed:
-                if self._is_closed:
-                    return
-                end_s = min((job.end_s for job in self._running), default=None)
-                wait_s = None if end_s is None else end_s - time.monotonic()
-                if wait_s is None or wait_s > 0:
-                    self._changed.wait(wait_s)
-                    continue
-                job = next(job for job in self._running if job.end_s == end_s)
-                self._num_late += 1
-                job.is_replaced = self._num_late <= MAX_REPLACEMENTS
-            reason = (
-                f"structured_outputs.{job.wanted.kind} is too complex: compiling it takes more "
-                f"than {self._compile_limit_s:g} s; make it simpler"
-            )
-            if not self._finish(job, InvalidRequestError(reason)):
-                with self._changed:  # it was done just now
-                    self._num_late -= 1
-                    job.is_replaced = False
-            elif job.is_replaced:
-                start_thread(self._work, "grammars", NICENESS)

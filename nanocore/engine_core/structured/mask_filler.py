@@ -16,13 +16,14 @@ from typing import Final
 import numpy as np
 
 from nanocore.engine_core.structured.matcher import Matcher
-from nanocore.engine_core.structured.threads import start_thread
+from nanocore.engine_core.structured.threads import join_threads, start_thread
 
 logger = logging.getLogger(__name__)
 
 _CORES_PER_THREAD: Final = 8
 """The others are the model's, which computes meanwhile."""
 _MAX_NUM_THREADS: Final = 8
+_END_LIMIT_S: Final = 5.0
 
 
 class MaskFiller:
@@ -74,10 +75,14 @@ class MaskFiller:
         """These masks after each other, as `TokenMasks` has them."""
         return b"".join([self._words_MW[i] for i in masks])
 
-    def close(self) -> None:
-        """End the threads, each when it has filled its mask. Idempotent."""
+    def close(self) -> bool:
+        """End the threads, each when it has filled its mask. Idempotent.
+
+        Returns False if one is still filling after seconds.
+        """
         for _ in self._threads:
             self._begun.put(False)
+        return join_threads(self._threads, _END_LIMIT_S)
 
     def _run(self) -> None:
         """A thread's body."""

@@ -51,14 +51,22 @@ Compiled: TypeAlias = "Grammar | InvalidRequestError | EngineOverloadedError"
 class GrammarSource(Protocol):
     """Compiles what requests want, beside the step loop, and keeps what it compiled."""
 
-    def find(self, wanted: StructuredOutputs) -> Compiled | None:
-        """What this came to before, if it is still known; at once."""
+    def find(self, wanted: StructuredOutputs, client: int = 0) -> Compiled | None:
+        """What this came to before, if it is still known; at once. client: who wants it."""
         ...
 
-    def compile(self, wanted: StructuredOutputs, done: Callable[[Compiled], None]) -> None:
-        """Begin to compile it; done is called once, from another thread."""
+    def compile(
+        self, wanted: StructuredOutputs, done: Callable[[Compiled], None], client: int = 0
+    ) -> Callable[[], None]:
+        """Begin to compile it; done is called once, from another thread.
+
+        Clients are served by turns. Returns what withdraws it: done need not be called then.
+        """
         ...
 
-    def close(self) -> None:
-        """Compile no more; done may not be called for what was begun."""
+    def close(self) -> bool:
+        """Compile no more; done may not be called for what was begun.
+
+        Returns False if a thread is still compiling: the process cannot end in order then.
+        """
         ...

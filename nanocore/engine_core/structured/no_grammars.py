@@ -15,11 +15,15 @@ class NoGrammars:
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def find(self, wanted: StructuredOutputs) -> InvalidRequestError:
+    def find(self, wanted: StructuredOutputs, client: int = 0) -> InvalidRequestError:
         return InvalidRequestError(self._reason)
 
-    def compile(self, wanted: StructuredOutputs, done: Callable[[Compiled], None]) -> None:
+    def compile(
+        self, wanted: StructuredOutputs, done: Callable[[Compiled], None], client: int = 0
+    ) -> Callable[[], None]:
         done(self.find(wanted))
+        return lambda: None
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """There is nothing to close."""
+        return True

@@ -1,4 +1,4 @@
-"""Threads in which llguidance may work: with a stack that its recursion fits in, and a priority.
+"""Threads in which llguidance may work: with a stack that its recursion fits in.
 
 A grammar of a few thousand rules, each of which names the next, needs more than the usual 8 MiB of
 stack, and an overflow ends the process. So every thread that compiles or fills masks is of these.
@@ -6,10 +6,9 @@ stack, and an overflow ends the process. So every thread that compiles or fills 
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
 STACK_BYTES: Final = 256 * 2**20
@@ -18,23 +17,12 @@ _lock = threading.Lock()
 _started: list[threading.Thread] = []
 
 
-def start_thread(target: Callable[[], None], name: str, niceness: int = 0) -> threading.Thread:
-    """Run target in a daemon thread with a large stack.
-
-    niceness: how much less urgent than the process it is, where the system knows such threads.
-    """
-
-    def run() -> None:
-        if niceness and sys.platform == "linux":
-            thread = threading.get_native_id()
-            nice = min(os.getpriority(os.PRIO_PROCESS, thread) + niceness, 19)
-            os.setpriority(os.PRIO_PROCESS, thread, nice)
-        target()
-
+def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """Run target in a daemon thread with a large stack."""
     with _lock:
         before = threading.stack_size(STACK_BYTES)
         try:
-            thread = threading.Thread(target=run, name=name, daemon=True)
+            thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
             _started[:] = [*(one for one in _started if one.is_alive()), thread]
         finally:
@@ -47,3 +35,11 @@ def any_alive() -> bool:
     takes the process with it, so such a process must not end by itself.
     """
     return any(thread.is_alive() for thread in _started)
+
+
+def join_threads(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
+    """Wait for them, this long at most for all; returns whether all have ended."""
+    end_s = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)

@@ -1,9 +1,9 @@
-"""The pool that compiles: order, sharing, what is kept or refused, and what takes too long."""
+"""The pool that compiles: turns, sharing, what is kept or refused, and what is withdrawn."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Queue
 from typing import Any
@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nanocore.engine_core.structured import grammar_text
 from nanocore.engine_core.structured.compilation import CompiledGrammar
 from nanocore.engine_core.structured.grammar_cache import GrammarCache, digest
-from nanocore.engine_core.structured.grammars import MAX_REPLACEMENTS, Grammars
+from nanocore.engine_core.structured.grammars import Grammars
 from nanocore.engine_core.structured.matcher import Compiled
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
-from tests.engine_core.structured.walks import allowed, demo_vocabulary
+from tests.engine_core.structured.walks import demo_vocabulary
 
 WAIT_S = 60
 
@@ -38,22 +39,28 @@ def grammar(vocabulary: Vocabulary, num_bytes: int = 1) -> CompiledGrammar:
 
 
 class Gate:
-    """Compiles as a test lets it: names in the order in which they were begun."""
+    """Tries as a test lets it: names in the order in which they were begun."""
 
     def __init__(self) -> None:
         self.begun: Queue[str] = Queue()
         self.ends: dict[str, threading.Event] = {}
 
-    def __call__(self, vocabulary: Vocabulary, wanted: StructuredOutputs) -> CompiledGrammar:
+    def run(self, place: int, wanted: StructuredOutputs) -> str:
         [name] = wanted.choice or []
         self.begun.put(name)
         if name in self.ends:
             assert self.ends[name].wait(WAIT_S)
         if name == "refused":
             raise InvalidRequestError("refused it is")
+        if name == "busy":
+            raise EngineOverloadedError("the process is gone", 5.0)
         if name == "broken":
             raise RuntimeError("a mistake of ours")
-        return grammar(vocabulary)
+        return grammar_text.of_choice([name])
+
+    def close(self) -> None:
+        for event in self.ends.values():
+            event.set()
 
     def hold(self, *names: str) -> None:
         self.ends |= {name: threading.Event() for name in names}
@@ -61,26 +68,11 @@ class Gate:
 
 @contextmanager
 def pool(vocabulary: Vocabulary, gate: Gate, threads: int = 1, **kwargs: Any) -> Iterator[Grammars]:
-    grammars = Grammars(vocabulary, threads, compile_one=gate, **kwargs)
+    grammars = Grammars(vocabulary, gate, threads, **kwargs)
     try:
         yield grammars
     finally:
-        grammars.close()
-        for event in gate.ends.values():
-            event.set()
-
-
-def test_it_compiles_for_real(vocabulary: Vocabulary) -> None:
-    grammars = Grammars(vocabulary)
-    results: Queue[Compiled] = Queue()
-    grammars.compile(want("a"), results.put)
-    result = results.get(timeout=WAIT_S)
-    assert isinstance(result, CompiledGrammar)
-    assert vocabulary.tokenizer.decode_str(allowed(vocabulary, result.matcher())) == "a"
-    assert grammars.find(want("a")) is result
-    grammars.compile(StructuredOutputs(json="{"), results.put)
-    assert "is not JSON" in str(results.get(timeout=WAIT_S))
-    grammars.close()
+        assert grammars.close()
 
 
 def test_requests_are_compiled_in_the_order_in_which_they_came(vocabulary: Vocabulary) -> None:
@@ -121,7 +113,8 @@ def test_what_was_refused_is_remembered(vocabulary: Vocabulary) -> None:
         grammars.compile(want("refused"), done.put)
         result = done.get(timeout=WAIT_S)
         assert isinstance(result, InvalidRequestError)
-        assert grammars.find(want("refused")) is result
+        assert str(grammars.find(want("refused"))) == str(result) == "refused it is"
+        assert gate.begun.qsize() == 1
 
 
 def test_an_error_of_ours_is_told_and_the_thread_goes_on(vocabulary: Vocabulary) -> None:
@@ -167,43 +160,107 @@ def test_when_too_much_waits_new_ones_are_sent_away_but_not_known_ones(
         assert grammars.find(want("a")) is None  # it may join
 
 
-def test_a_compilation_that_hangs_is_answered_for_and_others_go_on(
-    vocabulary: Vocabulary,
-) -> None:
+def test_clients_are_served_by_turns(vocabulary: Vocabulary) -> None:
     gate = Gate()
-    gate.hold("hangs")
-    done: Queue[tuple[str, Compiled]] = Queue()
-    with pool(vocabulary, gate, compile_limit_s=0.01) as grammars:
-        for name in ("hangs", "a"):
-            grammars.compile(want(name), lambda result, name=name: done.put((name, result)))
-        name, result = done.get(timeout=WAIT_S)
-        assert name == "hangs"
-        assert "compiling it takes more than 0.01 s" in str(result)
-        assert done.get(timeout=WAIT_S)[0] == "a"
-        assert grammars.find(want("hangs")) is result
-        gate.ends["hangs"].set()
-        grammars.compile(want("b"), lambda result: done.put(("b", result)))
-        assert done.get(timeout=WAIT_S)[0] == "b"
-        assert done.empty()  # nobody is told twice
+    gate.hold("held")
+    with pool(vocabulary, gate) as grammars:
+        grammars.compile(want("held"), lambda _: None, 1)
+        assert gate.begun.get(timeout=WAIT_S) == "held"
+        for name, client in [("a1", 1), ("a2", 1), ("a3", 1), ("b1", 2), ("b2", 2), ("c1", 3)]:
+            grammars.compile(want(name), lambda _: None, client)
+        gate.ends["held"].set()
+        order = [gate.begun.get(timeout=WAIT_S) for _ in range(6)]
+        assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_threads_are_replaced_a_few_times_and_come_back(vocabulary: Vocabulary) -> None:
-    """What waits when all hang is compiled when one of them is done."""
+def test_what_waits_is_limited_for_each_client_alone(vocabulary: Vocabulary) -> None:
     gate = Gate()
-    names = [f"hangs{i}" for i in range(MAX_REPLACEMENTS + 1)]
-    gate.hold(*names)
+    gate.hold("held")
+    with pool(vocabulary, gate, max_waiting=1) as grammars:
+        grammars.compile(want("held"), lambda _: None, 1)
+        assert gate.begun.get(timeout=WAIT_S) == "held"
+        grammars.compile(want("a"), lambda _: None, 1)
+        assert isinstance(grammars.find(want("b"), 1), EngineOverloadedError)
+        assert grammars.find(want("b"), 2) is None
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun(vocabulary: Vocabulary) -> None:
+    gate = Gate()
+    gate.hold("held")
+    done: Queue[str] = Queue()
+    with pool(vocabulary, gate) as grammars:
+        withdraw = {
+            name: grammars.compile(want(name), lambda _, name=name: done.put(name), 1)
+            for name in ("held", "alone", "shared")
+        }
+        assert gate.begun.get(timeout=WAIT_S) == "held"
+        grammars.compile(want("shared"), lambda _: done.put("shared by 2"), 2)
+        grammars.compile(want("last"), lambda _: done.put("last"), 2)
+        for one in withdraw.values():
+            one()
+            one()  # again is as once
+        gate.ends["held"].set()
+        assert [done.get(timeout=WAIT_S) for _ in range(2)] == ["shared by 2", "last"]
+        assert [gate.begun.get_nowait() for _ in range(2)] == ["shared", "last"]
+        assert gate.begun.empty()
+        assert isinstance(grammars.find(want("held")), CompiledGrammar)  # it was begun, and is kept
+        assert grammars.find(want("alone")) is None
+
+
+def test_who_withdraws_when_told_keeps_nobody_from_being_told(vocabulary: Vocabulary) -> None:
+    gate = Gate()
+    gate.hold("a")
+    told: Queue[int] = Queue()
+    withdrawals: list[Callable[[], None]] = []
+
+    def tell(i: int) -> None:
+        withdrawals[i]()
+        told.put(i)
+
+    with pool(vocabulary, gate) as grammars:
+        withdrawals += [
+            grammars.compile(want("a"), lambda _, i=i: tell(i))  # type: ignore[misc]
+            for i in range(4)
+        ]
+        gate.ends["a"].set()
+        assert [told.get(timeout=WAIT_S) for _ in range(4)] == [0, 1, 2, 3]
+
+
+def test_that_the_process_is_gone_is_told_and_not_remembered(vocabulary: Vocabulary) -> None:
     done: Queue[Compiled] = Queue()
-    with pool(vocabulary, gate, compile_limit_s=0.01) as grammars:
-        for name in names:
-            grammars.compile(want(name), done.put)
-        for _ in names:
-            assert "takes more than" in str(done.get(timeout=WAIT_S))
-        grammars.compile(want("last"), done.put)
-        assert [gate.begun.get(timeout=WAIT_S) for _ in names] == names
-        for name in names:
-            gate.ends[name].set()
-        done.get(timeout=WAIT_S)
-        assert gate.begun.get(timeout=WAIT_S) == "last"
+    with pool(vocabulary, Gate()) as grammars:
+        grammars.compile(want("busy"), done.put)
+        assert isinstance(done.get(timeout=WAIT_S), EngineOverloadedError)
+        assert grammars.find(want("busy")) is None
+
+
+def test_a_refusal_holds_nothing_of_where_it_came_from(vocabulary: Vocabulary) -> None:
+    """Of exceptions the traceback would keep matchers alive, for as long as it is remembered."""
+    done: Queue[Compiled] = Queue()
+    with pool(vocabulary, Gate()) as grammars:
+        grammars.compile(want("refused"), done.put)
+        told = done.get(timeout=WAIT_S)
+        found = [grammars.find(want("refused")) for _ in range(2)]
+        assert found[0] is not found[1]
+        for error in (told, *found):
+            assert isinstance(error, InvalidRequestError)
+            assert (error.__traceback__, error.__context__, error.__cause__) == (None, None, None)
+
+
+def test_closing_says_whether_a_thread_is_still_busy(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanocore.engine_core.structured.grammars._END_LIMIT_S", 0.01)
+    gate = Gate()
+    gate.hold("held")
+    monkeypatch.setattr(gate, "close", lambda: None)
+    grammars = Grammars(vocabulary, gate, 1)
+    grammars.compile(want("held"), lambda _: None)
+    assert gate.begun.get(timeout=WAIT_S) == "held"
+    assert not grammars.close()
+    gate.ends["held"].set()
+    monkeypatch.undo()
+    assert grammars.close()
 
 
 def test_a_closed_pool_compiles_nothing_more(vocabulary: Vocabulary) -> None:
