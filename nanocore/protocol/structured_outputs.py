@@ -207,7 +207,9 @@ def _json_text(name: str, value: Any) -> str:
 def _structural_tag(value: dict[str, Any] | str) -> StructuralTag:
     """Of vLLM's form, whose schemas are objects."""
     try:
-        tag = msgspec.json.decode(value) if isinstance(value, str) else value
+        tag = {**(msgspec.json.decode(value) if isinstance(value, str) else value)}
+        if tag.get("type") == "structural_tag":  # as OpenAI's response_format has it
+            del tag["type"]
         structures = [
             {**one, "schema": _json_text("structural_tag", one["schema"])}
             for one in tag["structures"]

@@ -342,3 +342,13 @@ def test_a_request_without_any_is_encoded_as_before() -> None:
 def test_a_dict_in_place_of_the_params_is_refused_with_the_remedy() -> None:
     with pytest.raises(InvalidRequestError, match=r"write StructuredOutputsParams\(json=\.\.\.\)"):
         SamplingParams(structured_outputs={"json": SCHEMA})  # type: ignore[arg-type]
+
+
+def test_a_structural_tag_may_say_that_it_is_one() -> None:
+    structure = {"begin": "<a>", "schema": {"type": "integer"}, "end": "</a>"}
+    tag = {"structures": [structure], "triggers": ["<a>"]}
+    plain, typed = (
+        StructuredOutputsParams(structural_tag=one).for_engine()
+        for one in (tag, tag | {"type": "structural_tag"})
+    )
+    assert plain == typed
