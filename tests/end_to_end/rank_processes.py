@@ -16,10 +16,21 @@ from tests.tiny_models import write_byte_tokenizer
 
 def rank_pids(engine_pid: int, num_ranks: int) -> list[int]:
     """Process ids of an engine's ranks, in order of rank, once all have started."""
-    children = Path(f"/proc/{engine_pid}/task/{engine_pid}/children")
-    while len(pids := [int(pid) for pid in children.read_text().split()]) < num_ranks:
+    while len(pids := [pid for pid in child_pids(engine_pid) if _is_rank(pid)]) < num_ranks:
         time.sleep(0.01)
     return pids
+
+
+def child_pids(pid: int) -> list[int]:
+    """Process ids of a process's children: an engine's ranks, and what tries its grammars."""
+    return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_rank(pid: int) -> bool:
+    try:
+        return b"nanocore.worker" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def wait_for_ends(pidfds: list[int], timeout_s: float = 10.0) -> None:
@@ -38,7 +49,7 @@ def doomed_engine(
     """An engine and its ranks' pids; it must then exit with this code, and leave no process."""
     with engine(model, *flags) as running:
         pids = rank_pids(running.process.pid, num_ranks)
-        pidfds = [os.pidfd_open(pid) for pid in pids]
+        pidfds = [os.pidfd_open(pid) for pid in child_pids(running.process.pid)]
         yield running, pids
         assert running.process.wait(30) == exit_code
         wait_for_ends(pidfds)
