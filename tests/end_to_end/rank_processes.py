@@ -21,7 +21,7 @@ def rank_pids(engine_pid: int, num_ranks: int) -> list[int]:
     return pids
 
 
-def child_pids(pid: int) -> list[int]:
+def child_pids(pid: int | None) -> list[int]:
     """Process ids of a process's children: an engine's ranks, and what tries its grammars."""
     return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

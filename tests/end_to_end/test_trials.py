@@ -16,6 +16,7 @@ from nanocore.client import (
     StructuredOutputsParams,
 )
 from tests.end_to_end.engine_process import engine
+from tests.end_to_end.rank_processes import child_pids
 from tests.engine_core.structured.test_trials import ENDLESS, is_running
 
 DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
@@ -30,8 +31,8 @@ def wanting(max_tokens: int = 20, **wanted: object) -> SamplingParams:
 
 
 def trial_process(engine_pid: int) -> int:
-    [pid] = Path(f"/proc/{engine_pid}/task/{engine_pid}/children").read_text().split()
-    return int(pid)
+    [pid] = child_pids(engine_pid)
+    return pid
 
 
 def all_children(pid: int) -> list[int]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from nanocore.engine_core.structured.schema_parts import escaped
 from nanocore.protocol.errors import shorten
 
 MAX_TRIALS: Final = 100
@@ -90,7 +91,7 @@ def _parts(place: str, schema: Any, root: Any) -> Iterator[Part]:
     for name in _OF_NAMES:
         if isinstance(schema.get(name), dict):
             for key, one in schema[name].items():
-                yield f"{place}/{name}/{_escaped(key)}", one
+                yield f"{place}/{name}/{escaped(key)}", one
     for name in _OF_LISTS:
         if isinstance(schema.get(name), list):
             for i, one in enumerate(schema[name]):
@@ -119,11 +120,7 @@ def _key(schema: Any, reason: str) -> str:
     named = re.findall(r"'([^']+)'|\"([^\"]+)\"", reason)
     keys = [first or second for first, second in named]
     keys += [key for text, key in _KEY_OF.items() if reason.startswith(text)]
-    return next((f"/{_escaped(key)}" for key in keys if key in schema), "")
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
+    return next((f"/{escaped(key)}" for key in keys if key in schema), "")
 
 
 def _first_line(text: str) -> str:

@@ -1,6 +1,6 @@
 """The model's tokens as llguidance knows them: their bytes, and which of them end an output.
 
-It is read from the model folder's tokenizer.json, once, which takes up to 1.5 s for 130,000 tokens;
+It is read from the model folder's tokenizer.json, once, which takes seconds for 130,000 tokens;
 llguidance holds the GIL meanwhile. So a thread builds it while the engine starts, and nothing is
 served before. It is never changed, and any number of threads use it.
 """

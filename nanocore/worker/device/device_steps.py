@@ -274,12 +274,8 @@ class DeviceSteps:
     ) -> None:
         """Sample for rows that have masks or ask for more, in place of their plain tokens."""
         assert self._sampler is not None
-        logits_RV, token_ids_R, lists, mask = (
-            step.result.logits_RV,
-            step.result.token_ids_R,
-            None,
-            None,
-        )
+        logits_RV, token_ids_R = step.result.logits_RV, step.result.token_ids_R
+        lists = mask = None
         if rows.packed is not None:
             lists = TokenLists.of(step.tokens[-len(rows.packed.column) :], rows.packed.sizes)
         sampling = self._sampling(step.inputs, lists)

@@ -23,6 +23,7 @@ from nanocore.engine_core.structured.trial_process import TrialProcess
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.campaign import in_campaign
+from tests.end_to_end.rank_processes import child_pids
 from tests.engine_core.structured.evil_inputs import EVIL_INPUTS
 from tests.engine_core.structured.walks import DEMO_MODEL, allowed, demo_vocabulary
 
@@ -51,10 +52,6 @@ def trials() -> Iterator[TrialProcess]:
 
 def want(name: str) -> StructuredOutputs:
     return StructuredOutputs(choice=[name])
-
-
-def children(pid: int | None) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_running(pid: int) -> bool:
@@ -91,7 +88,7 @@ def ended_by(trials: TrialProcess, number: int) -> str:
 def busy_ticks(trials: TrialProcess) -> dict[int, int]:
     """CPU time of each trial's process, in 1/100 s."""
     ticks = {}
-    for pid in children(trials.pid):
+    for pid in child_pids(trials.pid):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
@@ -162,7 +159,7 @@ def test_a_trial_that_takes_all_memory_ends_at_its_limit() -> None:
 
 def test_one_that_is_killed_before_its_trial_leaves_it_to_the_next(trials: TrialProcess) -> None:
     assert trials.run(0, want("a"))
-    for pid in children(trials.pid):
+    for pid in child_pids(trials.pid):
         os.kill(pid, signal.SIGKILL)
     for place in range(NUM_TRIALS):
         assert trials.run(place, want("b"))
@@ -192,7 +189,7 @@ def test_closing_ends_a_trial_in_its_midst() -> None:
     done: Queue[Compiled] = Queue()
     grammars.compile(want("a"), done.put)
     assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)
-    pids = children(trials.pid)
+    pids = child_pids(trials.pid)
     grammars.compile(ENDLESS, done.put)
     assert grammars.close()
     assert done.empty()
