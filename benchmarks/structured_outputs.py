@@ -7,8 +7,8 @@ One engine and one client; all that is compared takes turns in it.
 - step: decode time per token of 16 streams, plain ones and ones that write JSON without end.
 - schema: time to first token of single requests: plain, with a schema that the engine knows, and
   with one that it has never seen.
-- evil: time between tokens of 8 plain streams, alone and while schemas that take as long as any are
-  sent one after the other.
+- evil: time between tokens of 8 plain streams while another client sends a request a second: plain
+  ones, or schemas that take as long as any.
 
 Models with random weights have no tokenizer, so one is made: byte-level BPE of random merges, as
 large as the vocabulary. Writes benchmarks/results/structured-outputs-MODEL.json.
@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise, repeat
 from pathlib import Path
 from typing import Any, Final
 
@@ -144,10 +144,10 @@ async def measure_step(run: Run, repeats: int) -> dict[str, Any]:
     return {**{f"{n}_ms": spread(v) for n, v in found.items()}, "times_plain": spread(ratios)}
 
 
-async def measure_schema(run: Run, count: int) -> dict[str, Any]:
+async def measure_schema(run: Run, num_schemas: int) -> dict[str, Any]:
     """Milliseconds to the first token, percentiles over single requests."""
     found: dict[str, list[float]] = {"plain": [], "known": [], "new": []}
-    for i in range(count):
+    for i in range(num_schemas):
         properties = {f"field_{i}_{k}": {"type": "string"} for k in range(i % 20)}
         new = {**RECORD, "properties": {**RECORD["properties"], **properties}}
         cases = {"plain": None, "new": new, "known": new}
@@ -160,39 +160,47 @@ async def measure_schema(run: Run, count: int) -> dict[str, Any]:
 
 async def measure_evil(run: Run, repeats: int) -> dict[str, Any]:
     """Milliseconds between the tokens of bystanders, percentiles over all."""
-    found: dict[str, list[float]] = {"alone": [], "beside_evil": []}
+    found: dict[str, list[float]] = {"beside_plain": [], "beside_evil": []}
     outcomes: dict[str, int] = {}
+    evil = (_evil(number) for number in count())
     for _ in range(repeats):
         for name in found:
-            pest = asyncio.create_task(_send_evil(run, outcomes)) if name != "alone" else None
-            streams = await run.streams(NUM_BYSTANDERS, 4 * NUM_TOKENS, temperature=0.8)
-            if pest is not None:
-                pest.cancel()
-                await asyncio.gather(pest, return_exceptions=True)
+            wanted = evil if name == "beside_evil" else repeat(None)
+            pest = asyncio.create_task(_send_each_second(run, wanted, outcomes))
+            streams = await run.streams(NUM_BYSTANDERS, 8 * NUM_TOKENS, temperature=0.8)
+            pest.cancel()
+            await asyncio.gather(pest, return_exceptions=True)
             for _, *times in streams:
                 found[name] += [(b - a) * 1e3 for a, b in pairwise(times)]
     return {**{f"{n}_itl_ms": _percentiles(v) for n, v in found.items()}, "outcomes": outcomes}
 
 
-async def _send_evil(run: Run, outcomes: dict[str, int]) -> None:
-    """One after the other; every one is new to the engine."""
-    for number in range(10**6):
-        wanted = dict(EVIL[number % len(EVIL)])
-        if "regex" in wanted:
-            wanted["regex"] += f"|{number}"
-        elif "grammar" in wanted:
-            wanted["grammar"] += f"\nunused: /{number}/"
-        elif "choice" in wanted:
-            wanted["choice"] = [*wanted["choice"], f"number {number}"]
-        else:
-            wanted["json"] = {**wanted["json"], "title": str(number)}
+async def _send_each_second(
+    run: Run, all_wanted: Iterator[StructuredOutputsParams | None], outcomes: dict[str, int]
+) -> None:
+    for wanted in all_wanted:
+        next_second = asyncio.create_task(asyncio.sleep(1.0))
         try:
-            params = StructuredOutputsParams(**wanted)
-            await run.times_s(16, temperature=1.0, structured_outputs=params)
-            outcome = "answered"
+            await run.times_s(16, temperature=1.0, structured_outputs=wanted)
+            outcome = "plain" if wanted is None else "answered"
         except InvalidRequestError as error:
             outcome = f"refused: {str(error)[:60]}"
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        await next_second
+
+
+def _evil(number: int) -> StructuredOutputsParams:
+    """One that the engine has never seen."""
+    wanted = dict(EVIL[number % len(EVIL)])
+    if "regex" in wanted:
+        wanted["regex"] += f"|{number}"
+    elif "grammar" in wanted:
+        wanted["grammar"] += f"\nunused: /{number}/"
+    elif "choice" in wanted:
+        wanted["choice"] = [*wanted["choice"], f"number {number}"]
+    else:
+        wanted["json"] = {**wanted["json"], "title": str(number)}
+    return StructuredOutputsParams(**wanted)
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
@@ -200,7 +208,7 @@ def _percentiles(values: list[float]) -> dict[str, float]:
     return {"p50": p50, "p90": p90, "p99": p99, "max": most, "num_values": len(values)}
 
 
-async def measure(folder: Path, parts: list[str], repeats: int, count: int) -> dict[str, Any]:
+async def measure(folder: Path, parts: list[str], repeats: int, schemas: int) -> dict[str, Any]:
     """All parts on one engine."""
     report: dict[str, Any] = {}
     async with AsyncEngineClient.launch(str(folder), max_model_len=1024, max_num_seqs=64) as client:
@@ -209,7 +217,7 @@ async def measure(folder: Path, parts: list[str], repeats: int, count: int) -> d
         if "step" in parts:
             report["step"] = await measure_step(run, repeats)
         if "schema" in parts:
-            report["schema"] = await measure_schema(run, count)
+            report["schema"] = await measure_schema(run, schemas)
         if "evil" in parts:
             report["evil"] = await measure_evil(run, repeats)
     return report

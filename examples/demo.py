@@ -35,6 +35,12 @@ QUESTIONS = (
     "Sort these numbers: 512 37 8 240",
     'Reverse the word "nanocore".',
 )
+SUM_SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer"}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
 
@@ -54,13 +60,14 @@ async def stream_chat(client: AsyncEngineClient) -> None:
 
 async def answer_by_schema(client: AsyncEngineClient) -> None:
     """A question whose answer must be a value of a JSON Schema."""
-    question, schema = "Which is larger, 731 or 556?", {"enum": [556, 731]}
-    wanted = StructuredOutputsParams(json=schema)
-    params = SamplingParams(temperature=0, structured_outputs=wanted)
+    question = "What is 250 + 329?"
+    params = SamplingParams(
+        temperature=0, structured_outputs=StructuredOutputsParams(json=SUM_SCHEMA)
+    )
     async for output in client.chat([{"role": "user", "content": question}], params):
         answer = output.outputs[0].text
-    print(f"\n  you    {question}  (by the JSON Schema {json.dumps(schema)})")
-    print(f"  model  {json.loads(answer)}\n")
+    print(f'\n  you    {question}  (by a JSON Schema: an object with an integer "sum")')
+    print(f"  model  {json.dumps(json.loads(answer))}\n")
 
 
 async def ask_all_at_once(client: AsyncEngineClient) -> None:

@@ -170,6 +170,17 @@ def test_the_table_of_load_is_that_of_the_report() -> None:
     ]
 
 
+def test_the_table_of_structured_outputs_is_that_of_the_report() -> None:
+    report = read("structured-outputs-small")
+    (table,) = tables(SPEED, "Structured outputs")
+    rows = [report["schema"][f"{name}_ttft_ms"] for name in ("plain", "known", "new")]
+    rows += [report["evil"][f"beside_{name}_itl_ms"] for name in ("plain", "evil")]
+    assert [row[1:] for row in table] == [
+        [f"{row[name]:.0f}" for name in ("p50", "p90", "p99")] for row in rows
+    ]
+    assert f"{spread(report['step']['times_plain'], 2)} times what 16 plain ones take" in SPEED
+
+
 @pytest.mark.parametrize("column", range(len(CONDITIONS)))
 def test_the_demo_models_accuracy_is_that_of_the_report(column: int) -> None:
     report = read("demo-model-accuracy")

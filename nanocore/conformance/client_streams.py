@@ -168,11 +168,12 @@ def foreign_handles_are_ignored(tested: ClientUnderTest) -> None:
     """Tokens and ends of handles that the client never had, or whose request has ended."""
     with tested.client() as client:
         client.open(4)
-        client.send(Op.OUTPUT, output_body({1: [90], HANDLE: TOKENS[:1], 2**32 - 1: [91]}, FIRST))
+        beside = output_body({1: [90], HANDLE: TOKENS[:1], 2**32 - 1: [91]}, FIRST)
         stranger = {"handle": 1, "finish_reason": "length"}
-        client.send(Op.OUTPUT, output_body({HANDLE: TOKENS[1:3]}, stranger))
-        client.send(Op.OUTPUT, output_body({}, {"handle": 0, "finish_reason": "error"}))
         with client.held():
+            client.send(Op.OUTPUT, beside)
+            client.send(Op.OUTPUT, output_body({HANDLE: TOKENS[1:3]}, stranger))
+            client.send(Op.OUTPUT, output_body({}, {"handle": 0, "finish_reason": "error"}))
             client.output(TOKENS[3:], end())
             client.output([92, 93])
             client.output([94], end("stop"))
@@ -200,11 +201,12 @@ def samples_of_others_are_ignored(tested: ClientUnderTest) -> None:
     """Tokens and ends of the handles behind the client's own are another request's samples."""
     with tested.client() as client:
         client.open(4)
-        for i, token in enumerate(TOKENS):
-            neighbour = {"handle": HANDLE + 1 + i, "finish_reason": "abort"}
-            last = [end()] if i == len(TOKENS) - 1 else []
-            tokens: Mapping[int, list[int]] = {HANDLE + 1 + i: [80 + i], HANDLE: [token]}
-            client.send(Op.OUTPUT, output_body(tokens, neighbour, *last))
+        with client.held():
+            for i, token in enumerate(TOKENS):
+                neighbour = {"handle": HANDLE + 1 + i, "finish_reason": "abort"}
+                last = [end()] if i == len(TOKENS) - 1 else []
+                tokens: Mapping[int, list[int]] = {HANDLE + 1 + i: [80 + i], HANDLE: [token]}
+                client.send(Op.OUTPUT, output_body(tokens, neighbour, *last))
         client.leaves(TOKENS, "length")
 
 
@@ -215,12 +217,14 @@ def answers_are_matched_by_request_id(tested: ClientUnderTest) -> None:
         client.hello()
         client.send(Op.WELCOME, WELCOME)
         request_id = client.submit(4).request_id
-        client.send(Op.ACCEPTED, {"request_id": f"{request_id}'", "handle": 3, "seed": 1})
         refused = {"code": "invalid_request", "message": "of another", "request_id": "another"}
-        client.send(Op.ERROR, refused)
-        client.send(Op.OUTPUT, output_body({3: [90, 91]}, {"handle": 3, "finish_reason": "stop"}))
-        client.send(Op.ACCEPTED, {"request_id": request_id, "handle": HANDLE, "seed": 0})
-        client.output(TOKENS, FIRST, end())
+        others = output_body({3: [90, 91]}, {"handle": 3, "finish_reason": "stop"})
+        with client.held():
+            client.send(Op.ACCEPTED, {"request_id": f"{request_id}'", "handle": 3, "seed": 1})
+            client.send(Op.ERROR, refused)
+            client.send(Op.OUTPUT, others)
+            client.send(Op.ACCEPTED, {"request_id": request_id, "handle": HANDLE, "seed": 0})
+            client.output(TOKENS, FIRST, end())
         client.leaves(TOKENS, "length")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.demo_model import recall, short_tasks
+from tests.demo_model.json_sums import json_sum
 from tests.demo_model.recall import FACT_TOKENS, recall_chat
 from tests.demo_model.short_tasks import SHORT_TASKS, Turn, is_held_out
 from tests.demo_model.words import SMALL_TALK
@@ -41,7 +42,8 @@ class Mix:
 
     Of the chats, `recall_share` are about facts; of these, `word_share` are about words instead
     of digits. The number of facts is log-uniform: the most that fit, to a power from `least_power`
-    to 1. A task is drawn twice as often for each time that it is named in `focus`.
+    to 1. A task is drawn twice as often for each time that it is named in `focus`. Of the turns
+    of the short tasks, `json_share` are sums that are answered in JSON.
     """
 
     max_context: int = MAX_CONTEXT
@@ -49,6 +51,7 @@ class Mix:
     word_share: float = 0.15
     least_power: float = 0.15
     focus: tuple[str, ...] = ()
+    json_share: float = 0.0
 
 
 def phrases() -> list[str]:
@@ -91,13 +94,18 @@ def _system(rng: random.Random) -> list[Message]:
     return [{"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}]
 
 
+def _mixed_turn(rng: random.Random, mix: Mix) -> Turn:
+    if rng.random() < 0.02:
+        return _small_talk(rng)
+    if mix.json_share and rng.random() < mix.json_share:
+        return json_sum(rng)
+    return _short_turn(rng, focus=mix.focus)
+
+
 def _short_chat(rng: random.Random, mix: Mix) -> Example:
     """One to six turns of the short tasks, so that a task is met at many positions."""
     count = rng.choices((1, 2, 3, 4, 6), (4, 2, 2, 1, 1))[0]
-    turns = [
-        _small_talk(rng) if rng.random() < 0.02 else _short_turn(rng, focus=mix.focus)
-        for _ in range(count)
-    ]
+    turns = [_mixed_turn(rng, mix) for _ in range(count)]
     return _chat(_system(rng), turns, "mixed")
 
 

@@ -1,7 +1,7 @@
 """Structured outputs through the real program: they parse, whatever runs beside them and however.
 
-The demo model samples at temperature 1 and has never seen JSON, so nothing but the masks makes its
-output what it is.
+The demo model samples at temperature 1 and knows no JSON but sums, so nothing but the masks makes
+its output what it is.
 """
 
 from __future__ import annotations

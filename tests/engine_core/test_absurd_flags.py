@@ -11,8 +11,10 @@ from nanocore.engine_core.cli import main
 
 
 @pytest.fixture(autouse=True)
-def _keep_logging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging, "disable", lambda: None)  # as the process would end now
+def _keep_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What main does to a process that ends, it must not do to that of the tests."""
+    monkeypatch.setattr(logging, "disable", lambda: None)
+    monkeypatch.setattr(cli, "any_alive", lambda: False)  # other tests' grammars
 
 
 def check(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -3,8 +3,8 @@
     python -m tests.structured.many_outputs [--outputs 10000] [--json FILE]
 
 Schemas take turns; each is asked for with and without white space. A third is as the model likes
-it; the others are steered to an end by biases, because a small model that knows no JSON rarely ends
-what has no bound. What finishes with "stop" must be valid.
+it; the others are steered to an end by biases, because a small model that knows little JSON rarely
+ends what has no bound. What finishes with "stop" must be valid.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tests.demo_model.json_sums import learned_characters
 from tests.demo_model.tasks import Example, Mix, training_examples
 
 Chat = tuple[list[int], list[bool]]
@@ -33,16 +34,21 @@ class ChatEncoder:
     def __call__(self, example: Example) -> Chat:
         """Of the chat with its answer: token ids, and whether each is to be learned.
 
-        Learned are the assistant's words and their end.
+        Learned are the assistant's words and their end; of JSON see `learned_characters`.
         """
         ids: list[int] = []
         learned: list[bool] = []
+        question = ""
         for message in (*example.messages, {"role": "assistant", "content": example.answer}):
             head = [self.start, *self.roles[message["role"]], *self.newline]
-            body = [*self.tokenizer.encode(message["content"]).ids, self.end]
-            ids += [*head, *body, *self.newline]
+            text = message["content"]
+            encoded = self.tokenizer.encode(text)
+            ids += [*head, *encoded.ids, self.end, *self.newline]
             spoken = message["role"] == "assistant"
-            learned += [False] * len(head) + [spoken] * len(body) + [False] * len(self.newline)
+            marks = learned_characters(question, text) if spoken else [False] * len(text)
+            body = [marks[stop - 1] for _, stop in encoded.offsets]
+            learned += [*([False] * len(head)), *body, spoken, *([False] * len(self.newline))]
+            question = text
         return ids, learned
 
 

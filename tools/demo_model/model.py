@@ -44,11 +44,11 @@ def make_model(vocab_size: int) -> Qwen3ForCausalLM:
     return model
 
 
-def batch_loss(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
-    """Cross-entropy of the tokens to be learned."""
+def batch_loss(model: Qwen3ForCausalLM, batch: Batch, bf16: bool = True) -> Tensor:
+    """Cross-entropy of the tokens to be learned, computed in bf16 or in float32."""
     ids, targets = batch
     wanted = targets.flatten() >= 0
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden.flatten(0, 1)[wanted])
     return F.cross_entropy(logits.float(), targets.flatten()[wanted])

@@ -32,7 +32,7 @@ from nanocore.protocol.structured_outputs import StructuredOutputs
 
 LIMITS: Final = llguidance.LLParserLimits(
     initial_lexer_fuel=500_000,
-    step_lexer_fuel=100_000,
+    step_lexer_fuel=40_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,

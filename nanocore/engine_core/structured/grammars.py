@@ -8,7 +8,9 @@ that may be killed (`trials`), and the engine compiles only what that took littl
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
@@ -17,7 +19,7 @@ from nanocore.engine_core.structured.compilation import CompiledGrammar, compile
 from nanocore.engine_core.structured.fair_queue import FairQueue
 from nanocore.engine_core.structured.grammar_cache import GrammarCache, digest
 from nanocore.engine_core.structured.matcher import Compiled
-from nanocore.engine_core.structured.threads import join_threads, start_thread
+from nanocore.engine_core.structured.threads import give_way, join_threads, start_thread
 from nanocore.engine_core.structured.trial_messages import NUM_TRIALS, engine_error
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
@@ -25,7 +27,12 @@ from nanocore.protocol.structured_outputs import StructuredOutputs
 
 MAX_WAITING: Final = 256
 """Compilations that wait for one client; beyond that, its requests that need one are sent away."""
+MAX_IN_HAND: Final = 2
+"""Compilations of one client at a time: long ones of its own delay no other client."""
 MAX_CACHE_BYTES: Final = 256 * 2**20
+_QUICK_S: Final = 0.05
+"""What took longer to try is compiled with what CPU time others leave."""
+_RETRY_AFTER_S: Final = 5.0
 _END_LIMIT_S: Final = 5.0
 
 
@@ -73,7 +80,7 @@ class Grammars:
         self._max_waiting = max_waiting
         self._cache = GrammarCache(max_cache_bytes)
         self._jobs: dict[bytes, _Job] = {}
-        self._waiting: FairQueue[_Job] = FairQueue()
+        self._waiting: FairQueue[_Job] = FairQueue(MAX_IN_HAND)
         self._is_closed = False
         self._changed = threading.Condition()
         self._threads = [
@@ -135,32 +142,58 @@ class Grammars:
                 self._changed.wait_for(lambda: self._waiting or self._is_closed)
                 if self._is_closed:
                     return
-                job = self._waiting.pop()
+                client, job = self._waiting.pop()
                 job.is_begun = True
                 for asker in job.askers:
                     self._waiting.remove(asker.client, job)
                 result: Compiled | None = self._cache.find(job.key)
-            self._finish(job, result or self._compiled(place, job))
+            self._finish(client, job, result or self._compiled(place, job))
 
     def _compiled(
         self, place: int, job: _Job
     ) -> CompiledGrammar | InvalidRequestError | EngineOverloadedError:
         try:
+            start_s = time.monotonic()
             text = self._trials.run(place, job.wanted)
-            grammar = compile_text(self._vocabulary, text)
+            if time.monotonic() - start_s <= _QUICK_S:
+                grammar = compile_text(self._vocabulary, text)
+            else:
+                grammar = self._compiled_aside(text)
         except InvalidRequestError as error:
             return InvalidRequestError(str(error))  # a new one: without what it passed on its way
         except EngineOverloadedError as error:
             return EngineOverloadedError(str(error), error.retry_after_s)
+        except (MemoryError, OSError) as error:  # may be over soon, so it is not kept
+            what = f"structured_outputs.{job.wanted.kind} could not be compiled"
+            return EngineOverloadedError(f"{what} ({error!r}): try again later", _RETRY_AFTER_S)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             return InvalidRequestError(engine_error(job.wanted, what))
         grammar.on_too_slow = partial(self._refuse, job.key)
         return grammar
 
-    def _finish(self, job: _Job, result: Compiled) -> None:
-        """Tell those who wait."""
+    def _compiled_aside(self, text: str) -> CompiledGrammar:
+        """In a thread that gives way to all others, if one is to be had."""
+        compiled: Future[CompiledGrammar] = Future()
+
+        def run() -> None:
+            try:
+                compiled.set_result(compile_text(self._vocabulary, text))
+            except BaseException as error:
+                compiled.set_exception(error)
+
+        try:
+            thread = start_thread(run, "grammar")
+        except RuntimeError:
+            return compile_text(self._vocabulary, text)
+        give_way(thread)
+        return compiled.result()
+
+    def _finish(self, client: int, job: _Job, result: Compiled) -> None:
+        """Tell those who wait. client: whose turn it was."""
         with self._changed:
+            self._waiting.done(client)
+            self._changed.notify_all()
             if self._is_closed:
                 return
             if isinstance(result, CompiledGrammar | InvalidRequestError):

@@ -162,4 +162,6 @@ def _failure(matcher: llguidance.LLMatcher, token: int | None = None) -> str:
             "structured_outputs: the model's tokenizer cannot write the text that must follow: it "
             "normalizes it, or takes it for a special token; write it otherwise (as NFC, for one)"
         )
+    if "NoExtensionBias" in reason:
+        return "structured_outputs: nothing can follow: a part of it that must come matches nothing"
     return f"structured_outputs is too complex ({reason}): make it simpler"

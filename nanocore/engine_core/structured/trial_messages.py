@@ -10,13 +10,15 @@ import msgspec
 from nanocore.protocol.errors import shorten
 from nanocore.protocol.structured_outputs import StructuredOutputs
 
-NUM_TRIALS: Final = 2
+NUM_TRIALS: Final = 4
 """That run at a time: each has a socket pair of its own, and the engine a thread for it."""
-CPU_LIMIT_S: Final = 1
+CPU_LIMIT_S: Final = 0.5
 MEMORY_LIMIT_MIB: Final = 512
 """Of address space, beyond what a trial began with."""
 WALL_LIMIT_S: Final = 60
 """Far beyond the CPU's limit: the machine may be busy, and a trial is less urgent than all else."""
+VERDICT_SIGNALS: Final = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+"""With which a grammar ends its trial; whatever else ends one is the machine's doing."""
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -30,7 +32,7 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """llguidance's text for it, or why it is refused; else the signal that ended its process.
 
     number: its trial's; if the process was ended just after its verdict, there are two of them.
-    signal: 0 if the process ended by itself, which is a bug.
+    signal: 0 if the process ended by itself.
     """
 
     number: int
@@ -40,9 +42,10 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TrialStart(msgspec.Struct, frozen=True):
-    """For which vocabulary; as `Vocabulary.load` has it. On the command line, as JSON."""
+    """For which vocabulary; as `Vocabulary.load` has it. On the command line, as JSON, before the
+    model's folder, whose path need not be text.
+    """
 
-    folder: str
     vocab_size: int
     eos_token_ids: list[int]
     sockets: list[int]
@@ -57,16 +60,11 @@ def engine_error(wanted: StructuredOutputs, what: str) -> str:
 
 
 def too_complex(wanted: StructuredOutputs, ended_by: int) -> str:
-    """The refusal for what a trial's process was ended by."""
-    match ended_by:
-        case signal.SIGXCPU:
-            limit = f"takes more than {CPU_LIMIT_S} s of CPU time"
-        case signal.SIGALRM:
-            limit = f"takes more than {WALL_LIMIT_S} s"
-        case signal.SIGABRT | signal.SIGKILL:  # its own doing, or the out-of-memory killer's
-            limit = f"takes more than {MEMORY_LIMIT_MIB} MiB of memory"
-        case signal.SIGSEGV | signal.SIGBUS:
-            limit = "takes more stack than there is"
-        case _:
-            return engine_error(wanted, f"signal {ended_by} ended its trial")
+    """The refusal for what a trial's process was ended by, one of `VERDICT_SIGNALS`."""
+    if ended_by == signal.SIGPROF:
+        limit = f"takes more than {CPU_LIMIT_S} s of CPU time"
+    elif ended_by == signal.SIGABRT:
+        limit = f"takes more than {MEMORY_LIMIT_MIB} MiB of memory"
+    else:
+        limit = "takes more stack than there is"
     return f"structured_outputs.{wanted.kind} is too complex: compiling it {limit}; make it simpler"

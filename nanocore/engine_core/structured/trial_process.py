@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import msgspec
 
 from nanocore.engine_core.structured.trial_messages import (
     NUM_TRIALS,
+    VERDICT_SIGNALS,
     WALL_LIMIT_S,
     Trial,
     TrialStart,
@@ -33,8 +35,9 @@ from nanocore.worker.executors.pipe import Pipe
 logger = logging.getLogger(__name__)
 
 _MODULE: Final = "nanocore.engine_core.structured.trials"
-_ANSWER_LIMIT_S: Final = 2 * WALL_LIMIT_S
+_ANSWER_LIMIT_S: Final = WALL_LIMIT_S + 5.0
 """Beyond that the process is stuck, or stopped, and another one is started."""
+_NOT_BY_A_CLOCK: Final = {*VERDICT_SIGNALS} - {signal.SIGPROF}
 _RETRY_AFTER_S: Final = 5.0
 
 
@@ -42,7 +45,7 @@ class TrialProcess:
     """Tries grammars for a model folder's vocabulary; NUM_TRIALS threads may ask at a time."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        self._arguments = str(folder), vocab_size, sorted(eos_token_ids)
+        self._arguments = folder, vocab_size, sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._asking = [threading.Lock() for _ in range(NUM_TRIALS)]
         self._running: _Running | None = None
@@ -62,25 +65,35 @@ class TrialProcess:
             InvalidRequestError: why it is refused; it would be again.
             EngineOverloadedError: the process is gone; another one is on its way.
         """
-        with self._asking[place]:
-            running = self._running
-            verdict = None if running is None else running.ask(place, wanted)
-        if verdict is None:
-            self._restart(running)
-            raise EngineOverloadedError(
-                f"structured_outputs.{wanted.kind} could not be compiled: the process for that is "
-                "gone, and is started again; try again later",
-                _RETRY_AFTER_S,
-            )
-        if verdict.text is not None:
+        verdict = self._verdict(place, wanted)
+        if verdict is not None and verdict.signal in _NOT_BY_A_CLOCK:
+            verdict = self._verdict(place, wanted)  # a refusal is kept: so not by one accident
+        if verdict is not None and verdict.text is not None:
             return verdict.text
-        raise InvalidRequestError(verdict.refusal or too_complex(wanted, verdict.signal))
+        if verdict is not None and verdict.refusal is not None:
+            raise InvalidRequestError(verdict.refusal)
+        if verdict is not None and verdict.signal in VERDICT_SIGNALS:
+            raise InvalidRequestError(too_complex(wanted, verdict.signal))
+        raise EngineOverloadedError(
+            f"structured_outputs.{wanted.kind} could not be compiled: the process for that is "
+            "gone or stuck, and is started again; try again later",
+            _RETRY_AFTER_S,
+        )
 
     def close(self) -> None:
         """End it, whatever it does; those who ask hear that it is gone. Idempotent."""
         with self._lock:
             self._is_closed = True
             self._end()
+
+    def _verdict(self, place: int, wanted: StructuredOutputs) -> Verdict | None:
+        """None if the process is gone; then another one is started."""
+        with self._asking[place]:
+            running = self._running
+            verdict = None if running is None else running.ask(place, wanted)
+        if verdict is None:
+            self._restart(running)
+        return verdict
 
     def _start(self) -> None:
         try:
@@ -113,13 +126,13 @@ class TrialProcess:
 class _Running:
     """A process and our ends of its socket pairs. Raises OSError if it cannot be started."""
 
-    def __init__(self, folder: str, vocab_size: int, eos_token_ids: list[int]) -> None:
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: list[int]) -> None:
         pairs = [socket.socketpair() for _ in range(NUM_TRIALS)]
         theirs = [end.fileno() for _, end in pairs]
-        start = TrialStart(folder, vocab_size, eos_token_ids, theirs)
+        start = TrialStart(vocab_size, eos_token_ids, theirs)
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, msgspec.json.encode(start).decode()],
+                [sys.executable, "-m", _MODULE, msgspec.json.encode(start).decode(), str(folder)],
                 pass_fds=theirs,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.structured import grammar_text
+from nanocore.engine_core.structured import grammars as grammars_module
 from nanocore.engine_core.structured.compilation import CompiledGrammar
 from nanocore.engine_core.structured.grammar_cache import GrammarCache, digest
-from nanocore.engine_core.structured.grammars import Grammars
+from nanocore.engine_core.structured.grammars import MAX_IN_HAND, Grammars
 from nanocore.engine_core.structured.matcher import Compiled
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
@@ -54,6 +55,8 @@ class Gate:
             raise InvalidRequestError("refused it is")
         if name == "busy":
             raise EngineOverloadedError("the process is gone", 5.0)
+        if name == "no memory":
+            raise MemoryError
         if name == "broken":
             raise RuntimeError("a mistake of ours")
         return grammar_text.of_choice([name])
@@ -173,6 +176,22 @@ def test_clients_are_served_by_turns(vocabulary: Vocabulary) -> None:
         assert order == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
+def test_a_clients_long_ones_leave_a_thread_for_other_clients(vocabulary: Vocabulary) -> None:
+    gate = Gate()
+    gate.hold(*"abc")
+    with pool(vocabulary, gate, threads=MAX_IN_HAND + 1) as grammars:
+        done: Queue[Compiled] = Queue()
+        for name in "abc":
+            grammars.compile(want(name), done.put, client=1)
+        assert {gate.begun.get(timeout=WAIT_S) for _ in range(MAX_IN_HAND)} == {"a", "b"}
+        grammars.compile(want("other"), done.put, client=2)
+        assert gate.begun.get(timeout=WAIT_S) == "other"
+        assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)
+        assert gate.begun.empty()
+        gate.ends["b"].set()
+        assert gate.begun.get(timeout=WAIT_S) == "c"
+
+
 def test_what_waits_is_limited_for_each_client_alone(vocabulary: Vocabulary) -> None:
     gate = Gate()
     gate.hold("held")
@@ -226,12 +245,35 @@ def test_who_withdraws_when_told_keeps_nobody_from_being_told(vocabulary: Vocabu
         assert [told.get(timeout=WAIT_S) for _ in range(4)] == [0, 1, 2, 3]
 
 
-def test_that_the_process_is_gone_is_told_and_not_remembered(vocabulary: Vocabulary) -> None:
+@pytest.mark.parametrize("name", ["busy", "no memory"])
+def test_what_may_be_over_soon_is_told_and_not_remembered(
+    vocabulary: Vocabulary, name: str
+) -> None:
     done: Queue[Compiled] = Queue()
     with pool(vocabulary, Gate()) as grammars:
-        grammars.compile(want("busy"), done.put)
+        grammars.compile(want(name), done.put)
         assert isinstance(done.get(timeout=WAIT_S), EngineOverloadedError)
-        assert grammars.find(want("busy")) is None
+        assert grammars.find(want(name)) is None
+
+
+def test_a_long_trial_is_compiled_aside_or_where_there_is_no_thread_for_it_here(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asides: list[str] = []
+
+    def refuse(target: Callable[[], None], name: str) -> threading.Thread:
+        asides.append(name)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(grammars_module, "_QUICK_S", -1.0)
+    done: Queue[Compiled] = Queue()
+    with pool(vocabulary, Gate()) as grammars:
+        grammars.compile(want("a"), done.put)
+        assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)
+        monkeypatch.setattr(grammars_module, "start_thread", refuse)
+        grammars.compile(want("b"), done.put)
+        assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)
+    assert asides == ["grammar"]
 
 
 def test_a_refusal_holds_nothing_of_where_it_came_from(vocabulary: Vocabulary) -> None:
