@@ -270,7 +270,6 @@ def test_a_pause_lets_the_step_that_awaits_masks_finish() -> None:
     engine.at_collect = {1: [ControlCall(1, 1, "pause")]}
     engine.run(structured(1, [1] * 5, 9))
     assert engine.log == ["submit 1", "sample 1", "submit 2", "collect 1", "sample 2", "collect 2"]
-    engine.filler = Filler(VOCAB_SIZE, 8)
     assert engine.tokens[1] == expected_structured_tokens([1] * 5, 2)
 
 
