@@ -179,6 +179,8 @@ def test_the_table_of_structured_outputs_is_that_of_the_report() -> None:
         [f"{row[name]:.0f}" for name in ("p50", "p90", "p99")] for row in rows
     ]
     assert f"{spread(report['step']['times_plain'], 2)} times what 16 plain ones take" in SPEED
+    longer = read("structured-outputs-qwen3-0.6b")
+    assert f"{spread(longer['step']['times_plain'], 2)} times as much" in SPEED
 
 
 @pytest.mark.parametrize("column", range(len(CONDITIONS)))
