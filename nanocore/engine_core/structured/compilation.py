@@ -103,11 +103,10 @@ def compile_text(vocabulary: Vocabulary, text: str) -> CompiledGrammar:
 def _compiled(vocabulary: Vocabulary, text: str) -> tuple[CompiledGrammar, str | None]:
     """(a grammar with its first mask, why it has none)."""
     words_W = np.zeros(vocabulary.num_words, dtype=np.int32)
-    matcher = _begin(vocabulary, text)
     start = time.thread_time()
+    matcher = _begin(vocabulary, text)
     reason = write_mask(matcher, vocabulary, words_W)
-    first_mask_ms = (time.thread_time() - start) * 1000
-    num_bytes = _estimated_bytes(text, words_W, first_mask_ms)
+    num_bytes = _estimated_bytes(text, words_W, (time.thread_time() - start) * 1000)
     return CompiledGrammar(vocabulary, matcher, words_W, num_bytes), reason
 
 
@@ -197,6 +196,6 @@ def _walk(grammar: CompiledGrammar, vocabulary: Vocabulary) -> None:
         matcher.append([place * 32 + (word & -word).bit_length() - 1])
 
 
-def _estimated_bytes(text: str, words_W: NDArray[np.int32], first_mask_ms: float) -> int:
-    """From measurements: what is parsed, and what the first mask made of the expressions in it."""
-    return 100_000 + words_W.nbytes + 600 * len(text) + round(250_000 * first_mask_ms)
+def _estimated_bytes(text: str, words_W: NDArray[np.int32], cpu_ms: float) -> int:
+    """From measurements: what is parsed, and what was made of it in that time, a mask included."""
+    return 100_000 + words_W.nbytes + 600 * len(text) + round(250_000 * cpu_ms)

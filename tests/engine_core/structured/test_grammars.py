@@ -13,7 +13,7 @@ import pytest
 
 from nanocore.engine_core.structured import grammar_text
 from nanocore.engine_core.structured import grammars as grammars_module
-from nanocore.engine_core.structured.compilation import CompiledGrammar
+from nanocore.engine_core.structured.compilation import CompiledGrammar, compile_grammar
 from nanocore.engine_core.structured.grammar_cache import GrammarCache, digest
 from nanocore.engine_core.structured.grammars import MAX_IN_HAND, Grammars
 from nanocore.engine_core.structured.matcher import Compiled
@@ -318,6 +318,15 @@ def test_a_closed_pool_compiles_nothing_more(vocabulary: Vocabulary) -> None:
         grammars.compile(want("c"), done.put)
     assert done.empty()
     assert gate.begun.empty()
+
+
+def test_what_is_long_to_compile_is_large_to_keep(vocabulary: Vocabulary) -> None:
+    """The second takes 20 MB in llguidance, and its text is hardly longer."""
+    small, large = (
+        compile_grammar(vocabulary, StructuredOutputs(json=f'{{"multipleOf":{divisor}}}'))
+        for divisor in (13, 60013)
+    )
+    assert large.num_bytes > 10 * small.num_bytes
 
 
 def test_the_longest_unused_are_forgotten_first(vocabulary: Vocabulary) -> None:
