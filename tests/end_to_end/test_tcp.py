@@ -149,6 +149,7 @@ def test_a_port_scan_delivers_nothing_leaves_nothing_and_disturbs_nobody(
 
 def test_a_second_engine_at_the_same_port_exits_with_5(running: Engine, keys: KeyFolders) -> None:
     """Even if it wants every interface, of which it is warned."""
+    run(_served(running, keys))  # the first one has the port by now
     everywhere = running.endpoint.replace("127.0.0.1", "0.0.0.0")
     result = run_to_exit("--listen", everywhere, "--curve-dir", str(keys.engine))
     assert result.returncode == 5
