@@ -41,10 +41,10 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not campaign"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not campaign"
 
 test-all: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/compare.py --model small --out benchmarks/results/offline-small.json

@@ -43,6 +43,7 @@ def running(keys: KeyFolders) -> Iterator[Engine]:
     """A demo engine that started with an empty allow-list."""
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with engine(DEMO_MODEL, "--curve-dir", str(keys.engine), endpoint=endpoint) as started:
+        run(_served(started, keys))  # tests may look at its port and its log at once
         yield started
 
 
@@ -149,7 +150,6 @@ def test_a_port_scan_delivers_nothing_leaves_nothing_and_disturbs_nobody(
 
 def test_a_second_engine_at_the_same_port_exits_with_5(running: Engine, keys: KeyFolders) -> None:
     """Even if it wants every interface, of which it is warned."""
-    run(_served(running, keys))  # the first one has the port by now
     everywhere = running.endpoint.replace("127.0.0.1", "0.0.0.0")
     result = run_to_exit("--listen", everywhere, "--curve-dir", str(keys.engine))
     assert result.returncode == 5
