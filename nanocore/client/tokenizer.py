@@ -14,7 +14,7 @@ from typing import Any, Final, NotRequired, Self, TypedDict
 
 import tokenizers
 
-from nanocore.client.chat_template import ChatTemplate
+from nanocore.client.chat.template import ChatTemplate
 from nanocore.client.special_tokens import SpecialTokens
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
 from nanocore.client.tokenizer_conversion import VOCABULARY_FILES, make_tokenizer_json

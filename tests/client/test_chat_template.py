@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from nanocore.client.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
+from nanocore.client.chat.template import MAX_TEMPLATE_CHARS, ChatTemplate
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import InvalidRequestError
 from tests.client.byte_tokens import ids_of

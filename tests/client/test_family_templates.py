@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
-from nanocore.client import chat_template
+from nanocore.client.chat import template as chat_template
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from tests.client.family_templates import FAMILIES
 from tests.tiny_models import write_byte_tokenizer

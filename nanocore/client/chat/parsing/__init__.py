@@ -1,0 +1,1 @@
+"""Text of a model to reasoning, text and tool calls, as it arrives."""

@@ -1,0 +1,76 @@
+"""Tools as callers give them: OpenAI's shape, checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from nanocore.protocol.errors import InvalidRequestError, shorten
+
+MAX_TOOLS: Final = 128
+MAX_TOOL_NAME_CHARS: Final = 64
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A function that the model may call. parameters: a JSON Schema of its arguments' object.
+
+    source: as the caller gave it, for the template. strict: its arguments must match the schema.
+    """
+
+    name: str
+    parameters: dict[str, Any]
+    strict: bool
+    source: dict[str, Any]
+
+
+def read_tools(tools: Iterable[object] | None) -> list[Tool]:
+    """The tools of a request.
+
+    Raises:
+        InvalidRequestError: one is not {"type": "function", "function": {"name": ...}}, a name is
+            not plain or comes twice, or there are more than MAX_TOOLS.
+    """
+    if tools is None:
+        return []
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
+        raise InvalidRequestError(f"tools are a list of dicts, not {type(tools).__name__}")
+    read = [_read(i, tool) for i, tool in enumerate(tools)]
+    if len(read) > MAX_TOOLS:
+        raise InvalidRequestError(f"{len(read)} tools: at most {MAX_TOOLS} are allowed")
+    names = [tool.name for tool in read]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidRequestError(f"two tools have the name {name!r}: rename one of them")
+    return read
+
+
+def _read(i: int, tool: object) -> Tool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if (
+        not isinstance(tool, dict)
+        or tool.get("type", "function") != "function"
+        or not isinstance(function, dict)
+    ):
+        raise InvalidRequestError(
+            f'tools[{i}] must be {{"type": "function", "function": {{"name": str, "description": '
+            f'str, "parameters": a JSON Schema}}}}, not {shorten(repr(tool))}'
+        )
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_TOOL_NAME_CHARS:
+        raise InvalidRequestError(
+            f"tools[{i}].function.name={shorten(repr(name))}: a name has 1 to "
+            f"{MAX_TOOL_NAME_CHARS} letters, digits, and characters of '_.-'"
+        )
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, dict):
+        raise InvalidRequestError(
+            f"tools[{i}].function.parameters is no JSON Schema: it must be a dict, not "
+            f"{type(parameters).__name__}"
+        )
+    return Tool(name, parameters, function.get("strict") is True, tool)
