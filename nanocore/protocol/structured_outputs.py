@@ -19,6 +19,7 @@ from nanocore.protocol.fields import (
     MAX_STRUCTURED_OUTPUTS_BYTES,
     MAX_STRUCTURES,
     limited,
+    since,
 )
 from nanocore.protocol.limits import check_limits, check_types
 
@@ -58,6 +59,23 @@ class StructuralTag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 )
 
 
+class ReasoningMarks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What free reasoning is written between, before the form begins.
+
+    begin: the output reasons only if it starts with this; "" if the prompt has begun it already,
+    so that the output must end it. end: the first time that it appears, the form follows.
+    """
+
+    begin: str = ""
+    end: str
+
+    def __post_init__(self) -> None:
+        if not self.end:
+            raise InvalidRequestError(
+                "structured_outputs.reasoning.end is empty: name the text that ends it"
+            )
+
+
 class StructuredOutputs(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -67,7 +85,7 @@ class StructuredOutputs(
     choice: texts, one of which is the output. grammar: in Lark's notation, as llguidance has it.
     json_object: any JSON object. structural_tag: free text with structures in it.
     disable_any_whitespace: JSON without white space outside of strings; else there may be a little
-    where JSON allows it.
+    where JSON allows it. reasoning: free text that comes before.
     """
 
     json: str | None = None
@@ -77,6 +95,7 @@ class StructuredOutputs(
     json_object: bool = False
     structural_tag: StructuralTag | None = None
     disable_any_whitespace: bool = False
+    reasoning: Annotated[ReasoningMarks | None, since(7)] = None
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -115,6 +134,8 @@ class StructuredOutputs(
             texts += self.structural_tag.triggers
             for one in self.structural_tag.structures:
                 texts += [one.begin, one.schema, one.end]
+        if self.reasoning is not None:
+            texts += [self.reasoning.begin, self.reasoning.end]
         return texts
 
 
@@ -138,7 +159,7 @@ class StructuredOutputsParams(
     json: a JSON Schema, as a dict (or bool), as JSON text, or as a class that has
     `model_json_schema()`, as pydantic's models have it.
     structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as a dict or as
-    JSON text.
+    JSON text. reasoning: a ReasoningMarks, or None.
     """
 
     json: JsonSchema | None = None
@@ -148,6 +169,7 @@ class StructuredOutputsParams(
     json_object: bool = False
     structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool = False
+    reasoning: ReasoningMarks | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):
@@ -175,6 +197,7 @@ class StructuredOutputsParams(
             json_object=self.json_object,
             structural_tag=None if tag is None else _structural_tag(tag),
             disable_any_whitespace=self.disable_any_whitespace,
+            reasoning=self.reasoning,
         )
 
 

@@ -115,6 +115,8 @@ def _tried(vocabulary: Vocabulary, wanted: StructuredOutputs) -> tuple[str, Comp
     for field, schema in schemas:
         check_schema(field, schema)
     text = _text(vocabulary, wanted, [schema for _, schema in schemas])
+    if wanted.reasoning is not None:
+        text = grammar_text.after_reasoning(text, wanted.reasoning, vocabulary)
     try:
         text.encode()
     except UnicodeEncodeError as error:

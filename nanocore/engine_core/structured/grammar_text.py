@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from nanocore.engine_core.structured.schema_patterns import with_safe_patterns
 from nanocore.engine_core.structured.vocabulary import Vocabulary
-from nanocore.protocol.structured_outputs import StructuralTag
+from nanocore.protocol.structured_outputs import ReasoningMarks, StructuralTag
 
 _WHITESPACE: Final = r"\x20{1,2}|\n(\x20{0,32}|\t{0,16})"
 """Between two parts of JSON, at most once: a space or two, or a new line and its indentation.
@@ -82,6 +82,28 @@ def of_structural_tag(
             for k, schema in enumerate(schemas)
         ),
     )
+
+
+def after_reasoning(text: str, marks: ReasoningMarks, vocabulary: Vocabulary) -> str:
+    """text: what one of the others made, which begins after free text that the marks enclose.
+
+    Models write new lines between the two. Without a beginning of its own the reasoning must come.
+    """
+    grammars = json.loads(text)["grammars"]
+    grammars[0]["name"] = "form"
+    thoughts = "ended"
+    special = _special_prefix(marks.end, vocabulary)
+    if special is not None:
+        token, rest = special
+        thoughts = f"(ended | TEXT <[{token}]> {_literal(rest) if rest else ''})"
+    lark = [
+        f"start: {_sequence(marks.begin, vocabulary)} {thoughts} LINES? @form"
+        + (" | @form" if marks.begin else ""),
+        f"ended[lazy]: TEXT {_literal(marks.end)}",
+        f"TEXT: {_ANY_TEXT}",
+        r"LINES: /\n{1,2}/",
+    ]
+    return _joined({"name": "reasoning", "lark_grammar": "\n".join(lark)}, *grammars)
 
 
 def _first_trigger(begin: str, triggers: list[str]) -> str:

@@ -1,0 +1,102 @@
+"""What an answer must be, as structured outputs: a forced tool call, or a response format.
+
+What is forced is JSON of a schema, whatever a model's own form of tool calls is, as in vLLM. A
+model that thinks does so before.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from msgspec.structs import replace
+
+from nanocore.client.chat.tool_choice import ToolChoice, arguments_schema, calls_schema
+from nanocore.client.chat.tools import Tool
+from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.protocol.structured_outputs import ReasoningMarks, StructuredOutputsParams
+
+_FORMATS: Final = (
+    '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": '
+    '{...}}} or {"type": "structural_tag", ...}'
+)
+
+
+def read_response_format(response_format: object) -> StructuredOutputsParams | None:
+    """OpenAI's response_format; or a class with `model_json_schema()`. None: any text.
+
+    Raises:
+        InvalidRequestError: it is none of these, or its schema cannot be sent.
+    """
+    if response_format is None:
+        return None
+    if isinstance(response_format, type) and hasattr(response_format, "model_json_schema"):
+        return StructuredOutputsParams(json=response_format.model_json_schema())
+    if isinstance(response_format, dict):
+        kind = response_format.get("type")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        if kind == "structural_tag":
+            return StructuredOutputsParams(structural_tag=response_format)
+        if kind == "json_schema":
+            inner = response_format.get("json_schema", response_format)
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            if isinstance(schema, (dict, bool)):
+                return StructuredOutputsParams(json=schema)
+    raise InvalidRequestError(
+        f"response_format is one of {_FORMATS}, not {shorten(repr(response_format))}"
+    )
+
+
+def constraint(
+    tools: list[Tool],
+    choice: ToolChoice,
+    parallel_tool_calls: bool,
+    response_format: StructuredOutputsParams | None,
+    tool_format: str | None,
+) -> StructuredOutputsParams | None:
+    """What the answer must be after its reasoning; None: any text.
+
+    tool_format: the model's own form of tool calls. If it is hermes's, calls of tools that are
+    strict match their schemas, also if the model is free to call.
+
+    Raises:
+        InvalidRequestError: the answer would have to be of two forms.
+    """
+    if choice.tool is not None:
+        return StructuredOutputsParams(json=arguments_schema(choice.tool))
+    if choice.mode == "required":
+        return StructuredOutputsParams(json=calls_schema(tools, parallel_tool_calls))
+    if choice.mode == "auto" and response_format is not None:
+        raise InvalidRequestError(
+            "response_format and tools that may be called: an answer has one form; leave one out, "
+            'or say by tool_choice "none", "required" or a tool\'s name which of them it is'
+        )
+    if choice.mode == "auto" and tool_format == "hermes" and any(tool.strict for tool in tools):
+        return StructuredOutputsParams(structural_tag=_hermes_calls(tools))
+    return response_format
+
+
+def with_reasoning(
+    wanted: StructuredOutputsParams, in_reasoning: bool, thinks: bool
+) -> StructuredOutputsParams:
+    """Let the model think first. in_reasoning: the prompt has begun it. thinks: the model may."""
+    if wanted.reasoning is not None or not thinks or wanted.structural_tag is not None:
+        return wanted
+    begin = "" if in_reasoning else "<think>"
+    return replace(wanted, reasoning=ReasoningMarks(begin=begin, end="</think>"))
+
+
+def _hermes_calls(tools: list[Tool]) -> dict[str, Any]:
+    """Free text, in which calls are as the model was taught to write them."""
+    structures = [
+        {
+            "begin": f'<tool_call>\n{{"name": {json.dumps(tool.name)}, "arguments": ',
+            "schema": arguments_schema(tool) if tool.strict else {"type": "object"},
+            "end": "}\n</tool_call>",
+        }
+        for tool in tools
+    ]
+    return {"structures": structures, "triggers": ["<tool_call>"]}

@@ -1,0 +1,96 @@
+"""Which tools an answer may call, or must: OpenAI's `tool_choice`, read and made a schema."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from nanocore.client.chat.tools import Tool
+from nanocore.protocol.errors import InvalidRequestError, shorten
+
+_UNSCHEMATIC: Final = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are data, where "$ref" refers to nothing."""
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """mode: "auto" leaves it to the model; with "named" it calls the tool, and it alone."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    tool: Tool | None = None
+
+
+def read_tool_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
+    """Of "none", "auto", "required", {"type": "function", "function": {"name": ...}}, or None.
+
+    None is "auto" if there are tools.
+
+    Raises:
+        InvalidRequestError: it is none of these, or names no tool of the request.
+    """
+    if choice is None:
+        choice = "auto" if tools else "none"
+    if choice in ("none", "auto"):
+        return ToolChoice("auto" if tools and choice == "auto" else "none")
+    names = ", ".join(repr(tool.name) for tool in tools) or "there are none"
+    if choice == "required":
+        if not tools:
+            raise InvalidRequestError('tool_choice="required" needs tools: give at least one')
+        return ToolChoice("required")
+    if isinstance(choice, dict) and choice.get("type", "function") == "function":
+        function = choice.get("function", choice)  # the Responses API has the name outside
+        name = function.get("name") if isinstance(function, dict) else None
+        for tool in tools:
+            if tool.name == name:
+                return ToolChoice("named", tool)
+        if isinstance(name, str):
+            raise InvalidRequestError(
+                f"tool_choice names {shorten(repr(name))}, which is none of the tools: {names}"
+            )
+    raise InvalidRequestError(
+        'tool_choice is "none", "auto", "required" or {"type": "function", "function": {"name": '
+        f"str}}}}, not {shorten(repr(choice))}"
+    )
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """What a call's arguments are: an object, even if the tool's schema does not say so."""
+    return {"type": "object", **tool.parameters}
+
+
+def calls_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
+    """An array of calls, [{"name": ..., "parameters": {...}}, ...]; parallel: of more than one.
+
+    A schema's references begin at its root, which is moved here.
+    """
+    schemas = {
+        f"tool_{i}": _moved(arguments_schema(tool), f"#/$defs/tool_{i}")
+        for i, tool in enumerate(tools)
+    }
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"enum": [tool.name]}, "parameters": {"$ref": f"#/$defs/{key}"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for key, tool in zip(schemas, tools, strict=True)
+    ]
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": schemas}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """The schema with references to its own parts beginning at the root."""
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = root + value[1:]
+        else:
+            moved[key] = value if key in _UNSCHEMATIC else _moved(value, root)
+    return moved
