@@ -14,12 +14,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from nanocore.client import (
-    AsyncEngineClient,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from nanocore.client import AsyncEngineClient, RequestOutput, SamplingParams, collect
+from nanocore.client.chat.events import Text
 from nanocore.client.tokenizer import ChatMessage
 
 NUM_REQUESTS = 64
@@ -51,9 +47,10 @@ async def stream_chat(client: AsyncEngineClient) -> None:
         messages.append({"role": "user", "content": question})
         print(f"\n  you    {question}\n  model  ", end="", flush=True)
         answer = ""
-        async for output in client.chat(messages, GREEDY):
-            print(output.outputs[0].delta, end="", flush=True)
-            answer = output.outputs[0].text
+        async for event in client.chat(messages, GREEDY):
+            if isinstance(event, Text):
+                print(event.delta, end="", flush=True)
+                answer += event.delta
         messages.append({"role": "assistant", "content": answer})
     print()
 
@@ -61,13 +58,13 @@ async def stream_chat(client: AsyncEngineClient) -> None:
 async def answer_by_schema(client: AsyncEngineClient) -> None:
     """A question whose answer must be a value of a JSON Schema."""
     question = "What is 250 + 329?"
-    params = SamplingParams(
-        temperature=0, structured_outputs=StructuredOutputsParams(json=SUM_SCHEMA)
+    response_format = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
+    events = client.chat(
+        [{"role": "user", "content": question}], GREEDY, response_format=response_format
     )
-    async for output in client.chat([{"role": "user", "content": question}], params):
-        answer = output.outputs[0].text
+    (answer,) = await collect(events)
     print(f'\n  you    {question}  (by a JSON Schema: an object with an integer "sum")')
-    print(f"  model  {json.dumps(json.loads(answer))}\n")
+    print(f"  model  {json.dumps(json.loads(answer.content))}\n")
 
 
 async def ask_all_at_once(client: AsyncEngineClient) -> None:

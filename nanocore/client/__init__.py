@@ -1,6 +1,7 @@
 """The SDK: text in, text out, over the wire. Needs no torch; imports only `nanocore.protocol`."""
 
 from nanocore.client.async_client import AsyncEngineClient
+from nanocore.client.chat.answer import ChatAnswer, ToolCall, collect
 from nanocore.client.connection import EngineHealth
 from nanocore.client.llm import LLM
 from nanocore.client.logprobs import Logprob
@@ -24,6 +25,7 @@ from nanocore.protocol.structured_outputs import StructuredOutputsParams
 __all__ = [
     "LLM",
     "AsyncEngineClient",
+    "ChatAnswer",
     "ClientStateError",
     "CompletionOutput",
     "ConfigError",
@@ -43,4 +45,6 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "StructuredOutputsParams",
+    "ToolCall",
+    "collect",
 ]

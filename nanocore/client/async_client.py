@@ -12,14 +12,18 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from os import PathLike
 from types import NoneType, TracebackType
-from typing import Final, Self
+from typing import Final, Self, Unpack
 
 from nanocore.client.arguments import (
     check_endpoint,
     check_request_id,
+    check_sampling_params,
     check_timeout,
     folder_path,
 )
+from nanocore.client.chat.event_stream import chat_events
+from nanocore.client.chat.events import ChatEvent
+from nanocore.client.chat.request import ChatOptions, prepare_chat
 from nanocore.client.connection import EngineHealth
 from nanocore.client.engine_flags import EngineArgument, engine_flags
 from nanocore.client.engine_link import EngineLink, Session
@@ -228,15 +232,29 @@ class AsyncEngineClient:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Stream the assistant's answer to a conversation, by the model's chat template."""
-        tokenizer = (await self._session()).tokenizer
-        text = (await tokenizer.get()).render_chat(messages)
-        prompt = await tokenizer.encode(text, add_special_tokens=False)
-        outputs = self.generate(prompt, sampling_params, request_id, priority, cache_salt)
-        async with aclosing(outputs):  # whoever leaves us leaves the request at once
-            async for output in outputs:
-                yield output
+        **options: Unpack[ChatOptions],
+    ) -> AsyncGenerator[ChatEvent, None]:
+        """Stream the assistant's answer to a conversation, by the model's chat template.
+
+        `collect` makes answers of the events.
+
+        Args:
+            options: see `ChatOptions`: tools, tool_choice, response_format and others.
+        """
+        params = sampling_params
+        if params is None:
+            params = SamplingParams.from_engine(self.model_card.default_sampling)
+        check_sampling_params(params)
+        tokenizer = await self.get_tokenizer()
+        # In a thread: a template may take long, and so may a long text.
+        chat = await asyncio.to_thread(prepare_chat, messages, options, tokenizer, params)
+        outputs = self.generate(
+            chat.prompt_token_ids, chat.params, request_id, priority, cache_salt
+        )
+        events = chat_events(outputs, chat.new_parser, tokenizer)
+        async with aclosing(outputs), aclosing(events):  # who leaves us leaves the request at once
+            async for event in events:
+                yield event
 
     async def complete(
         self,

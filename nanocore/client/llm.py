@@ -12,11 +12,12 @@ from collections.abc import Coroutine, Iterable, Sequence
 from concurrent import futures
 from os import PathLike
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, Unpack, cast
 
 from tqdm import tqdm
 
 from nanocore.client.async_client import AsyncEngineClient
+from nanocore.client.chat.request import ChatOptions, prepare_chat
 from nanocore.client.engine_flags import EngineArgument
 from nanocore.client.outputs import RequestOutput
 from nanocore.client.stepwise import QUEUE_FACTOR, StepwiseRequests
@@ -113,16 +114,7 @@ class LLM:
             EngineDeadError: the engine is gone. ClientStateError: this LLM is closed.
         """
         batch = _as_batch(prompts)
-        all_params: list[SamplingParams | None]
-        if isinstance(sampling_params, (list, tuple)):
-            all_params = list(sampling_params)
-        else:
-            all_params = [cast("SamplingParams | None", sampling_params)] * len(batch)
-        if len(all_params) != len(batch):
-            raise InvalidRequestError(
-                f"{len(batch)} prompts and {len(all_params)} sampling_params: give one for all, "
-                "or as many as there are prompts"
-            )
+        all_params = _params_of_each(len(batch), sampling_params, "prompts")
         return self._run(self._complete_all(batch, all_params, use_tqdm))
 
     def chat(
@@ -131,8 +123,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, as `generate` completes prompts."""
+        """Answer one conversation, or several, as `generate` completes prompts.
+
+        Outputs are as the model writes them, its reasoning and tool calls included.
+
+        Args:
+            options: see `ChatOptions`: tools, tool_choice, response_format and others.
+        """
         if not isinstance(conversations, (list, tuple)):
             raise InvalidRequestError(
                 "a conversation is a list of messages, and several are a list of such lists, not "
@@ -140,9 +139,20 @@ class LLM:
             )
         if conversations and isinstance(conversations[0], dict):
             conversations = [cast("Sequence[ChatMessage]", conversations)]
-        encode = self.get_tokenizer().encode_chat
-        prompts = [encode(cast("Sequence[ChatMessage]", turns)) for turns in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        tokenizer = self.get_tokenizer()
+        all_params = _params_of_each(len(conversations), sampling_params, "conversations")
+        default = SamplingParams.from_engine(self.model_card.default_sampling)
+        chats = [
+            prepare_chat(turns, options, tokenizer, params or default)
+            for turns, params in zip(
+                cast("Sequence[Sequence[ChatMessage]]", conversations), all_params, strict=True
+            )
+        ]
+        return self.generate(
+            [chat.prompt_token_ids for chat in chats],
+            [chat.params for chat in chats],
+            use_tqdm=use_tqdm,
+        )
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Begin a request that `step` reports of; returns its id, which its outputs have.
@@ -281,6 +291,19 @@ class _Call(Generic[Result]):
             self.outcome.set_exception(error)
         else:
             self.outcome.set_result(task.result())
+
+
+def _params_of_each(
+    count: int, params: SamplingParams | Sequence[SamplingParams] | None, noun: str
+) -> list[SamplingParams | None]:
+    if not isinstance(params, (list, tuple)):
+        return [cast("SamplingParams | None", params)] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"{count} {noun} and {len(params)} sampling_params: give one for all, or as many as "
+            f"there are {noun}"
+        )
+    return list(params)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

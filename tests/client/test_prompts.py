@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanocore.client import InvalidRequestError, SamplingParams
+from nanocore.client import InvalidRequestError, SamplingParams, collect
 from nanocore.client.async_client import Prompt
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Event
@@ -54,13 +54,13 @@ def test_a_conversation_is_sent_by_the_models_template(
     async def scenario() -> None:
         async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
             answer = client.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1))
-            reading = asyncio.ensure_future(anext(answer))
+            reading = asyncio.create_task(collect(answer))
             submit = await engine.accept()
             expected = (await client.get_tokenizer()).encode("user: hi\nassistant: ")
             assert unpack_int32(submit.prompt_token_ids).tolist() == expected
             assert submit.sampling.max_tokens == 1
             engine.output({1: [65]}, Event(handle=1, finish_reason="length"))
-            assert (await reading).finished
+            assert [one.finish_reason for one in await reading] == ["length"]
 
     run(scenario())
 

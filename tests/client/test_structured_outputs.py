@@ -27,7 +27,6 @@ SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}}
 WANTED = StructuredOutputsParams(json=SCHEMA)
 STRUCTURED = SamplingParams(structured_outputs=WANTED, detokenize=False)
 ABLE = replace(welcome_message(), capabilities=["structured_outputs"])
-CHAT: Any = [{"role": "user", "content": "hi"}]
 
 
 class Car:
@@ -44,7 +43,6 @@ async def last_of(outputs: Any) -> RequestOutput:
 
 CALLS: dict[str, Callable[[AsyncEngineClient], Any]] = {
     "generate": lambda client: last_of(client.generate([1], STRUCTURED)),
-    "chat": lambda client: last_of(client.chat(CHAT, STRUCTURED)),
     "complete": lambda client: client.complete([1], STRUCTURED),
 }
 

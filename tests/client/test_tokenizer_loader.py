@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanocore.client import ClientStateError, InvalidRequestError, ProtocolError
+from nanocore.client import ClientStateError, InvalidRequestError, ProtocolError, collect
 from nanocore.client import tokenizer as module
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
 from nanocore.client.tokenizer_conversion import make_tokenizer_json
@@ -45,13 +45,13 @@ def test_a_chat_needs_nothing_but_the_endpoint(
     async def scenario() -> None:
         async with _serving(endpoint, contents) as (engine, client):
             answer = client.chat([{"role": "user", "content": "é"}])
-            reading = asyncio.ensure_future(anext(answer))
+            reading = asyncio.create_task(collect(answer))
             await engine.serve_chunks(NUM_FILES, contents)
-            await engine.accept()
+            submit = await engine.accept()
             engine.output({1: tokenizer.encode("中")}, Event(handle=1, finish_reason="length"))
-            output = await reading
-            assert output.prompt_token_ids == tokenizer.encode("user: é\nassistant: ")
-            assert output.outputs[0].text == "中"
+            prompt = tokenizer.encode("user: é\nassistant: ")
+            assert unpack_int32(submit.prompt_token_ids).tolist() == prompt
+            assert [one.content for one in await reading] == ["中"]
 
     run(scenario())
 

@@ -71,10 +71,12 @@ async def transcripts(endpoint: str) -> dict[str, Any]:
     """What is said, by turn."""
     async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
 
+        tokenizer = await client.get_tokenizer()
+        prompt = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
+
         async def answer(given: dict[str, Any]) -> RequestOutput:
             params = SamplingParams(**{"max_tokens": 20} | given)
-            outputs = client.chat([{"role": "user", "content": QUESTION}], params)
-            return [output async for output in outputs][-1]
+            return await client.complete(prompt, params)
 
         answers = await asyncio.gather(*map(answer, TURNS.values()))
     return {name: _transcript(output) for name, output in zip(TURNS, answers, strict=True)}

@@ -24,13 +24,15 @@ QUESTION = "What is 123 + 456?"
 CHAT = """
 import asyncio, sys
 from nanocore.client import AsyncEngineClient, SamplingParams
+from nanocore.client.chat import events
 
 async def main(endpoint, question):
     async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
         messages = [{"role": "user", "content": question}]
         params = SamplingParams(temperature=0, max_tokens=32)
-        async for output in client.chat(messages, params):
-            print(output.outputs[0].delta, end="")
+        async for event in client.chat(messages, params):
+            if isinstance(event, events.Text):
+                print(event.delta, end="")
 
 asyncio.run(main(*sys.argv[1:]))
 """

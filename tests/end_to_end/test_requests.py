@@ -18,6 +18,7 @@ from nanocore.client import (
     RequestOutput,
     SamplingParams,
 )
+from nanocore.client.chat.events import Started
 from tests.end_to_end.forked import Engine, engine
 from tests.tiny_models import EOS, MAX_MODEL_LEN, VOCAB_SIZE
 
@@ -74,9 +75,10 @@ def test_chat_uses_the_models_template(running: Engine) -> None:
     async def main() -> None:
         async with connect(running) as client:
             messages = [{"role": "user", "content": "hi"}]
-            outputs = [output async for output in client.chat(messages, GREEDY)]
+            started = await anext(client.chat(messages, GREEDY))
+            assert isinstance(started, Started)
             tokenizer = await client.get_tokenizer()
-            assert tokenizer.decode(outputs[-1].prompt_token_ids) == "user: hi\nassistant: "
+            assert tokenizer.decode(started.prompt_token_ids) == "user: hi\nassistant: "
 
     run(main())
 

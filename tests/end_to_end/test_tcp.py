@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams
+from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams, collect
 from nanocore.client.tokenizer import ChatMessage
 from tests.end_to_end.engine_process import Engine, engine, run_to_exit
 from tests.end_to_end.rank_processes import rank_pids
@@ -56,9 +56,8 @@ def connect(running: Engine, folder: Path, timeout_s: float = PATIENCE_S) -> Asy
 
 
 async def chat(client: AsyncEngineClient) -> str:
-    async for output in client.chat(QUESTION, GREEDY):
-        text = output.outputs[0].text
-    return text
+    (answer,) = await collect(client.chat(QUESTION, GREEDY))
+    return answer.content
 
 
 # -- clients --------------------------------------------------------------------------------------

@@ -1,0 +1,313 @@
+"""client.chat: what is sent for a conversation, and the events of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams, collect
+from nanocore.client.chat.events import (
+    ChatEvent,
+    Failed,
+    Finished,
+    Logprobs,
+    Reasoning,
+    Started,
+    Text,
+    ToolArguments,
+    ToolBegin,
+    Usage,
+)
+from nanocore.client.tokenizer import Tokenizer
+from nanocore.protocol.codec import pack_float32, pack_int32, pack_uint32, unpack_int32
+from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.messages import Event, Submit, TokenLogprobs
+from nanocore.protocol.structured_outputs import ReasoningMarks
+from tests.client.fake_engine import FakeEngine, connected, welcome_message
+from tests.client.running import run
+from tests.tiny_models import write_byte_tokenizer
+
+USER: Any = {"role": "user", "content": "hi"}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TEMPLATE = """\
+{%- if tools %}{{- 'tools: <tool_call> ' + tools | tojson + '\\n' }}{% endif %}
+{%- for m in messages %}{{- m.role + ': ' + m.content + '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- 'assistant: ' }}
+{%- if enable_thinking %}{{- '<think>\\n' }}{% endif %}{% endif %}
+{#- </think> #}"""
+ABLE = replace(welcome_message(), capabilities=["structured_outputs"])
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer of a model that thinks and calls tools."""
+    folder = tmp_path_factory.mktemp("thinker")
+    write_byte_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+async def asked(
+    engine: FakeEngine, client: AsyncEngineClient, *texts: str, end: Event | None = None, **chat: Any
+) -> tuple[Submit, list[ChatEvent]]:
+    """What was sent for a chat, and the events of an answer that comes in these pieces."""
+    tokenizer = await client.get_tokenizer()
+
+    async def read() -> list[ChatEvent]:
+        return [event async for event in client.chat([USER], **chat)]
+
+    reading = asyncio.create_task(read())
+    submit = await engine.accept()
+    first = Event(handle=1, num_cached_tokens=3)
+    for text in texts:
+        engine.output({1: tokenizer.encode(text)}, *([first] if first else []))
+        first = None  # type: ignore[assignment]
+    engine.output({1: [tokenizer.encode("<|end|>")[0]]}, Event(handle=1, finish_reason="stop"))
+    return submit, await reading
+
+
+def joined(events: list[ChatEvent]) -> list[ChatEvent]:
+    """Neighbours of one kind are one."""
+    result: list[Any] = []
+    for event in events:
+        last = result[-1] if result else None
+        if isinstance(event, (Text, Reasoning, ToolArguments)) and type(last) is type(event):
+            result[-1] = replace(last, delta=last.delta + event.delta)
+        else:
+            result.append(event)
+    return result
+
+
+def test_an_answer_begins_has_text_and_ends_with_its_usage(
+    endpoint: str, tokenizer_folder: Path, tokenizer: Tokenizer
+) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+            submit, events = await asked(engine, client, "he", "llo", request_id="r")
+            prompt = tokenizer.encode("user: hi\nassistant: ")
+            assert unpack_int32(submit.prompt_token_ids).tolist() == prompt
+            started, *rest = joined(events)
+            assert isinstance(started, Started)
+            assert [*started.prompt_token_ids] == prompt
+            assert (started.request_id, started.num_cached_tokens) == ("r", 3)
+            usage = Usage(len(prompt), 3, 6, 0)
+            assert rest == [Text("hello"), Finished("stop", usage)]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5, 1000])
+def test_reasoning_and_tool_calls_are_events_however_they_are_cut(
+    endpoint: str, thinker: Path, pieces: int
+) -> None:
+    text = f"<think>\nhm\n</think>\n\nI add.\n{CALL}"
+    size = -(-len(text) // pieces)
+
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=thinker) as (engine, client):
+            parts = [text[i : i + size] for i in range(0, len(text), size)]
+            submit, events = await asked(engine, client, *parts, tools=TOOLS)
+            prompt = bytes(unpack_int32(submit.prompt_token_ids))
+            assert len(prompt) > len("user: hi\nassistant: ")
+            started, thought, said, begin, arguments, finished = joined(events)
+            assert isinstance(started, Started)
+            assert (thought, said) == (Reasoning("hm"), Text("I add."))
+            assert isinstance(begin, ToolBegin)
+            assert (begin.tool_index, begin.name, begin.index) == (0, "add", 0)
+            assert begin.id.startswith("call_")
+            assert arguments == ToolArguments(0, '{"a": 1}')
+            assert isinstance(finished, Finished)
+            assert finished.finish_reason == "tool_calls"
+            assert finished.usage.num_reasoning_tokens == len("hm")
+
+    run(scenario())
+
+
+def test_a_prompt_that_opens_the_reasoning_is_seen(endpoint: str, thinker: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=thinker) as (engine, client):
+            options: Any = {"chat_template_kwargs": {"enable_thinking": True}}
+            _, events = await asked(engine, client, "hm</think>so", **options)
+            assert joined(events)[1:-1] == [Reasoning("hm"), Text("so")]
+
+    run(scenario())
+
+
+def test_parsers_can_be_named_and_left_out(endpoint: str, thinker: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=thinker) as (engine, client):
+            options: Any = {"tool_parser": None, "reasoning_parser": None}
+            _, events = await asked(engine, client, f"<think>a</think>{CALL}", tools=TOOLS, **options)
+            assert joined(events)[1:-1] == [Text(f"<think>a</think>{CALL}")]
+            with pytest.raises(InvalidRequestError, match="'nope'"):
+                await anext(client.chat([USER], tools=TOOLS, tool_parser="nope"))
+            with pytest.raises(InvalidRequestError, match="'nope'"):
+                await anext(client.chat([USER], reasoning_parser="nope"))
+
+    run(scenario())
+
+
+def test_tools_that_may_not_be_called_are_not_shown(endpoint: str, thinker: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=thinker) as (engine, client):
+            submit, events = await asked(engine, client, CALL, tools=TOOLS, tool_choice="none")
+            assert len(unpack_int32(submit.prompt_token_ids)) == len("user: hi\nassistant: ")
+            assert joined(events)[1:-1] == [Text(CALL)]
+
+    run(scenario())
+
+
+NAMED: Any = {"type": "function", "function": {"name": "add"}}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}
+FORCED: dict[str, tuple[dict[str, Any], str, list[Any]]] = {
+    "named": (
+        {"tools": TOOLS, "tool_choice": NAMED},
+        '{"a": 12}',
+        [("add", '{"a": 12}')],
+    ),
+    "required": (
+        {"tools": TOOLS, "tool_choice": "required"},
+        '[{"name": "add", "parameters": {"a": 1}}, {"name": "add", "parameters": {}}]',
+        [("add", '{"a": 1}'), ("add", "{}")],
+    ),
+    "response_format": ({"response_format": FORMAT}, "null", []),
+}
+
+
+@pytest.mark.parametrize("name", FORCED)
+@pytest.mark.parametrize("open_thought", [True, False])
+def test_forced_answers_are_structured_outputs_after_the_reasoning(
+    endpoint: str, thinker: Path, name: str, open_thought: bool
+) -> None:
+    options, text, calls = FORCED[name]
+    kwargs = {"chat_template_kwargs": {"enable_thinking": open_thought}}
+
+    async def scenario() -> None:
+        async with connected(endpoint, ABLE, tokenizer=thinker) as (engine, client):
+            thought = "hm</think>\n\n" if open_thought else ""
+            submit, events = await asked(engine, client, thought, text, **options, **kwargs)
+            wanted = submit.sampling.structured_outputs
+            assert wanted is not None
+            assert wanted.json is not None
+            marks = ReasoningMarks(begin="" if open_thought else "<think>", end="</think>")
+            assert wanted.reasoning == marks
+            (answer,) = await collect(_again(events))
+            assert [(call.name, call.arguments) for call in answer.tool_calls] == calls
+            assert answer.content == ("" if calls else text)
+            assert answer.reasoning == ("hm" if open_thought else "")
+            assert answer.finish_reason == ("tool_calls" if calls else "stop")
+
+    run(scenario())
+
+
+async def _again(events: list[ChatEvent]) -> Any:
+    for event in events:
+        yield event
+
+
+def test_an_answer_becomes_a_turn_of_the_conversation(endpoint: str, thinker: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=thinker) as (engine, client):
+            _, events = await asked(engine, client, f"<think>hm</think>ok{CALL}", tools=TOOLS)
+            (answer,) = await collect(_again(events))
+            turn = answer.to_message()
+            (call,) = turn.pop("tool_calls")
+            assert turn == {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
+            assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+            assert json.loads(json.dumps(call)) == call
+
+    run(scenario())
+
+
+def test_several_samples_are_parsed_apart(endpoint: str, thinker: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=thinker) as (engine, client):
+            tokenizer = await client.get_tokenizer()
+            answers = asyncio.create_task(
+                collect(client.chat([USER], SamplingParams(n=2), tools=TOOLS))
+            )
+            await engine.accept()
+            for first, second in zip(("<thi", "nk>a</think>b"), ("c", CALL), strict=True):
+                engine.output({1: tokenizer.encode(first), 2: tokenizer.encode(second)})
+            ends = [Event(handle=h, finish_reason="length") for h in (1, 2)]
+            engine.output({}, *ends)
+            one, two = await answers
+            assert (one.reasoning, one.content, one.tool_calls) == ("a", "b", [])
+            assert (two.content, [call.name for call in two.tool_calls]) == ("c", ["add"])
+            assert (one.finish_reason, two.finish_reason) == ("length", "length")
+
+    run(scenario())
+
+
+def test_logprobs_come_with_their_tokens(endpoint: str, tokenizer_folder: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+            events: list[ChatEvent] = []
+
+            async def read() -> None:
+                async for event in client.chat([USER], SamplingParams(logprobs=0)):
+                    events.append(event)
+
+            reading = asyncio.create_task(read())
+            await engine.accept()
+            for token, logprob in ((65, -0.5), (66, -1.0)):
+                columns = TokenLogprobs(
+                    handles=pack_int32([1]), token_ids=pack_int32([token]),
+                    logprobs=pack_float32([logprob]), ranks=pack_uint32([1]),
+                )  # fmt: skip
+                engine.output({1: [token]}, logprobs=columns)
+            engine.finish()
+            await reading
+            shown = [one for event in events if isinstance(event, Logprobs) for one in event.tokens]
+            assert [[*one] for one in shown] == [[65], [66]]
+            assert [one[token].logprob for one, token in zip(shown, (65, 66), strict=True)] == [
+                -0.5,
+                -1.0,
+            ]
+
+    run(scenario())
+
+
+def test_a_failure_is_an_event_and_then_raised(endpoint: str, tokenizer_folder: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+            events = client.chat([USER])
+            reading = asyncio.create_task(anext(events))
+            await engine.accept()
+            engine.output({1: [65]})
+            assert isinstance(await reading, Started)
+            assert isinstance(await anext(events), Text)
+            last = asyncio.create_task(anext(events))
+            await asyncio.sleep(0)
+            engine.close()
+            failed = await last
+            assert isinstance(failed, Failed)
+            assert isinstance(failed.error, EngineDeadError)
+            with pytest.raises(EngineDeadError) as raised:
+                await anext(events)
+            assert raised.value is failed.error
+
+    run(scenario(), 60)
+
+
+def test_an_unknown_option_is_a_type_error(endpoint: str, tokenizer_folder: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
+            with pytest.raises(TypeError, match="'tool'"):
+                await anext(client.chat([USER], tool=TOOLS))  # type: ignore[call-arg]
+
+    run(scenario())

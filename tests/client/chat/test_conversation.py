@@ -1,0 +1,127 @@
+"""Conversations as clients send them: adapted to what a template takes, found out by rendering."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from nanocore.client.chat.conversation import TemplateDialect
+from nanocore.protocol.errors import InvalidRequestError
+
+CALL = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+
+
+def python_template(messages: list[dict[str, Any]], **takes: bool) -> str:
+    """A template that takes only what it says it does."""
+    lines = []
+    for message in messages:
+        content = message.get("content")
+        if message["role"] == "developer" and not takes.get("developer"):
+            raise InvalidRequestError("unknown role")
+        if content is None and takes.get("content"):
+            raise InvalidRequestError("no content")
+        if isinstance(content, list):
+            content = "".join(p["text"] for p in content) if takes.get("parts") else str(content)
+        for call in message.get("tool_calls", []):
+            arguments = call["function"]["arguments"]
+            if takes.get("objects"):
+                arguments = json.dumps(arguments)
+            elif not isinstance(arguments, str):
+                raise InvalidRequestError("can only concatenate str")
+            content = f"{content or ''}{arguments}"
+        lines.append(f"{message['role']}: {content}")
+    return "\n".join(lines)
+
+
+def adapted(message: dict[str, Any], **takes: bool) -> dict[str, Any]:
+    dialect = TemplateDialect(lambda messages: python_template(messages, **takes))
+    before = json.dumps(message)
+    (turn,) = dialect.adapt([message])
+    assert json.dumps(message) == before
+    return turn
+
+
+def test_text_in_parts_is_joined_where_parts_are_unknown() -> None:
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "input_text", "text": "c", "x": 1}]
+    message = {"role": "user", "content": parts}
+    assert adapted(message)["content"] == "a\nb\nc"
+    kept = [{"type": "text", "text": text} for text in "abc"]
+    assert adapted(message, parts=True)["content"] == kept
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 5, {"text": "a"}]
+)
+def test_a_part_that_is_no_text_is_refused_by_place(part: Any) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.content\[1\] must be"):
+        adapted(message)
+
+
+def test_a_developer_is_the_system_to_templates_that_know_none() -> None:
+    message = {"role": "developer", "content": "x"}
+    assert adapted(message)["role"] == "system"
+    assert adapted(message, developer=True)["role"] == "developer"
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
+def test_arguments_are_given_in_the_form_that_the_template_takes(arguments: Any) -> None:
+    call = CALL | {"function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    as_text = adapted(message)["tool_calls"][0]["function"]["arguments"]
+    assert as_text == '{"a": "é"}'
+    as_object = adapted(message, objects=True)["tool_calls"][0]["function"]["arguments"]
+    assert as_object == {"a": "é"}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', "5", "[1]"])
+def test_arguments_that_are_no_object_stay_as_the_model_wrote_them(arguments: str) -> None:
+    call = CALL | {"function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    turn = adapted(message, objects=True)
+    assert turn["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_arguments_without_text_are_none() -> None:
+    call = CALL | {"function": {"name": "f", "arguments": ""}}
+    turn = adapted({"role": "assistant", "tool_calls": [call]}, objects=True)
+    assert turn["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_a_calling_turn_gets_content_only_where_it_must() -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert adapted(message)["content"] is None
+    assert adapted(message, content=True)["content"] == ""
+
+
+def test_empty_lists_of_calls_are_left_out() -> None:
+    assert adapted({"role": "assistant", "content": "x", "tool_calls": []}) == {
+        "role": "assistant",
+        "content": "x",
+    }
+    assert "tool_calls" not in adapted({"role": "assistant", "content": "x", "tool_calls": None})
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user"}, 5, None, [5], ["hi"]])
+def test_what_is_no_conversation_is_refused(messages: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"a list of messages|is a dict with a role"):
+        TemplateDialect(python_template).adapt(messages)
+
+
+def test_a_template_is_asked_once_and_only_for_what_is_there() -> None:
+    rendered: list[Any] = []
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        rendered.append(messages)
+        return python_template(messages, objects=True)
+
+    dialect = TemplateDialect(render)
+    plain = [{"role": "user", "content": str(datetime(2026, 1, 1))}]
+    assert dialect.adapt(plain) == plain
+    assert rendered == []
+    for _ in range(3):
+        dialect.adapt([{"role": "assistant", "tool_calls": [CALL]}])
+    assert len(rendered) == 1
