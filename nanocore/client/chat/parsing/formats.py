@@ -1,0 +1,178 @@
+"""The formats by name, which of them a model's chat template speaks, and parsers made of them.
+
+`TOOL_PARSERS` and `REASONING_PARSERS` may be extended; names are vLLM's where it has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+from nanocore.client.chat.parsing.deepseek_v3 import DeepseekV3Parser
+from nanocore.client.chat.parsing.harmony import HarmonyParser
+from nanocore.client.chat.parsing.hermes import HermesParser
+from nanocore.client.chat.parsing.llama3_json import Llama3JsonParser
+from nanocore.client.chat.parsing.mistral import MistralParser
+from nanocore.client.chat.parsing.parser import OutputParser
+from nanocore.client.chat.parsing.pythonic import PythonicParser
+from nanocore.client.chat.parsing.qwen3_coder import Qwen3CoderParser
+from nanocore.client.chat.parsing.reasoning import (
+    MistralThinkParser,
+    PlainTextParser,
+    ThinkParser,
+)
+from nanocore.client.chat.parsing.tool_parser import NewId
+from nanocore.client.chat.tools import Tool
+from nanocore.protocol.errors import InvalidRequestError
+
+T = TypeVar("T")
+
+
+class Formats(msgspec.Struct, frozen=True):
+    """How a model writes tool calls and reasoning; None: not at all, so all is text."""
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+
+class ToolFormat(Protocol):
+    """Makes a parser of text and calls, as ToolParser's classes do. marks: all of the format."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that the parser must see even if they are special tokens."""
+        ...
+
+    def __call__(self, tools: Sequence[Tool], index: int, new_id: NewId | None) -> OutputParser:
+        """A parser of one sample."""
+        ...
+
+
+class ReasoningFormat(Protocol):
+    """Makes a parser of reasoning around one of the rest, as ThinkParser does. marks: likewise."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that the parser must see even if they are special tokens."""
+        ...
+
+    def __call__(self, inner: OutputParser, in_reasoning: bool, index: int) -> OutputParser:
+        """A parser of one sample."""
+        ...
+
+
+class _HarmonyReasoning:
+    """Harmony's messages are of all kinds: its parser stands alone."""
+
+    marks = HarmonyParser.marks
+
+    def __call__(self, inner: OutputParser, in_reasoning: bool, index: int) -> OutputParser:
+        return inner if isinstance(inner, HarmonyParser) else HarmonyParser(index=index)
+
+
+TOOL_PARSERS: Final[dict[str, ToolFormat]] = {
+    "deepseek_v3": DeepseekV3Parser,
+    "deepseek_v31": DeepseekV3Parser,
+    "harmony": HarmonyParser,
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+    "qwen3_coder": Qwen3CoderParser,
+}
+REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
+    "deepseek_r1": ThinkParser,
+    "harmony": _HarmonyReasoning(),
+    "mistral": MistralThinkParser,
+    "qwen3": ThinkParser,
+}
+
+
+def make_parser(
+    formats: Formats,
+    tools: Sequence[Tool],
+    *,
+    in_reasoning: bool = False,
+    index: int = 0,
+    new_id: NewId | None = None,
+) -> OutputParser:
+    """A parser of one sample's text. Without tools, calls are not looked for.
+
+    in_reasoning: the prompt ends within the reasoning. index: the sample's. new_id: makes ids of
+    calls; None: as the format wants them.
+
+    Raises:
+        InvalidRequestError: there is no such format.
+    """
+    inner: OutputParser = PlainTextParser(index)
+    if formats.tools is not None:
+        tool_format = _known(TOOL_PARSERS, formats.tools, "tool calls")
+        if tools:
+            inner = tool_format(tools, index, new_id)
+    return wrap_in_reasoning(formats, inner, in_reasoning=in_reasoning, index=index)
+
+
+def wrap_in_reasoning(
+    formats: Formats, inner: OutputParser, *, in_reasoning: bool = False, index: int = 0
+) -> OutputParser:
+    """The parser with the formats' reasoning before it, if they have any.
+
+    Raises:
+        InvalidRequestError: there is no such format.
+    """
+    if formats.reasoning is None:
+        return inner
+    return _known(REASONING_PARSERS, formats.reasoning, "reasoning")(inner, in_reasoning, index)
+
+
+def marks_of(formats: Formats, has_tools: bool = True) -> frozenset[str]:
+    """The texts that the formats' parsers must see even if they are special tokens.
+
+    Raises:
+        InvalidRequestError: there is no such format.
+    """
+    marks: set[str] = set()
+    if formats.tools is not None and has_tools:
+        marks.update(_known(TOOL_PARSERS, formats.tools, "tool calls").marks)
+    if formats.reasoning is not None:
+        marks.update(_known(REASONING_PARSERS, formats.reasoning, "reasoning").marks)
+    return frozenset(marks)
+
+
+def _known(parsers: Mapping[str, T], name: str, what: str) -> T:
+    parser = parsers.get(name)
+    if parser is None:
+        raise InvalidRequestError(
+            f"no parser of {what} is called {name!r}; there are: {', '.join(sorted(parsers))}"
+        )
+    return parser
+
+
+def detect_formats(template_text: str | None) -> Formats:
+    """The formats whose marks a chat template's source mentions."""
+    source = template_text or ""
+    if "<|channel|>" in source:
+        return Formats("harmony", "harmony")
+    tools = next((name for name, marks in _TOOL_SIGNS if all(m in source for m in marks)), None)
+    if tools == "hermes" and "<arg_key>" in source:  # GLM's, which has these tags in common
+        tools = None
+    reasoning = None
+    if "</think>" in source or "<think>" in source:
+        reasoning = "deepseek_r1" if "<\uff5cAssistant\uff5c>" in source else "qwen3"
+    elif "[THINK]" in source:
+        reasoning = "mistral"
+    return Formats(tools, reasoning)
+
+
+_TOOL_SIGNS: Final = (
+    ("deepseek_v3", ("<\uff5ctool\u2581calls\u2581begin\uff5c>",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("hermes", ("<tool_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("pythonic", ("<|python_start|>",)),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("llama3_json", ('"name"', '"parameters"', "<|start_header_id|>")),
+)
+"""What a template mentions whose model speaks the format; the first that fits counts."""

@@ -1,0 +1,87 @@
+"""Harmony (gpt-oss): messages on channels, for reasoning, text and calls."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar, Final
+
+from nanocore.client.chat.events import Reasoning, Text
+from nanocore.client.chat.parsing.marks import Marks
+from nanocore.client.chat.parsing.reading import Steps
+from nanocore.client.chat.parsing.tool_parser import ToolParser
+
+_HEADER: Final = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+_HEADER_MARKS: Final = Marks((*_HEADER, *_ENDS))
+_BODY_ENDS: Final = Marks(("<|start|>", "<|channel|>", *_ENDS))
+_RECIPIENT: Final = re.compile(r"\bto=(\S+)")
+
+
+class HarmonyParser(ToolParser):
+    """A header, <|message|>, and a body up to <|end|>, <|call|>, <|return|> or the next header.
+
+    A message to a recipient is a call (functions.NAME is called NAME), on whatever channel; the
+    analysis channel is reasoning, every other one text. Messages of one kind are joined by a line
+    break. A text without a header is text. A header without a body says nothing, and is dropped.
+    """
+
+    marks: ClassVar[tuple[str, ...]] = (*_HEADER, *_ENDS)
+
+    def block(self, opener: str) -> Steps[None]:
+        """Reads one message."""
+        self._held = None
+        if opener:
+            header = yield from self._header()
+            if header is None:
+                return
+        else:
+            header = {"role": "", "channel": "", "constrain": ""}
+        recipient = _RECIPIENT.search(header["role"]) or _RECIPIENT.search(header["channel"])
+        if recipient:
+            self.begin(recipient[1].removeprefix("functions."))
+            mark = yield from self.before(_BODY_ENDS, self.add)
+        else:
+            kind = Reasoning if header["channel"].split()[:1] == ["analysis"] else Text
+            is_empty = yield from self.sees("<|start|>", "<|channel|>", *_ENDS)
+            if not is_empty and (yield from self.fill(1)):
+                self._join(kind)
+            mark = yield from self.before(
+                _BODY_ENDS, lambda text: self._out.append(kind(text, self._index)), kind
+            )
+        if mark in _ENDS:
+            yield from self.accept(mark)
+
+    def run(self) -> Steps[None]:
+        """Reads messages. The prompt ends within the first one's header."""
+        self._spoken: set[type] = set()
+        while True:
+            self.hold()
+            yield from self.space()
+            is_header = (yield from self.sees("to=", *self.marks)) is not None
+            if not (yield from self.fill(1)):
+                return
+            held, self._held = self._held or [], None
+            if not is_header:
+                self._text = "".join(held) + self._text[self._at :]
+                self._at = 0
+            yield from self.block("<|" if is_header else "")
+
+    def _join(self, kind: type[Text] | type[Reasoning]) -> None:
+        """A message that says something of this kind begins."""
+        if kind in self._spoken:
+            self._out.append(kind("\n", self._index))
+        self._spoken.add(kind)
+
+    def _header(self) -> Steps[dict[str, str] | None]:
+        """What stands before <|message|>, by its part; None if the text, or the message, ends."""
+        part = "role"
+        parts: dict[str, list[str]] = {"role": [], "channel": [], "constrain": []}
+        while True:
+            mark = yield from self.until(_HEADER_MARKS, parts[part].append)
+            if mark == "<|message|>":
+                return {name: "".join(pieces) for name, pieces in parts.items()}
+            if mark is None or mark in _ENDS:
+                return None
+            if mark == "<|start|>":
+                parts = {"role": [], "channel": [], "constrain": []}
+            part = {"<|channel|>": "channel", "<|constrain|>": "constrain"}.get(mark, "role")

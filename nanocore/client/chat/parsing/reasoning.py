@@ -1,0 +1,105 @@
+"""Reasoning between tags at the beginning of a text, and what parses the rest."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from nanocore.client.chat.events import Reasoning, Text
+from nanocore.client.chat.parsing.marks import Marks
+from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
+from nanocore.client.chat.parsing.reading import ReadingParser, Steps
+
+_LINE_BREAKS: Final = "\n\r"
+_TURNS: Final = ("<|", "<\uff5c", "[/INST]", "<start_of_turn>", "<end_of_turn>", "</s>")
+"""What the marks of turns look like, in the families' templates."""
+
+
+class PlainTextParser:
+    """All is text."""
+
+    def __init__(self, index: int = 0) -> None:
+        self._index = index
+
+    def feed(self, delta: str) -> list[ParsedEvent]:
+        """The text."""
+        return [Text(delta, self._index)] if delta else []
+
+    def finish(self) -> list[ParsedEvent]:
+        """Nothing."""
+        return []
+
+
+class ThinkParser(ReadingParser):
+    """<think>, reasoning, </think>, and the rest, which `inner` parses. For Qwen3, DeepSeek-R1.
+
+    The text may begin with <think>, after white space, or within the reasoning if the prompt opened
+    it (in_reasoning; the tag may come again then). If it does neither, all of it is the inner
+    parser's, tags included; a later </think> is text. In the reasoning other marks are text. If the
+    text ends in it, all was reasoning. Line breaks around the reasoning and before the rest are
+    dropped.
+    """
+
+    marks: ClassVar[tuple[str, ...]] = ("<think>", "</think>")
+
+    def __init__(self, inner: OutputParser, in_reasoning: bool = False, index: int = 0) -> None:
+        super().__init__(index)
+        self._inner = inner
+        self._in_reasoning = in_reasoning
+        self._is_over = False
+
+    def feed(self, delta: str) -> list[ParsedEvent]:
+        """The events that this piece of text completes."""
+        return self._inner.feed(delta) if self._is_over else super().feed(delta)
+
+    def finish(self) -> list[ParsedEvent]:
+        """What was held back, here or by the inner parser."""
+        events = [] if self._is_over else super().finish()
+        return events + self._inner.finish()
+
+    def run(self) -> Steps[None]:
+        """Reads the reasoning, and hands over."""
+        begin, end = self.marks
+        self._held = []
+        yield from self.space()
+        if (yield from self.accept(begin)) or self._in_reasoning:
+            rest = "" if self._held and begin in self._held else "".join(self._held).lstrip("\n\r")
+            self._held = None
+            if not rest:
+                yield from self._line_breaks()
+            self._think(rest)
+            yield from self.until(Marks((end,)), self._think, Reasoning)
+            yield from self._line_breaks()
+        rest = "".join(self._held or ()) + self.take(len(self._text))
+        self._is_over = True
+        self._held = None
+        if rest:
+            self._out += self._inner.feed(rest)
+
+    def _line_breaks(self) -> Steps[None]:
+        while (yield from self.accept("\n", "\r")):
+            pass
+
+    def _think(self, text: str) -> None:
+        text = self.without_trailing(text, _LINE_BREAKS)
+        if text:
+            self._out.append(Reasoning(text, self._index))
+
+
+class MistralThinkParser(ThinkParser):
+    """The same with Mistral's tags."""
+
+    marks: ClassVar[tuple[str, ...]] = ("[THINK]", "[/THINK]")
+
+
+def prompt_opens_reasoning(prompt_text: str) -> bool:
+    """Whether an answer to this rendered prompt begins within the reasoning.
+
+    That is, a tag in the prompt opens it, none closes it, and no turn begins in between: users
+    may write of tags, too.
+    """
+    for begin, end in (ThinkParser.marks, MistralThinkParser.marks):
+        start = prompt_text.rfind(begin)
+        after = prompt_text[start + len(begin) :]
+        if start >= 0 and not any(mark in after for mark in (end, *_TURNS)):
+            return True
+    return False

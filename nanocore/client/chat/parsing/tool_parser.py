@@ -1,0 +1,186 @@
+"""What parsers of tool calls share: text around calls, ids, and calls written as JSON objects.
+
+What turns out to be no call before its name is known is text, character for character. A call once
+begun stays one; what of its block is not understood then is part of its arguments until the block
+or the text ends, and what follows a complete call is text again. White space between text and a
+call, and after a call, is dropped. Half a call at the text's end stays half a call.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Final, TypeAlias
+
+from nanocore.client.chat.events import Text, ToolArguments, ToolBegin
+from nanocore.client.chat.parsing.json_reading import JsonReadingParser
+from nanocore.client.chat.parsing.marks import SPACE, Marks
+from nanocore.client.chat.parsing.reading import Steps, ignore
+from nanocore.client.chat.tools import Tool
+
+NewId: TypeAlias = Callable[[], str]
+ARGUMENT_KEYS: Final = ("arguments", "parameters")
+_CALL_KEYS: Final = frozenset({"name", "id", "type", "function", *ARGUMENT_KEYS})
+
+
+def make_call_id() -> str:
+    """An id for a call, as OpenAI's look."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+class ToolParser(JsonReadingParser):
+    """A parser of text and tool calls.
+
+    Args:
+        tools: those of the request. index: the sample's. new_id: makes the ids of calls that the
+            model gave none.
+
+    marks: all marks of the format; where they are special tokens, the text must keep those.
+    openers: marks that may begin a block of calls. is_bare: a call without a mark may begin the
+    text.
+    """
+
+    marks: ClassVar[tuple[str, ...]] = ()
+    openers: ClassVar[Marks] = Marks(())
+    is_bare: ClassVar[bool] = False
+
+    def __init__(
+        self, tools: Sequence[Tool] = (), index: int = 0, new_id: NewId | None = None
+    ) -> None:
+        super().__init__(index)
+        self._tools = {tool.name: tool for tool in tools}
+        self._new_id = new_id or self.default_id
+        self._num_calls = 0
+
+    def default_id(self) -> str:
+        """An id for a call, if the caller makes none."""
+        return make_call_id()
+
+    @abstractmethod
+    def block(self, opener: str) -> Steps[None]:
+        """Reads what follows an opener (or begins the text, if is_bare), calls with `begin`.
+
+        All that was read since `hold` is text if `begin` was not called when this returns.
+        """
+
+    def run(self) -> Steps[None]:
+        """Text and blocks in turn."""
+        opener = "" if self.is_bare else (yield from self.until(self.openers, self.say, Text))
+        while opener is not None:
+            self.hold(opener)
+            yield from self.block(opener)
+            if not self._release():
+                yield from self.space()
+            opener = yield from self.until(self.openers, self.say, Text)
+        self.emit_text("".join(self._trailing))
+
+    def say(self, text: str) -> None:
+        """More text; white space at its end waits until it is known not to precede a call."""
+        self.emit_text(self.without_trailing(text, SPACE))
+
+    def emit_text(self, text: str) -> None:
+        """A piece of text, if it is not empty."""
+        if text:
+            self._out.append(Text(text, self._index))
+
+    def hold(self, opener: str = "") -> None:
+        """From here on what is read is text again, unless a call begins."""
+        self._held = [opener]
+
+    def _release(self) -> bool:
+        """Whether there was something held, which is text now."""
+        text = "".join(self._held or ())
+        self._held = None
+        if text:
+            self.say(text)
+        return bool(text)
+
+    def begin(self, name: str, call_id: str | None = None) -> None:
+        """A call begins."""
+        self._held = None
+        self._trailing.clear()
+        call_id = call_id or self._new_id()
+        self._out.append(ToolBegin(self._num_calls, call_id, name, self._index))
+        self._num_calls += 1
+
+    def add(self, arguments: str) -> None:
+        """More arguments of the call that has begun."""
+        if arguments:
+            self._out.append(ToolArguments(self._num_calls - 1, arguments, self._index))
+
+    def call_array(self) -> Steps[None]:
+        """Reads calls up to the end of a JSON array whose bracket was read."""
+        while (yield from self.call_object()):
+            yield from self.space()
+            if not (yield from self.accept(",")):
+                yield from self.accept("]")
+                return
+            yield from self.space()
+            if (yield from self.accept("]")):
+                return
+            self.hold(",")
+
+    def call_object(self, must_be_known: bool = False) -> Steps[bool]:
+        """Reads {"name": ..., "arguments" or "parameters": ...}; whether it was a call.
+
+        Arguments that come before the name wait for it; an "id" counts if it comes before the
+        arguments. Arguments written as a string are what it says, and null is none at all.
+        must_be_known: it is a call only if it has nothing but a call's keys, with arguments, and a
+        tool of this name exists.
+        """
+        yield from self.space()
+        if not (yield from self.accept("{")):
+            return False
+        words: dict[str, str] = {}
+        early: list[str] | None = None
+        is_begun = False
+        separator: str | None = ","
+        while separator == ",":
+            key = yield from self._key()
+            if key is None or (must_be_known and not is_begun and key not in _CALL_KEYS):
+                return is_begun
+            if key in ("name", "id") and (yield from self.sees('"')):
+                word = yield from self.word()
+                if word is None or (
+                    must_be_known and not is_begun and key == "name" and word not in self._tools
+                ):
+                    return is_begun
+                words.setdefault(key, word)
+            elif key not in ARGUMENT_KEYS or is_begun or early is not None:
+                yield from self.json_value(ignore)
+            elif words.get("name"):
+                self.begin(words["name"], words.get("id"))
+                is_begun = True
+                yield from self._arguments(self.add)
+            else:
+                early = []
+                yield from self._arguments(early.append)
+            yield from self.space()
+            separator = yield from self.accept(",", "}")
+        if separator is None or is_begun:
+            return is_begun
+        if not words.get("name") or (must_be_known and early is None):
+            return False
+        self.begin(words["name"], words.get("id"))
+        self.add("".join(early or ()))
+        return True
+
+    def _key(self) -> Steps[str | None]:
+        """Reads a key and its colon."""
+        yield from self.space()
+        key = yield from self.word()
+        yield from self.space()
+        if key is None or not (yield from self.accept(":")):
+            return None
+        yield from self.space()
+        return key
+
+    def _arguments(self, sink: Callable[[str], object]) -> Steps[None]:
+        """Reads a call's arguments."""
+        if (yield from self.sees('"')):
+            yield from self.json_text(sink)
+        elif (yield from self.sees("n")):
+            yield from self.json_value(ignore)
+        else:
+            yield from self.json_value(sink)

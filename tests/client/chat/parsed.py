@@ -1,0 +1,73 @@
+"""What a parser made of a text, in the few words that tests compare."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
+from nanocore.client.chat.parsing.formats import Formats, make_parser
+from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
+from nanocore.client.chat.tools import Tool, read_tools
+
+Joined = list[tuple[str, ...]]
+"""("text", ...), ("reasoning", ...) and ("call", name, arguments), in order."""
+
+TYPES = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "exact": {"type": "boolean"},
+    "scale": {"type": "number"},
+    "filter": {"type": "object"},
+    "tags": {"type": "array"},
+    "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "limit": {"type": ["integer", "null"]},
+    "place": {"$ref": "#/$defs/Place"},
+}
+TOOLS: list[Tool] = read_tools(
+    {"type": "function", "function": {"name": name, "parameters": parameters}}
+    for name, parameters in (
+        (
+            "get_weather",
+            {"type": "object", "properties": TYPES, "$defs": {"Place": {"type": "object"}}},
+        ),
+        ("search", {"type": "object", "properties": {"query": {"type": "string"}}}),
+        ("now", None),
+    )
+)
+
+
+def parser_of(tools: str | None, reasoning: str | None = None, **options: bool) -> OutputParser:
+    """A parser for TOOLS, with ids c0, c1, ..."""
+    ids = itertools.count()
+    return make_parser(Formats(tools, reasoning), TOOLS, new_id=lambda: f"c{next(ids)}", **options)
+
+
+def events_of(parser: OutputParser, pieces: Iterable[str]) -> list[ParsedEvent]:
+    """All events."""
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    return events + parser.finish()
+
+
+def joined(events: Iterable[ParsedEvent]) -> Joined:
+    """Neighbours of one kind joined. Every delta is checked not to be empty, every call's number
+    to be its place."""
+    said: Joined = []
+    num_calls = 0
+    for event in events:
+        if isinstance(event, ToolBegin):
+            assert event.tool_index == num_calls
+            num_calls += 1
+            said.append(("call", event.name, ""))
+            continue
+        assert event.delta
+        if isinstance(event, ToolArguments):
+            assert event.tool_index == num_calls - 1
+            said[-1] = (*said[-1][:2], said[-1][2] + event.delta)
+            continue
+        kind = {Text: "text", Reasoning: "reasoning"}[type(event)]
+        if said and said[-1][0] == kind:
+            said[-1] = (kind, said[-1][1] + event.delta)
+        else:
+            said.append((kind, event.delta))
+    return said

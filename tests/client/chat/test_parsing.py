@@ -1,0 +1,94 @@
+"""Parsers of tool calls and reasoning: recorded shapes, whole and at any split."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanocore.client.chat.parsing.parser import OutputParser
+from tests.campaign import examples
+from tests.client.chat.parsed import events_of, joined, parser_of
+from tests.client.chat.shapes import SHAPES, Shape
+
+PROPERTY = settings(max_examples=examples(300), deadline=None, derandomize=True)
+BY_NAME = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.tools}-{s.name}")
+FORMATS = sorted({(s.tools, s.reasoning) for s in SHAPES}, key=str)
+WORDS = sorted(
+    {"<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "now", ">", "\n", " "}
+    | {"<parameter=", "x", "</parameter>", "</function>", "<|python_tag|>", "[TOOL_CALLS]", "["}
+    | {"]", "{", "}", '"', '"name"', ":", '"now"', ",", '"arguments"', "\\", "\\u00e9", "'", "("}
+    | {")", "=", "1", "<|channel|>", "analysis", "<|message|>", "<|end|>", "to=", "<", "[ARGS]"}
+    | {"\\ud83d", "\\ude00", '{"name": "now", "arguments": ', "[now(", "null", ";", '"id"'}
+)
+
+
+def parser_for(shape: Shape) -> OutputParser:
+    return parser_of(shape.tools, shape.reasoning, in_reasoning=shape.in_reasoning)
+
+
+@BY_NAME
+def test_a_recorded_shape_says_what_it_says(shape: Shape) -> None:
+    assert joined(events_of(parser_for(shape), [shape.text])) == shape.said
+
+
+@BY_NAME
+def test_a_recorded_shape_says_the_same_wherever_it_is_cut_in_two(shape: Shape) -> None:
+    for cut in range(len(shape.text) + 1):
+        pieces = [shape.text[:cut], shape.text[cut:]]
+        assert joined(events_of(parser_for(shape), pieces)) == shape.said, cut
+
+
+@BY_NAME
+def test_a_recorded_shape_says_the_same_character_by_character(shape: Shape) -> None:
+    assert joined(events_of(parser_for(shape), shape.text)) == shape.said
+
+
+@BY_NAME
+def test_what_is_cut_off_anywhere_says_the_same_in_one_piece_and_in_many(shape: Shape) -> None:
+    for end in range(len(shape.text)):
+        whole = joined(events_of(parser_for(shape), [shape.text[:end]]))
+        assert joined(events_of(parser_for(shape), shape.text[:end])) == whole, end
+
+
+@BY_NAME
+def test_arguments_of_complete_calls_are_json(shape: Shape) -> None:
+    if any(word in shape.name for word in ("unfinished", "truncated", "as a string")):
+        return
+    for said in shape.said:
+        if said[0] == "call" and said[2]:
+            assert isinstance(json.loads(said[2]), dict)
+
+
+@PROPERTY
+@given(st.data())
+def test_any_text_says_the_same_at_any_split(data: st.DataObject) -> None:
+    tools, reasoning = data.draw(st.sampled_from(FORMATS))
+    opened = data.draw(st.booleans())
+    words = data.draw(st.lists(st.sampled_from(WORDS) | st.text(max_size=3), max_size=30))
+    text = "".join(words)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = joined(events_of(parser_of(tools, reasoning, in_reasoning=opened), [text]))
+    for split in (pieces, list(text)):
+        assert joined(events_of(parser_of(tools, reasoning, in_reasoning=opened), split)) == whole
+
+
+@PROPERTY
+@given(st.text(alphabet="a<tool_cl>[ \n{"), st.sampled_from(["hermes", "mistral", "qwen3_coder"]))
+def test_text_without_a_call_loses_nothing(text: str, tools: str) -> None:
+    assert joined(events_of(parser_of(tools), [text])) == ([("text", text)] if text else [])
+
+
+def test_text_is_shown_as_soon_as_it_cannot_be_a_mark() -> None:
+    parser = parser_of("hermes")
+    shown = [[e.delta for e in parser.feed(t) if hasattr(e, "delta")] for t in ("a", "<to", "p \n")]
+    assert shown == [["a"], [], ["<top"]]
+
+
+def test_arguments_are_streamed_as_they_come() -> None:
+    parser = parser_of("hermes")
+    assert len(parser.feed('<tool_call>{"name": "now", "arguments": {"a')) == 2
+    assert [e.delta for e in parser.feed('b": "c') if hasattr(e, "delta")] == ['b": "c']
