@@ -10,10 +10,11 @@ import json
 from collections.abc import Collection, Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import tokenizers
 
+from nanocore.client.chat.conversation import TemplateDialect
 from nanocore.client.chat.guarded_text import TokenGuard
 from nanocore.client.chat.messages import ChatMessage as ChatMessage
 from nanocore.client.chat.template import ChatTemplate
@@ -167,6 +168,17 @@ class Tokenizer:
         """The chat template's source, or None if the model has none; of two, the one for tools."""
         template = self._templates.get("tool_use") or self._templates.get("default")
         return None if template is None else template.text
+
+    @cached_property
+    def template_dialect(self) -> TemplateDialect:
+        """What the chat template takes; it is asked when a conversation needs to know."""
+        return TemplateDialect(lambda messages: self.render_chat(cast("Any", messages)))
+
+    @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of special tokens."""
+        added = self.backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
 
     def render_chat(
         self,

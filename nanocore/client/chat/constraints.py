@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
+from nanocore.client.chat.parsing.formats import REASONING_PARSERS, Formats
 from nanocore.client.chat.tool_choice import ToolChoice, arguments_schema, calls_schema
 from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError, shorten
@@ -80,13 +81,24 @@ def constraint(
 
 
 def with_reasoning(
-    wanted: StructuredOutputsParams, in_reasoning: bool, thinks: bool
+    wanted: StructuredOutputsParams, formats: Formats, in_reasoning: bool
 ) -> StructuredOutputsParams:
-    """Let the model think first. in_reasoning: the prompt has begun it. thinks: the model may."""
-    if wanted.reasoning is not None or not thinks or wanted.structural_tag is not None:
+    """Let a model that thinks do so first. in_reasoning: the prompt has begun it.
+
+    Raises:
+        InvalidRequestError: its reasoning is more than a text between two marks.
+    """
+    if formats.reasoning is None or wanted.reasoning or wanted.structural_tag is not None:
         return wanted
-    begin = "" if in_reasoning else "<think>"
-    return replace(wanted, reasoning=ReasoningMarks(begin=begin, end="</think>"))
+    marks = REASONING_PARSERS[formats.reasoning].marks
+    if len(marks) != 2:
+        raise InvalidRequestError(
+            f"the model's form of answers ({formats.reasoning}) cannot be held to a grammar: leave "
+            "out response_format, structured_outputs and a forced tool_choice"
+        )
+    begin, end = marks
+    reasoning = ReasoningMarks(begin="" if in_reasoning else begin, end=end)
+    return replace(wanted, reasoning=reasoning)
 
 
 def _hermes_calls(tools: list[Tool]) -> dict[str, Any]:

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypedDict, cast
 
-import msgspec
 from msgspec.structs import replace
 
 from nanocore.client.chat.constraints import constraint, read_response_format, with_reasoning
-from nanocore.client.chat.parsing.factory import (
+from nanocore.client.chat.messages import ChatMessage
+from nanocore.client.chat.parsing.forced import NamedToolParser, RequiredToolsParser
+from nanocore.client.chat.parsing.formats import (
     Formats,
     detect_formats,
     make_parser,
-    prompt_opens_reasoning,
+    marks_of,
+    wrap_in_reasoning,
 )
 from nanocore.client.chat.parsing.parser import OutputParser
-from nanocore.client.chat.template import DEFAULT_TEMPLATE_KWARGS
+from nanocore.client.chat.parsing.reasoning import prompt_opens_reasoning
+from nanocore.client.chat.parsing.special_text import SpecialTextFilter
+from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
 from nanocore.client.chat.tool_choice import ToolChoice, read_tool_choice
 from nanocore.client.chat.tools import Tool, read_tools
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.structured_outputs import StructuredOutputsParams
 
-_TAIL_TOKENS: Final = 16
+_TAIL_TOKENS: Final = 32
 """An open mark stands at the very end of a generation prompt."""
 
 
@@ -36,9 +40,10 @@ class ChatOptions(TypedDict, total=False):
     "required" or {"type": "function", "function": {"name": ...}}. parallel_tool_calls: more than
     one call may be forced; True. response_format: see `constraints`. chat_template_kwargs: for the
     template; names must be in allowed_template_kwargs, by default DEFAULT_TEMPLATE_KWARGS.
-    add_generation_prompt: begin the answer; True. continue_final_message: the answer goes on where
-    the last message ends. tool_parser, reasoning_parser: how the model writes such things; "auto",
-    the default, asks its template, None takes all for text.
+    add_generation_prompt: begin the answer; done unless the last message is continued.
+    continue_final_message: the answer goes on where the last message ends. tool_parser,
+    reasoning_parser: how the model writes such things; "auto", the default, asks its template, None
+    takes all for text.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -47,7 +52,7 @@ class ChatOptions(TypedDict, total=False):
     response_format: Any
     chat_template_kwargs: Mapping[str, Any] | None
     allowed_template_kwargs: Collection[str]
-    add_generation_prompt: bool
+    add_generation_prompt: bool | None
     continue_final_message: bool
     tool_parser: str | None
     reasoning_parser: str | None
@@ -82,14 +87,45 @@ def prepare_chat(
         tools = []
     token_ids = _encode(messages, tools, options, tokenizer)
     formats = _formats(options, tokenizer)
-    in_reasoning = formats.reasoning is not None and prompt_opens_reasoning(
-        tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False)
+    in_reasoning = formats.reasoning is not None and _ends_in_reasoning(
+        token_ids, options, tokenizer
     )
     form = _form(tools, choice, options, params, formats)
     if form is not None:
-        form = with_reasoning(form, in_reasoning, formats.reasoning is not None)
-        params = replace(params, structured_outputs=form)
-    ...
+        params = replace(params, structured_outputs=with_reasoning(form, formats, in_reasoning))
+    special = tokenizer.special_texts
+    marks = marks_of(formats, has_tools=bool(tools))
+    dropped: Collection[str] = ()
+    if params.skip_special_tokens and not marks.isdisjoint(special):
+        params = replace(params, skip_special_tokens=False)
+        dropped = special - marks
+
+    def new_parser(index: int) -> OutputParser:
+        parser = _parser(formats, tools, choice, in_reasoning, index)
+        return SpecialTextFilter(parser, dropped) if dropped else parser
+
+    return PreparedChat(array("i", token_ids), params, new_parser)
+
+
+def _parser(
+    formats: Formats, tools: Sequence[Tool], choice: ToolChoice, in_reasoning: bool, index: int
+) -> OutputParser:
+    """Of a sample: a forced answer is in its grammar's form, and not in the model's own."""
+    forced: OutputParser | None = None
+    if choice.tool is not None:
+        forced = NamedToolParser(choice.tool.name, index)
+    elif choice.mode == "required":
+        forced = RequiredToolsParser(tools, index)
+    if forced is not None:
+        return wrap_in_reasoning(formats, forced, in_reasoning=in_reasoning, index=index)
+    return make_parser(formats, tools, in_reasoning=in_reasoning, index=index)
+
+
+def _ends_in_reasoning(token_ids: list[int], options: ChatOptions, tokenizer: Tokenizer) -> bool:
+    tail = token_ids
+    if not options.get("continue_final_message"):
+        tail = token_ids[-_TAIL_TOKENS:]
+    return prompt_opens_reasoning(tokenizer.decode(tail, skip_special_tokens=False))
 
 
 def _encode(
@@ -98,14 +134,13 @@ def _encode(
     options: ChatOptions,
     tokenizer: Tokenizer,
 ) -> list[int]:
-    goes_on = options.get("continue_final_message", False)
     return tokenizer.encode_chat(
-        tokenizer.template_dialect.adapt(messages),
-        options.get("add_generation_prompt", True) and not goes_on,
+        cast("list[ChatMessage]", tokenizer.template_dialect.adapt(messages)),
+        options.get("add_generation_prompt"),
         tools=[tool.source for tool in tools] or None,
         chat_template_kwargs=options.get("chat_template_kwargs"),
         allowed_template_kwargs=options.get("allowed_template_kwargs", DEFAULT_TEMPLATE_KWARGS),
-        continue_final_message=goes_on,
+        continue_final_message=options.get("continue_final_message", False),
     )
 
 

@@ -95,7 +95,7 @@ def after_reasoning(text: str, marks: ReasoningMarks, vocabulary: Vocabulary) ->
     special = _special_prefix(marks.end, vocabulary)
     if special is not None:
         token, rest = special
-        thoughts = f"(ended | TEXT <[{token}]> {_literal(rest) if rest else ''})"
+        thoughts = f"(ended | TEXT <[{token}]> {_sequence(rest, vocabulary)})"
     lark = [
         f"start: {_sequence(marks.begin, vocabulary)} {thoughts} LINES? @form"
         + (" | @form" if marks.begin else ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from nanocore.client.chat.events import (
     Usage,
 )
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.protocol.codec import pack_float32, pack_int32, pack_uint32, unpack_int32
+from nanocore.protocol.codec import pack_int32, unpack_int32
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import Event, Submit, TokenLogprobs
 from nanocore.protocol.structured_outputs import ReasoningMarks
@@ -62,7 +63,11 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def asked(
-    engine: FakeEngine, client: AsyncEngineClient, *texts: str, end: Event | None = None, **chat: Any
+    engine: FakeEngine,
+    client: AsyncEngineClient,
+    *texts: str,
+    end: Event | None = None,
+    **chat: Any,
 ) -> tuple[Submit, list[ChatEvent]]:
     """What was sent for a chat, and the events of an answer that comes in these pieces."""
     tokenizer = await client.get_tokenizer()
@@ -151,7 +156,9 @@ def test_parsers_can_be_named_and_left_out(endpoint: str, thinker: Path) -> None
     async def scenario() -> None:
         async with connected(endpoint, tokenizer=thinker) as (engine, client):
             options: Any = {"tool_parser": None, "reasoning_parser": None}
-            _, events = await asked(engine, client, f"<think>a</think>{CALL}", tools=TOOLS, **options)
+            _, events = await asked(
+                engine, client, f"<think>a</think>{CALL}", tools=TOOLS, **options
+            )
             assert joined(events)[1:-1] == [Text(f"<think>a</think>{CALL}")]
             with pytest.raises(InvalidRequestError, match="'nope'"):
                 await anext(client.chat([USER], tools=TOOLS, tool_parser="nope"))
@@ -256,23 +263,26 @@ def test_several_samples_are_parsed_apart(endpoint: str, thinker: Path) -> None:
 def test_logprobs_come_with_their_tokens(endpoint: str, tokenizer_folder: Path) -> None:
     async def scenario() -> None:
         async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
-            events: list[ChatEvent] = []
+            chat = client.chat([USER], SamplingParams(logprobs=0))
 
-            async def read() -> None:
-                async for event in client.chat([USER], SamplingParams(logprobs=0)):
-                    events.append(event)
+            async def read() -> list[ChatEvent]:
+                return [event async for event in chat]
 
             reading = asyncio.create_task(read())
             await engine.accept()
             for token, logprob in ((65, -0.5), (66, -1.0)):
                 columns = TokenLogprobs(
-                    handles=pack_int32([1]), token_ids=pack_int32([token]),
-                    logprobs=pack_float32([logprob]), ranks=pack_uint32([1]),
+                    handles=pack_int32([1]), ranks=pack_int32([1]), counts=pack_int32([1]),
+                    token_ids=pack_int32([token]), logprobs=array("f", [logprob]).tobytes(),
                 )  # fmt: skip
                 engine.output({1: [token]}, logprobs=columns)
             engine.finish()
-            await reading
-            shown = [one for event in events if isinstance(event, Logprobs) for one in event.tokens]
+            shown = [
+                one
+                for event in await reading
+                if isinstance(event, Logprobs)
+                for one in event.tokens
+            ]
             assert [[*one] for one in shown] == [[65], [66]]
             assert [one[token].logprob for one, token in zip(shown, (65, 66), strict=True)] == [
                 -0.5,

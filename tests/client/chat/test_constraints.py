@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nanocore.client.chat.constraints import constraint, read_response_format, with_reasoning
+from nanocore.client.chat.parsing.formats import Formats
 from nanocore.client.chat.tool_choice import ToolChoice, calls_schema, read_tool_choice
 from nanocore.client.chat.tools import read_tools
 from nanocore.protocol.errors import InvalidRequestError
@@ -98,17 +99,25 @@ def test_an_answer_cannot_be_a_call_or_of_a_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_reasoning", "thinks", "marks"),
+    ("reasoning", "in_reasoning", "marks"),
     [
-        (False, False, None),
-        (False, True, ReasoningMarks(begin="<think>", end="</think>")),
-        (True, True, ReasoningMarks(end="</think>")),
+        (None, False, None),
+        ("qwen3", False, ReasoningMarks(begin="<think>", end="</think>")),
+        ("deepseek_r1", True, ReasoningMarks(end="</think>")),
+        ("mistral", False, ReasoningMarks(begin="[THINK]", end="[/THINK]")),
     ],
 )
-def test_a_model_that_thinks_does_so_before(in_reasoning: bool, thinks: bool, marks: Any) -> None:
-    assert with_reasoning(JSON, in_reasoning, thinks).reasoning == marks
+def test_a_model_that_thinks_does_so_before(reasoning: Any, in_reasoning: bool, marks: Any) -> None:
+    assert with_reasoning(JSON, Formats(reasoning=reasoning), in_reasoning).reasoning == marks
 
 
-def test_free_text_needs_no_reasoning_before_it() -> None:
-    tag = StructuredOutputsParams(structural_tag=TAG)
-    assert with_reasoning(tag, in_reasoning=True, thinks=True) is tag
+def test_what_is_asked_for_is_not_changed() -> None:
+    tag = StructuredOutputsParams(structural_tag=TAG)  # free text, so it needs no reasoning
+    marked = StructuredOutputsParams(json=SCHEMA, reasoning=ReasoningMarks(end="so:"))
+    for wanted in (tag, marked):
+        assert with_reasoning(wanted, Formats(reasoning="qwen3"), True) is wanted
+
+
+def test_a_form_of_many_channels_is_held_to_no_grammar() -> None:
+    with pytest.raises(InvalidRequestError, match="harmony"):
+        with_reasoning(JSON, Formats("harmony", "harmony"), False)
