@@ -141,7 +141,7 @@ def test_a_named_tool_is_called_even_by_no_text() -> None:
     assert joined(events_of(NamedToolParser("now"), [])) == [("call", "now", "")]
 
 
-@PROPERTY
+@settings(PROPERTY, max_examples=examples(60))
 @given(
     st.lists(
         st.tuples(
