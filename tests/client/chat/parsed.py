@@ -52,22 +52,22 @@ def events_of(parser: OutputParser, pieces: Iterable[str]) -> list[ParsedEvent]:
 def joined(events: Iterable[ParsedEvent]) -> Joined:
     """Neighbours of one kind joined. Every delta is checked not to be empty, every call's number
     to be its place."""
-    said: Joined = []
+    said: list[tuple[list[str], list[str]]] = []
     num_calls = 0
     for event in events:
         if isinstance(event, ToolBegin):
             assert event.tool_index == num_calls
             num_calls += 1
-            said.append(("call", event.name, ""))
+            said.append((["call", event.name], []))
             continue
         assert event.delta
         if isinstance(event, ToolArguments):
             assert event.tool_index == num_calls - 1
-            said[-1] = (*said[-1][:2], said[-1][2] + event.delta)
+            assert said[-1][0][0] == "call"
+            said[-1][1].append(event.delta)
             continue
         kind = {Text: "text", Reasoning: "reasoning"}[type(event)]
-        if said and said[-1][0] == kind:
-            said[-1] = (kind, said[-1][1] + event.delta)
-        else:
-            said.append((kind, event.delta))
-    return said
+        if not said or said[-1][0] != [kind]:
+            said.append(([kind], []))
+        said[-1][1].append(event.delta)
+    return [(*head, "".join(deltas)) for head, deltas in said]

@@ -59,7 +59,8 @@ HERMES_SHAPES = [
     Shape(
         "arguments as a string",
         "hermes",
-        '<tool_call>{"name": "search", "arguments": "{\\"query\\": \\"\\u00e9\\ud83d\\ude00\\n\\"}"}'
+        '<tool_call>{"name": "search", "arguments": '
+        '"{\\"query\\": \\"\\u00e9\\ud83d\\ude00\\n\\"}"}'
         "</tool_call>",
         [call("search", '{"query": "é😀\n"}')],
     ),

@@ -45,9 +45,7 @@ class HarmonyParser(ToolParser):
             is_empty = yield from self.sees("<|start|>", "<|channel|>", *_ENDS)
             if not is_empty and (yield from self.fill(1)):
                 self._join(kind)
-            mark = yield from self.before(
-                _BODY_ENDS, lambda text: self._out.append(kind(text, self._index)), kind
-            )
+            mark = yield from self.before(_BODY_ENDS, lambda text: self.emit(kind, text), kind)
         if mark in _ENDS:
             yield from self.accept(mark)
 
@@ -69,7 +67,7 @@ class HarmonyParser(ToolParser):
     def _join(self, kind: type[Text] | type[Reasoning]) -> None:
         """A message that says something of this kind begins."""
         if kind in self._spoken:
-            self._out.append(kind("\n", self._index))
+            self.emit(kind, "\n")
         self._spoken.add(kind)
 
     def _header(self) -> Steps[dict[str, str] | None]:

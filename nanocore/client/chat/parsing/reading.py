@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from typing import Final, TypeAlias, TypeVar
 
-from nanocore.client.chat.events import Reasoning, Text
+from nanocore.client.chat.events import Reasoning, Text, ToolArguments
 from nanocore.client.chat.parsing.marks import SPACE, Marks
 from nanocore.client.chat.parsing.parser import ParsedEvent
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]
+Delta: TypeAlias = Text | Reasoning | ToolArguments
 Sink: TypeAlias = Callable[[str], object]
 _SPACES: Final = re.compile(f"[{SPACE}]*")
 
@@ -36,7 +37,10 @@ class ReadingParser(ABC):
         self._ended = False
         self._held: list[str] | None = None
         self._trailing: list[str] = []
+        self._num_calls = 0
         self._out: list[ParsedEvent] = []
+        self._pending: list[str] = []
+        self._pending_kind: type[Delta] | None = None
         self._quick: type[Text] | type[Reasoning] | None = None
         self._risk: re.Pattern[str] | None = None
         self._steps = self.run()
@@ -61,8 +65,29 @@ class ReadingParser(ABC):
 
     def _go_on(self) -> list[ParsedEvent]:
         next(self._steps, None)
+        self.flush()
         events, self._out = self._out, []
         return events
+
+    def emit(self, kind: type[Delta], delta: str) -> None:
+        """More of this kind, of the last call if it is arguments; one event with its neighbours."""
+        if kind is not self._pending_kind:
+            self.flush()
+            self._pending_kind = kind
+        self._pending.append(delta)
+
+    def flush(self) -> None:
+        """Makes an event of what was emitted last; one of another kind can follow it."""
+        delta = "".join(self._pending)
+        self._pending.clear()
+        if not delta:
+            return
+        if self._pending_kind is ToolArguments:
+            self._out.append(ToolArguments(self._num_calls - 1, delta, self._index))
+        elif self._pending_kind is Reasoning:
+            self._out.append(Reasoning(delta, self._index))
+        else:
+            self._out.append(Text(delta, self._index))
 
     def take(self, end: int) -> str:
         """The text up to `end`, which is read now."""

@@ -72,6 +72,7 @@ class ThinkParser(ReadingParser):
         rest = "".join(self._held or ()) + self.take(len(self._text))
         self._is_over = True
         self._held = None
+        self.flush()
         if rest:
             self._out += self._inner.feed(rest)
 
@@ -80,9 +81,7 @@ class ThinkParser(ReadingParser):
             pass
 
     def _think(self, text: str) -> None:
-        text = self.without_trailing(text, _LINE_BREAKS)
-        if text:
-            self._out.append(Reasoning(text, self._index))
+        self.emit(Reasoning, self.without_trailing(text, _LINE_BREAKS))
 
 
 class MistralThinkParser(ThinkParser):

@@ -51,7 +51,6 @@ class ToolParser(JsonReadingParser):
         super().__init__(index)
         self._tools = {tool.name: tool for tool in tools}
         self._new_id = new_id or self.default_id
-        self._num_calls = 0
 
     def default_id(self) -> str:
         """An id for a call, if the caller makes none."""
@@ -73,16 +72,11 @@ class ToolParser(JsonReadingParser):
             if not self._release():
                 yield from self.space()
             opener = yield from self.until(self.openers, self.say, Text)
-        self.emit_text("".join(self._trailing))
+        self.emit(Text, "".join(self._trailing))
 
     def say(self, text: str) -> None:
         """More text; white space at its end waits until it is known not to precede a call."""
-        self.emit_text(self.without_trailing(text, SPACE))
-
-    def emit_text(self, text: str) -> None:
-        """A piece of text, if it is not empty."""
-        if text:
-            self._out.append(Text(text, self._index))
+        self.emit(Text, self.without_trailing(text, SPACE))
 
     def hold(self, opener: str = "") -> None:
         """From here on what is read is text again, unless a call begins."""
@@ -100,14 +94,14 @@ class ToolParser(JsonReadingParser):
         """A call begins."""
         self._held = None
         self._trailing.clear()
+        self.flush()
         call_id = call_id or self._new_id()
         self._out.append(ToolBegin(self._num_calls, call_id, name, self._index))
         self._num_calls += 1
 
     def add(self, arguments: str) -> None:
         """More arguments of the call that has begun."""
-        if arguments:
-            self._out.append(ToolArguments(self._num_calls - 1, arguments, self._index))
+        self.emit(ToolArguments, arguments)
 
     def call_array(self) -> Steps[None]:
         """Reads calls up to the end of a JSON array whose bracket was read."""
