@@ -78,8 +78,10 @@ class NanocoreLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt of a conversation."""
-        return self._tokens.render_chat(chat_history, add_generation_prompt)  # type: ignore
+        """The prompt of a conversation; without a generation prompt its last message goes on."""
+        messages: Any = chat_history
+        continues = not add_generation_prompt
+        return self._tokens.render_chat(messages, continue_final_message=continues)
 
     # -- what the harness asks --------------------------------------------------------------------
 

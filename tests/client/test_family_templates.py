@@ -49,7 +49,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "reasoning, another name": [USER, {**CALLING, "reasoning": "because"}, RESULT],
     "thinking": [USER, {**ANSWER, "content": "so", "thinking": "because"}],
     "parts": [{"role": "user", "content": [{"type": "text", "text": " a "}, {"type": "image"}]}],
-    "a result that is no text": [USER, CALLING, {**RESULT, "content": {"content": [1, "<"]}}],
+    "a result that is no text": [USER, CALLING, {**RESULT, "content": {"content": [1, "<b>"]}}],
     "arguments as text": [USER, {**CALLING, "tool_calls": [{**CALL, "function": TEXT_ARGUMENTS}]}],
     "two calls": [USER, {**CALLING, "tool_calls": [CALL, {**CALL, "id": "no"}]}],
     "a tuple": [{"role": "user", "content": "x", "extra": ({"b": (1, 2)}, 1e300)}],

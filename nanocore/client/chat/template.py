@@ -2,30 +2,24 @@
 
 Models are trained on what that function makes, so templates see here what they see there: the
 filters and globals, the names that are defined, and the messages, with values of None left out.
-A template is foreign code: it runs in jinja2's immutable sandbox, on plain data that is a copy.
+A template is foreign code: it runs in a process of its own (`renderer`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
 from typing import Any, Final
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
-from jinja2.exceptions import SecurityError
-from jinja2.parser import Parser
-from jinja2.utils import Namespace
-
-from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.client.chat.guarded_text import TokenGuard
+from nanocore.client.chat.messages import REASONING_KEYS, plain, template_message
+from nanocore.client.chat.renderer import Renderer
+from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS, read_template_kwargs
+from nanocore.protocol.errors import InvalidRequestError
 
 MAX_TEMPLATE_CHARS: Final = 1 << 16
-_REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-"""What clients and templates call a turn's reasoning; the first that is there is meant."""
+_CONTINUED: Final = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Where the prompt is to end: transformers' own mark, as templates might look at its length."""
 
 
 class ChatTemplate:
@@ -35,6 +29,7 @@ class ChatTemplate:
         text: in jinja2's language.
         special_tokens: the special tokens' texts by name, as templates know them ("bos_token").
         source: where the template comes from, for error messages.
+        guard: keeps special tokens out of what callers give; None lets them pass.
         now: the clock that templates read the date from.
 
     Raises:
@@ -46,6 +41,7 @@ class ChatTemplate:
         text: str,
         special_tokens: Mapping[str, str],
         source: str,
+        guard: TokenGuard | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         if len(text) > MAX_TEMPLATE_CHARS:
@@ -53,149 +49,98 @@ class ChatTemplate:
                 f"the chat template of {source} has {len(text)} characters: at most "
                 f"{MAX_TEMPLATE_CHARS}"
             )
-        self._text = text
+        self.text = text
         self._special_tokens = special_tokens
-        self._source = source
+        self._guard = guard
         self._now = now
+        self._renderer = Renderer(text, source)
 
     def render(
-        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool = True
-    ) -> str:
-        """The prompt of a conversation.
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool | None = None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        allowed_template_kwargs: Collection[str] = DEFAULT_TEMPLATE_KWARGS,
+        continue_final_message: bool | str = False,
+    ) -> list[str]:
+        """The prompt of a conversation, in parts that no token may span. Threads may call it.
+
+        tools: as the template gets them. continue_final_message: the prompt ends with the last
+        message's content, or with what the named key of it has. add_generation_prompt: begin the
+        answer; None means yes, unless the last message is continued.
 
         Raises:
-            InvalidRequestError: no messages, or not plain ones, or the template rejects them.
+            InvalidRequestError: no messages, or not plain ones, or the template rejects them, or
+                passes a limit of the renderer's.
+            RenderProcessError: there is no process for the template.
         """
         if not messages:
             raise InvalidRequestError("the conversation is empty: pass at least one message")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequestError(
+                "add_generation_prompt begins another message, continue_final_message goes on with "
+                "the last one: leave out either"
+            )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        given = read_template_kwargs(
+            chat_template_kwargs, allowed_template_kwargs, self._special_tokens
+        )
         try:
-            turns = [_turn(message) for message in messages]
+            turns = [template_message(message) for message in messages]
+            given["tools"] = None if tools is None else [plain(tool) for tool in tools]
         except (TypeError, RecursionError) as error:
             raise InvalidRequestError(f"the messages of a chat: {error}") from None
-        try:
-            return self._compiled.render(
+        # Templates ask for documents, too, and take None for "not given".
+        conversation: dict[str, Any] = {"documents": None, **given, "messages": turns}
+        sentinel = None
+        if self._guard is not None:
+            conversation, sentinel = self._guard.mark(conversation)
+        key = "content" if continue_final_message is True else continue_final_message
+        end = _mark_end(conversation["messages"][-1], key, self.text) if key else ""
+        text = self._renderer.render(
+            {
                 **self._special_tokens,
-                messages=turns,
-                tools=None,  # templates ask for both, and take None for "not given"
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except Exception as error:  # it is its author's code: whatever it raises is its error
-            raise InvalidRequestError(
-                f"the chat template of {self._source} failed: {type(error).__name__}: "
-                f"{shorten(str(error))}"
-            ) from None
-
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        """Compiled on first use: a template that is wrong harms only those who chat."""
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+                **conversation,
+                "add_generation_prompt": add_generation_prompt,
+            },
+            self._now(),
         )
-        environment.filters["tojson"] = _tojson
-        environment.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": lambda format: self._now().strftime(format),
-            "dict": _Dict(),
-            "namespace": _Namespace,
-        }
-        return environment.from_string(self._text)
+        if key:
+            text = _cut_end(text, end)
+        return [text] if self._guard is None else self._guard.parts(text, sentinel)
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %} marks what the model wrote; here it is only text."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """What is between the tags, in a scope of its own."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_text_of")
-        return [jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)]
-
-    def _text_of(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _Dict:
-    """dict, of which templates get the calls and not the class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """dict.fromkeys."""
-        return dict.fromkeys(*args)
+def _mark_end(message: dict[str, Any], key: str, template: str) -> str:
+    """Put the mark at the end of what the prompt is to end with, and return what it was."""
+    final = message.get(key)
+    if final is None:
+        raise InvalidRequestError(f"continue_final_message: the last message has no {key!r}")
+    keys = [key]
+    if key in REASONING_KEYS:
+        keys = [name for name in REASONING_KEYS if message.get(name) == final]
+    if not any(name in template for name in keys):
+        raise InvalidRequestError(f"continue_final_message: the chat template has no {key!r}")
+    if isinstance(final, list):
+        texts = [part for part in final if isinstance(part, dict) and "text" in part]
+        if not texts:
+            raise InvalidRequestError("continue_final_message: the last message has no text")
+        message, keys, final = texts[-1], ["text"], texts[-1]["text"]
+    if not isinstance(final, str):
+        raise InvalidRequestError(f"continue_final_message: {key!r} of the last message is no text")
+    for name in keys:
+        message[name] = final + _CONTINUED
+    return final
 
 
-class _Namespace(Namespace):
-    """namespace, without the names that begin with an underscore: they lead to Python's insides."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name, too
-        self, *rest = args
-        names = dict(*rest, **kwargs)
-        for name in names:
-            _check_name(name)
-        Namespace.__init__(self, names)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"the name {name!r} in a namespace is unsafe")
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as a model reads it; jinja2's own filter writes it for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _turn(message: object) -> dict[str, Any]:
-    """A message as templates get it: a copy, without values of None, its reasoning by all names."""
-    if not isinstance(message, Mapping):
-        raise TypeError(f"a message is a dict with a role, not {type(message).__name__}")
-    turn = {_plain(key): _plain(value) for key, value in message.items() if value is not None}
-    reasoning = next((turn[key] for key in _REASONING_KEYS if key in turn), None)
-    if reasoning is not None:
-        turn = {"thinking": reasoning, **turn, "reasoning_content": reasoning}
-    return turn
-
-
-def _plain(value: object) -> Any:
-    """A copy of plain types only: methods of richer ones would be the template's to call."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    raise TypeError(
-        "a message holds what JSON can (strings, numbers, true, false, null, lists, objects), not "
-        f"{type(value).__name__}"
-    )
+def _cut_end(text: str, final: str) -> str:
+    """The prompt up to the mark."""
+    end = text.rfind(_CONTINUED.strip())
+    if end < 0 or final.strip() not in text:
+        raise InvalidRequestError(
+            "continue_final_message: the chat template leaves out the last message, or parts of it"
+        )
+    is_whole = text.startswith(_CONTINUED, end)
+    return text[:end] if is_whole else text[:end].rstrip()  # else the template has trimmed it

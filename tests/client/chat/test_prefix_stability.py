@@ -57,20 +57,35 @@ def result(text: str) -> Message:
     return {"role": "tool", "content": text, "tool_call_id": "call12345", "name": "weather"}
 
 
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Of a city, now.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
 PLAIN = [
     user("Hi there, the fox."), answer("Well, it doesn't jump."),
     user("What is 1234 + 5678?"), answer("1234 + 5678 = 6912."),
     user("A naïve café?"), answer("日本語の 👍🏽 emoji!"), user("Good."), answer("Bye."),
 ]  # fmt: skip
+CALLING = [
+    user("Rome?"), call("Rome"), result("21 degrees"), answer("It is warm."),
+    user("Oslo?"), call("Oslo"), result("3 degrees"), answer("It is cold."),
+    user("Good."), answer("Bye."),
+]  # fmt: skip
 THOUGHTS = ("The fox is in the south.", "The fox is in the north.")
 CONVERSATIONS: dict[str, list[Message]] = {
     "plain": PLAIN,
     "system": [{"role": "system", "content": "Be brief, it's said."}, *PLAIN],
-    "tools": [
-        user("Rome?"), call("Rome"), result("21 degrees"), answer("It is warm."),
-        user("Oslo?"), call("Oslo"), result("3 degrees"), answer("It is cold."),
-        user("Good."), answer("Bye."),
-    ],
+    "tools": CALLING, "tools given": CALLING,
     "reasoning": [
         user("Rome?"), answer("Warm.", reasoning_content=THOUGHTS[0]),
         user("Oslo?"), answer("Cold.", reasoning_content=THOUGHTS[1]),
@@ -82,28 +97,29 @@ CONVERSATIONS: dict[str, list[Message]] = {
         user("Good."), answer("Bye."),
     ],
 }  # fmt: skip
-DROPPED = "thoughts of earlier answers are dropped, "
+DROPPED = "thoughts of earlier answers are dropped, and of the last one written, though empty"
+UNLIKE = "the prompt begins an answer, and a call begins otherwise"
 FORBIDDEN: dict[tuple[str, str], tuple[str, list[tuple[int, int]]]] = {
-    ("reasoning", "plain"): (
-        DROPPED + "and of the last one written, though empty", [(50, 74), (110, 131), (162, 192)]
-    ),
-    ("reasoning", "system"): (
-        DROPPED + "and of the last one written, though empty", [(63, 87), (123, 144), (175, 205)]
-    ),
-    ("reasoning", "tools"): (
-        DROPPED + "and of the last call, too", [(37, 60), (92, 105), (126, 149), (180, 193)]
-    ),
-    ("reasoning", "reasoning"): (DROPPED + "given apart", [(37, 68), (65, 96)]),
-    ("reasoning", "think tags"): (DROPPED + "given in the text", [(37, 68), (65, 96)]),
-    ("dated", "tools"): ("a call begins otherwise than an answer", [(84, 125), (220, 261)]),
+    ("reasoning", "plain"): (DROPPED, [(50, 74), (110, 131), (162, 192)]),
+    ("reasoning", "system"): (DROPPED, [(63, 87), (123, 144), (175, 205)]),
+    ("reasoning", "tools"): (DROPPED, [(37, 60), (92, 105), (126, 149), (180, 193)]),
+    ("reasoning", "tools given"): (DROPPED, [(205, 228), (260, 273), (294, 317), (348, 361)]),
+    ("reasoning", "reasoning"): (DROPPED, [(37, 68), (65, 96)]),
+    ("reasoning", "think tags"): (DROPPED, [(37, 68), (65, 96)]),
+    ("dated", "tools"): (UNLIKE, [(84, 125), (220, 261)]),
+    ("dated", "tools given"): (UNLIKE, [(95, 136), (231, 272)]),
     ("selecting", "system"): (
         "instructions move to the last question", [(8, 75), (61, 127), (113, 183)]
     ),
-    ("macros", "tools"): ("a call begins otherwise than an answer", [(98, 138), (212, 252)]),
-    ("macros", "reasoning"): (DROPPED + "but of calls", [(107, 157), (148, 198)]),
-    ("flags", "tools"): ("a call begins otherwise than an answer", [(20, 71)]),
-    ("flags", "think tags"): (DROPPED + "and of the last", [(24, 72), (55, 103)]),
-    ("loops", "tools"): (
+    ("selecting", "tools given"): ("tools move to the last question", [(6, 153), (152, 298)]),
+    ("macros", "tools"): (UNLIKE, [(98, 138), (212, 252)]),
+    ("macros", "tools given"): (UNLIKE, [(116, 156), (230, 270)]),
+    ("macros", "reasoning"): ("thoughts of answers are dropped", [(107, 157), (148, 198)]),
+    ("flags", "tools"): (UNLIKE, [(20, 71)]),
+    ("flags", "tools given"): (UNLIKE, [(20, 71)]),
+    ("flags", "think tags"): ("thoughts are dropped", [(24, 72), (55, 103)]),
+    ("loops", "tools"): ("results are repeated at the end", [(168, 211), (203, 304), (352, 405)]),
+    ("loops", "tools given"): (
         "results are repeated at the end", [(168, 211), (203, 304), (352, 405)]
     ),
 }  # fmt: skip
@@ -123,9 +139,12 @@ def template(family: str, now: datetime) -> ChatTemplate:
     return ChatTemplate(FAMILIES[family], special, family, now=lambda: now)
 
 
-def prompt(family: str, messages: list[Message], now: datetime = TODAY) -> str:
-    """What the engine is sent for the next answer."""
-    return template(family, now).render(messages)
+def prompt(
+    family: str, name: str, end: int, now: datetime = TODAY, add_generation_prompt: bool = True
+) -> str:
+    """What the engine is sent for the answer that is the conversation's turn `end`."""
+    messages, tools = CONVERSATIONS[name][:end], TOOLS if name == "tools given" else None
+    return "".join(template(family, now).render(messages, add_generation_prompt, tools=tools))
 
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:
@@ -159,25 +178,24 @@ def turns(family: str, name: str) -> list[Turn]:
     messages = CONVERSATIONS[name]
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     try:
-        prompts = [prompt(family, messages[:i]) for i in places]
+        prompts = [prompt(family, name, i) for i in places]
     except InvalidRequestError:
         return []
     found = []
     for i, sent, after in zip(places, prompts, prompts[1:], strict=False):
-        written = _written(family, sent, messages[: i + 1])
+        shown = prompt(family, name, i + 1, add_generation_prompt=False)
+        written = _written(messages[i], sent, shown)
         if written is not None:
             found.append(Turn(sent, written, after))
     return found
 
 
-def _written(family: str, sent: str, messages: list[Message]) -> str | None:
+def _written(message: Message, sent: str, shown: str) -> str | None:
     """What the template makes of the last message when it is new; None if it leaves it out."""
-    message = messages[-1]
     content = message.get("content", "")
     last_words = (
         content.split("\n")[-1] or message["tool_calls"][0]["function"]["arguments"]["city"]
     )
-    shown = template(family, TODAY).render(messages, add_generation_prompt=False)
     start = num_common(shown, sent)  # a call may begin otherwise than an answer
     head, found, _ = shown[start:].rpartition(last_words)
     if not found or message.get("reasoning_content", "") not in head:
@@ -192,9 +210,9 @@ def encoder(kind: str, family: str) -> Encode:
     if kind == BYTES:
         return lambda text: [*text.encode()]
     marks: set[str] = set()
-    for messages in CONVERSATIONS.values():
+    for name, messages in CONVERSATIONS.items():
         with suppress(InvalidRequestError):
-            marks |= {*MARK.findall(prompt(family, messages))}
+            marks |= {*MARK.findall(prompt(family, name, len(messages)))}
     backend = tokenizers.Tokenizer.from_str(_trained(kind))
     backend.add_special_tokens(sorted(marks))
     return lambda text: backend.encode(text, add_special_tokens=False).ids
@@ -241,7 +259,7 @@ def test_the_tables_are_of_families_and_conversations_that_there_are() -> None:
 
 @pytest.mark.parametrize("family", TESTED)
 def test_a_prompt_with_a_date_stays_up_to_it_when_the_day_changes(family: str) -> None:
-    today, tomorrow = (prompt(family, PLAIN[:1], now) for now in (TODAY, TOMORROW))
+    today, tomorrow = (prompt(family, "plain", 1, now) for now in (TODAY, TOMORROW))
     assert (today != tomorrow) is (family in DATED), "DATED is of those with a date"
     if family in DATED:
         assert num_common(today, tomorrow) == DATED[family]

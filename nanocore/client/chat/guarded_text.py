@@ -1,0 +1,252 @@
+"""Text of users that is only text: what spells a special token in it becomes no special token.
+
+Such a spelling is cut: after its first character a sentinel is put, a character that occurs in no
+text of the conversation. It travels through the template like any character, and where it ends up
+the prompt is cut into parts that are tokenized apart. No token spans two parts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Any, Final
+
+import tokenizers
+
+from nanocore.protocol.errors import InvalidRequestError
+
+_SENTINELS: Final = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Noncharacters of Unicode: valid in strings, and never used in texts that are exchanged."""
+_ESCAPE: Final = re.compile(
+    r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(000[0-9a-fA-F]{5}|0010[0-9a-fA-F]{4})|(.))"
+)
+_CONTROLS: Final = {"n": "\n", "t": "\t", "r": "\r"}
+_MAX_CUT_CHARS: Final = 64
+
+Mark = Callable[[str], str]
+"""Puts sentinels into a text; as it comes, if it needs none."""
+
+
+class GuardedText:
+    """Cuts the spellings of some tokens.
+
+    Args:
+        texts: of the tokens. normalized: of those that the tokenizer looks for in normalized text.
+        normalize: how it does that.
+    """
+
+    def __init__(
+        self,
+        texts: Iterable[str],
+        normalized: Iterable[str] = (),
+        normalize: Callable[[str], str] | None = None,
+    ) -> None:
+        self._texts = {text for text in texts if text and not text.isspace()}
+        self._prefixes = {
+            text[:length]
+            for text in self._texts
+            for length in range(1, len(text))
+            # Else many words would end with the beginning of some token, and many lines.
+            if not text[:length].strip("\u2581 \t\n\r").isalnum()
+            and text[:length].strip("\u2581 \t\n\r")
+        }
+        self._longest = max(map(len, self._texts), default=0)
+        lengths: dict[str, set[int]] = {}
+        for text in self._texts:
+            if len(text) > 1:
+                lengths.setdefault(text[:2], set()).add(len(text))
+        self._lengths = {start: sorted(found) for start, found in lengths.items()}
+        firsts = "".join(re.escape(first) for first in {text[0] for text in self._texts})
+        self._first = re.compile(f"[{firsts}]" if firsts else r"(?!)")
+        self._normalize = normalize
+        self._normalized = GuardedText(normalized) if normalize is not None else None
+
+    def cut(self, text: str, sentinel: str) -> str:
+        """The text with the sentinel within each spelling.
+
+        Also within the beginning of one at the text's end: templates join texts.
+
+        Raises:
+            InvalidRequestError: it holds a token of a single character.
+        """
+        if self._normalize is None and not self._first.search(text):
+            return text
+        pieces = []
+        start = 0
+        for end in self._cuts(text):
+            pieces.append(text[start:end])
+            start = end
+        pieces.append(text[start:])
+        if self._normalize is not None and self._normalized is not None:
+            pieces = [self._cut_normalized(piece, sentinel) for piece in pieces]
+            if self._normalized.begins_at_end(self._normalize(text[-_MAX_CUT_CHARS:])):
+                pieces.append("")
+        return sentinel.join(pieces)
+
+    def is_in(self, text: str) -> bool:
+        """Whether one of the tokens is spelled in the text."""
+        return any(self._is_at(found.start(), text) for found in self._first.finditer(text))
+
+    def begins_at_end(self, text: str) -> bool:
+        """Whether the text's end is the beginning of a token."""
+        return any(text[start:] in self._prefixes for start in range(-self._longest, 0))
+
+    def _is_at(self, start: int, text: str) -> bool:
+        if text[start] in self._texts:
+            return True
+        for length in self._lengths.get(text[start : start + 2], ()):
+            if text[start : start + length] in self._texts:
+                return True
+        return False
+
+    def _cuts(self, text: str) -> list[int]:
+        cuts = []
+        for found in self._first.finditer(text):
+            start = found.start()
+            if text[start] in self._texts:
+                raise _uncuttable(text[start])
+            at_end = len(text) - start < self._longest and text[start:] in self._prefixes
+            if at_end or self._is_at(start, text):
+                cuts.append(start + 1)
+        return cuts
+
+    def _cut_normalized(self, text: str, sentinel: str) -> str:
+        """Cut where normalization would make a token, e.g. of full-width or of capital letters.
+
+        It does not say which characters became which: halves are searched until they are short,
+        and then cut everywhere.
+        """
+        assert self._normalize is not None
+        assert self._normalized is not None
+        if not self._normalized.is_in(self._normalize(text)):
+            return text
+        if len(text) > _MAX_CUT_CHARS:
+            middle = len(text) // 2
+            halves = text[:middle], text[middle:]
+            return sentinel.join(self._cut_normalized(half, sentinel) for half in halves)
+        for character in text:
+            if self._normalized.is_in(self._normalize(character)):
+                raise _uncuttable(character)
+        return sentinel.join(text)
+
+
+def _uncuttable(character: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"the text of a conversation holds {character!r}, which is a special token of this model, "
+        "and one character cannot be cut: leave it out"
+    )
+
+
+class TokenGuard:
+    """What of a tokenizer's tokens may only come from the template.
+
+    Args:
+        backend: the tokenizer. template: the template's source, or several's.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, template: str) -> None:
+        self._backend = backend
+        self._template = template
+
+    def mark(self, conversation: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+        """A conversation with its texts cut, and the sentinel; itself and None if none need it.
+
+        conversation: what the template gets, of plain types; "messages" is a list of dicts.
+
+        Raises:
+            InvalidRequestError: a token in it cannot be cut, or no sentinel is left.
+        """
+        sentinel = _SENTINELS[0]
+        marked = self._marked(conversation, sentinel)
+        if marked == conversation:
+            return conversation, None
+        taken = json.dumps([conversation, self._template]).lower()  # its escapes stand for both
+        free = (s for s in _SENTINELS if f"\\u{ord(s):x}" not in taken)
+        sentinel = next(free, "")
+        if not sentinel:
+            raise InvalidRequestError(
+                "the conversation holds special tokens as text, and every noncharacter from U+FDD0 "
+                "to U+FDEF: leave out either"
+            )
+        return self._marked(conversation, sentinel), sentinel
+
+    def _marked(self, conversation: dict[str, Any], sentinel: str) -> dict[str, Any]:
+        def mark(text: str) -> str:
+            return self._all.cut(text, sentinel)
+
+        def mark_answer(text: str) -> str:
+            return self._special.cut(text, sentinel)
+
+        return {
+            name: [
+                _map_texts(m, mark_answer if m.get("role") == "assistant" else mark) for m in value
+            ]
+            if name == "messages"
+            else _map_texts(value, mark)
+            for name, value in conversation.items()
+        }
+
+    def parts(self, text: str, sentinel: str | None) -> list[str]:
+        """A rendered text, cut at its sentinels: also where the template wrote them as JSON."""
+        if sentinel is None:
+            return [text]
+        return re.split(f"{sentinel}|\\\\u{ord(sentinel):x}", text, flags=re.IGNORECASE)
+
+    def encode(self, parts: list[str], encode: Callable[[str], list[int]]) -> list[int]:
+        """Token ids of such parts."""
+        ids = encode(parts[0])
+        for part in filter(None, parts[1:]):
+            # Some tokenizers put a space before a text's beginning: after a token they do not.
+            # Those that put one after every token, too, make one space more of such a part.
+            ids += encode(self._anchor + part)[1:] if self._anchor else encode(part)
+        return ids
+
+    @cached_property
+    def _tokens(self) -> list[tokenizers.AddedToken]:
+        return list(self._backend.get_added_tokens_decoder().values())
+
+    @cached_property
+    def _special(self) -> GuardedText:
+        return self._guarded([token for token in self._tokens if token.special])
+
+    @cached_property
+    def _all(self) -> GuardedText:
+        """Answers may hold more, as templates look for the ends of thoughts in them."""
+        known = f"{self._template}\0{_ESCAPE.sub(_unescaped, self._template)}"
+        return self._guarded([t for t in self._tokens if t.special or t.content in known])
+
+    def _guarded(self, tokens: list[tokenizers.AddedToken]) -> GuardedText:
+        texts = [token.content for token in tokens]
+        if self._backend.normalizer is None:
+            return GuardedText(texts)
+        normalize = self._backend.normalizer.normalize_str
+        found = [normalize(token.content) for token in tokens if token.normalized]
+        return GuardedText(texts, found, normalize if found else None)
+
+    @cached_property
+    def _anchor(self) -> str:
+        """A token that a part may follow and be tokenized as if it were within a text, or ""."""
+        for token in self._tokens:
+            plain = not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+            if token.special and plain:
+                return str(token.content)
+        return ""
+
+
+def _map_texts(value: Any, mark: Mark) -> Any:
+    if isinstance(value, str):
+        return mark(value)
+    if isinstance(value, dict):
+        return {mark(key): _map_texts(item, mark) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_texts(item, mark) for item in value]
+    return value
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """What an escape in a template's string stands for."""
+    *codes, other = found.groups()
+    code = next(filter(None, codes), None)
+    return chr(int(code, 16)) if code else _CONTROLS.get(other, other)

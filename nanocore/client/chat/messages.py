@@ -1,0 +1,93 @@
+"""Messages as callers give them, and as templates get them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NotRequired, TypedDict
+
+REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+"""What clients and templates call a turn's reasoning; the first that is there is meant."""
+
+
+class TextPart(TypedDict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(TypedDict):
+    """name, and arguments: an object, or its JSON text."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(TypedDict):
+    """A call that the model made."""
+
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation, as in OpenAI's API.
+
+    role: "system", "developer", "user", "assistant", "tool" or whatever else the model's template
+    knows. content: text, or parts. reasoning_content, tool_calls: what the assistant thought and
+    called. tool_call_id: which call this is the result of. Further keys are for templates that ask
+    for them.
+    """
+
+    role: str
+    content: NotRequired[str | list[TextPart] | list[dict[str, Any]] | None]
+    name: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCall] | list[dict[str, Any]] | None]
+    tool_call_id: NotRequired[str | None]
+
+
+def template_message(message: object) -> dict[str, Any]:
+    """A message as templates get it: a copy, without values of None, its reasoning by all names.
+
+    Raises:
+        TypeError: it is no dict, or holds what JSON cannot.
+    """
+    if not isinstance(message, Mapping):
+        raise TypeError(f"a message is a dict with a role, not {type(message).__name__}")
+    turn: dict[str, Any] = plain({k: v for k, v in message.items() if v is not None})
+    reasoning = next((turn[key] for key in REASONING_KEYS if key in turn), None)
+    if reasoning is not None:
+        turn = {"thinking": reasoning, **turn, "reasoning_content": reasoning}
+    return turn
+
+
+def plain(value: object) -> Any:
+    """A copy of what JSON can hold, of its types only. Tuples become lists.
+
+    Raises:
+        TypeError: it holds something else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_key(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    raise TypeError(
+        "only what JSON can hold (strings, numbers, true, false, null, lists, objects) is allowed, "
+        f"not {type(value).__name__}"
+    )
+
+
+def _key(key: object) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"keys are strings, not {type(key).__name__}")
+    return str.__str__(key)

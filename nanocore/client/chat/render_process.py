@@ -1,0 +1,200 @@
+"""The process in which a chat template runs: foreign code, shut in by limits of the kernel's.
+
+Started by its path, with its limits as arguments, so that nothing is imported but jinja2. Speaks
+with `renderer` over the socket that is its stdin, in frames: four bytes of length, then the
+content. It says that it is ready with an empty frame, is sent the template once, and then requests
+as JSON. Replies are a status byte (t: text, e: an error's text, o: too much output, m: too much
+memory) and the text. It ends when the parent's end of the socket is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Final
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+from jinja2.exceptions import SecurityError
+from jinja2.parser import Parser
+from jinja2.utils import Namespace
+
+_LENGTH: Final = struct.Struct("!I")
+_MAX_ERROR_CHARS: Final = 1 << 18
+
+
+def compile_template(text: str, now: Callable[[], datetime]) -> jinja2.Template:
+    """A template with the filters and globals that it has in transformers, in a sandbox.
+
+    now: the clock that it reads the date from.
+    """
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: now().strftime(format),
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(text)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %}...{% endgeneration %} marks what the model wrote; here it is only text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        """What is between the tags, in a scope of its own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_text_of")
+        return [jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)]
+
+    def _text_of(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Dict:
+    """dict, of which templates get the calls and not the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """dict.fromkeys."""
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """namespace, without the names that begin with an underscore: they lead to Python's insides."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name, too
+        self, *rest = args
+        names = dict(*rest, **kwargs)
+        for name in names:
+            _check_name(name)
+        Namespace.__init__(self, names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"the name {name!r} in a namespace is unsafe")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as a model reads it; jinja2's own filter writes it for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class _Server:
+    """One template, and requests to render it, one after another."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._template: jinja2.Template | None = None
+        self._now = datetime.min
+
+    def answer(self, frame: bytearray) -> tuple[bytes, str]:
+        """Status and text: the prompt, or what went wrong."""
+        try:
+            request = json.loads(frame)
+            self._now = datetime.fromisoformat(request["now"])
+            if self._template is None:
+                self._template = compile_template(self._text, lambda: self._now)
+            return self._render(request["variables"], request["max_chars"])
+        except MemoryError:
+            return b"m", ""
+        except Exception as error:  # it is its author's code: whatever it raises is its error
+            return b"e", f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+
+    def _render(self, variables: dict[str, Any], max_chars: int) -> tuple[bytes, str]:
+        assert self._template is not None
+        pieces: list[str] = []
+        num_chars = 0
+        for piece in self._template.generate(variables):
+            num_chars += len(piece)
+            if num_chars > max_chars:
+                return b"o", ""
+            pieces.append(piece)
+        return b"t", "".join(pieces)
+
+
+def _read(stream: Any) -> bytearray | None:
+    """One frame, or None at the end of the parent."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    frame = bytearray(length)
+    if stream.readinto(frame) < length:
+        return None
+    return frame
+
+
+def _limit(max_memory: int) -> None:
+    """No files, no processes, no memory beyond this, and death when the CPU time is over."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+        resource.setrlimit(kind, (0, 0))
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + max_memory, size + max_memory))
+
+
+def main(max_cpu_s: float, max_memory: int) -> None:
+    """Serve until the parent is gone.
+
+    max_cpu_s: for one rendering, and the template's compilation before the first. max_memory:
+    bytes that may be added to what the process has at its start.
+    """
+    parent = socket.socket(fileno=0)
+    stream = parent.makefile("rb")
+    _limit(max_memory)
+    parent.sendall(_LENGTH.pack(0))
+    text = _read(stream)
+    if text is None:
+        return
+    server = _Server(text.decode("utf-8", "surrogatepass"))
+    while (frame := _read(stream)) is not None:
+        # The kernel's clock of this process's own work: it ends even code that never returns to
+        # Python, and a busy machine changes nothing.
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
+        status, answer = server.answer(frame)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        content = status + answer.encode("utf-8", "surrogatepass")
+        parent.sendall(_LENGTH.pack(len(content)) + content)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,200 @@
+"""The parent's side of the process in which a chat template runs (`render_process`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from nanocore.protocol.errors import InvalidRequestError, NanocoreError, shorten
+
+MAX_CPU_S: Final = 2.0
+"""For one rendering, and the template's compilation before the first."""
+MAX_WALL_S: Final = 30.0
+"""For one rendering, and for the process's start: only a machine that stands still gets there."""
+MAX_MEMORY: Final = 256 << 20
+"""Bytes that the process may take beyond what it has at its start."""
+MAX_OUTPUT_FACTOR: Final = 4
+MAX_OUTPUT_CHARS: Final = 1 << 20
+"""A prompt has at most MAX_OUTPUT_FACTOR times the request's characters, and these."""
+_LENGTH: Final = struct.Struct("!I")
+_ENVIRONMENT: Final = ("TZ", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
+"""All that the process sees of ours."""
+
+
+class RenderProcessError(NanocoreError):
+    """The process that renders chat templates does not start: nothing is wrong with the request."""
+
+
+class Renderer:
+    """Renders one template in a process of its own, started when needed, and anew after its end.
+
+    Threads may share it: they take turns. The process ends with this object, and with ours however
+    we end: its socket is closed then. After a fork the new process starts its own.
+
+    Args:
+        template: its source. source: where it comes from, for error messages.
+    """
+
+    def __init__(self, template: str, source: str) -> None:
+        self._template = template.encode("utf-8", "surrogatepass")
+        self._source = source
+        self._reset()
+        _renderers.add(self)
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._finalizer: weakref.finalize[..., Renderer] | None = None
+
+    def render(self, variables: Mapping[str, Any], now: datetime) -> str:
+        """The template's text. variables: what JSON can hold. now: what the template's clock says.
+
+        Raises:
+            InvalidRequestError: the template fails, or passes a limit.
+            RenderProcessError: there is no process to do it in.
+        """
+        data = json.dumps(variables)
+        max_chars = MAX_OUTPUT_FACTOR * len(data) + MAX_OUTPUT_CHARS
+        request = (
+            f'{{"now": "{now.isoformat()}", "max_chars": {max_chars}, "variables": {data}}}'
+        ).encode()
+        with self._lock:
+            try:
+                if self._socket is None:
+                    self._start()
+                status, text = self._exchange(request)
+            except BaseException:  # an interrupt, too: the answer that may come is to nobody
+                self.close()
+                raise
+            if status == "m":
+                self.close()
+        if status == "t":
+            return text
+        if status == "o":
+            text = (
+                f"it writes more than {max_chars} characters, the limit for a request of "
+                f"{len(data)}"
+            )
+        elif status == "m":
+            text = f"it takes more than {MAX_MEMORY >> 20} MiB of memory, the limit"
+        raise self._failure(text)
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._socket = self._finalizer = None
+
+    def forget(self) -> None:
+        """In a new process that was forked off: what we had is our parent's."""
+        if self._process is not None and self._socket is not None and self._finalizer is not None:
+            self._finalizer.detach()
+            self._socket.close()
+            self._process.returncode = 0  # so that it is not waited for
+        self._reset()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        limits = [str(MAX_CPU_S), str(MAX_MEMORY)]
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, sys.path))
+        program = str(Path(__file__).with_name("render_process.py"))
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-sSPB", "-X", "utf8", program, *limits],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd="/",
+                    env=environment,
+                    start_new_session=True,  # the terminal's signals are not for it
+                )
+        except (OSError, ValueError) as error:
+            ours.close()
+            raise RenderProcessError(f"no process to render chat templates in: {error}") from None
+        self._process, self._socket = process, ours
+        self._finalizer = weakref.finalize(self, _end, process, ours)
+        deadline = time.monotonic() + MAX_WALL_S
+        try:
+            self._receive(_LENGTH.size, deadline)
+            self._send(self._template, deadline)
+        except (OSError, EOFError) as error:
+            ours.close()
+            raise RenderProcessError(
+                f"the process to render chat templates in ({sys.executable}) does not start: "
+                f"{error or 'it ended at once'}; is jinja2 installed there?"
+            ) from None
+
+    def _exchange(self, request: bytes) -> tuple[str, str]:
+        deadline = time.monotonic() + MAX_WALL_S
+        try:
+            self._send(request, deadline)
+            (length,) = _LENGTH.unpack(self._receive(_LENGTH.size, deadline))
+            reply = self._receive(length, deadline)
+        except TimeoutError:
+            raise self._failure(f"it takes more than {MAX_WALL_S:.0f} s, the limit") from None
+        except (OSError, EOFError):
+            raise self._failure(self._cause_of_death()) from None
+        return reply[:1].decode(), reply[1:].decode("utf-8", "surrogatepass")
+
+    def _send(self, content: bytes, deadline: float) -> None:
+        assert self._socket is not None
+        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+        self._socket.sendall(_LENGTH.pack(len(content)) + content)
+
+    def _receive(self, length: int, deadline: float) -> bytes:
+        assert self._socket is not None
+        content = b""
+        pieces = []
+        while length:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            content = self._socket.recv(min(length, 1 << 20))
+            if not content:
+                raise EOFError
+            pieces.append(content)
+            length -= len(content)
+        return b"".join(pieces)
+
+    def _cause_of_death(self) -> str:
+        assert self._process is not None
+        try:
+            status = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            status = None
+        if status == -signal.SIGPROF:
+            return f"it takes more than {MAX_CPU_S:g} s of CPU time, the limit"
+        return f"its process ended (status {status}): does it pass a limit of memory or depth?"
+
+    def _failure(self, reason: str) -> InvalidRequestError:
+        return InvalidRequestError(f"the chat template of {self._source} failed: {shorten(reason)}")
+
+
+def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
+    ours.close()
+    process.kill()
+    process.wait()
+
+
+_renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for renderer in list(_renderers):
+        renderer.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

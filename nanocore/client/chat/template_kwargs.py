@@ -1,0 +1,62 @@
+"""Names beyond the messages that callers may set for a chat template (`chat_template_kwargs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from nanocore.client.chat.messages import plain
+from nanocore.protocol.errors import InvalidRequestError, shorten
+
+DEFAULT_TEMPLATE_KWARGS: Final = frozenset(
+    {
+        "builtin_tools", "controls", "custom_tools", "date_string", "documents", "enable_thinking",
+        "keep_past_thinking", "model_identity", "preserve_thinking", "python_tools",
+        "reasoning_effort", "thinking", "thinking_budget", "thinking_mode",
+        "tools_in_user_message", "xml_tools",
+    }
+)  # fmt: skip
+"""What templates of known models ask for, all of it harmless: switches, the date, more tools."""
+_RESERVED: Final = frozenset(
+    {
+        "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize",
+        "chat_template", "raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum",
+        "cycler", "joiner", "loop", "self", "caller", "varargs", "kwargs",
+    }
+)  # fmt: skip
+
+
+def read_template_kwargs(
+    given: Mapping[str, object] | None, allowed: Collection[str], special_tokens: Collection[str]
+) -> dict[str, Any]:
+    """Plain copies of what is given.
+
+    allowed: the names that may be. special_tokens: the names that templates know these by.
+
+    Raises:
+        InvalidRequestError: a name is not allowed, or has a meaning already, or a value is none
+            that JSON can hold.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(
+            f"chat_template_kwargs is a dict of names and values, not {type(given).__name__}"
+        )
+    for name in given:
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+            reason = "a name is an identifier that begins with a letter"
+        elif name in _RESERVED or name in special_tokens or name.endswith("_token"):
+            reason = "it has a meaning in every template: choose another name"
+        elif name not in allowed:
+            reason = (
+                f"allowed are {', '.join(sorted(allowed)) or 'none'}: leave it out, or have it "
+                "allowed in allowed_template_kwargs"
+            )
+        else:
+            continue
+        raise InvalidRequestError(f"chat_template_kwargs[{shorten(repr(name))}]: {reason}")
+    try:
+        return {name: plain(value) for name, value in given.items()}
+    except (TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"chat_template_kwargs: {error}") from None
