@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,7 +53,9 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "a result that is no text": [USER, CALLING, {**RESULT, "content": {"content": [1, "<b>"]}}],
     "arguments as text": [USER, {**CALLING, "tool_calls": [{**CALL, "function": TEXT_ARGUMENTS}]}],
     "two calls": [USER, {**CALLING, "tool_calls": [CALL, {**CALL, "id": "no"}]}],
-    "a tuple": [{"role": "user", "content": "x", "extra": ({"b": (1, 2)}, 1e300)}],
+    "more keys": [{"role": "user", "content": "x", "extra": [{"b": [1, 2]}, 1e300]}],
+    "a developer": [{"role": "developer", "content": "Be kind."}, USER, CALLING, RESULT],
+    "a prefix": [USER, {**ANSWER, "content": "Sure", "prefix": True}],
     "an unknown role": [{"role": "wizard", "content": "abra"}, USER],
     "the wrong order": [ANSWER, ANSWER],
 }  # fmt: skip
@@ -70,12 +73,6 @@ class _Clock(datetime):
 @pytest.fixture(autouse=True)
 def _the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template_utils, "datetime", _Clock)
-    real = chat_template.ChatTemplate
-
-    def at_this_time(*args: Any) -> chat_template.ChatTemplate:
-        return real(*args, now=lambda: NOW)
-
-    monkeypatch.setattr("nanocore.client.tokenizer.ChatTemplate", at_this_time)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -92,6 +89,24 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    """Ours."""
+    real = chat_template.ChatTemplate
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanocore.client.tokenizer.ChatTemplate", partial(real, now=lambda: NOW))
+        return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> PreTrainedTokenizerFast:
+    """Theirs."""
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+_ARGUMENTS = ("add_generation_prompt", "tools", "continue_final_message")
+
+
 def _rendered(render: Callable[..., str], *args: Any, **kwargs: Any) -> tuple[str, str]:
     """The prompt, or the reason why there is none."""
     try:
@@ -100,30 +115,64 @@ def _rendered(render: Callable[..., str], *args: Any, **kwargs: Any) -> tuple[st
         return "refused", str(error)
 
 
-@pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_the_prompts_are_those_of_transformers(folder: Path, add_generation_prompt: bool) -> None:
-    tokenizer = Tokenizer.from_folder(folder)
-    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "wetter",
+            "description": "Wie's wird <'&\">",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "ort": {"type": "string", "description": "Köln?", "default": "Köln"},
+                    "tage": {"type": "array", "items": {"type": ["integer", "null"]}},
+                    "art": {"enum": ["a", "b"], "type": "string", "nullable": True},
+                    "was": {"anyOf": [{"type": "number", "default": 1}, {"type": "object"}]},
+                },
+                "required": ["ort"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}},
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "with a prompt": {"add_generation_prompt": True},
+    "without": {"add_generation_prompt": False},
+    "tools": {"add_generation_prompt": True, "tools": TOOLS},
+    "no tools": {"add_generation_prompt": False, "tools": []},
+    "thinking off": {"add_generation_prompt": True, "enable_thinking": False, "tools": TOOLS},
+    "thinking": {"add_generation_prompt": True, "thinking": True, "preserve_thinking": True},
+    "more names": {
+        "add_generation_prompt": True, "reasoning_effort": "high", "date_string": "1 Jan",
+        "model_identity": "I", "builtin_tools": ["wetter", "x"], "documents": [{"title": "t"}],
+        "tools_in_user_message": False, "tools": TOOLS[:1], "controls": {"length": "long"},
+        "xml_tools": [1], "python_tools": ["p"],
+    },
+    "continued": {"continue_final_message": True},
+    "continued with tools": {"continue_final_message": True, "tools": TOOLS},
+    "thoughts continued": {"continue_final_message": "reasoning_content"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_prompts_are_those_of_transformers(
+    tokenizer: Tokenizer, reference: PreTrainedTokenizerFast, way: str
+) -> None:
     num_prompts = 0
     for name, messages in CONVERSATIONS.items():
         before = json.dumps(messages)
-        kind, expected = _rendered(
-            reference.apply_chat_template,
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-        )
-        got = _rendered(tokenizer.render_chat, messages, add_generation_prompt)
+        how = WAYS[way]
+        kind, expected = _rendered(reference.apply_chat_template, messages, tokenize=False, **how)
+        own = {k: how[k] for k in how if k in _ARGUMENTS}
+        own["chat_template_kwargs"] = {k: how[k] for k in how if k not in _ARGUMENTS}
+        got = _rendered(tokenizer.render_chat, messages, **own)
         assert got[0] == kind, (name, expected, got)
         if kind == "prompt":
             assert got[1] == expected, name
+            ids = reference.apply_chat_template(messages, return_dict=False, **how)
+            assert tokenizer.encode_chat(cast("list[ChatMessage]", messages), **own) == ids, name
             num_prompts += 1
-        else:
+        elif "continue_final_message" not in how:
             assert expected in got[1], name
         assert json.dumps(messages) == before, name
-        if kind == "prompt" and add_generation_prompt:
-            ids = reference.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-            assert tokenizer.encode_chat(cast("list[ChatMessage]", messages)) == ids, name
-    assert num_prompts >= 4, "a comparison of prompts, not of refusals"
+    assert num_prompts >= (0 if "thoughts" in way else 2), "a comparison of prompts"
