@@ -98,6 +98,11 @@ CONVERSATIONS: dict[str, list[Message]] = {
     ],
 }  # fmt: skip
 DROPPED = "thoughts of earlier answers are dropped, and of the last one written, though empty"
+CUT = "thoughts of earlier answers are dropped"
+OPENED = "the prompt opens a thought, which an earlier answer does not have"
+MOVED = "instructions move to the last question"
+TOOLS_MOVED = "tools move to the last question"
+REPEATED = "results are repeated at the end"
 UNLIKE = "the prompt begins an answer, and a call begins otherwise"
 FORBIDDEN: dict[tuple[str, str], tuple[str, list[tuple[int, int]]]] = {
     ("reasoning", "plain"): (DROPPED, [(50, 74), (110, 131), (162, 192)]),
@@ -108,28 +113,43 @@ FORBIDDEN: dict[tuple[str, str], tuple[str, list[tuple[int, int]]]] = {
     ("reasoning", "think tags"): (DROPPED, [(37, 68), (65, 96)]),
     ("dated", "tools"): (UNLIKE, [(84, 125), (220, 261)]),
     ("dated", "tools given"): (UNLIKE, [(95, 136), (231, 272)]),
-    ("selecting", "system"): (
-        "instructions move to the last question", [(8, 75), (61, 127), (113, 183)]
-    ),
-    ("selecting", "tools given"): ("tools move to the last question", [(6, 153), (152, 298)]),
+    ("selecting", "system"): (MOVED, [(8, 75), (61, 127), (113, 183)]),
+    ("selecting", "tools given"): (TOOLS_MOVED, [(6, 153), (152, 298)]),
     ("macros", "tools"): (UNLIKE, [(98, 138), (212, 252)]),
     ("macros", "tools given"): (UNLIKE, [(116, 156), (230, 270)]),
-    ("macros", "reasoning"): ("thoughts of answers are dropped", [(107, 157), (148, 198)]),
+    ("macros", "reasoning"): (CUT, [(107, 157), (148, 198)]),
     ("flags", "tools"): (UNLIKE, [(20, 71)]),
     ("flags", "tools given"): (UNLIKE, [(20, 71)]),
-    ("flags", "think tags"): ("thoughts are dropped", [(24, 72), (55, 103)]),
-    ("loops", "tools"): ("results are repeated at the end", [(168, 211), (203, 304), (352, 405)]),
-    ("loops", "tools given"): (
-        "results are repeated at the end", [(168, 211), (203, 304), (352, 405)]
-    ),
-}  # fmt: skip
+    ("flags", "think tags"): (CUT, [(24, 72), (55, 103)]),
+    ("loops", "tools"): (REPEATED, [(168, 211), (203, 304), (352, 405)]),
+    ("loops", "tools given"): (REPEATED, [(168, 211), (203, 304), (352, 405)]),
+    ("hermes_thinking", "plain"): (DROPPED, [(68, 109), (171, 209), (266, 313)]),
+    ("hermes_thinking", "system"): (DROPPED, [(118, 159), (221, 259), (316, 363)]),
+    ("hermes_thinking", "tools"): (DROPPED, [(57, 283), (313, 538)]),
+    ("hermes_thinking", "tools given"): (DROPPED, [(291, 517), (547, 772)]),
+    ("hermes_thinking", "reasoning"): (DROPPED, [(55, 103), (126, 174)]),
+    ("hermes_thinking", "think tags"): (DROPPED, [(55, 103), (126, 174)]),
+    ("brackets", "system"): (MOVED, [(12, 107), (72, 168), (131, 226)]),
+    ("brackets", "tools given"): (TOOLS_MOVED, [(6, 427), (208, 628)]),
+    ("channels", "reasoning"): (CUT, [(193, 293), (286, 386)]),
+    ("wide_bars", "plain"): (OPENED, [(52, 82), (150, 177), (240, 276)]),
+    ("wide_bars", "system"): (OPENED, [(72, 102), (170, 197), (260, 296)]),
+    ("wide_bars", "tools"): (OPENED, [(40, 157), (431, 548)]),
+    ("wide_bars", "tools given"): (OPENED, [(40, 157), (431, 548)]),
+    ("wide_bars", "think tags"): (OPENED, [(39, 95), (107, 163)]),
+    ("wide_bars_switched", "think tags"): (CUT, [(47, 95), (101, 149)]),
+}
 """Why, and for each turn that does not keep all, in bytes: (what stays, what there was)."""
 MERGED = {
     ("dated", GPT_2): "newlines before a word are tokens of their own, and at the end they are one",
+    ("python_tag", GPT_2): "the same; Llama 3's own tokenizer has no such rule",
     ("documents", LLAMA_3): "no mark ends an answer, and its full stop takes the newline behind it",
 }
 """Why tokens of text that stays do not."""
-DATED = {"dated": 27, "parts": 30, "macros": 29, "marked": 7, "documents": 19}
+DATED = {
+    "dated": 27, "parts": 30, "macros": 29, "marked": 7, "documents": 19,
+    "python_tag": 61, "bracket_marks": 34, "channels": 58,
+}  # fmt: skip
 """Where the day begins to differ: Llama 3.1 and others write the date into each prompt."""
 
 
