@@ -142,7 +142,7 @@ FORBIDDEN: dict[tuple[str, str], tuple[str, list[tuple[int, int]]]] = {
 """Why, and for each turn that does not keep all, in bytes: (what stays, what there was)."""
 MERGED = {
     ("dated", GPT_2): "newlines before a word are tokens of their own, and at the end they are one",
-    ("python_tag", GPT_2): "the same; Llama 3's own tokenizer has no such rule",
+    ("python_tag", GPT_2): "the same; in Llama 3's own tokenizer newlines are one, always",
     ("documents", LLAMA_3): "no mark ends an answer, and its full stop takes the newline behind it",
 }
 """Why tokens of text that stays do not."""
