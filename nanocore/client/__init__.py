@@ -6,6 +6,7 @@ from nanocore.client.connection import EngineHealth
 from nanocore.client.llm import LLM
 from nanocore.client.logprobs import Logprob
 from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanocore.client.scoring import ScoreOutput
 from nanocore.protocol.errors import (
     ClientStateError,
     ConfigError,
@@ -43,6 +44,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "ScoreOutput",
     "Stats",
     "StructuredOutputsParams",
     "ToolCall",

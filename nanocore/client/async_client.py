@@ -29,6 +29,7 @@ from nanocore.client.engine_flags import EngineArgument, engine_flags
 from nanocore.client.engine_link import EngineLink, Session
 from nanocore.client.launcher import EngineProcess
 from nanocore.client.outputs import RequestOutput
+from nanocore.client.scoring import ScoreOutput, score_request
 from nanocore.client.stream import RequestStream
 from nanocore.client.submission import Prompt, submit
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
@@ -326,6 +327,33 @@ class AsyncEngineClient:
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False, and nothing happens, while a request holds blocks."""
         return (await self._control("reset_prefix_cache")).ok
+
+    async def score(
+        self,
+        context: Prompt,
+        continuation: Prompt,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> ScoreOutput:
+        """How likely a continuation is after a context: the sum of its tokens' log probabilities.
+
+        Two texts are tokenized as the one that they make, and spaces that end the context belong to
+        the continuation; an empty context is the model's BOS, or else its EOS. Token ids are taken
+        as they are.
+
+        Raises:
+            InvalidRequestError: one of them has no tokens.
+            ContextLengthError: together they have more tokens than max_model_len.
+            EngineDeadError: the engine is gone.
+        """
+        session = await self._session()
+        vocab_size = session.connection.welcome.model.vocab_size
+        request = await score_request(session.tokenizer, context, continuation, vocab_size)
+        output = await self.complete(
+            request.prompt, request.params, request_id, priority, cache_salt
+        )
+        return request.score(output)
 
     async def pause(self) -> None:
         """Stop stepping. Requests are accepted and kept, and go on after `resume`."""

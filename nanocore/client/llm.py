@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from array import array
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent import futures
+from functools import partial
 from os import PathLike
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack, cast
@@ -20,6 +21,7 @@ from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.chat.request import ChatOptions, prepare_chat
 from nanocore.client.engine_flags import EngineArgument
 from nanocore.client.outputs import RequestOutput
+from nanocore.client.scoring import ScoreOutput
 from nanocore.client.stepwise import QUEUE_FACTOR, StepwiseRequests
 from nanocore.client.submission import Prompt
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
@@ -115,7 +117,11 @@ class LLM:
         """
         batch = _as_batch(prompts)
         all_params = _params_of_each(len(batch), sampling_params, "prompts")
-        return self._run(self._complete_all(batch, all_params, use_tqdm))
+        calls = [
+            partial(self._client.complete, prompt, params)
+            for prompt, params in zip(batch, all_params, strict=True)
+        ]
+        return self._run(self._all(calls, use_tqdm))
 
     def chat(
         self,
@@ -195,36 +201,48 @@ class LLM:
         """Forget cached prefixes."""
         return self._run(self._client.reset_prefix_cache())
 
+    def score(
+        self, pairs: Sequence[tuple[Prompt, Prompt]], *, use_tqdm: bool = True
+    ) -> list[ScoreOutput]:
+        """How likely each continuation is after its context, in the order of the pairs.
+
+        All or nothing, as `generate`.
+
+        Args:
+            pairs: (context, continuation), as `AsyncEngineClient.score` takes them.
+            use_tqdm: show a progress bar on stderr.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: a pair cannot be scored as it is.
+            EngineDeadError: the engine is gone. ClientStateError: this LLM is closed.
+        """
+        if not isinstance(pairs, (list, tuple)) or not all(
+            isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
+        ):
+            raise InvalidRequestError("pairs are a list of (context, continuation)")
+        calls = [partial(self._client.score, *pair) for pair in pairs]
+        return self._run(self._all(calls, use_tqdm))
+
     async def _close(self) -> None:
         await self._requests.close()
         await self._client.close()
 
-    async def _complete_all(
-        self, prompts: list[Prompt], all_params: list[SamplingParams | None], use_tqdm: bool
-    ) -> list[RequestOutput]:
+    async def _all(
+        self, calls: Sequence[Callable[[], Awaitable[Result]]], use_tqdm: bool
+    ) -> list[Result]:
+        """What they return, in their order; as many at once as keep the engine busy."""
         in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.max_num_seqs)
-        with tqdm(total=len(prompts), unit="request", disable=not use_tqdm) as progress:
+        with tqdm(total=len(calls), unit="request", disable=not use_tqdm) as progress:
 
-            async def complete(prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
+            async def one(call: Callable[[], Awaitable[Result]]) -> Result:
                 async with in_flight:
-                    output = await self._complete(prompt, params)
+                    result = await _accepted(call)
                 progress.update()
-                return output
+                return result
 
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(complete(prompt, params))
-                    for prompt, params in zip(prompts, all_params, strict=True)
-                ]
+                tasks = [group.create_task(one(call)) for call in calls]
         return [task.result() for task in tasks]
-
-    async def _complete(self, prompt: Prompt, params: SamplingParams | None) -> RequestOutput:
-        """One completion, submitted again as often as the engine is too busy to take it."""
-        while True:
-            try:
-                return await self._client.complete(prompt, params)
-            except EngineOverloadedError as busy:
-                await asyncio.sleep(busy.retry_after_s)
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run it in our thread. On Ctrl-C it is cancelled, and its end awaited, before we go."""
@@ -248,6 +266,15 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _accepted(call: Callable[[], Awaitable[Result]]) -> Result:
+    """What it returns, called again as often as the engine is too busy to take its request."""
+    while True:
+        try:
+            return await call()
+        except EngineOverloadedError as busy:
+            await asyncio.sleep(busy.retry_after_s)
 
 
 async def _others_end() -> None:

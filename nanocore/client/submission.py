@@ -87,9 +87,18 @@ async def submit(
 async def _tokenize(session: Session, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
     if isinstance(prompt, str):
         return prompt, await session.tokenizer.encode(prompt)
+    return None, given_token_ids(prompt)
+
+
+def given_token_ids(prompt: list[int] | array[int] | TokensPrompt) -> list[int] | array[int]:
+    """Those of a prompt that is no text.
+
+    Raises:
+        InvalidRequestError: it is no prompt.
+    """
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     if isinstance(token_ids, (list, array)):
-        return None, token_ids
+        return token_ids
     raise InvalidRequestError(
         "a prompt is a str, a list or array of token ids or {'prompt_token_ids': [...]}, not "
         f"{type(prompt).__name__}"

@@ -81,6 +81,7 @@ class Tokenizer:
             special_tokens.add_to(self.backend)
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidRequestError(f"the special tokens of {source}: {error}") from None
+        self._named_tokens = special_tokens.texts
         templates = _template_texts(files, config, source)
         self._guard = TokenGuard(self.backend, "\0".join(templates.values()))
         self._templates = {
@@ -155,6 +156,15 @@ class Tokenizer:
     def _special_texts(self) -> dict[int, str | bytes]:
         added = self.backend.get_added_tokens_decoder()
         return {token_id: token.content for token_id, token in added.items() if token.special}
+
+    @property
+    def prefix_token_id(self) -> int | None:
+        """What stands before a text where something must: BOS, else EOS; None if neither has a
+        name."""
+        names = self._named_tokens
+        text = names.get("bos_token", names.get("eos_token"))
+        token_id: int | None = None if text is None else self.backend.token_to_id(text)
+        return token_id
 
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts:
         """Texts of single tokens; see there what they are worth."""
