@@ -19,7 +19,8 @@ from torch import Tensor
 
 from nanocore.kernels.interface import Logprobs
 from nanocore.worker.plan import RowLogprobs
-from nanocore.worker.sampling.logprob_rows import LogprobEntries, StepLogprobs
+from nanocore.worker.sampling.asked import Asked
+from nanocore.worker.sampling.logprob_rows import LogprobEntries
 from nanocore.worker.sampling.sampler import TokenSampler
 
 _SAMPLED, _PROMPT = "logprobs", "prompt_logprobs"
@@ -30,13 +31,12 @@ _FIELDS: Final = tuple(field.name for field in fields(Logprobs))
 class Sampled:
     """What a step leaves: logits, and each row's token, int64.
 
-    prompt_hidden_NE: hidden states of tokens whose logits tell the prompt's next ones, in the order
-    of `LogprobEntries.columns`.
+    hidden_NE: hidden states of the tokens that `Asked.hidden_index` names.
     """
 
     logits_RV: Tensor
     token_ids_R: Tensor
-    prompt_hidden_NE: Tensor | None = None
+    hidden_NE: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class LogprobComputer:
     logits: Callable[[Tensor], Tensor]
 
     def compute(
-        self, asked: StepLogprobs, column: Tensor, result: Sampled, token_table: Tensor
+        self, asked: Asked, column: Tensor, result: Sampled, token_table: Tensor
     ) -> dict[str, Tensor]:
         """What is asked for, by names that `told` knows; nothing on ranks that have no say.
 
         column: that of `asked`, where the model runs. token_table: int32, the rows' tokens.
         """
-        sampled_1N, prompt_3N = asked.split(column)
+        sampled_1N, prompt_3N, _ = asked.split(column)
         found: dict[str, Tensor] = {}
         if asked.sampled is not None:
             index_N = sampled_1N[0]
@@ -64,7 +64,7 @@ class LogprobComputer:
                 result.token_ids_R[index_N],
             )
         if asked.prompt is not None:
-            hidden_NE = result.prompt_hidden_NE
+            hidden_NE = result.hidden_NE
             assert hidden_NE is not None, "the step computed them"
             _, rows_N, positions_N = prompt_3N
             found |= self._of_entries(
@@ -105,7 +105,7 @@ class ToldLogprobs:
 
 
 def told(
-    asked: StepLogprobs | None, found: Mapping[str, Tensor], has_token_R: NDArray[np.bool_]
+    asked: Asked | None, found: Mapping[str, Tensor], has_token_R: NDArray[np.bool_]
 ) -> ToldLogprobs:
     """What was found, on the host, in columns. has_token_R: which of the step's rows sampled one;
     the others have no entry.
