@@ -2,6 +2,7 @@
 
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.connection import EngineHealth
+from nanocore.client.embedding import EmbeddingOutput
 from nanocore.client.llm import LLM
 from nanocore.client.logprobs import Logprob
 from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -28,6 +29,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "ContextLengthError",
+    "EmbeddingOutput",
     "EngineDeadError",
     "EngineHealth",
     "EngineOverloadedError",

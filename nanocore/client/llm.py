@@ -17,6 +17,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 from tqdm import tqdm
 
 from nanocore.client.async_client import AsyncEngineClient
+from nanocore.client.embedding import EmbeddingOutput, embedding_params
 from nanocore.client.engine_flags import EngineArgument
 from nanocore.client.outputs import RequestOutput
 from nanocore.client.stepwise import QUEUE_FACTOR, StepwiseRequests
@@ -24,7 +25,7 @@ from nanocore.client.submission import Prompt
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard, Stats
-from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.sampling import Pooling, SamplingParams
 
 Result = TypeVar("Result")
 
@@ -143,6 +144,22 @@ class LLM:
         encode = self.get_tokenizer().encode_chat
         prompts = [encode(cast("Sequence[ChatMessage]", turns)) for turns in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """The embeddings of prompts, in their order; see `AsyncEngineClient.embed`.
+
+        All or nothing, as in `generate`.
+        """
+        batch, params = _as_batch(prompts), embedding_params(pooling)
+        outputs = self._run(self._complete_all(batch, [params] * len(batch), use_tqdm))
+        return [EmbeddingOutput.of(output, normalize) for output in outputs]
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Begin a request that `step` reports of; returns its id, which its outputs have.
