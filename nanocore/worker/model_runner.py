@@ -32,7 +32,6 @@ from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.messages import Quantization
 from nanocore.worker.pending_output import (
     NOTHING_SAMPLED,
-    POOLED,
     AwaitingOutput,
     DoneOutput,
     PendingOutput,
@@ -41,9 +40,8 @@ from nanocore.worker.pending_output import (
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.sampling.asked import Asked
-from nanocore.worker.sampling.logprobs import LogprobComputer, Sampled
+from nanocore.worker.sampling.logprobs import AnswerComputer, Sampled
 from nanocore.worker.sampling.masked_rows import MaskedRows
-from nanocore.worker.sampling.pooling import pooled_sums
 from nanocore.worker.sampling.sampler import TokenSampler
 
 
@@ -297,17 +295,10 @@ class ModelRunner:
         return self.model.compute_logits(hidden_RE, self.kernels)
 
     def answer(self, asked: Asked, column: Tensor, sampled: Sampled) -> dict[str, Tensor]:
-        """What is asked for beside tokens: see `LogprobComputer.compute` and `pooled_sums`."""
+        """What is asked for beside tokens: see `AnswerComputer`."""
         assert self.sampler is not None, "the last stage samples"
-        computer = LogprobComputer(self.sampler, self.logits)
-        found = computer.compute(asked, column, sampled, self.token_table)
-        if asked.pooled is not None:
-            assert sampled.hidden_NE is not None, "the step computed them"
-            row_N = asked.split(column)[2][1]
-            hidden_NE = sampled.hidden_NE[-len(row_N) :]
-            scale = self.config.logits_divisor  # by which the last norm divides, see `pack`
-            found[POOLED] = pooled_sums(hidden_NE, row_N, len(asked.pooled.rows), scale)
-        return found
+        computer = AnswerComputer(self.sampler, self.logits, self.config.logits_divisor)
+        return computer.compute(asked, column, sampled, self.token_table)
 
     def _forward(self, x_TE: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
         context = StepContext(self.kernels, metadata, self.rotary)

@@ -19,9 +19,6 @@ from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, TokenMasks
 from nanocore.worker.sampling.asked import Asked
 from nanocore.worker.sampling.logprobs import told
 
-POOLED: Final = "pooled"
-"""Of what a step has sampled, by name: what `pooled_sums` found."""
-
 
 class PendingOutput(Protocol):
     """The result of a step that was begun."""
@@ -105,18 +102,15 @@ def make_output(
         return _NOTHING
     if asked is not None:
         assert counts is None, "no worker drafts yet"
-    logprobs = told(asked, sampled, token_ids.numpy() != NO_TOKEN)
-    pooled_rows = pooled = b""
-    if asked is not None and asked.pooled is not None:
-        pooled_rows, pooled = asked.pooled.take(sampled[POOLED].numpy())
+    answer = told(asked, sampled, token_ids.numpy() != NO_TOKEN)
     return ModelRunnerOutput(
         rows=rows.astype("<i4").tobytes(),
         token_ids=token_ids.numpy().astype("<i4").tobytes(),
         counts=b"" if counts is None else counts.numpy().astype("<i4").tobytes(),
-        logprobs=logprobs.logprobs,
-        prompt_logprobs=logprobs.prompt_logprobs,
-        pooled_rows=pooled_rows,
-        pooled=pooled,
+        logprobs=answer.logprobs,
+        prompt_logprobs=answer.prompt_logprobs,
+        pooled_rows=answer.pooled_rows,
+        pooled=answer.pooled,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
-from nanocore.engine_core.scheduling.outputs import ClientOutput, embedding_bytes
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
 from nanocore.engine_core.scheduling.spans import IntArray, places_of
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
@@ -47,7 +47,7 @@ def output_frames(
     for event in output.events:
         if event.embedding is None:
             outputs[0 if event.finish_reason is None else -1].events.append(event)
-    num_bytes = np.array([embedding_bytes(event) for event in ends], np.int64)
+    num_bytes = np.array([len(event.embedding or b"") for event in ends], np.int64)
     embeddings = [
         ClientOutput(client, nothing, [ends[i] for i in part])
         for part in _cut(num_bytes, max_logprobs_bytes)

@@ -132,9 +132,8 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             files=files.entries,
             hidden_size=model_config.hidden_size,
         )
-        return serve(
-            config, socket, card, files, executor, started_s, publisher, parent, trace, grammars
-        )
+        ready = (executor, started_s, publisher, parent, trace, grammars)
+        return serve(config, socket, card, files, *ready)
 
 
 def serve(

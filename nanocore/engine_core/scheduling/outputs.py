@@ -34,14 +34,9 @@ class ClientOutput:
     def num_logprobs_bytes(self) -> int:
         """Of all log probabilities and embeddings, as they travel."""
         tokens, prompts = self.tokens.logprobs, self.prompt_logprobs
-        num_bytes = sum([embedding_bytes(event) for event in self.events])
+        num_bytes = sum([len(event.embedding or b"") for event in self.events])
         num_bytes += 0 if tokens is None else tokens.num_bytes
         return num_bytes if prompts is None else num_bytes + prompts.num_bytes
-
-
-def embedding_bytes(event: Event) -> int:
-    """Of the embedding that a request ends with."""
-    return 0 if event.embedding is None else len(event.embedding)
 
 
 def split_by_client(

@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.worker.sampling.logprob_rows import LogprobEntries
-from nanocore.worker.sampling.pooling import StepPooling
+from nanocore.worker.plan import NewRow
+from nanocore.worker.sampling.logprob_rows import LogprobEntries, LogprobRows
+from nanocore.worker.sampling.pooling import PoolingRows, StepPooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,6 @@ class Asked:
     sampled: LogprobEntries | None = None
     prompt: LogprobEntries | None = None
     pooled: StepPooling | None = None
-
-    @property
-    def is_nothing(self) -> bool:
-        """Whether the step is asked for tokens alone."""
-        return self.sampled is None and not self.needs_hidden
 
     @property
     def needs_hidden(self) -> bool:
@@ -53,3 +49,46 @@ class Asked:
         """Which of the T tokens' hidden states are needed, of `prompt` and then of `pooled`."""
         _, prompt_3N, pooled_2N = self.split(column)
         return torch.cat((prompt_3N[0], pooled_2N[0]))
+
+
+class AskingRows:
+    """What the rows of the persistent batch ask for; where none asks nothing is made.
+
+    Args:
+        num_rows: of the batch. vocab_size: tokens that there are.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._logprobs = LogprobRows(num_rows, vocab_size)
+        self._pooling = PoolingRows()
+
+    @property
+    def is_empty(self) -> bool:
+        """No row asks for anything."""
+        return self._logprobs.is_empty and self._pooling.is_empty
+
+    def remove(self, rows: NDArray[np.integer]) -> None:
+        """These rows are free."""
+        self._logprobs.remove(rows)
+        self._pooling.remove(rows)
+
+    def add(self, new: NewRow) -> None:
+        """A free row is taken."""
+        self._logprobs.add(new)
+        self._pooling.add(new)
+
+    def asked(
+        self,
+        rows_R: NDArray[np.int64],
+        steady_group: int | None,
+        rows_B: NDArray[np.int64],
+        counts_B: NDArray[np.int64],
+        seq_lens_B: NDArray[np.int64],
+    ) -> Asked | None:
+        """What a step is asked for, once, in the steps' order: see `LogprobRows`, `PoolingRows`."""
+        sampled = self._logprobs.sampled(rows_R, steady_group)
+        prompt = self._logprobs.prompt(rows_B, counts_B, seq_lens_B)
+        pooled = self._pooling.of_step(rows_B, counts_B, seq_lens_B)
+        if sampled is None and prompt is None and pooled is None:
+            return None
+        return Asked(sampled, prompt, pooled)
