@@ -95,7 +95,8 @@ class ResultReader:
             if row not in outcome.dead_rows
         }
         expected = pooled_rows.intersection(outcome.plan.completed) - outcome.dead_rows
-        if pooled.keys() != expected or len(result.pooled) != num_bytes * len(rows):
+        is_whole = len(set(rows)) == len(rows) and len(result.pooled) == num_bytes * len(rows)
+        if pooled.keys() != expected or not is_whole or num_bytes % 4 or not all(pooled.values()):
             raise ValueError(
                 f"step {outcome.plan.number} has embeddings, {len(result.pooled)} bytes, of rows "
                 f"{rows}: they must be of {sorted(expected)}, all equally long"
