@@ -85,6 +85,11 @@ def expected_logprobs(prompt: list[int], token_ids: list[int], num: int) -> list
     ]
 
 
+def expected_embedding(prompt: list[int]) -> bytes:
+    """What the fake worker says of a prompt, four numbers."""
+    return np.array([context_hash(prompt[i:]) % 997 for i in range(4)], "<f4").tobytes()
+
+
 def allowed_tokens(output: list[int]) -> frozenset[int]:
     """What a FakeMatcher allows after this output: often a third, sometimes one, or all."""
     return _allowed_tokens(context_hash([*output, VOCAB_SIZE]) % 97)
@@ -289,6 +294,7 @@ class FakeExecutor:
                 of_prompts += [(row, entry) for entry in self._prompt_logprobs(self.rows[row])]
         sampled: dict[int, list[int]] = {}
         of_tokens: list[tuple[int, LogprobEntry]] = []
+        pooled: dict[int, bytes] = {}
         for index, count in counts.items():
             row = self.rows[index]
             num_known = len(row.token_ids)
@@ -300,6 +306,9 @@ class FakeExecutor:
                 if num_logprobs is not None:
                     entries = expected_logprobs(row.token_ids[:num_known], tokens, num_logprobs)
                     of_tokens += [(index, entry) for entry in entries]
+                if row.new.sampling.pooling is not None:
+                    assert row.new.sampling.pooling != "mean" or not row.new.num_computed_tokens
+                    pooled[index] = expected_embedding(row.token_ids[:num_known])
         assert self.allowed.keys() <= sampled.keys(), "masks of rows that do not sample"
         self.num_tokens += plan.num_tokens
         all_counts = [len(tokens) for tokens in sampled.values()]
@@ -309,6 +318,8 @@ class FakeExecutor:
             counts=b"" if set(all_counts) <= {1} else _column(all_counts),
             logprobs=row_logprobs(of_tokens),
             prompt_logprobs=row_logprobs(of_prompts),
+            pooled_rows=_column(pooled),
+            pooled=b"".join(pooled.values()),
         )
 
     def _take_masks(self, plan: SchedulerOutput, masks: TokenMasks | None) -> None:
@@ -548,6 +559,7 @@ class Deliveries:
         self.num_cached: dict[int, int] = {}
         self.logprobs: dict[int, list[LogprobEntry]] = {}
         self.prompt_logprobs: dict[int, list[LogprobEntry]] = {}
+        self.embeddings: dict[int, bytes] = {}
 
     def step(self, scheduler: Scheduler, executor: FakeExecutor) -> SchedulerOutput:
         """Run one whole step and take in its output; returns the plan."""
@@ -576,6 +588,9 @@ class Deliveries:
                 if event.finish_reason is not None:
                     assert event.handle not in self.finish_reasons, "a request ends once"
                     self.finish_reasons[event.handle] = event.finish_reason
+                if event.embedding is not None:
+                    assert event.finish_reason == "stop"
+                    self.embeddings[event.handle] = event.embedding
                 if event.message is not None:
                     self.messages[event.handle] = event.message
 

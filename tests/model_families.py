@@ -321,6 +321,15 @@ def greedy_continuations(
         frequencies: of the rotation, in place of the model's.
         changes: settings of config.json to override.
     """
+    model = exact_model(folder, max_model_len, dtype, frequencies, **changes)
+    return [_greedy(model, prompt, num_tokens) for prompt in prompts]
+
+
+def exact_model(
+    folder: Path, max_model_len: int = MAX_MODEL_LEN, dtype: torch.dtype = torch.float32,
+    frequencies: Tensor | None = None, **changes: Any,
+) -> Any:  # fmt: skip
+    """transformers' model with nothing to go wrong; arguments as in `greedy_continuations`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, **changes)
@@ -335,7 +344,7 @@ def greedy_continuations(
         _fix_longrope(rotary, max_model_len)
     if frequencies is not None:
         rotary.inv_freq.copy_(frequencies)
-    return [_greedy(model, prompt, num_tokens) for prompt in prompts]
+    return model
 
 
 @torch.inference_mode()

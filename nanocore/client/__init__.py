@@ -3,6 +3,7 @@
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.chat.answer import ChatAnswer, ToolCall, collect
 from nanocore.client.connection import EngineHealth
+from nanocore.client.embedding import EmbeddingOutput
 from nanocore.client.llm import LLM
 from nanocore.client.logprobs import Logprob
 from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -31,6 +32,7 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "ContextLengthError",
+    "EmbeddingOutput",
     "EngineDeadError",
     "EngineHealth",
     "EngineOverloadedError",

@@ -25,6 +25,7 @@ from nanocore.client.chat.event_stream import chat_events
 from nanocore.client.chat.events import ChatEvent
 from nanocore.client.chat.request import ChatOptions, prepare_chat
 from nanocore.client.connection import EngineHealth
+from nanocore.client.embedding import EmbeddingOutput, embedding_params
 from nanocore.client.engine_flags import EngineArgument, engine_flags
 from nanocore.client.engine_link import EngineLink, Session
 from nanocore.client.launcher import EngineProcess
@@ -35,7 +36,7 @@ from nanocore.client.submission import Prompt, submit
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import ClientStateError, ConfigError, InvalidRequestError
 from nanocore.protocol.messages import ControlOperation, ModelCard, Reply, Stats
-from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.sampling import Pooling, SamplingParams
 from nanocore.protocol.sockets import ClientKeys, client_keys
 from nanocore.system.endpoint_lock import own_default_endpoint
 
@@ -271,6 +272,28 @@ class AsyncEngineClient:
             return await stream.final()
         finally:
             stream.close()
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EmbeddingOutput:
+        """The embedding of a prompt: the model's hidden state after its last norm.
+
+        Args:
+            pooling: of the "last" token, or the "mean" over all.
+            normalize: to length 1.
+
+        Raises:
+            NanocoreError: as `generate`; or it was aborted, or ended by the engine.
+        """
+        params = embedding_params(pooling)
+        output = await self.complete(prompt, params, request_id, priority, cache_salt)
+        return EmbeddingOutput.of(output, normalize)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with finish_reason "abort". Idempotent."""

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.chat.request import ChatOptions, prepare_chat
+from nanocore.client.embedding import EmbeddingOutput
 from nanocore.client.engine_flags import EngineArgument
 from nanocore.client.outputs import RequestOutput
 from nanocore.client.scoring import ScoreOutput
@@ -27,7 +28,7 @@ from nanocore.client.submission import Prompt
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard, Stats
-from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.sampling import Pooling, SamplingParams
 
 Result = TypeVar("Result")
 
@@ -159,6 +160,23 @@ class LLM:
             [chat.params for chat in chats],
             use_tqdm=use_tqdm,
         )
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingOutput]:
+        """The embeddings of prompts, in their order; see `AsyncEngineClient.embed`.
+
+        All or nothing, as in `generate`.
+        """
+        calls = [
+            partial(self._client.embed, prompt, pooling, normalize) for prompt in _as_batch(prompts)
+        ]
+        return self._run(self._all(calls, use_tqdm))
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Begin a request that `step` reports of; returns its id, which its outputs have.

@@ -8,6 +8,7 @@ token, hence structs: a frozen dataclass costs eight times as much.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -82,6 +83,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     several samples the first one's.
     prompt_logprobs: of each prompt token a dict of candidates, if they were asked for; of the first
     one None. Complete with the first token.
+    embedding: with the end of a request with `pooling`, as the engine has it, float32.
     """
 
     request_id: str
@@ -92,6 +94,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     num_cached_tokens: int | None
     _progress: Progress
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: array[float] | None = None
 
     @property
     def metrics(self) -> RequestMetrics:

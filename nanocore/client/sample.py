@@ -8,6 +8,7 @@ and only so many tokens at once that the event loop is not held up.
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
@@ -17,7 +18,7 @@ from nanocore.client.outputs import CompletionOutput
 from nanocore.client.progress import Progress
 from nanocore.client.sample_text import SampleText
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.protocol.codec import UnpackedLogprobs
+from nanocore.protocol.codec import UnpackedLogprobs, unpack_float32
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.messages import Event, FinishReason
 from nanocore.protocol.sampling import SamplingParams
@@ -32,8 +33,8 @@ class Sample:
         progress: of the request.
 
     handle: the engine's name for it, once the request is accepted. logprobs, prompt_logprobs: None
-    if nobody asked; the first sample alone has the prompt's. output: what was read so far.
-    finished: that is all.
+    if nobody asked; the first sample alone has the prompt's. embedding: with the end, if it is
+    asked for. output: what was read so far. finished: that is all.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Sample:
         self._token_ids: list[int] = []
         self._end: Event | None = None
         self.num_cached_tokens: int | None = None
+        self._pools = params.pooling is not None
+        self.embedding: array[float] | None = None
         self.ended = False  # by the engine, or by a stop string
         self.logprobs = None if params.logprobs is None else LogprobColumns(tokenizer)
         self.prompt_logprobs: LogprobColumns | None = None
@@ -117,10 +120,21 @@ class Sample:
             )
 
     def push_event(self, event: Event) -> None:
-        """Take in what an event says: cached tokens at the start, or how the sample ended."""
+        """Take in what an event says: cached tokens at the start, or how the sample ended.
+
+        Raises:
+            ProtocolError: it ended without the embedding that was asked for.
+        """
         if event.num_cached_tokens is not None:
             self.num_cached_tokens = event.num_cached_tokens
         if event.finish_reason is not None and not self.ended:
+            if self._pools and event.finish_reason == "stop":
+                column = event.embedding or b""
+                if not column or len(column) % 4:
+                    raise ProtocolError(
+                        f"OUTPUT: an embedding of {len(column)} bytes: 4 for each number"
+                    )
+                self.embedding = unpack_float32(column)
             self._end = event
             self._set_ended()
 

@@ -132,6 +132,7 @@ class RequestStream:
             first.num_cached_tokens,
             progress,
             None if columns is None else PromptLogprobs(columns, len(columns)),
+            first.embedding if self.finished else None,
         )
 
     def close(self) -> None:

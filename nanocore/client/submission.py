@@ -30,6 +30,7 @@ class TokensPrompt(TypedDict):
 
 _DEFAULTS: Final = EngineSamplingParams()
 _STRUCTURED: Final[Capability] = "structured_outputs"
+_EMBEDDINGS: Final[Capability] = "embeddings"
 Prompt: TypeAlias = "str | list[int] | array[int] | TokensPrompt"
 
 
@@ -65,6 +66,8 @@ async def submit(
             "this engine cannot do structured_outputs with its model, and its log says why: leave "
             "them out, or use a model with a byte-level tokenizer.json and an EOS token"
         )
+    if sampling.pooling is not None and _EMBEDDINGS not in welcome.capabilities:
+        raise InvalidRequestError("this engine gives no embeddings: use another one")
     stream = RequestStream(
         request_id,
         text,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from nanocore.conformance.checked_logprobs import TokenEntry, check_entry, entries_by_handle
 from nanocore.conformance.report import BrokenError, require
-from nanocore.protocol.codec import unpack_int32, unpack_output
+from nanocore.protocol.codec import unpack_float32, unpack_int32, unpack_output
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.messages import Accepted, Event, Output, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
@@ -38,6 +38,7 @@ class Stream:
     stop_reason: int | None = None
     logprobs: list[TokenEntry] = field(default_factory=list)
     prompt_logprobs: list[TokenEntry] = field(default_factory=list)
+    embedding: list[float] | None = None
     samples: list[Stream] = field(default_factory=list, repr=False)
 
 
@@ -94,6 +95,7 @@ class CheckedStreams:
 
     def _take_tokens(self, stream: Stream, tokens: list[int]) -> None:
         require(bool(tokens), f"a token for handle {stream.handle}, which is listed", "none")
+        require(stream.sampling.pooling is None, "no token of a request with pooling", tokens)
         valid = all(0 <= token < self._vocab_size for token in tokens)
         require(valid, f"token ids below vocab_size={self._vocab_size}", tokens)
         is_first = stream is stream.samples[0]
@@ -150,7 +152,8 @@ class CheckedStreams:
         stream = self._open(event.handle, "an event")
         if event.num_cached_tokens is not None:
             where = f"num_cached_tokens of handle {event.handle} with its first token only"
-            require(event.handle in fresh, where, event)
+            is_pooled = stream.sampling.pooling is not None
+            require(event.handle in fresh or is_pooled, where, event)
             require(event.num_cached_tokens >= 0, "num_cached_tokens of at least 0", event)
             require(stream.num_cached_tokens is None, "num_cached_tokens once", event)
             stream.num_cached_tokens = event.num_cached_tokens
@@ -161,6 +164,12 @@ class CheckedStreams:
             require(bool(event.message), "a message that says why, with 'error'", event)
         if event.message is not None:
             require(reason in ("error", "abort"), "a message with 'error' or 'abort' only", event)
+        has_embedding = stream.sampling.pooling is not None and reason == "stop"
+        expected = "an embedding with the 'stop' of requests with pooling, and with nothing else"
+        require((event.embedding is not None) == has_embedding, expected, event)
+        if event.embedding is not None:
+            require(len(event.embedding) % 4 == 0, "an embedding of float32", event)
+            stream.embedding = unpack_float32(event.embedding).tolist()
         stream.finish_reason, stream.stop_reason = reason, event.stop_reason
 
     def _open(self, handle: int, what: str) -> Stream:

@@ -17,8 +17,9 @@ def vectors(peer: Peer, *, before_hello: bool = False) -> list[Vector]:
     """Clients' vectors that presume nothing which this engine does not have."""
     policy = "priority" if "priority" in peer.welcome.capabilities else "fcfs"
     has = {None, f"{policy} scheduling"}
-    has |= {f"protocol 1.{minor}" for minor in (5, 6) if peer.welcome.protocol >= (1, minor)}
+    has |= {f"protocol 1.{minor}" for minor in (5, 6, 7) if peer.welcome.protocol >= (1, minor)}
     has |= {"structured outputs"} if "structured_outputs" in peer.welcome.capabilities else set()
+    has |= {"embeddings"} if "embeddings" in peer.welcome.capabilities else set()
     return [
         vector
         for vector in load_vectors("client")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nanocore.conformance import (  # noqa: F401 - they add their rules
     engine_connections,
     engine_control,
+    engine_embeddings,
     engine_ends,
     engine_logprobs,
     engine_messages,

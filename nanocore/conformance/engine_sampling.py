@@ -74,6 +74,7 @@ REFUSED_SINCE_1_6: dict[str, tuple[object, ...]] = {
         {"structural_tag": {"structures": [], "triggers": ["a"]}}, "{}", ["a"], True,
     ),
 }  # fmt: skip
+REFUSED_SINCE_1_7: dict[str, tuple[object, ...]] = {"pooling": ("cls", "", 1, True, ["mean"])}
 NEAREST = {
     "temprature": "temperature", "max_token": "max_tokens", "topp": "top_p", "logprob": "logprobs",
     "frequency_penality": "frequency_penalty", "stop_tokens_ids": "stop_token_ids",
@@ -124,6 +125,7 @@ def sampling_beyond_its_ranges_is_refused_by_name(engine: EngineUnderTest) -> No
     peer = engine.session()
     newer = REFUSED_SINCE_1_5 if peer.welcome.protocol >= (1, 5) else {}
     newer = newer | (REFUSED_SINCE_1_6 if peer.welcome.protocol >= (1, 6) else {})
+    newer = newer | (REFUSED_SINCE_1_7 if peer.welcome.protocol >= (1, 7) else {})
     for name, values in (REFUSED | newer).items():
         for value in values:
             sampling = {"max_tokens": 2} | {name: value}

@@ -69,6 +69,9 @@ def welcome_is_complete(engine: EngineUnderTest) -> None:
     for name in limits.__struct_fields__:
         value = getattr(limits, name)
         require(value is None or value >= 1, f"limits.{name} of at least 1, or nil", value)
+    size = model.hidden_size
+    told = protocol < (1, 7) if size is None else size >= 1
+    require(told, "model.hidden_size of at least 1, since 1.7", size)
     names = [file.name for file in model.files]
     require(len(set(names)) == len(names), "each file once", names)
     for file in model.files:

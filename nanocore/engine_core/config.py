@@ -126,6 +126,7 @@ class EngineConfig(EngineParameters):
         given: dict[Capability, bool] = {
             "prefix_caching": self.enable_prefix_caching,
             "priority": self.scheduling_policy == "priority",
+            "embeddings": True,
         }
         return [name for name, has in given.items() if has]
 

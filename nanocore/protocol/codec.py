@@ -216,6 +216,11 @@ def unpack_uint32(column: bytes) -> array[int]:
     return _little_endian(array("I", column))
 
 
+def unpack_float32(column: bytes) -> array[float]:
+    """A float32 little-endian column as an array of numbers."""
+    return _little_endian(array("f", column))
+
+
 def abort_handles(abort: Abort) -> array[int]:
     """The handles of an ABORT.
 
@@ -271,7 +276,7 @@ def unpack_logprobs(columns: TokenLogprobs) -> UnpackedLogprobs:
             unpack_uint32(columns.ranks),
             unpack_uint32(columns.counts),
             unpack_int32(columns.token_ids),
-            _little_endian(array("f", columns.logprobs)),
+            unpack_float32(columns.logprobs),
         )
     except ValueError as error:
         raise ProtocolError(f"OUTPUT: a column of logprobs is cut short: {error}") from None

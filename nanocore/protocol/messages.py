@@ -30,12 +30,12 @@ from nanocore.protocol.fields import (
 )
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 6)
+PROTOCOL_VERSION = (1, 7)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 ControlOperation = Literal["stats", "reset_prefix_cache", "pause", "resume", "read_file"]
-Capability = Literal["prefix_caching", "priority", "structured_outputs"]
+Capability = Literal["prefix_caching", "priority", "structured_outputs", "embeddings"]
 ModelFileName = Literal[
     "tokenizer.json",
     "tokenizer_config.json",
@@ -99,6 +99,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     block_size: tokens per KV block, the unit of prefix caching. num_blocks: blocks in the pool.
     default_sampling: of requests that bring no sampling parameters; its makers' recommendation.
     files: those of `ModelFileName` that the model has, so that a client needs no copy of it.
+    hidden_size: numbers of an embedding; None in engines before 1.7.
     """
 
     model: str
@@ -111,6 +112,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Annotated[int, limited(minimum=1)]
     default_sampling: Annotated[DefaultSampling, since(2)] = DefaultSampling()
     files: Annotated[list[ModelFile], since(3)] = []
+    hidden_size: Annotated[int | None, since(7), limited(minimum=1)] = None
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,6 +197,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_cached_tokens: with the first token; prompt tokens taken from the prefix cache.
     finish_reason: the last thing said of a request. stop_reason: which of stop_token_ids ended it.
     message: the cause of an "error", or of an "abort" that the client did not ask for.
+    embedding: float32 column, with the "stop" of a request with `pooling`, which has no tokens.
     """
 
     handle: Handle
@@ -202,6 +205,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     message: str | None = None
+    embedding: Annotated[Float32Column | None, since(7)] = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -8,11 +8,11 @@ clients written in other languages.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final, Literal, get_args
 
 import msgspec
 
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.errors import InvalidRequestError, shorten
 from nanocore.protocol.fields import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -34,6 +34,19 @@ GREEDY_TEMPERATURE = 1e-5
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 100
+
+Pooling = Literal["last", "mean"]
+_BESIDE_POOLING: Final = frozenset(
+    {
+        "pooling",
+        "max_tokens",
+        "skip_reading_prefix_cache",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "detokenize",
+    }
+)
+"""Parameters that say nothing of sampling."""
 
 
 class CommonSamplingParams(
@@ -66,6 +79,8 @@ class CommonSamplingParams(
     logprobs: with each token its log probability, its rank, and those of the so many most likely
     tokens; -1 for all. Of the logits as the model has them, before anything above.
     prompt_logprobs: the same of each prompt token but the first. The prompt is computed whole.
+    pooling: give no token but an embedding: the hidden state after the last norm, of the prompt's
+    last token or the mean of all. max_tokens may be 1; what else says how to sample is refused.
     """
 
     temperature: Annotated[float, limited("0 is greedy", minimum=0)] = 1.0
@@ -100,9 +115,12 @@ class CommonSamplingParams(
     prompt_logprobs: (
         Annotated[int, since(5), limited("-1 for all", minimum=-1, maximum=MAX_INT32)] | None
     ) = None
+    pooling: Annotated[str, since(7), limited(enum=get_args(Pooling))] | None = None
 
     def __post_init__(self) -> None:
         check_limits(self)
+        if self.pooling is not None:
+            _check_pooling(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 f"min_tokens={self.min_tokens} is out of range: at most max_tokens, which is "
@@ -205,6 +223,28 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
             ),
             **{name: getattr(self, name) for name in CommonSamplingParams.__struct_fields__},
         )
+
+
+def _check_pooling(params: CommonSamplingParams) -> None:
+    """An embedding needs no sampling, and what would say how is a mistake."""
+    if params.pooling not in get_args(Pooling):
+        kinds = " or ".join(map(repr, get_args(Pooling)))
+        raise InvalidRequestError(
+            f"pooling={shorten(repr(params.pooling))} is unknown: it must be {kinds}, or absent"
+        )
+    if params.max_tokens not in (None, 1):
+        raise InvalidRequestError(
+            f"pooling={params.pooling!r} with max_tokens={params.max_tokens}: an embedding has no "
+            "output tokens; leave max_tokens out, or at 1"
+        )
+    defaults = type(params)()
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        if name not in _BESIDE_POOLING and value != getattr(defaults, name):
+            raise InvalidRequestError(
+                f"pooling={params.pooling!r} with {name}={shorten(repr(value))}: an embedding has "
+                f"no output tokens; leave {name} out"
+            )
 
 
 def _check_logit_bias(pairs: list[tuple[int, float]]) -> None:

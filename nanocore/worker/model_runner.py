@@ -39,8 +39,8 @@ from nanocore.worker.pending_output import (
 )
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from nanocore.worker.sampling.logprob_rows import LogprobEntries, StepLogprobs
-from nanocore.worker.sampling.logprobs import LogprobComputer, Sampled
+from nanocore.worker.sampling.asked import Asked
+from nanocore.worker.sampling.logprobs import AnswerComputer, Sampled
 from nanocore.worker.sampling.masked_rows import MaskedRows
 from nanocore.worker.sampling.sampler import TokenSampler
 
@@ -210,28 +210,26 @@ class ModelRunner:
         If it awaits masks, no other begins before: so its logits stay what they are.
         """
         inputs = self.batch.inputs(step)
-        asked = None if self.sampler is None else self.batch.logprobs(step)
+        asked = None if self.sampler is None else self.batch.asked(step)
         logits_RV: Tensor | None
-        prompt_hidden_NE = None
-        if asked is not None and asked.prompt is not None:
-            logits_RV, prompt_hidden_NE = self._compute_with_prompt(inputs, asked.prompt)
+        hidden_NE = None
+        if asked is not None and asked.needs_hidden:
+            logits_RV, hidden_NE = self._compute_with_hidden(inputs, asked)
         else:
             compute = self._replay or self._embed_and_compute
             logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
 
         def sample(masks: TokenMasks | None = None) -> PendingOutput:
-            return self._sample(step, logits_RV, asked, prompt_hidden_NE, masks)
+            return self._sample(step, logits_RV, asked, hidden_NE, masks)
 
         if plan.awaits_masks and self.sampler is not None:
             return AwaitingOutput(plan.step, sample)
         return sample()
 
-    def _compute_with_prompt(
-        self, inputs: StepInputs, prompt: LogprobEntries
-    ) -> tuple[Tensor, Tensor]:
-        """Logits, kernel by kernel, and what log probabilities of prompts are made of."""
+    def _compute_with_hidden(self, inputs: StepInputs, asked: Asked) -> tuple[Tensor, Tensor]:
+        """Logits, kernel by kernel, and the hidden states that what is asked for is made of."""
         num_samples = len(inputs.sample_index_R)
-        index = torch.from_numpy(prompt.columns[0])
+        index = asked.hidden_index(torch.from_numpy(asked.column))
         hidden = self._embed_and_forward(
             inputs.token_ids_T, inputs.attention, torch.cat((inputs.sample_index_R, index))
         )
@@ -242,12 +240,12 @@ class ModelRunner:
         self,
         step: BatchStep,
         logits_RV: Tensor | None,
-        asked: StepLogprobs | None,
-        prompt_hidden_NE: Tensor | None,
+        asked: Asked | None,
+        hidden_NE: Tensor | None,
         masks: TokenMasks | None,
     ) -> PendingOutput:
         masked = None if masks is None else self._masked_rows(masks, step)
-        if logits_RV is None or (len(logits_RV) == 0 and prompt_hidden_NE is None):
+        if logits_RV is None or (len(logits_RV) == 0 and hidden_NE is None):
             return NOTHING_SAMPLED
         assert self.sampler is not None, "the last stage samples"
         token_ids_R = self.sampler.sample(
@@ -259,9 +257,8 @@ class ModelRunner:
         self.batch.append(step.sample_rows, token_ids_R.numpy())
         result = {"token_ids": token_ids_R}
         if asked is not None:
-            sampled = Sampled(logits_RV, token_ids_R, prompt_hidden_NE)
-            column = torch.from_numpy(asked.column)
-            result |= self.logprobs(asked, column, sampled)
+            sampled = Sampled(logits_RV, token_ids_R, hidden_NE)
+            result |= self.answer(asked, torch.from_numpy(asked.column), sampled)
         return DoneOutput(make_output(step.sample_rows, result, asked))
 
     def _masked_rows(self, masks: TokenMasks, step: BatchStep) -> MaskedRows | None:
@@ -297,10 +294,10 @@ class ModelRunner:
             return hidden_RE.new_empty(0, self.model.head.num_tokens, dtype=torch.float32)
         return self.model.compute_logits(hidden_RE, self.kernels)
 
-    def logprobs(self, asked: StepLogprobs, column: Tensor, sampled: Sampled) -> dict[str, Tensor]:
-        """See `LogprobComputer.compute`."""
+    def answer(self, asked: Asked, column: Tensor, sampled: Sampled) -> dict[str, Tensor]:
+        """What is asked for beside tokens: see `AnswerComputer`."""
         assert self.sampler is not None, "the last stage samples"
-        computer = LogprobComputer(self.sampler, self.logits)
+        computer = AnswerComputer(self.sampler, self.logits, self.config.logits_divisor)
         return computer.compute(asked, column, sampled, self.token_table)
 
     def _forward(self, x_TE: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:

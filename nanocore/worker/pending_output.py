@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, TokenMasks
-from nanocore.worker.sampling.logprob_rows import StepLogprobs
+from nanocore.worker.sampling.asked import Asked
 from nanocore.worker.sampling.logprobs import told
 
 
@@ -90,25 +90,27 @@ class AwaitingOutput:
 
 
 def make_output(
-    rows: NDArray[np.int64], sampled: Mapping[str, Tensor], asked: StepLogprobs | None = None
+    rows: NDArray[np.int64], sampled: Mapping[str, Tensor], asked: Asked | None = None
 ) -> ModelRunnerOutput:
     """What rows sampled. sampled: on the host, by name; nothing if the stage does not sample.
 
     "token_ids": int64, row by row. "counts": of each row, if some has other than one. asked: for
-    log probabilities, which are there too.
+    what else is there.
     """
     token_ids, counts = sampled.get("token_ids"), sampled.get("counts")
     if token_ids is None:
         return _NOTHING
     if asked is not None:
         assert counts is None, "no worker drafts yet"
-    logprobs = told(asked, sampled, token_ids.numpy() != NO_TOKEN)
+    answer = told(asked, sampled, token_ids.numpy() != NO_TOKEN)
     return ModelRunnerOutput(
         rows=rows.astype("<i4").tobytes(),
         token_ids=token_ids.numpy().astype("<i4").tobytes(),
         counts=b"" if counts is None else counts.numpy().astype("<i4").tobytes(),
-        logprobs=logprobs.logprobs,
-        prompt_logprobs=logprobs.prompt_logprobs,
+        logprobs=answer.logprobs,
+        prompt_logprobs=answer.prompt_logprobs,
+        pooled_rows=answer.pooled_rows,
+        pooled=answer.pooled,
     )
 
 

@@ -106,6 +106,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     it computed from its last token on is then computed again. logprobs: of the tokens of rows that
     ask for them, in the order of rows. prompt_logprobs: of the prompt tokens after those that the
     step computed, each row's in the order of their positions; their rows need not sample.
+    pooled_rows: int32 column of the rows of which the step computed the last token that they pool,
+    and which sample. pooled: their embeddings, float32 columns, row by row.
 
     A row whose logits are not finite has NO_TOKEN, and no log probabilities of it. Until it is
     removed it may be computed on, with a token that has no embedding.
@@ -116,3 +118,5 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     counts: bytes = b""
     logprobs: RowLogprobs | None = None
     prompt_logprobs: RowLogprobs | None = None
+    pooled_rows: bytes = b""
+    pooled: bytes = b""

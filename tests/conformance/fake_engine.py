@@ -65,7 +65,7 @@ from tests.conformance.fake_model import (
 from tests.conformance.fake_sampling import LogprobColumns
 from tests.protocol_files.lines import NEW_IN_1_5
 
-NEWER_FIELDS = dict.fromkeys(NEW_IN_1_5, 5) | {"structured_outputs": 6}
+NEWER_FIELDS = dict.fromkeys(NEW_IN_1_5, 5) | {"structured_outputs": 6, "pooling": 7}
 """The minor versions that brought fields of clients' messages."""
 
 
@@ -229,6 +229,8 @@ class FakeEngine(threading.Thread):
         card = model_card(digests, 0 if self.has("no-vocabulary") else VOCAB_SIZE)
         instance = f"{self._num_sessions:032x}" if self.has("instance-changes") else INSTANCE
         limits = msgspec.structs.replace(LIMITS, session_timeout_ms=int(1e3 * self._timeout_s))
+        if self._minor < 7 or self.has("hidden-size-untold"):
+            card = msgspec.structs.replace(card, hidden_size=None)
         if self._minor < 5:
             limits = msgspec.structs.replace(limits, max_logprobs=None)
         welcome = Welcome(
@@ -237,7 +239,11 @@ class FakeEngine(threading.Thread):
             engine_instance=instance,
             model=card,
             limits=limits,
-            capabilities=["prefix_caching", *(["structured_outputs"] if self._structured else [])],
+            capabilities=[
+                "prefix_caching",
+                *(["structured_outputs"] if self._structured else []),
+                *(["embeddings"] if self._minor >= 7 else []),
+            ],
         )
         self._send(client, welcome)
 

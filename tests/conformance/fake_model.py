@@ -6,7 +6,9 @@ A defect is a name that stands beside what it breaks; see fake_engine.py.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from math import inf
@@ -30,6 +32,7 @@ CHUNK_BYTES = 100
 FILES = {"tokenizer.json": TOKENIZER, "chat_template.jinja": b""}
 MAX_NUM_SEQS, MAX_QUEUED, MAX_NUM_CLIENTS, NUM_BLOCKS = 8, 40, 20, 300
 PING_INTERVAL_MS = 20
+HIDDEN_SIZE = 4
 INSTANCE = "0123456789abcdef" * 2
 
 
@@ -90,6 +93,7 @@ def model_card(digests: dict[str, str], vocab_size: int = VOCAB_SIZE) -> ModelCa
         eos_token_ids=[EOS_ID],
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
+        hidden_size=HIDDEN_SIZE,
         files=[
             ModelFile(name=name, num_bytes=len(content), sha256=digests[name])  # type: ignore[arg-type]
             for name, content in FILES.items()
@@ -187,7 +191,9 @@ class FakeModel:
             raise
 
     def next(self, request: Request, num_steps: int) -> tuple[int | None, Event]:
-        """A request's next token, None if none is left, and what is to be said with it."""
+        """A request's next token, None if there is none, and what is to be said with it."""
+        if request.sampling.pooling is not None:
+            return self._embedding(request)
         sampling, first = request.sampling, request.num_tokens == 0
         noise = 0 if sampling.greedy or sampling.top_k == 1 else request.seed % 1009
         if self.has("seed-ignored") or (self.has("not-greedy") and sampling.greedy):
@@ -218,6 +224,27 @@ class FakeModel:
             if self.has("cached-untold"):
                 del fields["num_cached_tokens"]
         return token, Event(handle=request.handle, **fields, **self._end(request, token))
+
+    def _embedding(self, request: Request) -> tuple[int | None, Event]:
+        """No token, and the end: of a token's hidden state its prefix decides."""
+        prompt, is_mean = request.prompt, request.sampling.pooling == "mean"
+        ends = range(1, 1 + len(prompt)) if is_mean else [len(prompt)]
+        if self.has("mean-of-the-ends"):
+            ends = [1, len(prompt)] if is_mean else ends
+        states = [(sum(prompt[:end]) % 7, end % 5, -1.0, 0.5 * prompt[end - 1]) for end in ends]
+        numbers = [sum(column) / len(states) for column in zip(*states, strict=True)]
+        if self.has("embedding-nan"):
+            numbers[1] = math.nan
+        if self.has("embedding-short"):
+            numbers.pop()
+        embedding = array("f", numbers).tobytes()
+        event = Event(
+            handle=request.handle,
+            num_cached_tokens=0,
+            finish_reason="length" if self.has("embedding-at-length") else "stop",
+            embedding=None if self.has("embedding-lost") else embedding,
+        )
+        return (1 if self.has("embedding-and-token") else None), event
 
     def best(self, request: Request, noise: int = 0) -> int:
         """The most likely token of a request, by the model, and with noise."""

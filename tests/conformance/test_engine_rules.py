@@ -20,6 +20,7 @@ SINCE_1_5 = {
     f"nanocore.conformance.engine_{name}" for name in ("samples", "logprobs", "parameters")
 }
 STRUCTURED = "nanocore.conformance.engine_structured"
+EMBEDDINGS = "embeddings-are-of-the-prompts-tokens"
 RULES = {rule.name: rule for rule in ENGINE_RULES.all}
 
 
@@ -52,7 +53,7 @@ def test_an_engine_without_structured_outputs_is_not_asked_for_them(
     skipped = {result.name for result in results if result.outcome == "skip"}
     assert skipped == {
         name for name, rule in RULES.items() if rule.body.__module__ == STRUCTURED
-    } - ({"structured-outputs-need-their-capability"} if minor == 6 else set())
+    } - ({"structured-outputs-need-their-capability"} if minor == 6 else set()) | {EMBEDDINGS}
 
 
 @pytest.mark.campaign
@@ -64,7 +65,7 @@ def test_an_engine_of_1_4_is_not_asked_for_what_came_later(endpoint: str) -> Non
     skipped = {result.name for result in results if result.outcome == "skip"}
     assert skipped == {
         name for name, rule in RULES.items() if rule.body.__module__ in SINCE_1_5 | {STRUCTURED}
-    } | {"mistyped-parameters-are-guessed"}
+    } | {"mistyped-parameters-are-guessed", EMBEDDINGS}
 
 
 @pytest.fixture(
@@ -224,6 +225,13 @@ DEFECTS = {
     "presence-ignored": ("penalties-keep-their-order", "with presence_penalty=2"),
     "ids-unchecked": ("parameters-name-tokens-of-the-vocabulary", "invalid_request"),
     "biases-weak": ("biases-choose-and-forbid", "alone"),
+    "hidden-size-untold": ("welcome-is-complete", "hidden_size of at least 1"),
+    "mean-of-the-ends": (EMBEDDINGS, "a mean of about"),
+    "embedding-nan": (EMBEDDINGS, "finite numbers"),
+    "embedding-short": (EMBEDDINGS, "hidden_size=4"),
+    "embedding-lost": (EMBEDDINGS, "an embedding with the 'stop'"),
+    "embedding-at-length": (EMBEDDINGS, "an embedding with the 'stop'"),
+    "embedding-and-token": (EMBEDDINGS, "no token of a request with pooling"),
     "structured-at-will": ("structured-outputs-need-their-capability", "'invalid_request'"),
     "structured-ignored": ("outputs-are-what-was-wanted", "a text of {'choice'"),
     "structured-misread": ("outputs-are-what-was-wanted", "a text of {'regex': '[ab]{3}'}"),

@@ -191,7 +191,7 @@ def test_who_lets_too_many_log_probabilities_wait_is_cut_off(
     assert aborted(io) == [handle]
     with caplog.at_level(logging.INFO):
         io.check_sessions()
-    assert "the client does not read its log probabilities (1)" in caplog.text
+    assert "the client does not read its log probabilities or embeddings (1)" in caplog.text
 
 
 def test_what_a_client_has_read_counts_no_more(io: Io) -> None:

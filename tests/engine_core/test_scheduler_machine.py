@@ -33,6 +33,7 @@ from tests.fakes import (
     FakeGrammar,
     FakeMatcher,
     PipelinedExecutor,
+    expected_embedding,
     expected_logprobs,
     expected_structured_tokens,
     expected_tokens,
@@ -190,6 +191,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.samples.append(range(handle, handle + n))
         self.scheduler.add(request)
 
+    @rule(
+        stem=st.sampled_from(STEMS),
+        tail=st.lists(st.integers(0, 3), max_size=6),
+        pooling=st.sampled_from(["last", "mean"]),
+        eos=st.booleans(),
+    )
+    def add_pooled(self, stem: list[int], tail: list[int], pooling: str, eos: bool) -> None:
+        """eos: the token that is sampled beside its embedding would end it as well."""
+        handle, prompt = len(self.expected) + 1, stem + tail
+        ends = tuple(expected_tokens(prompt, 1)) if eos else ()
+        request = make_request(
+            handle, prompt, 1, block_size=BLOCK_SIZE, client=handle % 3, eos=ends,
+            max_model_len=MAX_MODEL_LEN, pooling=pooling, **self.digest,
+        )  # fmt: skip
+        self.expected[handle], self.prompts[handle] = [], prompt
+        self.sampling[handle] = request.sampling
+        self.samples.append(range(handle, handle + 1))
+        self.scheduler.add(request)
+
     @property
     def can_plan(self) -> bool:
         needs_group = not self.scheduler.running.may_overlap
@@ -296,6 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert got == expected
                 assert handle in self.deliveries.finish_reasons
             self.check_logprobs(handle, got)
+            self.check_embedding(handle)
             assert bool(got) <= (handle in self.deliveries.num_cached), "a token before the start"
         check_idle(
             self.scheduler,
@@ -306,6 +327,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         """It saw what was delivered, and each of these tokens was sampled under a mask."""
         assert matcher.output == got
         assert set(range(len(got))) <= matcher.num_fills.keys()
+
+    def check_embedding(self, handle: int) -> None:
+        """With the end of who asked for one."""
+        is_pooled = self.sampling[handle].pooling is not None
+        has_ended = self.deliveries.finish_reasons.get(handle) == "stop"
+        expected = expected_embedding(self.prompts[handle]) if is_pooled and has_ended else None
+        assert self.deliveries.embeddings.get(handle) == expected
+        assert not is_pooled or self.deliveries.finish_reasons.get(handle) in (None, "stop")
 
     def check_logprobs(self, handle: int, got: list[int]) -> None:
         """Each token's with the token, and each prompt token's once, before the first token."""

@@ -66,7 +66,7 @@ PROMPT_LOGPROBS: Body = {
 }  # fmt: skip
 
 FULL_CLIENT: dict[int, Body] = {
-    HELLO: {"protocol": [1, 6], "client": "vectors/1"},
+    HELLO: {"protocol": [1, 7], "client": "vectors/1"},
     SUBMIT: {
         "request_id": "a", "prompt_token_ids": PROMPT, "sampling": SAMPLING, "cache_salt": "pepper",
     },
@@ -78,19 +78,23 @@ FULL_CLIENT: dict[int, Body] = {
 }  # fmt: skip
 FULL_ENGINE: dict[int, Body] = {
     WELCOME: {
-        "protocol": [1, 6],
+        "protocol": [1, 7],
         "session": "4f1d2c3b5a697887",
         "engine_instance": "0123456789abcdef0123456789abcdef",
-        "model": MODEL | {"default_sampling": {"temperature": 0.6, "top_k": 20}, "files": FILES},
+        "model": MODEL
+        | {
+            "default_sampling": {"temperature": 0.6, "top_k": 20}, "files": FILES,
+            "hidden_size": 64,
+        },
         "limits": LIMITS
         | {
             "max_request_id_chars": 256, "max_cache_salt_chars": 1024, "max_num_queued_reqs": 512,
             "max_num_queued_tokens": 1_000_000, "max_file_chunk_bytes": 65_536,
             "max_num_clients": 64, "max_logprobs": 20,
         },
-        "capabilities": ["prefix_caching", "priority", "structured_outputs"],
+        "capabilities": ["prefix_caching", "priority", "structured_outputs", "embeddings"],
     },
-    REFUSED: {"message": "8 clients are served", "supported": [[1, 6]], "retry_after_s": 1.5},
+    REFUSED: {"message": "8 clients are served", "supported": [[1, 7]], "retry_after_s": 1.5},
     ACCEPTED: {"request_id": "a", "handle": 7, "seed": MAX_INT},
     OUTPUT: {
         "handles": handles(7, 8),

@@ -85,7 +85,9 @@ def valid(
     line = _line(sender, op, name, pack(body) if raw is None else raw)
     line["message"] = _readable(body)
     sampling = body.get("sampling") or {}
-    if sender == "client" and "structured_outputs" in sampling:
+    if sender == "client" and "pooling" in sampling:
+        line["presumes"] = "protocol 1.7" if sampling["pooling"] is None else "embeddings"
+    elif sender == "client" and "structured_outputs" in sampling:
         wanted = sampling["structured_outputs"]
         line["presumes"] = "protocol 1.6" if wanted is None else "structured outputs"
     elif sender == "client" and NEW_IN_1_5 & (body.keys() | sampling.keys()):

@@ -68,6 +68,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "sampling.allowed_token_ids": "list?", "sampling.logprobs": "int?",
             "sampling.prompt_logprobs": "int?", "sampling.logit_bias": "list",
             "sampling.bad_words_token_ids": "list", "sampling.structured_outputs": "map?",
+            "sampling.pooling": "str?",
         },
         ABORT: {"request_ids": "list!", "handles": "bin"},
         PING: {"nonce": "int"},
@@ -83,6 +84,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             **{f"model.{name}": "int!"
                for name in ("vocab_size", "max_model_len", "block_size", "num_blocks")},
             "model.eos_token_ids": "list!", "model.default_sampling": "map",
+            "model.hidden_size": "int?",
             "model.files": "list", "model.files.num_bytes": "int!", "model.files.sha256": "str!",
             **{f"limits.{name}": "int!" for name in
                ("max_frame_bytes", "max_num_seqs", "ping_interval_ms", "session_timeout_ms")},
@@ -97,6 +99,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "handles": "bin", "tokens": "bin", "counts": "bin?", "events": "list",
             "events.handle": "int!", "events.num_cached_tokens": "int?",
             "events.finish_reason": "str?", "events.stop_reason": "int?", "events.message": "str?",
+            "events.embedding": "bin?",
             "logprobs": "map?", "prompt_logprobs": "map?",
             **{f"{name}.{column}": "bin" for name in ("logprobs", "prompt_logprobs")
                for column in ("handles", "ranks", "counts", "token_ids", "logprobs")},
@@ -257,6 +260,16 @@ def submit_values() -> Iterator[Line]:
         "stop-token-ids-of-64-bits": {"stop_token_ids": [2**64 - 1]},
     }  # fmt: skip
     samplings |= bad_parameters_of_1_5()
+    samplings |= {
+        "pooling-of-no-kind": {"pooling": "cls"}, "pooling-empty": {"pooling": ""},
+        "pooling-with-max-tokens": {"pooling": "last", "max_tokens": 2},
+        "pooling-with-n": {"pooling": "last", "n": 2},
+        "pooling-with-temperature": {"pooling": "mean", "temperature": 0.5},
+        "pooling-with-logprobs": {"pooling": "mean", "logprobs": 0},
+        "pooling-with-structured-outputs": {
+            "pooling": "last", "structured_outputs": {"json_object": True},
+        },
+    }  # fmt: skip
     samplings |= {
         f"structured-{name}": {"structured_outputs": wanted}
         for name, wanted in structured_outputs.malformed().items()

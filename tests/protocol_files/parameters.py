@@ -35,6 +35,7 @@ ACTS_IN = {
     **dict.fromkeys(("max_tokens", "stop_token_ids", "ignore_eos"), "after a step"),
     "bad_words": "client, step",
     "structured_outputs": "admission, step",
+    "pooling": "admission, step",
     **dict.fromkeys(("stop", "include_stop_str_in_output"), "client"),
     **dict.fromkeys(("skip_special_tokens", "detokenize"), "client"),
 }

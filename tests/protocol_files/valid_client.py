@@ -85,7 +85,7 @@ def hellos() -> Iterator[Line]:
     for name, body in {
         "minimal": {"protocol": [1, 0]},
         "full": FULL_CLIENT[HELLO],
-        "unicode": {"protocol": [1, 6], "client": "Ω-client/1 ✓"},
+        "unicode": {"protocol": [1, 7], "client": "Ω-client/1 ✓"},
         "later-minor": {"protocol": [1, 255]},
         "other-major": {"protocol": [2, 0]},
         "earlier-major": {"protocol": [0, 9]},
@@ -122,6 +122,12 @@ def submits() -> Iterator[Line]:
         yield valid("client", SUBMIT, f"structured-{name}", SUBMIT_BODY | {"sampling": sampling})
     nil = {"sampling": {"structured_outputs": None, "max_tokens": 2}}
     yield valid("client", SUBMIT, "structured-outputs-nil", SUBMIT_BODY | nil)
+    for name, pooled in {
+        "last": {"pooling": "last"}, "mean": {"pooling": "mean", "max_tokens": 1},
+        "mean-uncached": {"pooling": "mean", "skip_reading_prefix_cache": True},
+        "nil": {"pooling": None, "max_tokens": 2},
+    }.items():  # fmt: skip
+        yield valid("client", SUBMIT, f"pooling-{name}", SUBMIT_BODY | {"sampling": pooled})
     yield from submit_forms()
 
 

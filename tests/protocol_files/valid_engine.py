@@ -60,6 +60,7 @@ def welcomes_and_refusals() -> Iterator[Line]:
         "client-limit-nil": full | {"limits": full["limits"] | {"max_num_clients": None}},
         "logprobs-unlimited": changed(full, "limits.max_logprobs", -1),
         "logprobs-limit-nil": changed(full, "limits.max_logprobs", None),
+        "hidden-size-nil": changed(full, "model.hidden_size", None),
         "file-of-a-later-version": changed(full, "model.files.name", "voices.json"),
     }.items():
         yield valid("engine", WELCOME, name, body)
@@ -67,7 +68,7 @@ def welcomes_and_refusals() -> Iterator[Line]:
         inner = path.rsplit(".", 1)[-1].replace("_", "-")
         raw = pack(changed(full, f"{path}.new_in_9", [{"x": None}]))
         yield valid("engine", WELCOME, f"unknown-field-in-{inner}", full, raw=raw)
-    for name, versions in {"one": [[1, 6]], "several": [[1, 6], [2, 0]], "none": []}.items():
+    for name, versions in {"one": [[1, 7]], "several": [[1, 7], [2, 0]], "none": []}.items():
         yield valid("engine", REFUSED, name, {"message": "no", "supported": versions})
     for name, retry in {"full": 1.5, "retry-at-once": 0.0, "retry-nil": None}.items():
         yield valid("engine", REFUSED, name, FULL_ENGINE[REFUSED] | {"retry_after_s": retry})
@@ -115,6 +116,13 @@ def outputs() -> Iterator[Line]:
         "end-error": {"handle": 7, "finish_reason": "error", "message": "the step failed: ü"},
         "end-without-tokens": {"handle": 7, "finish_reason": "length"},
         "event-with-nothing": {"handle": 2**32 - 1},
+        "end-embedding": {
+            "handle": 7,
+            "num_cached_tokens": 0,
+            "finish_reason": "stop",
+            "embedding": floats(0.5, -1.25, 3.0),
+        },
+        "end-embedding-nil": {"handle": 7, "finish_reason": "abort", "embedding": None},
     }.items():
         yield valid("engine", OUTPUT, name, {"events": [event]})
     two = {"handle": 7, "num_cached_tokens": 0}, {"handle": 7, "finish_reason": "length"}

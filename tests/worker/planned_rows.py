@@ -1,4 +1,4 @@
-"""Plans written beforehand, and what runners on ranks and devices say of log probabilities.
+"""Plans written beforehand, and what runners on ranks and devices say beside tokens.
 
 Each request has a row and blocks of its own and begins a step after the one before it, so that
 prompts, in chunks of any size, and decodes share steps. What is sampled changes no plan: stages
@@ -39,6 +39,7 @@ class Said:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[Entry]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[Entry]] = field(default_factory=dict)
+    embeddings: dict[int, bytes] = field(default_factory=dict)
 
     def take(self, output: ModelRunnerOutput) -> None:
         rows, tokens = (np.frombuffer(c, "<i4").tolist() for c in (output.rows, output.token_ids))
@@ -50,6 +51,11 @@ class Said:
         ):
             for row, entry in entries(said):
                 to.setdefault(row, []).append(entry)
+        pooled_rows = np.frombuffer(output.pooled_rows, "<i4").tolist()
+        size = len(output.pooled) // max(len(pooled_rows), 1)
+        for i, row in enumerate(pooled_rows):
+            assert row not in self.embeddings
+            self.embeddings[row] = output.pooled[i * size : (i + 1) * size]
 
 
 def entries(said: RowLogprobs | None) -> list[tuple[int, Entry]]:

@@ -150,6 +150,8 @@ class Admission:
     def _max_num_tokens(self, num_prompt: int, sampling: EngineSamplingParams) -> int:
         """Prompt and output tokens together, at most."""
         max_model_len, max_tokens = self._model.max_model_len, sampling.max_tokens
+        if sampling.pooling is not None:  # it ends where its first token would be
+            max_tokens = 1
         if num_prompt + sampling.min_tokens > max_model_len and max_tokens is None:
             raise ContextLengthError(
                 f"the prompt has {num_prompt} tokens and min_tokens is {sampling.min_tokens}, "

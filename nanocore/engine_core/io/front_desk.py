@@ -258,7 +258,7 @@ class FrontDesk:
         most = over_limit(self.sessions.slow.values(), self._max_backlogs_bytes)
         if most is not None and most.backlog is not None:
             has_logprobs = most.backlog.logprobs_bytes > most.backlog.num_bytes // 2
-            what = "log probabilities" if has_logprobs else "answers"
+            what = "log probabilities or embeddings" if has_logprobs else "answers"
             self._close(most, f"the client does not read its {what}")
 
     def _try_send(self, session: Session, frames: list[bytes]) -> SendResult:

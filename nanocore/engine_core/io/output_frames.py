@@ -1,7 +1,7 @@
-"""One client's share of a step as OUTPUT messages: one, unless log probabilities are too many.
+"""One client's share of a step as OUTPUT messages: one, unless there is too much in it.
 
-A frame above `max_frame_bytes` would end the client's connection, and with a whole vocabulary each
-token brings megabytes.
+A frame above `max_frame_bytes` would end the client's connection; with a whole vocabulary each
+token brings megabytes of log probabilities, and each end of some requests an embedding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def output_frames(
 ) -> list[list[bytes]]:
     """The frames of each message, in their order; two buffer copies where there is one.
 
-    Of several, prompts' log probabilities come first, a token's with the token, and ends last.
+    Of several, prompts' log probabilities come first, a token's with the token, and ends last, of
+    these the embeddings.
     """
     if output.num_logprobs_bytes <= max_logprobs_bytes:
         return [_encode(output)]
@@ -42,9 +43,17 @@ def output_frames(
     outputs = [
         ClientOutput(client, part) for part in _cut_tokens(output.tokens, max_logprobs_bytes)
     ]
+    ends = [event for event in output.events if event.embedding is not None]
     for event in output.events:
-        outputs[0 if event.finish_reason is None else -1].events.append(event)
-    return [_encode(one) for one in prompts + outputs]
+        if event.embedding is None:
+            outputs[0 if event.finish_reason is None else -1].events.append(event)
+    num_bytes = np.array([len(event.embedding or b"") for event in ends], np.int64)
+    embeddings = [
+        ClientOutput(client, nothing, [ends[i] for i in part])
+        for part in _cut(num_bytes, max_logprobs_bytes)
+        if len(part)
+    ]
+    return [_encode(one) for one in prompts + outputs + embeddings]
 
 
 def _encode(output: ClientOutput) -> list[bytes]:

@@ -2,8 +2,8 @@
 
 Belongs to the io thread. A client that reads slowly costs memory for its tokens, not for messages:
 whatever its socket does not take is merged, request by request, until it does. Answers cannot be
-merged, and log probabilities are no smaller for it, so their bytes are counted: a client that asks
-and does not read is cut off.
+merged, and log probabilities and embeddings are no smaller for it, so their bytes are counted: a
+client that asks and does not read is cut off.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _MESSAGE_OVERHEAD_BYTES: Final = 250  # of the objects that hold a message
 class Backlog:
     """What waits for a slow client: encoded answers in order, and tokens merged by request.
 
-    client: its number. since_s: when it last took something. num_bytes: of the answers and log
-    probabilities; logprobs_bytes: of these alone.
+    client: its number. since_s: when it last took something. num_bytes: of the answers, log
+    probabilities and embeddings; logprobs_bytes: of these last two.
     """
 
     client: int

@@ -130,10 +130,10 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             num_blocks=num_blocks,
             default_sampling=model_config.generation.sampling(),
             files=files.entries,
+            hidden_size=model_config.hidden_size,
         )
-        return serve(
-            config, socket, card, files, executor, started_s, publisher, parent, trace, grammars
-        )
+        ready = (executor, started_s, publisher, parent, trace, grammars)
+        return serve(config, socket, card, files, *ready)
 
 
 def serve(

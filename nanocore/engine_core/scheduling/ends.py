@@ -3,7 +3,8 @@
 A request ends at an EOS token or a stop id, but not before its min_tokens, at its length, or
 because a row of its logits is not finite: then there is no token, and what was computed of it is
 not to be found by others. A row's tokens are looked at in their order, so an end may come in their
-middle. Called by the running set. Python runs only for rows that may end.
+middle. An embedding is an end, too, in place of the token that was sampled with it. Called by the
+running set. Python runs only for rows that may end.
 """
 
 from __future__ import annotations
@@ -29,18 +30,27 @@ MASKS: Final = (
     "bad_words_token_ids",
 )
 """Sampling parameters that may leave no token."""
+_NOT_FINITE: Final = (
+    "the embedding is not finite (NaN or infinity): the model's weights or the KV cache are "
+    "damaged, or its dtype overflows; try --dtype float32"
+)
 _NO_TOKEN_BYTES: Final = np.array(NO_TOKEN, "<i4").tobytes()
 
 
-def ends_by_token(table: RowTable, sampled: TokenColumns) -> tuple[TokenColumns, dict[int, End]]:
+def ends_by_token(
+    table: RowTable, sampled: TokenColumns, pooled: dict[int, bytes]
+) -> tuple[TokenColumns, dict[int, End]]:
     """The tokens that count, and the ends that they bring, by row; nothing follows a row's end.
 
-    sampled: not yet in the table.
+    sampled: not yet in the table. pooled: embeddings by row, whose tokens do not count.
     """
     notable = table.may_stop(sampled.token_ids)
+    if pooled:
+        places = np.isin(sampled.owner_of_each(), list(pooled)).nonzero()[0]
+        notable = sorted({*notable, *places.tolist()})
     # Costs next to nothing where there is none. (It may be found across two other ids.)
     if _NO_TOKEN_BYTES in sampled.token_ids.tobytes():
-        notable = sorted(notable + (sampled.token_ids == NO_TOKEN).nonzero()[0].tolist())
+        notable = sorted({*notable, *(sampled.token_ids == NO_TOKEN).nonzero()[0].tolist()})
     if not notable:
         return sampled, {}
     ends: dict[int, End] = {}
@@ -49,11 +59,11 @@ def ends_by_token(table: RowTable, sampled: TokenColumns) -> tuple[TokenColumns,
         row, token_id = int(sampled.owners[index]), int(sampled.token_ids[i])
         if row in ends:
             continue
-        event = _end(table, row, token_id, place)
+        event = _end(table, row, token_id, place, pooled.get(row))
         if event is None:
             continue
         ends[row] = table.request(row), event
-        has_token = token_id != NO_TOKEN
+        has_token = token_id != NO_TOKEN and row not in pooled
         if sampled.counts is not None or not has_token:
             num_kept[index] = place + has_token
     return sampled.shortened(num_kept) if num_kept else sampled, ends
@@ -69,13 +79,19 @@ def ends_by_length(table: RowTable, rows: list[int]) -> dict[int, End]:
     return ends
 
 
-def _end(table: RowTable, row: int, token_id: int, place: int) -> Event | None:
+def _end(
+    table: RowTable, row: int, token_id: int, place: int, embedding: bytes | None
+) -> Event | None:
     """What this token, `place` tokens after the row's known ones, ends the row with, if it does."""
     request = table.request(row)
     number = int(table.num_tokens[row]) + place - request.num_prompt_tokens + 1
     if token_id == NO_TOKEN:
         message = _why_no_token(request.sampling, number)
         return Event(handle=request.handle, finish_reason="error", message=message)
+    if embedding is not None:
+        if np.isfinite(np.frombuffer(embedding, "<f4")).all():
+            return Event(handle=request.handle, finish_reason="stop", embedding=embedding)
+        return Event(handle=request.handle, finish_reason="error", message=_NOT_FINITE)
     if number <= request.sampling.min_tokens:
         return None
     is_eos = token_id in request.eos_token_ids

@@ -32,9 +32,10 @@ class ClientOutput:
 
     @property
     def num_logprobs_bytes(self) -> int:
-        """Of all log probabilities, as they travel."""
+        """Of all log probabilities and embeddings, as they travel."""
         tokens, prompts = self.tokens.logprobs, self.prompt_logprobs
-        num_bytes = 0 if tokens is None else tokens.num_bytes
+        num_bytes = sum([len(event.embedding or b"") for event in self.events])
+        num_bytes += 0 if tokens is None else tokens.num_bytes
         return num_bytes if prompts is None else num_bytes + prompts.num_bytes
 
 

@@ -34,9 +34,9 @@ class RowTable:
     the array is replaced, never changed, because steps in flight refer to it. prefilling: rows with
     tokens to compute before they can, in admission order. finishing: rows that wait for their last
     token. clients: rows per client. stop_counts: rows that end at a token id, by id; its last
-    element stands for all larger ids. matchers: of rows whose output is structured. num_drafts:
-    tokens that a row may compute beyond its known ones; a mask is for one token, so a structured
-    row has none.
+    element stands for all larger ids. pooled_rows: those that end with an embedding. matchers: of
+    rows whose output is structured. num_drafts: tokens that a row may compute beyond its known
+    ones; a mask is for one token, so a structured row has none.
 
     Rows are dealt out to num_groups groups (row modulo their number), of which a step serves one.
     """
@@ -60,6 +60,7 @@ class RowTable:
         self.asks_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_asking = 0
         self.prompt_logprob_rows: set[int] = set()
+        self.pooled_rows: set[int] = set()
         self.matchers: dict[int, Matcher] = {}
         self.requests: list[Request | None] = [None] * max_num_seqs
         self.decoding: IntArray = np.zeros(0, np.int64)
@@ -118,6 +119,8 @@ class RowTable:
             self.num_asking += 1
         if request.sampling.prompt_logprobs is not None:
             self.prompt_logprob_rows.add(row)
+        if request.sampling.pooling is not None:
+            self.pooled_rows.add(row)
         self.num_drafts[row] = self._max_num_drafts if request.matcher is None else 0
         if request.matcher is not None:
             self.matchers[row] = request.matcher
@@ -143,6 +146,7 @@ class RowTable:
             self.asks_logprobs[row] = False
             self.num_asking -= 1
         self.prompt_logprob_rows.discard(row)
+        self.pooled_rows.discard(row)
         self.matchers.pop(row, None)
         heapq.heappush(self._free_rows[row % self.num_groups], row)
         self._num_rows -= 1

@@ -241,7 +241,8 @@ class RunningSet:
         self._kv_cache.complete(plan.number)
         sampled = self._results.read(outcome, result)
         self._results.take_prompt_logprobs(outcome, result)
-        sampled, ends = ends_by_token(table, sampled)
+        pooled = self._results.read_pooled(outcome, result)
+        sampled, ends = ends_by_token(table, sampled, pooled)
         table.append(sampled)
         structured_rows.tell_matchers(table, sampled)
         if plan.decode_counts is not None:

@@ -281,7 +281,7 @@ class Scheduler:
         )
 
     def _find_prefix(self, request: Request) -> list[Block]:
-        if request.sampling.skip_reading_prefix_cache:
+        if request.sampling.skip_reading_prefix_cache or request.sampling.pooling == "mean":
             return []
         keys = request.key_chain.keys
         if request.num_prompt_logprobs < request.num_asked_prompt_logprobs:

@@ -78,6 +78,31 @@ class ResultReader:
             request.num_prompt_logprobs += count
             outcome.prompt_logprobs.append((request.client, own.renamed(self._table.handle)))
 
+    def read_pooled(self, outcome: StepOutcome, result: ModelRunnerOutput) -> dict[int, bytes]:
+        """The embeddings of rows that are alive, each a float32 column.
+
+        Raises:
+            ValueError: they are not those of the prompts that the step has completed.
+        """
+        pooled_rows = self._table.pooled_rows
+        if not (pooled_rows or result.pooled_rows):
+            return {}
+        rows = np.frombuffer(result.pooled_rows, TOKEN_DTYPE).tolist()
+        num_bytes = len(result.pooled) // max(len(rows), 1)
+        pooled = {
+            row: result.pooled[i * num_bytes : (i + 1) * num_bytes]
+            for i, row in enumerate(rows)
+            if row not in outcome.dead_rows
+        }
+        expected = pooled_rows.intersection(outcome.plan.completed) - outcome.dead_rows
+        is_whole = len(set(rows)) == len(rows) and len(result.pooled) == num_bytes * len(rows)
+        if pooled.keys() != expected or not is_whole or num_bytes % 4 or not all(pooled.values()):
+            raise ValueError(
+                f"step {outcome.plan.number} has embeddings, {len(result.pooled)} bytes, of rows "
+                f"{rows}: they must be of {sorted(expected)}, all equally long"
+            )
+        return pooled
+
     def _logprobs(
         self, outcome: StepOutcome, sampled: TokenColumns, result: ModelRunnerOutput
     ) -> LogprobColumns | None:

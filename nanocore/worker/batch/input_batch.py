@@ -21,8 +21,8 @@ from nanocore.kernels.interface import AttentionMetadata
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.batch.block_table import AppendedBlocks, BlockTable
 from nanocore.worker.plan import NewRow, SchedulerOutput
+from nanocore.worker.sampling.asked import Asked, AskingRows
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
-from nanocore.worker.sampling.logprob_rows import LogprobRows, StepLogprobs
 
 _TOKEN_DTYPE = np.dtype("<i4")
 _NO_BLOCKS = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
@@ -111,7 +111,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.sampling = RowColumns(max_num_seqs, vocab_size)
-        self._logprobs = LogprobRows(max_num_seqs, vocab_size)
+        self._asking = AskingRows(max_num_seqs, vocab_size)
         self.token_table = torch.from_numpy(self.token_ids)
         self._steady_orders: dict[int, Order] = {}
         self._steady_samples: dict[int, SampledRows] = {}
@@ -127,7 +127,7 @@ class InputBatch:
         if plan.removed_rows:
             removed = ints(plan.removed_rows)
             self.is_active[removed] = False
-            self._logprobs.remove(removed)
+            self._asking.remove(removed)
         for new in plan.added:
             self._add(new)
         if not plan.block_rows:
@@ -187,15 +187,14 @@ class InputBatch:
             self._steady_samples[step.group] = samples
         return samples
 
-    def logprobs(self, step: BatchStep) -> StepLogprobs | None:
-        """Log probabilities that the step is asked for; to be called once, in the steps' order."""
-        if self._logprobs.is_empty:
+    def asked(self, step: BatchStep) -> Asked | None:
+        """What the step is asked for beside tokens; to be called once, in the steps' order."""
+        if self._asking.is_empty:
             return None
         order = step.order
-        is_kept = order.is_steady and step.all_sample
-        sampled = self._logprobs.sampled(step.sample_rows, step.group if is_kept else None)
-        prompt = self._logprobs.prompt(order.rows_B, order.counts_B, step.seq_lens_B)
-        return None if sampled is prompt is None else StepLogprobs(sampled, prompt)
+        steady_group = step.group if order.is_steady and step.all_sample else None
+        computed = order.rows_B, order.counts_B, step.seq_lens_B
+        return self._asking.asked(step.sample_rows, steady_group, *computed)
 
     def places(self, step: BatchStep) -> TokenPlaces:
         """Of the tokens that the step samples, in these rows' own memory."""
@@ -282,7 +281,7 @@ class InputBatch:
         self.num_computed[row] = new.num_computed_tokens
         self.blocks.set_row(row, ints(new.block_ids))
         self.sampling.set_row(new)
-        self._logprobs.add(new)
+        self._asking.add(new)
 
 
 def ints(column: bytes) -> NDArray[np.int32]:

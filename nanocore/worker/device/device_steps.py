@@ -32,8 +32,8 @@ from nanocore.worker.device.step_memory import StepColumns, StepFields, StepShap
 from nanocore.worker.device.stream import Pending, StagingBuffer, Stream, Tensors
 from nanocore.worker.pending_output import AwaitingOutput, PendingOutput, make_output
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from nanocore.worker.sampling.asked import Asked
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
-from nanocore.worker.sampling.logprob_rows import StepLogprobs
 from nanocore.worker.sampling.logprobs import Sampled
 from nanocore.worker.sampling.masked_rows import MaskedRows
 from nanocore.worker.sampling.sampler import TokenSampler
@@ -58,8 +58,8 @@ class StepComputer(Protocol):
         """Of these, [R, V]."""
         ...
 
-    def logprobs(self, asked: StepLogprobs, column: Tensor, sampled: Sampled) -> dict[str, Tensor]:
-        """What is asked for beside tokens: see `LogprobComputer`."""
+    def answer(self, asked: Asked, column: Tensor, sampled: Sampled) -> dict[str, Tensor]:
+        """What is asked for beside tokens: see `Asked`."""
         ...
 
 
@@ -69,7 +69,7 @@ class PendingStep:
 
     rows: NDArray[np.int64]
     sampled: Pending
-    asked: StepLogprobs | None
+    asked: Asked | None
     awaits_masks: ClassVar[bool] = False
 
     def sample(self, masks: TokenMasks) -> None:
@@ -134,9 +134,9 @@ class DeviceSteps:
         """Enqueue a step. appended: blocks that rows got. sampled: see `NewTokens`."""
         new = NewTokens.of(plan, sampled)
         shape = StepShape.of(step, appended)
-        asked = None if self._sampler is None else self._batch.logprobs(step)
+        asked = None if self._sampler is None else self._batch.asked(step)
         graph = None
-        if self._graphs is not None and (asked is None or asked.prompt is None):
+        if self._graphs is not None and (asked is None or not asked.needs_hidden):
             graph = self._graphs.find(shape)
         layout = shape if graph is None else graph.shape
         sampling = self._batch.sampled_rows(step)
@@ -220,7 +220,7 @@ class DeviceSteps:
             self._sample_anew(computed, begun.sampling, masked)
         sampled = {"token_ids": computed.result.token_ids_R[: len(begun.rows)]}
         if begun.asked is not None:
-            sampled |= self._computer.logprobs(begun.asked, computed.numbers, computed.result)
+            sampled |= self._computer.answer(begun.asked, computed.numbers, computed.result)
         return sampled
 
     def _columns(self, buffer: StagingBuffer, shape: StepShape, is_graph: bool) -> StepColumns:
@@ -237,12 +237,12 @@ class DeviceSteps:
         self,
         step: StepFields,
         bounds: HostBounds,
-        asked: StepLogprobs | None = None,
+        asked: Asked | None = None,
         column: Tensor | None = None,
     ) -> Sampled | None:
         """All of a step but for what rows ask beside a plain token: that is never recorded.
 
-        asked, column: what log probabilities of prompts need hidden states for, if anything does.
+        asked, column: what needs hidden states beside those that sample, if anything does.
         """
         block_table_BM, x_TE = self._computer.begin_step(self._rows.of_step(step))
         metadata = AttentionMetadata(
@@ -257,9 +257,9 @@ class DeviceSteps:
             slot_mapping_T=step.slots_T,
         )
         index, num_samples = step.sample_index_R, len(step.sample_index_R)
-        if asked is not None and asked.prompt is not None:
+        if asked is not None and asked.needs_hidden:
             assert column is not None
-            index = torch.cat((index, asked.split(column)[1][0]))
+            index = torch.cat((index, asked.hidden_index(column)))
         hidden = self._computer.forward(x_TE, metadata, index)
         if hidden is None:
             return None
@@ -317,7 +317,7 @@ class _Begun:
 
     rows: NDArray[np.int64]
     sampling: SampledRows
-    asked: StepLogprobs | None
+    asked: Asked | None
     compute: Callable[[], _Computed | None]
 
     def pending(self, sampled: Pending) -> PendingStep:
@@ -328,7 +328,7 @@ class _Begun:
 class _Extra:
     """What only some steps have, staged behind the fields, which end aligned.
 
-    numbers: what log probabilities are asked for. tokens: those of rows that begin, and then those
+    numbers: what is asked for beside tokens. tokens: those of rows that begin, and then those
     that rows' lists name.
     """
 

@@ -14,7 +14,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from nanocore.worker.plan import NewRow
 
@@ -64,29 +63,6 @@ class LogprobEntries:
             Group(start, stop, int(ordered[start:stop].max()))
             for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class StepLogprobs:
-    """What a step is asked for.
-
-    sampled: of tokens that it samples; one column, which of the R rows. prompt: of tokens of
-    prompts; columns: which of the T tokens is before it, its row, its position.
-    """
-
-    sampled: LogprobEntries | None
-    prompt: LogprobEntries | None
-
-    @property
-    def column(self) -> NDArray[np.int64]:
-        """All columns, one after the other."""
-        parts = [entries.columns.ravel() for entries in (self.sampled, self.prompt) if entries]
-        return np.concatenate(parts)
-
-    def split(self, column: Tensor) -> tuple[Tensor, Tensor]:
-        """The columns of `sampled` and of `prompt`, each [c, N], in the memory of `column`."""
-        size = 0 if self.sampled is None else self.sampled.columns.size
-        return column[:size].view(1, -1), column[size:].view(3, -1)
 
 
 @dataclass(frozen=True, slots=True)

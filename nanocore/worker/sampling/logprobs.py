@@ -1,4 +1,5 @@
 """Log probabilities of a step's tokens: of the model's own logits, whatever sampling made of them.
+And embeddings, beside them (`pooling.py`).
 
 Computed behind all else in the step, on a device like on the host, and without waiting for either;
 told as columns once the step's result is on the host. Ranks exchange their logits, as for rows that
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from nanocore.kernels.interface import Logprobs
 from nanocore.worker.plan import RowLogprobs
-from nanocore.worker.sampling.logprob_rows import LogprobEntries, StepLogprobs
+from nanocore.worker.sampling.asked import Asked
+from nanocore.worker.sampling.logprob_rows import LogprobEntries
+from nanocore.worker.sampling.pooling import pooled_sums
 from nanocore.worker.sampling.sampler import TokenSampler
 
-_SAMPLED, _PROMPT = "logprobs", "prompt_logprobs"
+_SAMPLED, _PROMPT, _POOLED = "logprobs", "prompt_logprobs", "pooled"
 _FIELDS: Final = tuple(field.name for field in fields(Logprobs))
 
 
@@ -30,30 +33,33 @@ _FIELDS: Final = tuple(field.name for field in fields(Logprobs))
 class Sampled:
     """What a step leaves: logits, and each row's token, int64.
 
-    prompt_hidden_NE: hidden states of tokens whose logits tell the prompt's next ones, in the order
-    of `LogprobEntries.columns`.
+    hidden_NE: hidden states of the tokens that `Asked.hidden_index` names.
     """
 
     logits_RV: Tensor
     token_ids_R: Tensor
-    prompt_hidden_NE: Tensor | None = None
+    hidden_NE: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobComputer:
-    """Computes them. logits: of hidden states [R, E], this rank's part of the vocabulary."""
+class AnswerComputer:
+    """Computes them. logits: of hidden states [R, E], this rank's part of the vocabulary.
+
+    logits_divisor: by which the last norm divides hidden states, see `DecoderModel.pack`.
+    """
 
     sampler: TokenSampler
     logits: Callable[[Tensor], Tensor]
+    logits_divisor: float = 1.0
 
     def compute(
-        self, asked: StepLogprobs, column: Tensor, result: Sampled, token_table: Tensor
+        self, asked: Asked, column: Tensor, result: Sampled, token_table: Tensor
     ) -> dict[str, Tensor]:
         """What is asked for, by names that `told` knows; nothing on ranks that have no say.
 
         column: that of `asked`, where the model runs. token_table: int32, the rows' tokens.
         """
-        sampled_1N, prompt_3N = asked.split(column)
+        sampled_1N, prompt_3N, pooled_2N = asked.split(column)
         found: dict[str, Tensor] = {}
         if asked.sampled is not None:
             index_N = sampled_1N[0]
@@ -64,14 +70,22 @@ class LogprobComputer:
                 result.token_ids_R[index_N],
             )
         if asked.prompt is not None:
-            hidden_NE = result.prompt_hidden_NE
-            assert hidden_NE is not None, "the step computed them"
+            prompt_NE = result.hidden_NE
+            assert prompt_NE is not None, "the step computed them"
             _, rows_N, positions_N = prompt_3N
             found |= self._of_entries(
                 asked.prompt,
                 _PROMPT,
-                lambda some: (self.logits(hidden_NE[some]), None),
+                lambda some: (self.logits(prompt_NE[some]), None),
                 token_table[rows_N, positions_N].long(),
+            )
+        if asked.pooled is not None:
+            assert result.hidden_NE is not None, "the step computed them"
+            found[_POOLED] = pooled_sums(
+                result.hidden_NE[prompt_3N.shape[1] :],
+                pooled_2N[1],
+                len(asked.pooled.rows),
+                self.logits_divisor,
             )
         return found
 
@@ -97,21 +111,23 @@ class LogprobComputer:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldLogprobs:
+class Answer:
     """The fields of `ModelRunnerOutput` that have them."""
 
     logprobs: RowLogprobs | None = None
     prompt_logprobs: RowLogprobs | None = None
+    pooled_rows: bytes = b""
+    pooled: bytes = b""
 
 
 def told(
-    asked: StepLogprobs | None, found: Mapping[str, Tensor], has_token_R: NDArray[np.bool_]
-) -> ToldLogprobs:
+    asked: Asked | None, found: Mapping[str, Tensor], has_token_R: NDArray[np.bool_]
+) -> Answer:
     """What was found, on the host, in columns. has_token_R: which of the step's rows sampled one;
     the others have no entry.
     """
     if asked is None:
-        return ToldLogprobs()
+        return Answer()
     sampled = None
     if asked.sampled is not None:
         has_token_N = np.empty(len(asked.sampled.rows), bool)
@@ -121,7 +137,10 @@ def told(
     if asked.prompt is not None:
         is_kept_N = np.ones(len(asked.prompt.rows), bool)
         prompt = _in_columns(asked.prompt, _PROMPT, found, is_kept_N)
-    return ToldLogprobs(sampled, prompt)
+    pooled = (b"", b"")
+    if asked.pooled is not None:
+        pooled = asked.pooled.take(found[_POOLED].numpy())
+    return Answer(sampled, prompt, *pooled)
 
 
 def _in_columns(
