@@ -286,6 +286,7 @@ HARMONY_SHAPES = [
         [call("search", TRICKY), ("text", "a\n\nb")],
     ),
     Shape("plain", "harmony", " to be", [("text", " to be")]),
+    Shape("without headers", "harmony", " a<|end|> b", [("text", " a\n b")]),
     Shape("half a header", "harmony", "<|channel|>anal", []),
 ]
 

@@ -77,6 +77,24 @@ def test_any_text_says_the_same_at_any_split(data: st.DataObject) -> None:
 
 
 @PROPERTY
+@given(st.data())
+def test_a_damaged_shape_says_the_same_at_any_split_and_loses_no_text(data: st.DataObject) -> None:
+    shape = data.draw(st.sampled_from(SHAPES))
+    text = shape.text
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        end = start + data.draw(st.integers(0, 5))
+        text = text[:start] + data.draw(st.sampled_from(["", *WORDS])) + text[end:]
+    whole = joined(events_of(parser_for(shape), [text]))
+    cut = data.draw(st.integers(0, len(text)))
+    assert joined(events_of(parser_for(shape), [text[:cut], text[cut:]])) == whole
+    assert joined(events_of(parser_for(shape), text)) == whole
+    if {kind for kind, *_ in whole} <= {"text"} and shape.tools != "harmony":
+        if shape.reasoning is None:
+            assert "".join(said for _, said in whole) == text
+
+
+@PROPERTY
 @given(st.text(alphabet="a<tool_cl>[ \n{"), st.sampled_from(["hermes", "mistral", "qwen3_coder"]))
 def test_text_without_a_call_loses_nothing(text: str, tools: str) -> None:
     assert joined(events_of(parser_of(tools), [text])) == ([("text", text)] if text else [])

@@ -78,14 +78,19 @@ TOOL_PARSERS: Final[dict[str, ToolFormat]] = {
     "harmony": HarmonyParser,
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
+    "llama4_json": Llama3JsonParser,
+    "llama4_pythonic": PythonicParser,
     "mistral": MistralParser,
+    "openai": HarmonyParser,
     "pythonic": PythonicParser,
     "qwen3_coder": Qwen3CoderParser,
+    "qwen3_xml": Qwen3CoderParser,
 }
 REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
     "deepseek_r1": ThinkParser,
     "harmony": _HarmonyReasoning(),
     "mistral": MistralThinkParser,
+    "openai_gptoss": _HarmonyReasoning(),
     "qwen3": ThinkParser,
 }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import ClassVar, Final
 
-from nanocore.client.chat.events import Reasoning, Text
+from nanocore.client.chat.events import Reasoning, Text, ToolArguments
 from nanocore.client.chat.parsing.marks import Marks
-from nanocore.client.chat.parsing.reading import Steps
+from nanocore.client.chat.parsing.reading import Delta, Steps
 from nanocore.client.chat.parsing.tool_parser import ToolParser
 
 _HEADER: Final = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
@@ -27,28 +27,6 @@ class HarmonyParser(ToolParser):
 
     marks: ClassVar[tuple[str, ...]] = (*_HEADER, *_ENDS)
 
-    def block(self, opener: str) -> Steps[None]:
-        """Reads one message."""
-        self._held = None
-        if opener:
-            header = yield from self._header()
-            if header is None:
-                return
-        else:
-            header = {"role": "", "channel": "", "constrain": ""}
-        recipient = _RECIPIENT.search(header["role"]) or _RECIPIENT.search(header["channel"])
-        if recipient:
-            self.begin(recipient[1].removeprefix("functions."))
-            mark = yield from self.before(_BODY_ENDS, self.add)
-        else:
-            kind = Reasoning if header["channel"].split()[:1] == ["analysis"] else Text
-            is_empty = yield from self.sees("<|start|>", "<|channel|>", *_ENDS)
-            if not is_empty and (yield from self.fill(1)):
-                self._join(kind)
-            mark = yield from self.before(_BODY_ENDS, lambda text: self.emit(kind, text), kind)
-        if mark in _ENDS:
-            yield from self.accept(mark)
-
     def run(self) -> Steps[None]:
         """Reads messages. The prompt ends within the first one's header."""
         self._spoken: set[type] = set()
@@ -58,11 +36,38 @@ class HarmonyParser(ToolParser):
             is_header = (yield from self.sees("to=", *self.marks)) is not None
             if not (yield from self.fill(1)):
                 return
-            held, self._held = self._held or [], None
-            if not is_header:
-                self._text = "".join(held) + self._text[self._at :]
-                self._at = 0
-            yield from self.block("<|" if is_header else "")
+            space = "".join(self._held or ())
+            self._held = None
+            if is_header:
+                yield from self.block("")
+            else:
+                self._join(Text)
+                self.emit(Text, space)
+                yield from self._body(Text, Text)
+
+    def block(self, opener: str) -> Steps[None]:
+        """Reads a header and its message."""
+        header = yield from self._header()
+        if header is None:
+            return
+        recipient = _RECIPIENT.search(header["role"]) or _RECIPIENT.search(header["channel"])
+        if recipient:
+            self.begin(recipient[1].removeprefix("functions."))
+            yield from self._body(ToolArguments)
+            return
+        kind = Reasoning if header["channel"].split()[:1] == ["analysis"] else Text
+        is_empty = yield from self.sees("<|start|>", "<|channel|>", *_ENDS)
+        if not is_empty and (yield from self.fill(1)):
+            self._join(kind)
+        yield from self._body(kind, kind)
+
+    def _body(
+        self, kind: type[Delta], quick: type[Text] | type[Reasoning] | None = None
+    ) -> Steps[None]:
+        """Reads a message up to its end."""
+        mark = yield from self.before(_BODY_ENDS, lambda text: self.emit(kind, text), quick)
+        if mark in _ENDS:
+            yield from self.accept(mark)
 
     def _join(self, kind: type[Text] | type[Reasoning]) -> None:
         """A message that says something of this kind begins."""
