@@ -111,11 +111,17 @@ def given_token_ids(prompt: list[int] | array[int] | TokensPrompt) -> list[int] 
 def _check_version(sampling: EngineSamplingParams, protocol: tuple[int, int]) -> None:
     """Refuse what came later than the session's protocol; defaults are not sent at all."""
     major, spoken = protocol
-    for name, minor in minor_versions(EngineSamplingParams).items():
-        value = getattr(sampling, name)
-        if minor > spoken and value != getattr(_DEFAULTS, name):
-            users_name = "bad_words" if name == "bad_words_token_ids" else name
-            raise InvalidRequestError(
-                f"{users_name} came with protocol {major}.{minor}, and this engine speaks "
-                f"{major}.{spoken}: leave it out, or use a newer engine"
-            )
+    newer = [
+        ("bad_words" if name == "bad_words_token_ids" else name, minor)
+        for name, minor in minor_versions(EngineSamplingParams).items()
+        if minor > spoken and getattr(sampling, name) != getattr(_DEFAULTS, name)
+    ]
+    wanted = sampling.structured_outputs
+    if wanted is not None and wanted.reasoning is not None and spoken < 7:
+        newer.append(("structured_outputs.reasoning", 7))
+    if newer:
+        name, minor = newer[0]
+        raise InvalidRequestError(
+            f"{name} came with protocol {major}.{minor}, and this engine speaks {major}.{spoken}: "
+            "leave it out, or use a newer engine"
+        )

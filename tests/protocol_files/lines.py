@@ -90,6 +90,8 @@ def valid(
     elif sender == "client" and "structured_outputs" in sampling:
         wanted = sampling["structured_outputs"]
         line["presumes"] = "protocol 1.6" if wanted is None else "structured outputs"
+        if wanted is not None and "reasoning" in wanted:
+            line["presumes"] = "reasoning"
     elif sender == "client" and NEW_IN_1_5 & (body.keys() | sampling.keys()):
         line["presumes"] = "protocol 1.5"
     if raw is None and _has_one_form(body):

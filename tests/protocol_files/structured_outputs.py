@@ -31,9 +31,11 @@ VALID: dict[str, Body] = {
             "structures": [STRUCTURE, STRUCTURE | {"begin": "<g>"}], "triggers": ["<f", "<g"],
         }
     },
+    "after-reasoning": {"json": SCHEMA, "reasoning": {"begin": "<think>", "end": "</think>"}},
+    "within-reasoning": {"choice": ["a"], "reasoning": {"end": "</think>"}},
     "other-kinds-nil": {
         "json": None, "regex": "a", "choice": None, "grammar": None, "json_object": False,
-        "structural_tag": None, "disable_any_whitespace": False,
+        "structural_tag": None, "disable_any_whitespace": False, "reasoning": None,
     },
 }  # fmt: skip
 WRONG: dict[str, tuple[Any, ...]] = {
@@ -54,6 +56,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     ),
 }  # fmt: skip
 """Values of other types, and maps with other fields, by kind."""
+WRONG_REASONING = (
+    1, "</think>", {}, {"begin": "<think>"}, {"end": ""}, {"end": None}, {"begin": None, "end": "a"},
+    {"end": "a", "new": 1},
+)  # fmt: skip
 
 
 def malformed() -> dict[str, Any]:
@@ -83,6 +89,10 @@ def malformed() -> dict[str, Any]:
         "with-an-unknown-kind": {"json_schema": "{}"},
         "with-an-unknown-field": {"json": "{}", "backend": "auto"},
         "whitespace-wrong": {"json": "{}", "disable_any_whitespace": 1},
+        **{
+            f"reasoning-wrong-{i}": {"json": "{}", "reasoning": value}
+            for i, value in enumerate(WRONG_REASONING)
+        },
         "json-too-long": {"json": '{"type":"integer"}'.ljust(MAX_BYTES + 1)},
         "regex-too-long-in-bytes": {"regex": "é" * (MAX_BYTES // 2) + "e"},
         "choice-empty": {"choice": []},

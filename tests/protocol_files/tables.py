@@ -22,7 +22,12 @@ from nanocore.protocol.messages import (
     TokenLogprobs,
 )
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
-from nanocore.protocol.structured_outputs import StructuralTag, Structure, StructuredOutputs
+from nanocore.protocol.structured_outputs import (
+    ReasoningMarks,
+    StructuralTag,
+    Structure,
+    StructuredOutputs,
+)
 
 Struct = type[msgspec.Struct]
 HEADINGS: dict[str, Struct] = {
@@ -35,6 +40,7 @@ HEADINGS: dict[str, Struct] = {
     "#### Stats": Stats,
     "## 9. Sampling parameters": EngineSamplingParams,
     "### Structured outputs": StructuredOutputs,
+    "#### Reasoning": ReasoningMarks,
     "#### Structural tag": StructuralTag,
     "#### Structure": Structure,
 }
@@ -47,6 +53,7 @@ FIRST_SINCE = {
     ModelFile: "1.3",
     TokenLogprobs: "1.5",
     **dict.fromkeys((StructuredOutputs, StructuralTag, Structure), "1.6"),
+    ReasoningMarks: "1.7",
 }
 
 
