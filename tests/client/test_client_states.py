@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nanocore.client import LLM, AsyncEngineClient, ClientStateError, EngineDeadError
+from nanocore.client.linked_client import LinkedClient
 from nanocore.protocol.messages import Bye
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected
 from tests.client.fake_socket import FakeSocket
@@ -20,6 +21,8 @@ CALLS: dict[str, Callable[[AsyncEngineClient], Any]] = {
     "generate": lambda client: anext(client.generate([1], NO_TEXT)),
     "chat": lambda client: anext(client.chat([{"role": "user", "content": "hi"}])),
     "complete": lambda client: client.complete([1], NO_TEXT),
+    "embed": lambda client: client.embed([1]),
+    "score": lambda client: client.score([1], [2]),
     "abort": lambda client: client.abort("r"),
     "get_tokenizer": lambda client: client.get_tokenizer(),
     "read_file": lambda client: client.read_file("tokenizer.json"),
@@ -34,7 +37,8 @@ CALLS: dict[str, Callable[[AsyncEngineClient], Any]] = {
 def test_the_list_of_calls_is_complete() -> None:
     names = {
         name
-        for name, value in vars(AsyncEngineClient).items()
+        for owner in (AsyncEngineClient, LinkedClient)
+        for name, value in vars(owner).items()
         if callable(value) and not name.startswith("_") and name not in ("launch", "connect")
     }
     assert names == CALLS.keys() | {"close"}
