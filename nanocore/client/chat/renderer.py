@@ -66,7 +66,10 @@ class Renderer:
             InvalidRequestError: the template fails, or passes a limit.
             RenderProcessError: there is no process to do it in.
         """
-        data = json.dumps(variables)
+        try:
+            data = json.dumps(variables)
+        except RecursionError as error:
+            raise self._failure(f"the request is nested too deeply: {error}") from None
         max_chars = MAX_OUTPUT_FACTOR * len(data) + MAX_OUTPUT_CHARS
         request = (
             f'{{"now": "{now.isoformat()}", "max_chars": {max_chars}, "variables": {data}}}'

@@ -174,6 +174,24 @@ def test_a_part_after_a_cut_begins_without_the_space_of_a_text() -> None:
     assert tokens == ["▁", "a", "<", "s", ">", "b"]
 
 
+def test_a_role_cannot_be_what_the_template_lacks_for_a_token() -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'end' %}.{% endif %}{% endfor %}"
+    )
+    backend = _backend("plain")
+    backend.add_special_tokens(["<|user|>", "<|end|>", "<|bad|>", "<|x|>"])
+    files = {
+        "tokenizer.json": backend.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"chat_template": template}).encode(),
+    }
+    tokenizer = Tokenizer(files, "here")
+    messages = [ChatMessage(role=role) for role in ("user", "end", "bad", "x", "ad|><|x", "new")]
+    ids = tokenizer.encode_chat(messages)
+    special = [i for i in ids if i in tokenizer._special_texts]
+    assert [tokenizer.backend.id_to_token(i) for i in special] == ["<|user|>", "<|end|>"]
+    assert tokenizer.render_chat(messages) == "<|user|><|end|>.<|bad|><|x|><|ad|><|x|><|new|>"
+
+
 def test_a_special_token_of_one_character_cannot_be_written_by_users() -> None:
     backend = _backend("plain")
     backend.add_special_tokens(["é"])
