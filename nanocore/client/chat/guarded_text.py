@@ -252,7 +252,8 @@ class TokenGuard:
         """A token that a part may follow and be tokenized as if it were within a text, or ""."""
         for token in self._tokens:
             plain = not (token.lstrip or token.rstrip or token.single_word or token.normalized)
-            if token.special and plain:
+            others = (other.content for other in self._tokens if other is not token)
+            if token.special and plain and not any(o.startswith(token.content) for o in others):
                 return str(token.content)
         return ""
 

@@ -76,7 +76,8 @@ class Renderer:
         ).encode()
         with self._lock:
             try:
-                if self._socket is None:
+                if self._process is None or self._process.poll() is not None:
+                    self.close()
                     self._start()
                 status, text = self._exchange(request)
             except BaseException:  # an interrupt, too: the answer that may come is to nobody
