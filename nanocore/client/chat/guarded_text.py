@@ -24,6 +24,8 @@ _ESCAPE: Final = re.compile(
 )
 _CONTROLS: Final = {"n": "\n", "t": "\t", "r": "\r"}
 _MAX_CUT_CHARS: Final = 64
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""Those that every template may turn into a token."""
 
 Mark = Callable[[str], str]
 """Puts sentinels into a text; as it comes, if it needs none."""
@@ -66,7 +68,7 @@ class GuardedText:
     def cut(self, text: str, sentinel: str) -> str:
         """The text with the sentinel within each spelling.
 
-        Also within the beginning of one at the text's end: templates join texts.
+        Also within the beginning of one at the text's end: templates trim texts and join them.
 
         Raises:
             InvalidRequestError: it holds a token of a single character.
@@ -81,7 +83,7 @@ class GuardedText:
         pieces.append(text[start:])
         if self._normalize is not None and self._normalized is not None:
             pieces = [self._cut_normalized(piece, sentinel) for piece in pieces]
-            if self._normalized.begins_at_end(self._normalize(text[-_MAX_CUT_CHARS:])):
+            if self._normalized.begins_at_end(self._normalize(text.rstrip()[-_MAX_CUT_CHARS:])):
                 pieces.append("")
         return sentinel.join(pieces)
 
@@ -89,8 +91,13 @@ class GuardedText:
         """Whether one of the tokens is spelled in the text."""
         return any(self._is_at(found.start(), text) for found in self._first.finditer(text))
 
+    def is_part(self, text: str) -> bool:
+        """Whether the text is within one of the tokens."""
+        return any(text in token for token in self._texts)
+
     def begins_at_end(self, text: str) -> bool:
         """Whether the text's end is the beginning of a token."""
+        text = text.rstrip()
         return any(text[start:] in self._prefixes for start in range(-self._longest, 0))
 
     def _is_at(self, start: int, text: str) -> bool:
@@ -103,12 +110,14 @@ class GuardedText:
 
     def _cuts(self, text: str) -> list[int]:
         cuts = []
+        stripped = len(text.rstrip())
         for found in self._first.finditer(text):
             start = found.start()
             if text[start] in self._texts:
                 raise _uncuttable(text[start])
-            at_end = len(text) - start < self._longest and text[start:] in self._prefixes
-            if at_end or self._is_at(start, text):
+            if self._is_at(start, text) or (
+                stripped - start < self._longest and text[start:stripped] in self._prefixes
+            ):
                 cuts.append(start + 1)
         return cuts
 
@@ -179,14 +188,27 @@ class TokenGuard:
         def mark_answer(text: str) -> str:
             return self._special.cut(text, sentinel)
 
+        def mark_message(message: dict[str, Any]) -> dict[str, Any]:
+            role = message.get("role")
+            marked: dict[str, Any] = _map_texts(
+                message, mark_answer if role == "assistant" else mark
+            )
+            if isinstance(role, str) and role not in _ROLES and self._is_inner(role):
+                marked["role"] = f"{role[:1]}{sentinel}{role[1:]}"
+            return marked
+
         return {
-            name: [
-                _map_texts(m, mark_answer if m.get("role") == "assistant" else mark) for m in value
-            ]
-            if name == "messages"
-            else _map_texts(value, mark)
+            name: list(map(mark_message, value)) if name == "messages" else _map_texts(value, mark)
             for name, value in conversation.items()
         }
+
+    def _is_inner(self, role: str) -> bool:
+        """Whether a role that the template does not know is part of a token.
+
+        Templates may write "<|" + role + "|>", and whatever the caller calls it would be a token.
+        """
+        is_known = f"'{role}'" in self._template or f'"{role}"' in self._template
+        return not is_known and self._all.is_part(role)
 
     def parts(self, text: str, sentinel: str | None) -> list[str]:
         """A rendered text, cut at its sentinels: also where the template wrote them as JSON."""
@@ -230,7 +252,8 @@ class TokenGuard:
         """A token that a part may follow and be tokenized as if it were within a text, or ""."""
         for token in self._tokens:
             plain = not (token.lstrip or token.rstrip or token.single_word or token.normalized)
-            if token.special and plain:
+            others = (other.content for other in self._tokens if other is not token)
+            if token.special and plain and not any(o.startswith(token.content) for o in others):
                 return str(token.content)
         return ""
 

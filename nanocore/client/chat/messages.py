@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal, NotRequired, TypedDict
 
+_MAX_INT_BITS: Final = 8192
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """What clients and templates call a turn's reasoning; the first that is there is meant."""
 
@@ -67,13 +68,15 @@ def plain(value: object) -> Any:
     """A copy of what JSON can hold, of its types only. Tuples become lists.
 
     Raises:
-        TypeError: it holds something else.
+        TypeError: it holds something else, or an integer of more than 8192 bits.
     """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
+        if value.bit_length() > _MAX_INT_BITS:  # Python does not write longer ones
+            raise TypeError(f"integers have at most {_MAX_INT_BITS} bits, not {value.bit_length()}")
         return int.__int__(value)
     if isinstance(value, float):
         return float.__float__(value)

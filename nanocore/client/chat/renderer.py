@@ -66,14 +66,18 @@ class Renderer:
             InvalidRequestError: the template fails, or passes a limit.
             RenderProcessError: there is no process to do it in.
         """
-        data = json.dumps(variables)
+        try:
+            data = json.dumps(variables)
+        except RecursionError as error:
+            raise self._failure(f"the request is nested too deeply: {error}") from None
         max_chars = MAX_OUTPUT_FACTOR * len(data) + MAX_OUTPUT_CHARS
         request = (
             f'{{"now": "{now.isoformat()}", "max_chars": {max_chars}, "variables": {data}}}'
         ).encode()
         with self._lock:
             try:
-                if self._socket is None:
+                if self._process is None or self._process.poll() is not None:
+                    self.close()
                     self._start()
                 status, text = self._exchange(request)
             except BaseException:  # an interrupt, too: the answer that may come is to nobody

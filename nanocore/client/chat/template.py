@@ -91,13 +91,13 @@ class ChatTemplate:
         try:
             turns = [template_message(message) for message in messages]
             given["tools"] = None if tools is None else [plain(tool) for tool in tools]
+            # Templates ask for documents, too, and take None for "not given".
+            conversation: dict[str, Any] = {"documents": None, **given, "messages": turns}
+            sentinel = None
+            if self._guard is not None:
+                conversation, sentinel = self._guard.mark(conversation)
         except (TypeError, RecursionError) as error:
             raise InvalidRequestError(f"the messages of a chat: {error}") from None
-        # Templates ask for documents, too, and take None for "not given".
-        conversation: dict[str, Any] = {"documents": None, **given, "messages": turns}
-        sentinel = None
-        if self._guard is not None:
-            conversation, sentinel = self._guard.mark(conversation)
         key = "content" if continue_final_message is True else continue_final_message
         end = _mark_end(conversation["messages"][-1], key, self.text) if key else ""
         text = self._renderer.render(

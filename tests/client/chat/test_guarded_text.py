@@ -122,7 +122,7 @@ FRAGMENTS = st.sampled_from(
 TEXT = st.lists(FRAGMENTS, max_size=6).map("".join)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(texts=st.lists(TEXT, min_size=NUM_TEXTS, max_size=NUM_TEXTS))
 def test_special_tokens_are_as_many_as_the_template_writes(
     tokenizer: Tokenizer, texts: list[str]
@@ -131,7 +131,7 @@ def test_special_tokens_are_as_many_as_the_template_writes(
     _check(tokenizer, SPECIAL, _conversation(texts), harmless)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(texts=st.lists(TEXT, min_size=3, max_size=3))
 def test_what_the_template_writes_itself_is_no_ones_to_write_but_the_assistants(
     tokenizer: Tokenizer, texts: list[str]
@@ -172,6 +172,34 @@ def test_a_part_after_a_cut_begins_without_the_space_of_a_text() -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": "a<s>b"}])
     tokens = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
     assert tokens == ["▁", "a", "<", "s", ">", "b"]
+
+
+def test_a_role_cannot_be_what_the_template_lacks_for_a_token() -> None:
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'end' %}.{% endif %}{% endfor %}"
+    )
+    backend = _backend("plain")
+    backend.add_special_tokens(["<|user|>", "<|end|>", "<|bad|>", "<|x|>"])
+    files = {
+        "tokenizer.json": backend.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"chat_template": template}).encode(),
+    }
+    tokenizer = Tokenizer(files, "here")
+    messages = [ChatMessage(role=role) for role in ("user", "end", "bad", "x", "ad|><|x", "new")]
+    ids = tokenizer.encode_chat(messages)
+    special = [i for i in ids if i in tokenizer._special_texts]
+    assert [tokenizer.backend.id_to_token(i) for i in special] == ["<|user|>", "<|end|>"]
+    assert tokenizer.render_chat(messages) == "<|user|><|end|>.<|bad|><|x|><|ad|><|x|><|new|>"
+
+
+def test_a_part_is_whole_though_a_token_continues_another() -> None:
+    backend = Backend(models.BPE(vocab={s: i for i, s in enumerate(SYMBOLS)}, merges=[]))
+    backend.add_special_tokens(["<|s", "<|s|>", "<s>"])
+    guard = TokenGuard(backend, "")
+    marked, sentinel = guard.mark({"messages": [{"role": "user", "content": "a<|s|>b<s>"}]})
+    parts = guard.parts(marked["messages"][0]["content"], sentinel)
+    ids = guard.encode(parts, lambda text: backend.encode(text, add_special_tokens=False).ids)
+    assert [backend.id_to_token(i) for i in ids] == list("a<|s|>b<s>")
 
 
 def test_a_special_token_of_one_character_cannot_be_written_by_users() -> None:

@@ -122,7 +122,17 @@ def test_a_process_that_was_killed_is_started_anew() -> None:
     rendering = Renderer("fine", "here")
     rendering.render({}, NOW)
     os.kill(_pid(rendering), signal.SIGKILL)
-    with pytest.raises(InvalidRequestError, match="its process ended"):
+    os.waitid(os.P_PID, _pid(rendering), os.WEXITED | os.WNOWAIT)
+    assert rendering.render({}, NOW) == "fine"
+
+
+def test_a_process_that_dies_of_its_template_names_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendering = Renderer("fine", "here")
+    rendering.render({}, NOW)
+    assert rendering._process is not None
+    os.kill(_pid(rendering), signal.SIGKILL)
+    monkeypatch.setattr(rendering._process, "poll", lambda: None)  # as if it lived until now
+    with pytest.raises(InvalidRequestError, match=r"its process ended \(status -9\)"):
         rendering.render({}, NOW)
     assert rendering.render({}, NOW) == "fine"
 
