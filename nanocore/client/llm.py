@@ -125,11 +125,7 @@ class LLM:
                 f"{len(batch)} prompts and {len(all_params)} sampling_params: give one for all, "
                 "or as many as there are prompts"
             )
-        calls = [
-            partial(self._client.complete, prompt, params)
-            for prompt, params in zip(batch, all_params, strict=True)
-        ]
-        return self._run(self._all(calls, use_tqdm))
+        return self._run(self._complete_all(batch, all_params, use_tqdm))
 
     def chat(
         self,
@@ -216,6 +212,12 @@ class LLM:
     async def _close(self) -> None:
         await self._requests.close()
         await self._client.close()
+
+    async def _complete_all(
+        self, prompts: list[Prompt], all_params: list[SamplingParams | None], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        pairs = zip(prompts, all_params, strict=True)
+        return await self._all([partial(self._client.complete, *pair) for pair in pairs], use_tqdm)
 
     async def _all(
         self, calls: Sequence[Callable[[], Awaitable[Result]]], use_tqdm: bool
