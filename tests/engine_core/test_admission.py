@@ -66,6 +66,17 @@ def test_one_token_more_is_refused(num_prompt: int, max_tokens: int | None) -> N
         admission().build(submit(num_prompt, max_tokens), handle=1, client=1)
 
 
+@pytest.mark.parametrize("max_tokens", [None, 1])
+def test_a_request_for_an_embedding_has_room_for_a_token(max_tokens: int | None) -> None:
+    build = admission(num_blocks=5).build  # 20 tokens
+    request = build(submit(20, max_tokens, pooling="mean"), handle=1, client=1)
+    assert request.max_num_tokens == 21
+    with pytest.raises(ContextLengthError, match=r"22 tokens .*holds 20"):
+        build(submit(21, max_tokens, pooling="mean"), handle=2, client=1)
+    with pytest.raises(ContextLengthError, match="max_model_len=64"):
+        admission().build(submit(64, max_tokens, pooling="last"), handle=2, client=1)
+
+
 def test_what_could_never_fit_an_empty_pool_is_refused() -> None:
     small = admission(num_blocks=5)  # 20 tokens; the 21st needs no KV
     assert small.build(submit(10, 11), handle=1, client=1).max_num_tokens == 21

@@ -11,6 +11,7 @@ import pytest
 from nanocore.protocol.codec import InvalidSubmitError, engine_decoder
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
+from nanocore.protocol.structured_outputs import StructuredOutputs, StructuredOutputsParams
 
 ACCEPTED: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -181,3 +182,40 @@ def test_an_empty_list_of_allowed_tokens_is_refused() -> None:
         InvalidRequestError, match=r"len\(allowed_token_ids\)=0 .* at least 1 and at most 1024"
     ):
         SamplingParams(allowed_token_ids=[])
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("more", [{}, {"max_tokens": 1}, {"skip_reading_prefix_cache": True}])
+def test_an_embedding_is_asked_for_alone(pooling: str, more: dict[str, Any]) -> None:
+    params = SamplingParams(pooling=pooling, detokenize=False, **more)
+    assert params.for_engine() == EngineSamplingParams(pooling=pooling, **more)
+
+
+BESIDE_POOLING: dict[str, Any] = {
+    "temperature": 0.0, "top_p": 0.5, "top_k": 1, "min_p": 0.5, "seed": 0, "max_tokens": 2,
+    "stop_token_ids": [1], "ignore_eos": True, "n": 2, "min_tokens": 1, "presence_penalty": 1.0,
+    "frequency_penalty": 1.0, "repetition_penalty": 2.0, "allowed_token_ids": [1], "logprobs": 0,
+    "prompt_logprobs": 0, "logit_bias": [(1, 1.0)], "bad_words_token_ids": [[1]],
+    "structured_outputs": StructuredOutputs(json_object=True),
+}  # fmt: skip
+USERS: dict[str, Any] = {
+    "logit_bias": {1: 1.0}, "bad_words": ["a"], "stop": "x",
+    "structured_outputs": StructuredOutputsParams(json_object=True),
+}  # fmt: skip
+
+
+def test_whatever_says_how_to_sample_is_refused_beside_an_embedding_by_name() -> None:
+    allowed = {"pooling", "skip_reading_prefix_cache"}
+    assert BESIDE_POOLING.keys() | allowed == {*EngineSamplingParams.__struct_fields__}
+    for params, values in ((EngineSamplingParams, BESIDE_POOLING), (SamplingParams, USERS)):
+        for name, value in values.items():
+            with pytest.raises(InvalidRequestError, match=f"pooling='mean' with {name}=") as caught:
+                params(pooling="mean", **({"max_tokens": 1} | {name: value}))
+            assert "leave" in str(caught.value)
+
+
+def test_a_pooling_that_is_none_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(InvalidRequestError, match="'cls' is unknown: it must be 'last' or 'mean'"):
+        EngineSamplingParams(pooling="cls")
+    with pytest.raises(InvalidRequestError, match="pooling=1 is of the wrong type"):
+        SamplingParams(pooling=1)  # type: ignore[arg-type]
