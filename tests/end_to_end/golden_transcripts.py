@@ -70,7 +70,6 @@ TURNS: Final[dict[str, dict[str, Any]]] = {
 async def transcripts(endpoint: str) -> dict[str, Any]:
     """What is said, by turn."""
     async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
-
         tokenizer = await client.get_tokenizer()
         prompt = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
 

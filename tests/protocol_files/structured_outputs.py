@@ -57,8 +57,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Values of other types, and maps with other fields, by kind."""
 WRONG_REASONING = (
-    1, "</think>", {}, {"begin": "<think>"}, {"end": ""}, {"end": None}, {"begin": None, "end": "a"},
-    {"end": "a", "new": 1},
+    1, "</think>", {}, {"begin": "<think>"}, {"end": ""}, {"end": None},
+    {"begin": None, "end": "a"}, {"end": "a", "new": 1},
 )  # fmt: skip
 
 
