@@ -20,6 +20,7 @@ CALLS: dict[str, Callable[[AsyncEngineClient], Any]] = {
     "generate": lambda client: anext(client.generate([1], NO_TEXT)),
     "chat": lambda client: anext(client.chat([{"role": "user", "content": "hi"}])),
     "complete": lambda client: client.complete([1], NO_TEXT),
+    "embed": lambda client: client.embed([1]),
     "abort": lambda client: client.abort("r"),
     "get_tokenizer": lambda client: client.get_tokenizer(),
     "read_file": lambda client: client.read_file("tokenizer.json"),
