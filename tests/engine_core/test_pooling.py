@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.engine_core.io.output_frames import output_frames
+from nanocore.engine_core.io.session import Backlog
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
@@ -192,3 +193,18 @@ def test_many_embeddings_are_several_messages_each_below_the_limit() -> None:
         event.handle: event.embedding for event in events[:7]
     }
     assert [event for event in said if not event.embedding] == events[7:]
+
+
+def test_embeddings_that_wait_for_a_slow_client_are_counted_until_they_are_sent() -> None:
+    nothing = TokenColumns(np.zeros(0, np.uint32), np.zeros(0, np.int32))
+    backlog = Backlog(client=1, since_s=0.0)
+    for handle in range(300):
+        event = Event(handle=handle, finish_reason="stop", embedding=bytes(4000))
+        backlog.add(ClientOutput(1, nothing, [event]))
+    assert backlog.num_bytes == backlog.logprobs_bytes == 300 * 4000
+    num_messages = 0
+    while backlog.next() is not None:
+        backlog.drop_next()
+        num_messages += 1
+    assert num_messages > 2
+    assert (backlog.num_bytes, backlog.logprobs_bytes) == (0, 0)

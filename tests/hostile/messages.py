@@ -54,7 +54,8 @@ def valid(rng: random.Random) -> tuple[int, dict[str, Any]]:
         case Op.HELLO:
             return op, {"protocol": list(PROTOCOL_VERSION), "client": "hostile"}
         case Op.SUBMIT:
-            return op, submit(rng)
+            pooled = {"sampling": {"pooling": rng.choice(["last", "mean"])}}
+            return op, submit(rng, **(pooled if rng.random() < 0.2 else {}))
         case Op.ABORT:
             return op, {"request_ids": [f"h{rng.getrandbits(64):x}"]}
         case Op.CONTROL:
