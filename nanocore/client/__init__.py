@@ -2,6 +2,7 @@
 
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.chat.answer import ChatAnswer, ToolCall, collect
+from nanocore.client.chat.renderer import RenderProcessError
 from nanocore.client.connection import EngineHealth
 from nanocore.client.embedding import EmbeddingOutput
 from nanocore.client.llm import LLM
@@ -43,6 +44,7 @@ __all__ = [
     "ModelCard",
     "NanocoreError",
     "ProtocolError",
+    "RenderProcessError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
-from typing import TypeVar
 
 from nanocore.client.chat.events import (
     ChatEvent,
@@ -12,6 +11,7 @@ from nanocore.client.chat.events import (
     Logprobs,
     Reasoning,
     Started,
+    ToolArguments,
     ToolBegin,
     Usage,
 )
@@ -19,8 +19,6 @@ from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
 from nanocore.client.outputs import CompletionOutput, RequestOutput
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import NanocoreError
-
-Event = TypeVar("Event", bound=ChatEvent)
 
 
 async def chat_events(
@@ -65,6 +63,7 @@ class _SampleEvents:
         self._tokenizer = tokenizer
         self._reasoning: list[str] = []
         self._has_called = False
+        self._bare_call: int | None = None
         self._num_logprobs = 0
         self._is_finished = False
 
@@ -77,6 +76,8 @@ class _SampleEvents:
         ends = completion.finish_reason is not None
         if ends:
             yield from self._noted(self._parser.finish())
+            if completion.finish_reason == "stop":
+                yield from self._no_arguments(completion.index)
         logprobs = completion.logprobs
         if logprobs is not None and len(logprobs) > self._num_logprobs:
             new = logprobs[self._num_logprobs :]
@@ -86,13 +87,24 @@ class _SampleEvents:
             self._is_finished = True
             yield self._finished(completion, output)
 
-    def _noted(self, events: list[ParsedEvent]) -> list[ParsedEvent]:
+    def _noted(self, events: list[ParsedEvent]) -> Iterator[ParsedEvent]:
         for event in events:
+            if isinstance(event, ToolArguments):
+                self._bare_call = None
+            else:
+                yield from self._no_arguments(event.index)
             if isinstance(event, Reasoning):
                 self._reasoning.append(event.delta)
             elif isinstance(event, ToolBegin):
                 self._has_called = True
-        return events
+                self._bare_call = event.tool_index
+            yield event
+
+    def _no_arguments(self, index: int) -> Iterator[ParsedEvent]:
+        """What a call that the model wrote without any has: clients read them as JSON."""
+        if self._bare_call is not None:
+            yield ToolArguments(self._bare_call, "{}", index)
+            self._bare_call = None
 
     def _finished(self, completion: CompletionOutput, output: RequestOutput) -> Finished:
         reason = completion.finish_reason

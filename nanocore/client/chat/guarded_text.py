@@ -158,6 +158,7 @@ class TokenGuard:
     def __init__(self, backend: tokenizers.Tokenizer, template: str) -> None:
         self._backend = backend
         self._template = template
+        self._puts_spaces: bool | None = None
 
     def mark(self, conversation: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
         """A conversation with its texts cut, and the sentinel; itself and None if none need it.
@@ -220,10 +221,27 @@ class TokenGuard:
         """Token ids of such parts."""
         ids = encode(parts[0])
         for part in filter(None, parts[1:]):
-            # Some tokenizers put a space before a text's beginning: after a token they do not.
-            # Those that put one after every token, too, make one space more of such a part.
-            ids += encode(self._anchor + part)[1:] if self._anchor else encode(part)
+            ids += self._encode_within(part, encode)
         return ids
+
+    def _encode_within(self, part: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """A part as if it stood within a text: some tokenizers put a space before a beginning.
+
+        After a special token most do not. Those that do (Llama 2's) do not after a new line, unless
+        the two make one token: then there is one space more.
+        """
+
+        def after_special(text: str) -> list[int]:
+            return encode(self._anchor + text)[1:] if self._anchor else encode(text)
+
+        def after_line(text: str) -> list[int] | None:
+            line, ids = encode("\n"), encode(f"\n{text}")
+            return ids[len(line) :] if ids[: len(line)] == line else None
+
+        if self._puts_spaces is None:
+            self._puts_spaces = after_special("x") != (after_line("x") or after_special("x"))
+        ids = after_line(part) if self._puts_spaces else None
+        return after_special(part) if ids is None else ids
 
     @cached_property
     def _tokens(self) -> list[tokenizers.AddedToken]:

@@ -221,6 +221,21 @@ def test_forced_answers_are_structured_outputs_after_the_reasoning(
     run(scenario())
 
 
+@pytest.mark.parametrize("empty", ['{"name": "add", "arguments": null}', '{"name": "add"}'])
+def test_calls_without_arguments_have_an_empty_object(
+    endpoint: str, thinker: Path, empty: str
+) -> None:
+    call = f"<tool_call>\n{empty}\n</tool_call>\n"
+
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=thinker) as (engine, client):
+            _, events = await asked(engine, client, call, call + CALL + call, tools=TOOLS)
+            (answer,) = await collect(_again(events))
+            assert [one.arguments for one in answer.tool_calls] == ["{}", "{}", '{"a": 1}', "{}"]
+
+    run(scenario())
+
+
 async def _again(events: list[ChatEvent]) -> Any:
     for event in events:
         yield event

@@ -167,8 +167,9 @@ def test_answers_may_hold_what_ends_their_thoughts() -> None:
     assert tokenizer.render_chat([{"role": "user", "content": "a<call>b"}]) == ""
 
 
-def test_a_part_after_a_cut_begins_without_the_space_of_a_text() -> None:
-    tokenizer = _tokenizer("first", "{{ messages[0].content }}")
+@pytest.mark.parametrize("kind", ["first", "always", "legacy"])
+def test_a_part_after_a_cut_begins_without_the_space_of_a_text(kind: str) -> None:
+    tokenizer = _tokenizer(kind, "{{ messages[0].content }}")
     ids = tokenizer.encode_chat([{"role": "user", "content": "a<s>b"}])
     tokens = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
     assert tokens == ["▁", "a", "<", "s", ">", "b"]
