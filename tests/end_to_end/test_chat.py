@@ -118,7 +118,7 @@ def test_a_form_follows_free_text_that_a_mark_ends(running: Engine) -> None:
         reasoning=ReasoningMarks(end=" = "),
     )
     params = [
-        SamplingParams(temperature=i > 0, seed=i, max_tokens=200, structured_outputs=wanted)
+        SamplingParams(temperature=float(i > 0), seed=i, max_tokens=200, structured_outputs=wanted)
         for i in range(20)
     ]
     answers = ask(running, *({"params": one} for one in params))
