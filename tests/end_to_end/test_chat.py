@@ -122,7 +122,7 @@ def test_a_form_follows_free_text_that_a_mark_ends(running: Engine) -> None:
         for i in range(20)
     ]
     answers = ask(running, *({"params": one} for one in params))
-    assert answers[0].content.startswith("250 + 329 = [")
+    assert answers[0].content.startswith("250 + 329 = ")
     ended = [answer for answer in answers if answer.finish_reason == "stop"]
     assert len(ended) >= 10
     for answer in ended:
