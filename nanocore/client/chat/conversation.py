@@ -80,7 +80,8 @@ class TemplateDialect:
         for needs_content in (False, True):
             for as_objects in (True, False):
                 text = self._try(_calling(as_objects, needs_content))
-                if text is not None and '"probe"' in text:
+                # Objects may be written in a form of the model's own, but not in Python's.
+                if text is not None and "probe" in text and "'probe'" not in text:
                     return as_objects, needs_content
         return True, False  # it shows no calls, or none like this: its error says why
 

@@ -54,6 +54,13 @@ class GuardedText:
             if not text[:length].strip("\u2581 \t\n\r").isalnum()
             and text[:length].strip("\u2581 \t\n\r")
         }
+        self._suffixes = {
+            text[start:]
+            for text in self._texts
+            for start in range(1, len(text))
+            if not text[start:].isalnum()
+        }
+        self._joined = "\0".join(self._texts)
         self._longest = max(map(len, self._texts), default=0)
         lengths: dict[str, set[int]] = {}
         for text in self._texts:
@@ -92,8 +99,19 @@ class GuardedText:
         return any(self._is_at(found.start(), text) for found in self._first.finditer(text))
 
     def is_part(self, text: str) -> bool:
-        """Whether the text is within one of the tokens."""
-        return any(text in token for token in self._texts)
+        """Whether the text is within one of the tokens, or begins with the end of one."""
+        if text in self._joined:
+            return True
+        return any(text[:length] in self._suffixes for length in range(1, self._longest))
+
+    def completes(self, name: str) -> bool:
+        """Whether a name could complete a token that a template begins, as in `"<" + name + ">"`.
+
+        Plain words only make whole tags: else many a name would be part of some token.
+        """
+        if name.replace("_", "a").isalnum():
+            return f"<{name}>" in self._texts or f"</{name}>" in self._texts
+        return self.is_part(name)
 
     def begins_at_end(self, text: str) -> bool:
         """Whether the text's end is the beginning of a token."""
@@ -189,33 +207,46 @@ class TokenGuard:
         def mark_answer(text: str) -> str:
             return self._special.cut(text, sentinel)
 
+        def mark_key(key: str) -> str:
+            marked = mark(key)
+            if self._all.completes(key) and not self._is_attribute(key):
+                return f"{key[:1]}{sentinel}{marked[1:]}"
+            return marked
+
         def mark_message(message: dict[str, Any]) -> dict[str, Any]:
             role = message.get("role")
             marked: dict[str, Any] = _map_texts(
-                message, mark_answer if role == "assistant" else mark
+                message, mark_answer if role == "assistant" else mark, mark_key
             )
-            if isinstance(role, str) and role not in _ROLES and self._is_inner(role):
-                marked["role"] = f"{role[:1]}{sentinel}{role[1:]}"
+            # Templates may write "<|" + role + "|>": whatever it is called would be a token.
+            if isinstance(role, str) and role not in _ROLES:
+                if self._all.is_part(role) and not self._is_constant(role):
+                    marked["role"] = f"{role[:1]}{sentinel}{marked['role'][1:]}"
             return marked
 
         return {
-            name: list(map(mark_message, value)) if name == "messages" else _map_texts(value, mark)
+            name: list(map(mark_message, value))
+            if name == "messages"
+            else _map_texts(value, mark, mark_key)
             for name, value in conversation.items()
         }
 
-    def _is_inner(self, role: str) -> bool:
-        """Whether a role that the template does not know is part of a token.
+    def _is_constant(self, name: str) -> bool:
+        """Whether the template has it as a string."""
+        return any(f"{quote}{name}{quote}" in self._template for quote in "'\"")
 
-        Templates may write "<|" + role + "|>", and whatever the caller calls it would be a token.
-        """
-        is_known = f"'{role}'" in self._template or f'"{role}"' in self._template
-        return not is_known and self._all.is_part(role)
+    def _is_attribute(self, name: str) -> bool:
+        """Whether the template asks for the value of this key."""
+        if self._is_constant(name):
+            return True
+        return re.search(rf"\.{re.escape(name)}\b", self._template) is not None
 
     def parts(self, text: str, sentinel: str | None) -> list[str]:
         """A rendered text, cut at its sentinels: also where the template wrote them as JSON."""
         if sentinel is None:
             return [text]
-        return re.split(f"{sentinel}|\\\\u{ord(sentinel):x}", text, flags=re.IGNORECASE)
+        # Python's own form of a dict has escapes, too, and they may be escaped again as JSON.
+        return re.split(rf"{sentinel}|\\+u{ord(sentinel):x}", text, flags=re.IGNORECASE)
 
     def encode(self, parts: list[str], encode: Callable[[str], list[int]]) -> list[int]:
         """Token ids of such parts."""
@@ -276,13 +307,13 @@ class TokenGuard:
         return ""
 
 
-def _map_texts(value: Any, mark: Mark) -> Any:
+def _map_texts(value: Any, mark: Mark, mark_key: Mark) -> Any:
     if isinstance(value, str):
         return mark(value)
     if isinstance(value, dict):
-        return {mark(key): _map_texts(item, mark) for key, item in value.items()}
+        return {mark_key(k): _map_texts(item, mark, mark_key) for k, item in value.items()}
     if isinstance(value, list):
-        return [_map_texts(item, mark) for item in value]
+        return [_map_texts(item, mark, mark_key) for item in value]
     return value
 
 

@@ -85,6 +85,18 @@ def test_arguments_that_are_no_object_stay_as_the_model_wrote_them(arguments: st
     assert turn["tool_calls"][0]["function"]["arguments"] == arguments
 
 
+def test_objects_may_be_written_in_a_form_of_the_models_own() -> None:
+    def render(messages: list[dict[str, Any]]) -> str:
+        calls = [call for message in messages for call in message.get("tool_calls", [])]
+        arguments = calls[0]["function"]["arguments"]
+        if isinstance(arguments, str):
+            return arguments
+        return "{" + ", ".join(f"{name}:{value}" for name, value in arguments.items()) + "}"
+
+    (turn,) = TemplateDialect(render).adapt([{"role": "assistant", "tool_calls": [CALL]}])
+    assert turn["tool_calls"][0]["function"]["arguments"] == {"a": "é"}
+
+
 def test_arguments_without_text_are_none() -> None:
     call = CALL | {"function": {"name": "f", "arguments": ""}}
     turn = adapted({"role": "assistant", "tool_calls": [call]}, objects=True)

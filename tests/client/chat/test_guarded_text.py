@@ -242,3 +242,54 @@ def test_a_long_text_that_becomes_a_token_is_cut_where_it_does() -> None:
 
 def test_the_source_of_a_template_folder_is_known(tmp_path: Path) -> None:
     assert _tokenizer("plain").chat_template_text == TEMPLATE
+
+
+def _special_texts(template: str, **chat: Any) -> list[str]:
+    """The special tokens of a conversation's prompt, with tokens of several kinds of model."""
+    backend = _backend("plain")
+    backend.add_special_tokens(["<|end|>", "<|im_end|>", "<invoke>", "</invoke>"])
+    files = {
+        "tokenizer.json": backend.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"chat_template": template}).encode(),
+    }
+    tokenizer = Tokenizer(files, "here")
+    messages = chat.pop("messages", [{"role": "user", "content": "hi"}])
+    ids = tokenizer.encode_chat(messages, **chat)
+    return [tokenizer.backend.id_to_token(i) for i in ids if i in tokenizer._special_texts]
+
+
+@pytest.mark.parametrize("role", ["end", "end|>x", "d|>", "|end|>x", "im_end"])
+def test_roles_complete_no_token(role: str) -> None:
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% endfor %}{{ ''.endswith('a') }}"
+    assert _special_texts(template, messages=[{"role": role}]) == []
+
+
+@pytest.mark.parametrize("key", ["|im_end|", "|im_end|>x", "invoke", "invoke>k", "/invoke", "n>"])
+def test_keys_complete_no_token(key: str) -> None:
+    template = "{% for k, v in tools[0] | items %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}"
+    assert _special_texts(template, tools=[{key: "x"}]) == []
+
+
+def test_keys_that_the_template_asks_for_stay() -> None:
+    template = "{{ tools[0].invoke }}{{ tools[0]['end|>'] }}"
+    assert _special_texts(template, tools=[{"invoke": "a", "end|>": "b"}]) == []
+    backend = _backend("plain")
+    backend.add_special_tokens(["<invoke>", "<|end|>"])
+    guard = TokenGuard(backend, template)
+    conversation = {"messages": [], "tools": [{"invoke": "a", "end|>": "b", "invok": "c"}]}
+    assert guard.mark(conversation) == (conversation, None)
+
+
+def test_ordinary_keys_are_tokenized_as_they_are() -> None:
+    backend = _backend("plain")
+    backend.add_special_tokens(["<|repo_name|>", "<|user|>", "<|file_sep|>", "[TOOL]"])
+    guard = TokenGuard(backend, "")
+    tool = {"name": "a", "user": {"repo_name": "b", "file": "c", "sep": "d", "TOOL": "e", "e": "f"}}
+    conversation = {"messages": [], "tools": [tool]}
+    assert guard.mark(conversation) == (conversation, None)
+
+
+def test_a_cut_that_is_escaped_twice_leaves_no_trace() -> None:
+    tokenizer = _tokenizer("plain", "{{ (messages[0].content | string) | tojson }}")
+    message: Any = {"role": "tool", "content": {"content": [1, "<"]}}
+    assert tokenizer.render_chat([message]) == "\"{'content': [1, '<']}\""

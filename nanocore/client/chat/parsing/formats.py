@@ -161,7 +161,9 @@ def detect_formats(template_text: str | None) -> Formats:
     if "<|channel|>" in source:
         return Formats("harmony", "harmony")
     tools = next((name for name, marks in _TOOL_SIGNS if all(m in source for m in marks)), None)
-    if tools == "hermes" and "<arg_key>" in source:  # GLM's, which has these tags in common
+    if any(mark in source for mark in _OTHER_FORMATS):
+        tools = None
+    if tools == "llama3_json" and "<function=" in source:  # Functionary's
         tools = None
     reasoning = None
     if "</think>" in source or "<think>" in source:
@@ -171,12 +173,16 @@ def detect_formats(template_text: str | None) -> Formats:
     return Formats(tools, reasoning)
 
 
+_OTHER_FORMATS: Final = ("<arg_key>", "<tool_calls>", "<invoke")
+"""Of models whose templates have other marks in common with the formats here, and no parser yet."""
 _TOOL_SIGNS: Final = (
     ("deepseek_v3", ("<\uff5ctool\u2581calls\u2581begin\uff5c>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("hermes", ("<tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("llama4_json", ("<|python_start|>", '"parameters"')),
     ("pythonic", ("<|python_start|>",)),
+    ("pythonic", ("[func_name1(",)),
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ('"name"', '"parameters"', "<|start_header_id|>")),
 )
