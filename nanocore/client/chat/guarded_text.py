@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cached_property
 from typing import Any, Final
 
@@ -23,6 +23,10 @@ _ESCAPE: Final = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(000[0-9a-fA-F]{5}|0010[0-9a-fA-F]{4})|(.))"
 )
 _CONTROLS: Final = {"n": "\n", "t": "\t", "r": "\r"}
+_REPLACED: Final = re.compile(
+    r"""\breplace\(\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")""", re.DOTALL
+)
+"""What a template replaces in texts, often by nothing: what stood around it is joined."""
 _MAX_CUT_CHARS: Final = 64
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 """Those that every template may turn into a token."""
@@ -36,7 +40,7 @@ class GuardedText:
 
     Args:
         texts: of the tokens. normalized: of those that the tokenizer looks for in normalized text.
-        normalize: how it does that.
+        normalize: how it does that. removed: texts that templates take out of others.
     """
 
     def __init__(
@@ -44,7 +48,9 @@ class GuardedText:
         texts: Iterable[str],
         normalized: Iterable[str] = (),
         normalize: Callable[[str], str] | None = None,
+        removed: Collection[str] = (),
     ) -> None:
+        self._removed = removed
         self._texts = {text for text in texts if text and not text.isspace()}
         self._prefixes = {
             text[:length]
@@ -137,7 +143,18 @@ class GuardedText:
                 stripped - start < self._longest and text[start:stripped] in self._prefixes
             ):
                 cuts.append(start + 1)
+        if any(gap in text for gap in self._removed) and self._arises_in(text):
+            return [found.end() for found in self._first.finditer(text)]
         return cuts
+
+    def _arises_in(self, text: str) -> bool:
+        """Whether a token, or its beginning at the end, comes of taking out what templates do."""
+        length = len(text) + 1
+        while len(text) < length:
+            length = len(text)
+            for gap in self._removed:
+                text = text.replace(gap, "")
+        return self.is_in(text) or self.begins_at_end(text)
 
     def _cut_normalized(self, text: str, sentinel: str) -> str:
         """Cut where normalization would make a token, e.g. of full-width or of capital letters.
@@ -290,11 +307,16 @@ class TokenGuard:
 
     def _guarded(self, tokens: list[tokenizers.AddedToken]) -> GuardedText:
         texts = [token.content for token in tokens]
+        removed = {
+            _ESCAPE.sub(_unescaped, one or other)
+            for one, other in _REPLACED.findall(self._template)
+            if one or other
+        }
         if self._backend.normalizer is None:
-            return GuardedText(texts)
+            return GuardedText(texts, removed=removed)
         normalize = self._backend.normalizer.normalize_str
         found = [normalize(token.content) for token in tokens if token.normalized]
-        return GuardedText(texts, found, normalize if found else None)
+        return GuardedText(texts, found, normalize if found else None, removed)
 
     @cached_property
     def _anchor(self) -> str:

@@ -16,6 +16,7 @@ from nanocore.client.chat.parsing.formats import (
     detect_formats,
     make_parser,
     marks_of,
+    new_id_of,
     wrap_in_reasoning,
 )
 from nanocore.client.chat.parsing.parser import OutputParser
@@ -113,9 +114,9 @@ def _parser(
     """Of a sample: a forced answer is in its grammar's form, and not in the model's own."""
     forced: OutputParser | None = None
     if choice.tool is not None:
-        forced = NamedToolParser(choice.tool.name, index)
+        forced = NamedToolParser(choice.tool.name, index, new_id_of(formats))
     elif choice.mode == "required":
-        forced = RequiredToolsParser(tools, index)
+        forced = RequiredToolsParser(tools, index, new_id_of(formats))
     if forced is not None:
         return wrap_in_reasoning(formats, forced, in_reasoning=in_reasoning, index=index)
     return make_parser(formats, tools, in_reasoning=in_reasoning, index=index)

@@ -12,6 +12,10 @@ from nanocore.protocol.errors import InvalidRequestError, shorten
 
 _UNSCHEMATIC: Final = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are data, where "$ref" refers to nothing."""
+_NAMED_SCHEMAS: Final = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+"""Keywords whose values are schemas by name, whatever the names are."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -87,10 +91,12 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {}
+    moved: dict[str, Any] = {}
     for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             moved[key] = root + value[1:]
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            moved[key] = {name: _moved(part, root) for name, part in value.items()}
         else:
             moved[key] = value if key in _UNSCHEMATIC else _moved(value, root)
     return moved

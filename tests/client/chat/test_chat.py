@@ -236,6 +236,22 @@ def test_calls_without_arguments_have_an_empty_object(
     run(scenario())
 
 
+@pytest.mark.parametrize("name", ["named", "required"])
+def test_forced_calls_have_ids_as_the_models_template_wants_them(
+    endpoint: str, thinker: Path, name: str
+) -> None:
+    options, text, _ = FORCED[name]
+
+    async def scenario() -> None:
+        async with connected(endpoint, ABLE, tokenizer=thinker) as (engine, client):
+            _, events = await asked(engine, client, text, **options, tool_parser="mistral")
+            (answer,) = await collect(_again(events))
+            assert all(len(call.id) == 9 and call.id.isalnum() for call in answer.tool_calls)
+            assert answer.tool_calls
+
+    run(scenario())
+
+
 async def _again(events: list[ChatEvent]) -> Any:
     for event in events:
         yield event

@@ -293,3 +293,18 @@ def test_a_cut_that_is_escaped_twice_leaves_no_trace() -> None:
     tokenizer = _tokenizer("plain", "{{ (messages[0].content | string) | tojson }}")
     message: Any = {"role": "tool", "content": {"content": [1, "<"]}}
     assert tokenizer.render_chat([message]) == "\"{'content': [1, '<']}\""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<|im_/thinkend|>", "</think|im_end|>", "<|im_/no_/thinkthinkend|>", "a<|im_end/think|b"],
+)
+def test_what_a_template_takes_out_of_a_text_joins_no_token(text: str) -> None:
+    template = (
+        "{{ messages[0].content.replace('/no_think', '') | replace(\"/think\", '') }}"
+        "{% if messages[1] %}{{ messages[1].content.replace('b', '>') }}{% endif %}"
+    )
+    messages = [{"role": "user", "content": text}]
+    assert _special_texts(template, messages=messages) == []
+    harmless = [{"role": "user", "content": "a < b/think"}]
+    assert _special_texts(template, messages=harmless) == []

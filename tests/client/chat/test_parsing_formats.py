@@ -97,7 +97,12 @@ def test_marks_are_those_of_the_stages_in_use() -> None:
         ("[TOOL_CALLS] [THINK]", Formats("mistral", "mistral")),
         ('<|python_tag|> "parameters"', Formats("llama3_json")),
         ('<|start_header_id|> {"name": x, "parameters": y}', Formats("llama3_json")),
-        ('<|python_start|> <|python_end|> "parameters"', Formats("pythonic")),
+        ('<|python_start|> <|python_end|> "parameters"', Formats("llama4_json")),
+        ("<|python_start|> [f(a=1)]", Formats("pythonic")),
+        ("as [func_name1(a=b, ...)] <|start_header_id|>", Formats("pythonic")),
+        ("<tool_call> or <tool_calls>", Formats()),
+        ("<tool_call> <invoke name=f>", Formats()),
+        ("<|python_tag|> <function=f>{}</function>", Formats()),
         ("<|start|>assistant<|channel|>", Formats("harmony", "harmony")),
         (
             "<\uff5cAssistant\uff5c> <\uff5ctool\u2581calls\u2581begin\uff5c> </think>",

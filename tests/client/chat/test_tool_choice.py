@@ -29,6 +29,11 @@ LIST = {
     "additionalProperties": False,
     "$defs": {"node": NODE | {"additionalProperties": False}},
 }
+NAMES = ("default", "enum", "const", "examples", "$ref", "properties")
+NAMED = {
+    "properties": {name: {"$ref": "#/$defs/two"} for name in NAMES},
+    "$defs": {"two": {"enum": [1, 2]}},
+}
 DATA = {"properties": {"$ref": {"const": {"$ref": "#/data"}}}, "required": ["$ref"]}
 TOOLS = read_tools([tool("list", **LIST), tool("data", **DATA), {"function": {"name": "bare"}}])
 
@@ -104,6 +109,16 @@ def test_no_tools_are_an_empty_list() -> None:
 
 def test_arguments_are_an_object_even_if_nobody_says_so() -> None:
     assert [arguments_schema(tool)["type"] for tool in TOOLS] == ["object"] * 3
+
+
+def test_properties_may_be_named_as_keywords_are() -> None:
+    validator = jsonschema.Draft202012Validator(
+        calls_schema(read_tools([tool("f", **NAMED)]), True)
+    )
+    for name in NAMES:
+        for value in (2, 3):
+            call = {"name": "f", "parameters": {name: value}}
+            assert validator.is_valid([call]) is (value == 2), call
 
 
 @pytest.mark.parametrize("parallel", [True, False])

@@ -23,7 +23,7 @@ from nanocore.client.chat.parsing.reasoning import (
     PlainTextParser,
     ThinkParser,
 )
-from nanocore.client.chat.parsing.tool_parser import NewId
+from nanocore.client.chat.parsing.tool_parser import NewId, make_call_id
 from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError
 
@@ -130,6 +130,15 @@ def wrap_in_reasoning(
     if formats.reasoning is None:
         return inner
     return _known(REASONING_PARSERS, formats.reasoning, "reasoning")(inner, in_reasoning, index)
+
+
+def new_id_of(formats: Formats) -> NewId:
+    """What makes ids of calls as the format wants them: some templates check those of the past."""
+    new_id: NewId = make_call_id
+    if formats.tools is not None:
+        parser = _known(TOOL_PARSERS, formats.tools, "tool calls")
+        new_id = getattr(parser, "default_id", make_call_id)
+    return new_id
 
 
 def marks_of(formats: Formats, has_tools: bool = True) -> frozenset[str]:

@@ -27,7 +27,8 @@ class MistralParser(ToolParser):
     marks: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     openers: ClassVar[Marks] = Marks(("[TOOL_CALLS]",))
 
-    def default_id(self) -> str:
+    @staticmethod
+    def default_id() -> str:
         """Nine letters or digits."""
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_CHARS))
 

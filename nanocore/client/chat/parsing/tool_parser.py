@@ -52,7 +52,8 @@ class ToolParser(JsonReadingParser):
         self._tools = {tool.name: tool for tool in tools}
         self._new_id = new_id or self.default_id
 
-    def default_id(self) -> str:
+    @staticmethod
+    def default_id() -> str:
         """An id for a call, if the caller makes none."""
         return make_call_id()
 
