@@ -15,10 +15,10 @@ from typing import Any, Final, Self, cast
 import tokenizers
 
 from nanocore.client.chat.conversation import TemplateDialect
-from nanocore.client.chat.guarded_text import TokenGuard
 from nanocore.client.chat.messages import ChatMessage as ChatMessage
 from nanocore.client.chat.template import ChatTemplate
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
+from nanocore.client.chat.token_guard import TokenGuard
 from nanocore.client.special_tokens import SpecialTokens
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
 from nanocore.client.tokenizer_conversion import VOCABULARY_FILES, make_tokenizer_json

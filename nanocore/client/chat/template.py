@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from nanocore.client.chat.guarded_text import TokenGuard
 from nanocore.client.chat.messages import REASONING_KEYS, plain, template_message
 from nanocore.client.chat.renderer import Renderer
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS, read_template_kwargs
+from nanocore.client.chat.token_guard import TokenGuard
 from nanocore.protocol.errors import InvalidRequestError
 
 MAX_TEMPLATE_CHARS: Final = 1 << 16

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from nanocore.client.chat.guarded_text import GuardedText, TokenGuard
+from nanocore.client.chat.guarded_text import GuardedText
+from nanocore.client.chat.token_guard import TokenGuard
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import InvalidRequestError
 
