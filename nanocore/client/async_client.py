@@ -104,13 +104,14 @@ class AsyncEngineClient(LinkedClient):
         if params is None:
             params = SamplingParams.from_engine(self.model_card.default_sampling)
         check_sampling_params(params)
-        tokenizer = await self.get_tokenizer()
-        # In a thread: a template may take long, and so may a long text.
-        chat = await asyncio.to_thread(prepare_chat, messages, options, tokenizer, params)
+        loader = (await self._session()).tokenizer
+        chat = await loader.run(
+            lambda tokenizer: prepare_chat(messages, options, tokenizer, params)
+        )
         outputs = self.generate(
             chat.prompt_token_ids, chat.params, request_id, priority, cache_salt
         )
-        events = chat_events(outputs, chat.new_parser, tokenizer)
+        events = chat_events(outputs, chat.new_parser, await loader.get())
         async with aclosing(outputs), aclosing(events):  # who leaves us leaves the request at once
             async for event in events:
                 yield event
@@ -150,7 +151,7 @@ class AsyncEngineClient(LinkedClient):
         """
         params = embedding_params(pooling)
         output = await self.complete(prompt, params, request_id, priority, cache_salt)
-        return EmbeddingOutput.of(output, normalize)
+        return EmbeddingOutput.of(output, normalize, self.model_card.hidden_size)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with finish_reason "abort". Idempotent."""

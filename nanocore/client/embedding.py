@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from nanocore.client.outputs import RequestOutput
-from nanocore.protocol.errors import InvalidRequestError, NanocoreError
+from nanocore.protocol.errors import InvalidRequestError, NanocoreError, ProtocolError
 from nanocore.protocol.sampling import Pooling, SamplingParams
 
 
@@ -26,11 +26,12 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     num_cached_tokens: int
 
     @classmethod
-    def of(cls, output: RequestOutput, normalize: bool) -> EmbeddingOutput:
-        """Of a request's last output. normalize: to length 1, if it is not 0.
+    def of(cls, output: RequestOutput, normalize: bool, size: int | None) -> EmbeddingOutput:
+        """Of a request's last output. normalize: to length 1, if it is not 0. size: the model's.
 
         Raises:
             NanocoreError: it has none, because it was aborted, or the engine ended it.
+            ProtocolError: it has another size, or is not finite.
         """
         embedding = output.embedding
         if embedding is None:
@@ -41,6 +42,11 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
             )
             error.request_id = output.request_id
             raise error
+        if len(embedding) != (size or len(embedding)) or not all(map(math.isfinite, embedding)):
+            raise ProtocolError(
+                f"OUTPUT: an embedding of {len(embedding)} numbers: it must have hidden_size "
+                f"({size}), all finite"
+            )
         if normalize and (length := math.hypot(*embedding)):
             embedding = array("f", [number / length for number in embedding])
         return cls(

@@ -17,6 +17,7 @@ from typing import Any, Generic, Self, TypeVar, Unpack, cast
 
 from tqdm import tqdm
 
+from nanocore.client.arguments import check_sampling_params
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.chat.request import ChatOptions, prepare_chat
 from nanocore.client.embedding import EmbeddingOutput
@@ -149,12 +150,17 @@ class LLM:
         tokenizer = self.get_tokenizer()
         all_params = _params_of_each(len(conversations), sampling_params, "conversations")
         default = SamplingParams.from_engine(self.model_card.default_sampling)
-        chats = [
-            prepare_chat(turns, options, tokenizer, params or default)
-            for turns, params in zip(
-                cast("Sequence[Sequence[ChatMessage]]", conversations), all_params, strict=True
-            )
-        ]
+        chats = []
+        for i, given in enumerate(all_params):
+            params = default if given is None else given
+            check_sampling_params(params)
+            turns = cast("Sequence[ChatMessage]", conversations[i])
+            try:
+                chats.append(prepare_chat(turns, options, tokenizer, params))
+            except InvalidRequestError as error:
+                if len(conversations) == 1:
+                    raise
+                raise InvalidRequestError(f"conversations[{i}]: {error}") from None
         return self.generate(
             [chat.prompt_token_ids for chat in chats],
             [chat.params for chat in chats],

@@ -7,13 +7,15 @@ vain, and one token after a context, as in most multiple choice, leaves that to 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from itertools import chain
+from operator import index
 
 import msgspec
 
 from nanocore.client.outputs import RequestOutput
-from nanocore.client.submission import Prompt, given_token_ids
+from nanocore.client.submission import Prompt, TokensPrompt, given_token_ids
 from nanocore.client.tokenizer_loader import TokenizerLoader
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
@@ -98,19 +100,27 @@ async def score_request(
     """Join a context and its continuation.
 
     Two texts are tokenized as the one that they make: the continuation's tokens are those after as
-    many as the context has alone, and spaces that end the context belong to the continuation, as in
-    lm-evaluation-harness. Token ids are taken as they are.
+    many as the context has alone, and white space that ends the context belongs to the
+    continuation, as in lm-evaluation-harness. Token ids are taken as they are.
 
     Raises:
         InvalidRequestError: one of them is nothing, or is no prompt.
     """
     if isinstance(context, str) and isinstance(continuation, str):
-        context_ids = await tokenizer.encode(context.rstrip())
-        together = await tokenizer.encode(context + continuation) if continuation else []
+        context_ids = await _open_ids(tokenizer, context.rstrip())
+        together = await _open_ids(tokenizer, context + continuation) if continuation else []
         continuation_ids = together[len(context_ids) :]
     else:
-        context_ids = await _token_ids(tokenizer, context, add_special_tokens=True)
-        continuation_ids = await _token_ids(tokenizer, continuation, add_special_tokens=False)
+        context_ids = (
+            await _open_ids(tokenizer, context)
+            if isinstance(context, str)
+            else _given_ids("context", context)
+        )
+        continuation_ids = (
+            await tokenizer.encode(continuation, add_special_tokens=False)
+            if isinstance(continuation, str)
+            else _given_ids("continuation", continuation)
+        )
     if not context_ids and isinstance(context, str):
         prefix_token_id = (await tokenizer.get()).prefix_token_id
         context_ids = [] if prefix_token_id is None else [prefix_token_id]
@@ -125,7 +135,7 @@ async def score_request(
             "becomes one token with the context's end, give both as token ids"
         )
     last = continuation_ids[-1]
-    if not isinstance(last, int) or not 0 <= last < vocab_size:
+    if not 0 <= last < vocab_size:
         raise InvalidRequestError(
             f"the continuation's last token, {last!r}, is no token id of this model: valid ids are "
             f"0 to {vocab_size - 1}"
@@ -133,9 +143,16 @@ async def score_request(
     return ScoreRequest(context_ids, continuation_ids)
 
 
-async def _token_ids(
-    tokenizer: TokenizerLoader, prompt: Prompt, add_special_tokens: bool
-) -> list[int]:
-    if isinstance(prompt, str):
-        return await tokenizer.encode(prompt, add_special_tokens)
-    return list(given_token_ids(prompt))
+async def _open_ids(tokenizer: TokenizerLoader, text: str) -> list[int]:
+    """A text's, with what the tokenizer puts before it (BOS), without what it puts behind (EOS)."""
+    token_ids = await tokenizer.encode(text)
+    num_appended = (await tokenizer.get()).num_appended_tokens
+    return token_ids[: len(token_ids) - num_appended]
+
+
+def _given_ids(name: str, prompt: list[int] | array[int] | TokensPrompt) -> list[int]:
+    """Of whatever integers, numpy's too."""
+    try:
+        return [index(token_id) for token_id in given_token_ids(prompt)]
+    except TypeError as error:
+        raise InvalidRequestError(f"the token ids of the {name}: {error}") from None

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 
 import tokenizers
 
@@ -116,8 +116,18 @@ class Tokenizer:
         try:
             ids: list[int] = encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:
-            raise InvalidRequestError(f"this text cannot be tokenized: {error}") from None
+            raise InvalidRequestError(
+                f"this text cannot be tokenized ({error}): is half a surrogate pair in it?"
+            ) from None
         return ids
+
+    @cached_property
+    def num_appended_tokens(self) -> int:
+        """How many special tokens `encode` puts behind a text, as models of embeddings want it."""
+        whole, own = self.encode("x"), self.encode("x", add_special_tokens=False)
+        starts = range(len(whole) - len(own) + 1)
+        start = next((i for i in starts if whole[i : i + len(own)] == own), len(starts) - 1)
+        return len(whole) - start - len(own)
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         """A batch of one: for batches the library lets other threads run meanwhile."""
@@ -182,7 +192,13 @@ class Tokenizer:
     @cached_property
     def template_dialect(self) -> TemplateDialect:
         """What the chat template takes; it is asked when a conversation needs to know."""
-        return TemplateDialect(lambda messages: self.render_chat(cast("Any", messages)))
+        template = self._template(has_tools=True)
+        return TemplateDialect(lambda messages: "".join(template.render(messages)))
+
+    def close(self) -> None:
+        """End the processes of the chat templates; whoever renders again starts new ones."""
+        for template in self._templates.values():
+            template.close()
 
     @cached_property
     def special_texts(self) -> frozenset[str]:
@@ -259,15 +275,19 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None,
         **how: Any,
     ) -> list[str]:
+        template = self._template(has_tools=tools is not None)
+        return template.render(messages, add_generation_prompt, tools=tools, **how)
+
+    def _template(self, has_tools: bool) -> ChatTemplate:
         template = self._templates.get("default")
-        if tools is not None:
+        if has_tools:
             template = self._templates.get("tool_use", template)
         if template is None:
             raise InvalidRequestError(
                 f"{self._source} has no chat template (or has several, and none of them is named "
                 "default): use generate() with a prompt"
             )
-        return template.render(messages, add_generation_prompt, tools=tools, **how)
+        return template
 
 
 def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[str, Any]:

@@ -7,10 +7,16 @@ leaves the others theirs; a failure is everyone's, and the next to ask tries aga
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Final, TypeVar
 
 from nanocore.client.model_files import ModelFiles
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer, needed_files
+
+Result = TypeVar("Result")
+NUM_THREADS: Final = 2
 
 
 class TokenizerLoader:
@@ -26,6 +32,8 @@ class TokenizerLoader:
         self._files = files
         self._model = model
         self._loading: asyncio.Task[Tokenizer] | None = None
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanocore-chat")
+        self._is_closed = False
 
     async def get(self) -> Tokenizer:
         """The tokenizer.
@@ -51,10 +59,31 @@ class TokenizerLoader:
             return tokenizer.encode(text, add_special_tokens)
         return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
 
+    async def run(self, work: Callable[[Tokenizer], Result]) -> Result:
+        """What this work returns, done in a thread: rendering a chat may take long.
+
+        In threads of our own, for it shall hold up nobody else's. Once nobody waits for it any more
+        it is not begun.
+
+        Raises:
+            InvalidRequestError, ProtocolError, EngineDeadError: as `get`; and what work raises.
+        """
+        tokenizer = await self.get()
+        if self._is_closed:
+            return await asyncio.to_thread(work, tokenizer)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, tokenizer)
+
     async def close(self) -> None:
-        """Wait until nothing is loading any more; it fails once the session is closed."""
+        """End the tokenizer's processes, and what is done by them.
+
+        Waits until nothing is loading any more; that fails once the session is closed.
+        """
+        self._is_closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._loading is not None:
-            await asyncio.gather(self._loading, return_exceptions=True)
+            (loaded,) = await asyncio.gather(self._loading, return_exceptions=True)
+            if isinstance(loaded, Tokenizer):
+                loaded.close()
 
     async def _load(self) -> Tokenizer:
         try:

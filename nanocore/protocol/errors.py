@@ -34,6 +34,14 @@ def shorten(text: str) -> str:
     return f"{text[:_MAX_QUOTED_CHARS]}... ({len(text)} characters)"
 
 
+def quoted(value: object) -> str:
+    """A value as messages quote it, whatever it is: repr fails for what is very deep or large."""
+    try:
+        return shorten(repr(value))
+    except (RecursionError, ValueError):
+        return f"a {type(value).__name__} too deep or too large to be shown"
+
+
 class NanocoreError(Exception):
     """Base of every error nanocore raises on purpose.
 

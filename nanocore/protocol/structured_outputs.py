@@ -70,6 +70,7 @@ class ReasoningMarks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     end: str
 
     def __post_init__(self) -> None:
+        check_types(self, "structured_outputs.reasoning.")
         if not self.end:
             raise InvalidRequestError(
                 "structured_outputs.reasoning.end is empty: name the text that ends it"
@@ -111,8 +112,9 @@ class StructuredOutputs(
                 f"structured_outputs.{kind} is no Unicode: {error}; leave surrogates out"
             ) from None
         if num_bytes > MAX_STRUCTURED_OUTPUTS_BYTES:
+            both = "" if self.reasoning is None else " with its reasoning's marks"
             raise InvalidRequestError(
-                f"structured_outputs.{kind} has {num_bytes} bytes of UTF-8: at most "
+                f"structured_outputs.{kind}{both} has {num_bytes} bytes of UTF-8: at most "
                 f"{MAX_STRUCTURED_OUTPUTS_BYTES} are allowed; say less, or split the request"
             )
 
@@ -159,7 +161,7 @@ class StructuredOutputsParams(
     json: a JSON Schema, as a dict (or bool), as JSON text, or as a class that has
     `model_json_schema()`, as pydantic's models have it.
     structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as a dict or as
-    JSON text. reasoning: a ReasoningMarks, or None.
+    JSON text. reasoning: a ReasoningMarks, or a dict of its fields.
     """
 
     json: JsonSchema | None = None
@@ -174,6 +176,8 @@ class StructuredOutputsParams(
     def __post_init__(self) -> None:
         if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):
             msgspec.structs.force_setattr(self, "json", self.json.model_json_schema())
+        if isinstance(self.reasoning, dict):
+            msgspec.structs.force_setattr(self, "reasoning", _reasoning(self.reasoning))
         check_types(self, "structured_outputs.")
         self.for_engine()
 
@@ -225,6 +229,17 @@ def _json_text(name: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"structured_outputs.{name} is not JSON: {error}") from None
+
+
+def _reasoning(value: dict[str, Any]) -> ReasoningMarks:
+    try:
+        return msgspec.convert(value, ReasoningMarks)
+    except InvalidRequestError:
+        raise
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(
+            f"structured_outputs.reasoning must be ReasoningMarks(begin=str, end=str): {error}"
+        ) from None
 
 
 def _structural_tag(value: dict[str, Any] | str) -> StructuralTag:

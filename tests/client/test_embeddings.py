@@ -130,6 +130,23 @@ def test_a_stop_without_whole_numbers_breaks_the_protocol(
     run(scenario())
 
 
+@pytest.mark.parametrize("numbers", [(1.0, 2.0), (1.0, math.nan, 2.0), (math.inf, 0.0, 0.0)])
+def test_numbers_that_the_model_cannot_have_break_the_protocol(
+    endpoint: str, numbers: tuple[float, ...]
+) -> None:
+    welcome = replace(ABLE, model=replace(ABLE.model, hidden_size=3))
+
+    async def scenario() -> None:
+        async with connected(endpoint, welcome) as (engine, client):
+            embedding = asyncio.create_task(client.embed([1]))
+            await engine.accept()
+            engine.output({}, end(1, *numbers))
+            with pytest.raises(ProtocolError, match="hidden_size"):
+                await embedding
+
+    run(scenario())
+
+
 def test_who_goes_away_aborts(endpoint: str) -> None:
     async def scenario() -> None:
         async with connected(endpoint, ABLE) as (engine, client):

@@ -8,7 +8,10 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
+from tokenizers import processors
 
 from nanocore.client import InvalidRequestError, NanocoreError, ScoreOutput
 from nanocore.client.model_files import ModelFiles
@@ -46,6 +49,32 @@ def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("merging")
     TRAINED["byte-level gpt-2"]().save(str(folder / "tokenizer.json"))
     return folder
+
+
+@pytest.mark.parametrize("template", ["$A <|end|>", "<filler300> $A <|end|>", "<filler300> $A"])
+def test_what_a_tokenizer_puts_behind_a_text_is_not_scored(tmp_path: Path, template: str) -> None:
+    write_byte_tokenizer(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    names = ("<filler300>", "<|end|>")
+    backend.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(name, backend.token_to_id(name)) for name in names]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    first = [BOS] if "<filler300>" in template else []
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    request = joined(tmp_path, "ab", "cd")
+    assert request.context_ids == [*first, *ids_of(tokenizer, "ab")]
+    assert request.continuation_ids == ids_of(tokenizer, "cd")
+    empty = joined(tmp_path, "", "cd")
+    assert empty.context_ids == (first or [END])
+    assert empty.continuation_ids == ids_of(tokenizer, "cd")
+
+
+def test_token_ids_may_be_of_any_integers(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    request = joined(tmp_path, np.array([5, 6]).tolist(), [np.int64(7), np.int32(8)])
+    assert request.continuation_ids == [7, 8]
+    assert {type(token_id) for token_id in request.continuation_ids} == {int}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +155,7 @@ def test_an_empty_text_is_the_models_bos_or_else_its_eos(
         ([5], None, "a prompt is a str.*not NoneType"),
         ([5], [VOCAB_SIZE], f"last token, {VOCAB_SIZE}, is no token id.*0 to {VOCAB_SIZE - 1}"),
         ([5], [-1], "last token, -1, is no token id"),
-        ([5], [5, "x"], "last token, 'x', is no token id"),
+        ([5], [5, "x"], "the token ids of the continuation: 'str'"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(

@@ -15,6 +15,7 @@ from nanocore.protocol.messages import Submit
 from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
 from nanocore.protocol.structured_outputs import (
     KINDS,
+    ReasoningMarks,
     StructuralTag,
     Structure,
     StructuredOutputs,
@@ -285,6 +286,21 @@ def test_a_users_schema_becomes_json_text_in_the_order_it_was_written(
     params = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
     assert params.kind == "json"
     assert params.for_engine() == StructuredOutputs(json=text, disable_any_whitespace=True)
+
+
+@pytest.mark.parametrize(
+    "marks", [{"begin": 5, "end": "a"}, {"end": 5}, {"begin": None, "end": "a"}, {"end": ""}]
+)
+def test_marks_of_reasoning_are_texts(marks: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.reasoning\."):
+        ReasoningMarks(**marks)
+    with pytest.raises(InvalidRequestError, match=r"structured_outputs\.reasoning"):
+        StructuredOutputsParams(regex="a", reasoning=marks)  # type: ignore[arg-type]
+
+
+def test_marks_may_be_given_as_a_dict() -> None:
+    params = StructuredOutputsParams(regex="a", reasoning={"end": "x"})  # type: ignore[arg-type]
+    assert params.for_engine().reasoning == ReasoningMarks(end="x")
 
 
 def test_what_cannot_be_json_is_refused_by_name() -> None:

@@ -7,7 +7,7 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { decode, encode, EngineError, Op, unpackOutput } from "nanocore-client";
 
-const BIN = new Set(["prompt_token_ids", "handles", "tokens", "counts", "data"]);
+const BIN = new Set(["prompt_token_ids", "handles", "tokens", "counts", "data", "embedding"]);
 
 const bytes = (hex) => new Uint8Array(Buffer.from(hex, "hex"));
 const hex = (bytes) => Buffer.from(bytes).toString("hex");
@@ -15,6 +15,7 @@ const hex = (bytes) => Buffer.from(bytes).toString("hex");
 const body = (message) => {
   const value = (k, v) => {
     if (k.endsWith("logprobs") && v instanceof Object) return columns(v);
+    if (k === "events") return v.map(body);
     return BIN.has(k) && v !== null ? bytes(v) : v;
   };
   return Object.fromEntries(Object.entries(message).map(([k, v]) => [k, value(k, v)]));

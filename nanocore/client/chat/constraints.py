@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from nanocore.client.chat.parsing.formats import REASONING_PARSERS, Formats
 from nanocore.client.chat.tool_choice import ToolChoice, arguments_schema, calls_schema
 from nanocore.client.chat.tools import Tool
-from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.protocol.errors import InvalidRequestError, quoted
 from nanocore.protocol.structured_outputs import ReasoningMarks, StructuredOutputsParams
 
 _FORMATS: Final = (
@@ -47,7 +47,7 @@ def read_response_format(response_format: object) -> StructuredOutputsParams | N
             if isinstance(schema, (dict, bool)):
                 return StructuredOutputsParams(json=schema)
     raise InvalidRequestError(
-        f"response_format is one of {_FORMATS}, not {shorten(repr(response_format))}"
+        f"response_format is one of {_FORMATS}, not {quoted(response_format)}"
     )
 
 
@@ -88,7 +88,7 @@ def with_reasoning(
     Raises:
         InvalidRequestError: its reasoning is more than a text between two marks.
     """
-    if formats.reasoning is None or wanted.reasoning or wanted.structural_tag is not None:
+    if formats.reasoning is None or wanted.reasoning:
         return wanted
     marks = REASONING_PARSERS[formats.reasoning].marks
     if len(marks) != 2:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
-from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.protocol.errors import InvalidRequestError, quoted
 
 _PROBE: Final = "probe 'text'"
 _TEXT_PARTS: Final = ("text", "input_text", "output_text")
@@ -41,6 +41,11 @@ class TemplateDialect:
         if not isinstance(message, Mapping):
             raise InvalidRequestError(
                 f"messages[{i}] is a dict with a role, not {type(message).__name__}"
+            )
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise InvalidRequestError(
+                f'messages[{i}] has no role: it is "system", "developer", "user", "assistant" or '
+                f'"tool", not {quoted(message.get("role"))}'
             )
         turn = dict(message)
         if turn.get("role") == "developer" and not self._knows_developer:
@@ -131,5 +136,5 @@ def _text_of(i: int, k: int, part: object) -> str:
             return text
     raise InvalidRequestError(
         f'messages[{i}].content[{k}] must be {{"type": "text", "text": str}}, not '
-        f"{shorten(repr(part))}: models here read text alone"
+        f"{quoted(part)}: models here read text alone"
     )

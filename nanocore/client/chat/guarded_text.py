@@ -72,9 +72,20 @@ class GuardedText:
         pieces.append(text[start:])
         if self._normalize is not None and self._normalized is not None:
             pieces = [self._cut_normalized(piece, sentinel) for piece in pieces]
-            if self._normalized.begins_at_end(self._normalize(text.rstrip()[-_MAX_CUT_CHARS:])):
+            if self._normalized.begins_at_end(self._normalized_end(text)):
                 pieces.append("")
         return sentinel.join(pieces)
+
+    def _normalized_end(self, text: str) -> str:
+        """Of the normalized text, enough for a token; much of a text may be normalized away."""
+        assert self._normalize is not None
+        assert self._normalized is not None
+        num_chars = _MAX_CUT_CHARS
+        while True:
+            end = self._normalize(text[-num_chars:])
+            if num_chars >= len(text) or len(end.rstrip()) > self._normalized._longest:
+                return end
+            num_chars *= 2
 
     def is_in(self, text: str) -> bool:
         """Whether one of the tokens is spelled in the text."""
@@ -82,6 +93,9 @@ class GuardedText:
 
     def is_part(self, text: str) -> bool:
         """Whether the text is within one of the tokens, or begins with the end of one."""
+        if self._normalize is not None and self._normalized is not None:
+            if self._normalized.is_part(self._normalize(text)):
+                return True
         if text in self._joined:
             return True
         return any(text[:length] in self._suffixes for length in range(1, self._longest))

@@ -20,6 +20,9 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final
 
+# Behind the standard library: a user's folder may have modules of the same names.
+sys.path += os.environ.pop("NANOCORE_SYS_PATH", "").split(os.pathsep)
+
 import jinja2
 import jinja2.ext
 import jinja2.nodes
@@ -30,6 +33,8 @@ from jinja2.utils import Namespace
 
 _LENGTH: Final = struct.Struct("!I")
 _MAX_ERROR_CHARS: Final = 1 << 18
+_USUAL_SIZE: Final = 256 << 20
+"""More than the address space that Python and jinja2 take."""
 
 
 def compile_template(text: str, now: Callable[[], datetime]) -> jinja2.Template:
@@ -167,8 +172,11 @@ def _limit(max_memory: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
         resource.setrlimit(kind, (0, 0))
-    with open("/proc/self/statm") as file:
-        size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/self/statm") as file:
+            size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        size = _USUAL_SIZE  # there is no /proc
     resource.setrlimit(resource.RLIMIT_AS, (size + max_memory, size + max_memory))
 
 
@@ -181,6 +189,7 @@ def main(max_cpu_s: float, max_memory: int) -> None:
     parent = socket.socket(fileno=0)
     stream = parent.makefile("rb")
     _limit(max_memory)
+    os.dup2(1, 2)  # what goes wrong from here on is said in frames
     parent.sendall(_LENGTH.pack(0))
     text = _read(stream)
     if text is None:

@@ -28,6 +28,7 @@ MAX_MEMORY: Final = 256 << 20
 MAX_OUTPUT_FACTOR: Final = 4
 MAX_OUTPUT_CHARS: Final = 1 << 20
 """A prompt has at most MAX_OUTPUT_FACTOR times the request's characters, and these."""
+_MAX_REASON_CHARS: Final = 200
 _LENGTH: Final = struct.Struct("!I")
 _ENVIRONMENT: Final = ("TZ", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
 """All that the process sees of ours."""
@@ -35,6 +36,14 @@ _ENVIRONMENT: Final = ("TZ", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
 
 class RenderProcessError(NanocoreError):
     """The process that renders chat templates does not start: nothing is wrong with the request."""
+
+
+class _ProcessKilledError(Exception):
+    """By somebody else: no limit does that. failure: what it is if it happens again."""
+
+    def __init__(self, failure: InvalidRequestError) -> None:
+        super().__init__()
+        self.failure = failure
 
 
 class Renderer:
@@ -55,6 +64,7 @@ class Renderer:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
+        self._is_ending = False
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._finalizer: weakref.finalize[..., Renderer] | None = None
@@ -76,14 +86,11 @@ class Renderer:
         ).encode()
         with self._lock:
             try:
-                if self._process is None or self._process.poll() is not None:
-                    self.close()
-                    self._start()
-                status, text = self._exchange(request)
+                status, text = self._rendered(request)
             except BaseException:  # an interrupt, too: the answer that may come is to nobody
                 self.close()
                 raise
-            if status == "m":
+            if status == "m" or self._is_ending:
                 self.close()
         if status == "t":
             return text
@@ -96,8 +103,38 @@ class Renderer:
             text = f"it takes more than {MAX_MEMORY >> 20} MiB of memory, the limit"
         raise self._failure(text)
 
+    def _rendered(self, request: bytes) -> tuple[str, str]:
+        """Status and text; once more with a new process if somebody has killed this one."""
+        is_old = self._process is not None
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        try:
+            return self._exchange(request)
+        except _ProcessKilledError as killed:
+            if self._is_ending or not is_old:
+                raise killed.failure from None
+        self.close()
+        self._start()
+        try:
+            return self._exchange(request)
+        except _ProcessKilledError as killed:
+            raise killed.failure from None
+
+    def end(self) -> None:
+        """End the process, if there is one, whatever it renders; any thread may call this."""
+        self._is_ending = True
+        if self._lock.acquire(blocking=False):
+            try:
+                self.close()
+            finally:
+                self._lock.release()
+        elif (process := self._process) is not None:
+            process.kill()  # the thread that waits for it closes the rest
+
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if there is one, which nobody waits for."""
+        self._is_ending = False
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._socket = self._finalizer = None
@@ -114,15 +151,22 @@ class Renderer:
         ours, theirs = socket.socketpair()
         limits = [str(MAX_CPU_S), str(MAX_MEMORY)]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(os.path.isabs, sys.path))
+        environment["NANOCORE_SYS_PATH"] = os.pathsep.join(filter(os.path.isabs, sys.path))
         program = str(Path(__file__).with_name("render_process.py"))
+        if not sys.executable or not os.path.exists(program):
+            ours.close()
+            theirs.close()
+            raise RenderProcessError(
+                f"no process to render chat templates in: {sys.executable!r} is to run {program}, "
+                "and both must be files"
+            )
         try:
             with theirs:
                 process = subprocess.Popen(
                     [sys.executable, "-sSPB", "-X", "utf8", program, *limits],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,  # of a start alone
                     cwd="/",
                     env=environment,
                     start_new_session=True,  # the terminal's signals are not for it
@@ -138,10 +182,17 @@ class Renderer:
             self._send(self._template, deadline)
         except (OSError, EOFError) as error:
             ours.close()
+            process.kill()
+            assert process.stderr is not None
+            words = process.stderr.read().decode("utf-8", "replace").strip()
             raise RenderProcessError(
                 f"the process to render chat templates in ({sys.executable}) does not start: "
-                f"{error or 'it ended at once'}; is jinja2 installed there?"
+                f"{words[-_MAX_REASON_CHARS:] or str(error) or 'it ended at once'}; is jinja2 "
+                "installed there?"
             ) from None
+        finally:
+            assert process.stderr is not None
+            process.stderr.close()
 
     def _exchange(self, request: bytes) -> tuple[str, str]:
         deadline = time.monotonic() + MAX_WALL_S
@@ -152,7 +203,7 @@ class Renderer:
         except TimeoutError:
             raise self._failure(f"it takes more than {MAX_WALL_S:.0f} s, the limit") from None
         except (OSError, EOFError):
-            raise self._failure(self._cause_of_death()) from None
+            raise self._death() from None
         return reply[:1].decode(), reply[1:].decode("utf-8", "surrogatepass")
 
     def _send(self, content: bytes, deadline: float) -> None:
@@ -173,15 +224,19 @@ class Renderer:
             length -= len(content)
         return b"".join(pieces)
 
-    def _cause_of_death(self) -> str:
+    def _death(self) -> Exception:
+        """Why the process is gone."""
         assert self._process is not None
         try:
             status = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             status = None
         if status == -signal.SIGPROF:
-            return f"it takes more than {MAX_CPU_S:g} s of CPU time, the limit"
-        return f"its process ended (status {status}): does it pass a limit of memory or depth?"
+            return self._failure(f"it takes more than {MAX_CPU_S:g} s of CPU time, the limit")
+        failure = self._failure(
+            f"its process ended (status {status}): does it pass a limit of memory or depth?"
+        )
+        return _ProcessKilledError(failure) if status == -signal.SIGKILL else failure
 
     def _failure(self, reason: str) -> InvalidRequestError:
         return InvalidRequestError(f"the chat template of {self._source} failed: {shorten(reason)}")

@@ -20,13 +20,13 @@ from nanocore.client.chat.parsing.formats import (
     wrap_in_reasoning,
 )
 from nanocore.client.chat.parsing.parser import OutputParser
-from nanocore.client.chat.parsing.reasoning import prompt_opens_reasoning
+from nanocore.client.chat.parsing.reasoning import OPENING_MARKS, prompt_opens_reasoning
 from nanocore.client.chat.parsing.special_text import SpecialTextFilter
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
 from nanocore.client.chat.tool_choice import ToolChoice, read_tool_choice
 from nanocore.client.chat.tools import Tool, read_tools
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.errors import InvalidRequestError, quoted
 from nanocore.protocol.sampling import SamplingParams
 from nanocore.protocol.structured_outputs import StructuredOutputsParams
 
@@ -49,7 +49,7 @@ class ChatOptions(TypedDict, total=False):
 
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
-    parallel_tool_calls: bool
+    parallel_tool_calls: bool | None
     response_format: Any
     chat_template_kwargs: Mapping[str, Any] | None
     allowed_template_kwargs: Collection[str]
@@ -79,9 +79,7 @@ def prepare_chat(
         InvalidRequestError: the template rejects it, or something in it is not what it must be.
         TypeError: an option of no such name.
     """
-    for name in options:
-        if name not in ChatOptions.__annotations__:
-            raise TypeError(f"chat() got an unexpected keyword argument {name!r}")
+    _check(options, params)
     tools = read_tools(options.get("tools"))
     choice = read_tool_choice(options.get("tool_choice"), tools)
     if choice.mode == "none":
@@ -123,10 +121,26 @@ def _parser(
 
 
 def _ends_in_reasoning(token_ids: list[int], options: ChatOptions, tokenizer: Tokenizer) -> bool:
-    tail = token_ids
-    if not options.get("continue_final_message"):
-        tail = token_ids[-_TAIL_TOKENS:]
-    return prompt_opens_reasoning(tokenizer.decode(tail, skip_special_tokens=False))
+    if options.get("continue_final_message"):
+        return prompt_opens_reasoning(tokenizer.decode(token_ids, skip_special_tokens=False))
+    # Templates end with the mark that they open; what users write of marks stands before.
+    end = tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+    return end.endswith(OPENING_MARKS)
+
+
+def _check(options: ChatOptions, params: SamplingParams) -> None:
+    """Refuse options of other names or types; what others mean is for those who read them."""
+    for name, value in options.items():
+        if name not in ChatOptions.__annotations__:
+            raise TypeError(f"chat() got an unexpected keyword argument {name!r}")
+        if name in ("tool_parser", "reasoning_parser") and not isinstance(value, str | None):
+            raise InvalidRequestError(
+                f'{name}={quoted(value)}: the name of a parser, "auto", or None for none'
+            )
+        if name == "parallel_tool_calls" and not isinstance(value, bool | None):
+            raise InvalidRequestError(f"{name}={quoted(value)}: True or False")
+    if not params.detokenize:
+        raise InvalidRequestError("a chat is made of text: leave out detokenize=False")
 
 
 def _encode(
@@ -165,7 +179,7 @@ def _form(
 ) -> StructuredOutputsParams | None:
     """What the answer must be."""
     wanted = read_response_format(options.get("response_format"))
-    parallel = options.get("parallel_tool_calls", True)
+    parallel = options.get("parallel_tool_calls") is not False
     form = constraint(tools, choice, parallel, wanted, formats.tools)
     if form is not None and params.structured_outputs is not None:
         raise InvalidRequestError(

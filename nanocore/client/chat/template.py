@@ -15,7 +15,7 @@ from nanocore.client.chat.messages import REASONING_KEYS, plain, template_messag
 from nanocore.client.chat.renderer import Renderer
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS, read_template_kwargs
 from nanocore.client.chat.token_guard import TokenGuard
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.errors import InvalidRequestError, quoted, shorten
 
 MAX_TEMPLATE_CHARS: Final = 1 << 16
 _CONTINUED: Final = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -55,6 +55,10 @@ class ChatTemplate:
         self._now = now
         self._renderer = Renderer(text, source)
 
+    def close(self) -> None:
+        """End the template's process, if there is one."""
+        self._renderer.end()
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -78,19 +82,18 @@ class ChatTemplate:
         """
         if not messages:
             raise InvalidRequestError("the conversation is empty: pass at least one message")
-        if continue_final_message and add_generation_prompt:
-            raise InvalidRequestError(
-                "add_generation_prompt begins another message, continue_final_message goes on with "
-                "the last one: leave out either"
-            )
+        _check_end(add_generation_prompt, continue_final_message)
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         given = read_template_kwargs(
             chat_template_kwargs, allowed_template_kwargs, self._special_tokens
         )
         try:
-            turns = [template_message(message) for message in messages]
             given["tools"] = None if tools is None else [plain(tool) for tool in tools]
+        except (TypeError, RecursionError) as error:
+            raise InvalidRequestError(f"the tools of a chat: {error}") from None
+        try:
+            turns = [template_message(message) for message in messages]
             # Templates ask for documents, too, and take None for "not given".
             conversation: dict[str, Any] = {"documents": None, **given, "messages": turns}
             sentinel = None
@@ -113,16 +116,37 @@ class ChatTemplate:
         return [text] if self._guard is None else self._guard.parts(text, sentinel)
 
 
+def _check_end(add_generation_prompt: object, continue_final_message: object) -> None:
+    if not isinstance(add_generation_prompt, bool | None):
+        raise InvalidRequestError(
+            f"add_generation_prompt={quoted(add_generation_prompt)}: True, False or None"
+        )
+    if not isinstance(continue_final_message, bool | str):
+        raise InvalidRequestError(
+            f"continue_final_message={quoted(continue_final_message)}: True, False, or the name of "
+            "what the last message has"
+        )
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequestError(
+            "add_generation_prompt begins another message, continue_final_message goes on with the "
+            "last one: leave out either"
+        )
+
+
 def _mark_end(message: dict[str, Any], key: str, template: str) -> str:
     """Put the mark at the end of what the prompt is to end with, and return what it was."""
     final = message.get(key)
     if final is None:
-        raise InvalidRequestError(f"continue_final_message: the last message has no {key!r}")
+        raise InvalidRequestError(
+            f"continue_final_message: the last message has no {shorten(key)!r}"
+        )
     keys = [key]
     if key in REASONING_KEYS:
         keys = [name for name in REASONING_KEYS if message.get(name) == final]
     if not any(name in template for name in keys):
-        raise InvalidRequestError(f"continue_final_message: the chat template has no {key!r}")
+        raise InvalidRequestError(
+            f"continue_final_message: the chat template has no {shorten(key)!r}"
+        )
     if isinstance(final, list):
         texts = [part for part in final if isinstance(part, dict) and "text" in part]
         if not texts:

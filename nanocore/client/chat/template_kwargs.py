@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from nanocore.client.chat.messages import plain
-from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.protocol.errors import InvalidRequestError, quoted
 
 DEFAULT_TEMPLATE_KWARGS: Final = frozenset(
     {
@@ -43,19 +43,23 @@ def read_template_kwargs(
         raise InvalidRequestError(
             f"chat_template_kwargs is a dict of names and values, not {type(given).__name__}"
         )
+    if isinstance(allowed, (str, bytes)) or not isinstance(allowed, Collection):
+        raise InvalidRequestError(
+            f"allowed_template_kwargs={quoted(allowed)}: a collection of names"
+        )
     for name in given:
         if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
             reason = "a name is an identifier that begins with a letter"
         elif name in _RESERVED or name in special_tokens or name.endswith("_token"):
             reason = "it has a meaning in every template: choose another name"
         elif name not in allowed:
+            names = ", ".join(sorted(map(str, allowed))) or "none"
             reason = (
-                f"allowed are {', '.join(sorted(allowed)) or 'none'}: leave it out, or have it "
-                "allowed in allowed_template_kwargs"
+                f"allowed are {names}: leave it out, or have it allowed in allowed_template_kwargs"
             )
         else:
             continue
-        raise InvalidRequestError(f"chat_template_kwargs[{shorten(repr(name))}]: {reason}")
+        raise InvalidRequestError(f"chat_template_kwargs[{quoted(name)}]: {reason}")
     try:
         return {name: plain(value) for name, value in given.items()}
     except (TypeError, RecursionError) as error:

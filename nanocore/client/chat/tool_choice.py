@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from nanocore.client.chat.tools import Tool
-from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.protocol.errors import InvalidRequestError, quoted
 
 _UNSCHEMATIC: Final = frozenset({"const", "enum", "default", "examples"})
 """Keywords whose values are data, where "$ref" refers to nothing."""
@@ -50,11 +50,11 @@ def read_tool_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
                 return ToolChoice("named", tool)
         if isinstance(name, str):
             raise InvalidRequestError(
-                f"tool_choice names {shorten(repr(name))}, which is none of the tools: {names}"
+                f"tool_choice names {quoted(name)}, which is none of the tools: {names}"
             )
     raise InvalidRequestError(
         'tool_choice is "none", "auto", "required" or {"type": "function", "function": {"name": '
-        f"str}}}}, not {shorten(repr(choice))}"
+        f"str}}}}, not {quoted(choice)}"
     )
 
 

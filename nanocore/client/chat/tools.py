@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.protocol.errors import InvalidRequestError, quoted
 
 MAX_TOOLS: Final = 128
 MAX_TOOL_NAME_CHARS: Final = 64
@@ -27,7 +27,7 @@ class Tool(msgspec.Struct, frozen=True):
     source: dict[str, Any]
 
 
-def read_tools(tools: Iterable[object] | None) -> list[Tool]:
+def read_tools(tools: Sequence[object] | None) -> list[Tool]:
     """The tools of a request.
 
     Raises:
@@ -36,7 +36,7 @@ def read_tools(tools: Iterable[object] | None) -> list[Tool]:
     """
     if tools is None:
         return []
-    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
+    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
         raise InvalidRequestError(f"tools are a list of dicts, not {type(tools).__name__}")
     read = [_read(i, tool) for i, tool in enumerate(tools)]
     if len(read) > MAX_TOOLS:
@@ -57,12 +57,12 @@ def _read(i: int, tool: object) -> Tool:
     ):
         raise InvalidRequestError(
             f'tools[{i}] must be {{"type": "function", "function": {{"name": str, "description": '
-            f'str, "parameters": a JSON Schema}}}}, not {shorten(repr(tool))}'
+            f'str, "parameters": a JSON Schema}}}}, not {quoted(tool)}'
         )
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_TOOL_NAME_CHARS:
         raise InvalidRequestError(
-            f"tools[{i}].function.name={shorten(repr(name))}: a name has 1 to "
+            f"tools[{i}].function.name={quoted(name)}: a name has 1 to "
             f"{MAX_TOOL_NAME_CHARS} letters, digits, and characters of '_.-'"
         )
     parameters = function.get("parameters")

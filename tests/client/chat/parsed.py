@@ -25,15 +25,17 @@ TYPES = {
     "place": {"$ref": "#/$defs/Place"},
 }
 TOOLS: list[Tool] = read_tools(
-    {"type": "function", "function": {"name": name, "parameters": parameters}}
-    for name, parameters in (
-        (
-            "get_weather",
-            {"type": "object", "properties": TYPES, "$defs": {"Place": {"type": "object"}}},
-        ),
-        ("search", {"type": "object", "properties": {"query": {"type": "string"}}}),
-        ("now", None),
-    )
+    [
+        {"type": "function", "function": {"name": name, "parameters": parameters}}
+        for name, parameters in (
+            (
+                "get_weather",
+                {"type": "object", "properties": TYPES, "$defs": {"Place": {"type": "object"}}},
+            ),
+            ("search", {"type": "object", "properties": {"query": {"type": "string"}}}),
+            ("now", None),
+        )
+    ]
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from nanocore.client.chat.events import (
     Usage,
 )
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.client.tokenizer_loader import NUM_THREADS
 from nanocore.protocol.codec import pack_int32, unpack_int32
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import Event, Submit, TokenLogprobs
@@ -343,6 +345,106 @@ def test_a_failure_is_an_event_and_then_raised(endpoint: str, tokenizer_folder: 
             assert raised.value is failed.error
 
     run(scenario(), 60)
+
+
+def test_what_users_write_of_marks_opens_no_reasoning(endpoint: str, thinker: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=thinker) as (engine, client):
+            tokenizer = await client.get_tokenizer()
+            user = {"role": "user", "content": "What is <think>?"}
+            answers = asyncio.create_task(collect(client.chat([user])))  # type: ignore[list-item]
+            await engine.accept()
+            engine.output({1: tokenizer.encode("A mark.")}, Event(handle=1, finish_reason="length"))
+            (answer,) = await answers
+            assert (answer.reasoning, answer.content) == ("", "A mark.")
+
+    run(scenario())
+
+
+def test_a_chat_that_is_cancelled_before_its_turn_is_never_rendered(
+    endpoint: str, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end, rendered = threading.Event(), threading.Event(), []
+
+    def prepare(messages: Any, *others: Any) -> Any:
+        rendered.append(messages[0]["content"])
+        began.set()
+        assert may_end.wait(30)
+        raise InvalidRequestError("enough")
+
+    monkeypatch.setattr("nanocore.client.async_client.prepare_chat", prepare)
+
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
+            await client.get_tokenizer()
+
+            def chat(text: str) -> Any:
+                return asyncio.create_task(
+                    collect(client.chat([{"role": "user", "content": text}]))
+                )
+
+            running = [chat(f"running {i}") for i in range(NUM_THREADS)]
+            await asyncio.to_thread(began.wait, 30)
+            waiting = [chat(f"waiting {i}") for i in range(5)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            assert await asyncio.to_thread(lambda: 1) == 1  # other threads are free
+            may_end.set()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    run(scenario(), 60)
+    assert sorted(rendered) == [f"running {i}" for i in range(NUM_THREADS)]
+
+
+def test_a_clients_end_ends_its_render_process(endpoint: str, thinker: Path) -> None:
+    async def scenario() -> int:
+        async with connected(endpoint, tokenizer=thinker) as (engine, client):
+            await asked(engine, client, "hi")
+            tokenizer = await client.get_tokenizer()
+            process = tokenizer._template(has_tools=False)._renderer._process
+            assert process is not None
+            assert process.poll() is None
+            pid = process.pid
+        assert process.returncode is not None
+        return pid
+
+    assert not Path(f"/proc/{run(scenario())}").exists()
+
+
+WRONG_OPTIONS: list[dict[str, Any]] = [
+    {"tool_parser": []}, {"reasoning_parser": {}}, {"parallel_tool_calls": "no"},
+    {"add_generation_prompt": "no"}, {"continue_final_message": 1.5},
+    {"allowed_template_kwargs": 5, "chat_template_kwargs": {"a": 1}},
+    {"allowed_template_kwargs": "enable_thinking", "chat_template_kwargs": {"a": 1}},
+    {"tools": (tool for tool in TOOLS)}, {"tools": [{"function": {"name": "f", "x": {1}}}]},
+    {"sampling_params": SamplingParams(detokenize=False)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", WRONG_OPTIONS, ids=[*map(str, range(len(WRONG_OPTIONS)))])
+def test_options_of_another_type_are_refused_by_name(
+    endpoint: str, thinker: Path, options: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=thinker) as (_, client):
+            name = next(iter(options)).replace("sampling_params", "detokenize")
+            with pytest.raises(InvalidRequestError, match=name):
+                await anext(client.chat([USER], **options))
+
+    run(scenario())
+
+
+def test_a_message_without_a_role_is_refused_by_place(endpoint: str, thinker: Path) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=thinker) as (_, client):
+            for role in ({}, {"role": 5}, {"role": ""}):
+                with pytest.raises(InvalidRequestError, match=r"messages\[1\] has no role"):
+                    await anext(client.chat([USER, {"content": "x", **role}]))
+
+    run(scenario())
 
 
 def test_an_unknown_option_is_a_type_error(endpoint: str, tokenizer_folder: Path) -> None:

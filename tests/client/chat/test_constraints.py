@@ -111,11 +111,9 @@ def test_a_model_that_thinks_does_so_before(reasoning: Any, in_reasoning: bool, 
     assert with_reasoning(JSON, Formats(reasoning=reasoning), in_reasoning).reasoning == marks
 
 
-def test_what_is_asked_for_is_not_changed() -> None:
-    tag = StructuredOutputsParams(structural_tag=TAG)  # free text, so it needs no reasoning
+def test_marks_that_are_asked_for_are_not_changed() -> None:
     marked = StructuredOutputsParams(json=SCHEMA, reasoning=ReasoningMarks(end="so:"))
-    for wanted in (tag, marked):
-        assert with_reasoning(wanted, Formats(reasoning="qwen3"), True) is wanted
+    assert with_reasoning(marked, Formats(reasoning="qwen3"), True) is marked
 
 
 def test_a_form_of_many_channels_is_held_to_no_grammar() -> None:

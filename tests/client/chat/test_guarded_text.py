@@ -259,6 +259,20 @@ def _special_texts(template: str, **chat: Any) -> list[str]:
     return [tokenizer.backend.id_to_token(i) for i in ids if i in tokenizer._special_texts]
 
 
+@pytest.mark.parametrize("gap", ["\u0301", "\u0301 ", " \u0301"])
+def test_what_is_normalized_away_hides_no_beginning(gap: str) -> None:
+    tokenizer = _tokenizer("accents")
+    parts = [{"text": f"a<{gap * 200}"}, {"text": "|e|>b"}]
+    harmless = [{"text": "a"}, {"text": "b"}]
+    counts = [
+        tokenizer.encode_chat([{"role": "user", "content": content}]).count(
+            tokenizer.backend.token_to_id("<|e|>")
+        )
+        for content in (parts, harmless)
+    ]
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.parametrize("role", ["end", "end|>x", "d|>", "|end|>x", "im_end"])
 def test_roles_complete_no_token(role: str) -> None:
     template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% endfor %}{{ ''.endswith('a') }}"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -126,15 +127,71 @@ def test_a_process_that_was_killed_is_started_anew() -> None:
     assert rendering.render({}, NOW) == "fine"
 
 
+def _kill(rendering: Renderer, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End the process so that it is not noticed before something is written to it."""
+    assert rendering._process is not None
+    os.kill(_pid(rendering), number)
+    monkeypatch.setattr(rendering._process, "poll", lambda: None)
+
+
 def test_a_process_that_dies_of_its_template_names_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     rendering = Renderer("fine", "here")
     rendering.render({}, NOW)
-    assert rendering._process is not None
-    os.kill(_pid(rendering), signal.SIGKILL)
-    monkeypatch.setattr(rendering._process, "poll", lambda: None)  # as if it lived until now
-    with pytest.raises(InvalidRequestError, match=r"its process ended \(status -9\)"):
+    _kill(rendering, signal.SIGSEGV, monkeypatch)
+    with pytest.raises(InvalidRequestError, match=r"its process ended \(status -11\)"):
         rendering.render({}, NOW)
     assert rendering.render({}, NOW) == "fine"
+
+
+def test_a_process_that_somebody_kills_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendering = Renderer("fine", "here")
+    for _ in range(3):
+        assert rendering.render({}, NOW) == "fine"
+        _kill(rendering, signal.SIGKILL, monkeypatch)
+    assert rendering.render({}, NOW) == "fine"
+
+
+def test_ending_frees_all_and_what_is_rendered_next_starts_anew() -> None:
+    rendering = Renderer("fine", "here")
+    rendering.end()
+    rendering.render({}, NOW)
+    pid = _pid(rendering)
+    rendering.end()
+    assert _is_gone(pid)
+    assert rendering.render({}, NOW) == "fine"
+
+
+def test_ending_stops_what_is_rendered_in_another_thread() -> None:
+    rendering = Renderer("{% if loops %}{% for i in range(10**8) %}{% endfor %}{% endif %}", "here")
+    rendering.render({}, NOW)
+    pid = _pid(rendering)
+    with ThreadPoolExecutor(1) as threads:
+        endless = threads.submit(rendering.render, {"loops": True}, NOW)
+        while not rendering._lock.locked():
+            pass
+        rendering.end()
+        with pytest.raises(InvalidRequestError):
+            endless.result()
+    assert _is_gone(pid)
+    assert rendering.render({}, NOW) == ""
+
+
+def test_a_users_module_of_a_standard_name_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("resource", "struct", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(1)")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Renderer("fine", "here").render({}, NOW) == "fine"
+
+
+def test_why_a_process_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(RenderProcessError, match="No module named 'jinja2'"):
+        Renderer("fine", "here").render({}, NOW)
+    monkeypatch.setattr(sys, "executable", None)
+    with pytest.raises(RenderProcessError, match="None is to run"):
+        Renderer("fine", "here").render({}, NOW)
 
 
 def test_a_process_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

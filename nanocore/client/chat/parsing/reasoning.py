@@ -90,6 +90,9 @@ class MistralThinkParser(ThinkParser):
     marks: ClassVar[tuple[str, ...]] = ("[THINK]", "[/THINK]")
 
 
+OPENING_MARKS: Final = (ThinkParser.marks[0], MistralThinkParser.marks[0])
+
+
 def prompt_opens_reasoning(prompt_text: str) -> bool:
     """Whether an answer to this rendered prompt begins within the reasoning.
 
