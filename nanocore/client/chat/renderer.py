@@ -87,11 +87,13 @@ class Renderer:
         with self._lock:
             try:
                 status, text = self._rendered(request)
+                if status == "m" or self._is_ending:
+                    self.close()
             except BaseException:  # an interrupt, too: the answer that may come is to nobody
                 self.close()
                 raise
-            if status == "m" or self._is_ending:
-                self.close()
+            finally:
+                self._is_ending = False
         if status == "t":
             return text
         if status == "o":
@@ -127,6 +129,7 @@ class Renderer:
         if self._lock.acquire(blocking=False):
             try:
                 self.close()
+                self._is_ending = False
             finally:
                 self._lock.release()
         elif (process := self._process) is not None:
@@ -134,7 +137,6 @@ class Renderer:
 
     def close(self) -> None:
         """End the process, if there is one, which nobody waits for."""
-        self._is_ending = False
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._socket = self._finalizer = None

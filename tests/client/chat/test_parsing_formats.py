@@ -178,9 +178,11 @@ def test_required_calls_are_what_a_json_parser_reads(
         assert [(name, json.loads(a)) for _, name, a in said] == [(n, a) for n, _, a in calls]
 
 
-def test_what_is_no_array_of_calls_is_text() -> None:
+def test_of_an_array_that_was_cut_only_calls_are_shown() -> None:
     for text in ("{}", ' [{"nam', "[]", "Hello "):
-        assert joined(events_of(RequiredToolsParser(), list(text))) == [("text", text)]
+        assert events_of(RequiredToolsParser(), list(text)) == []
+    cut = '[{"name": "now", "parameters": {"a": 1}}, {"name": "no'
+    assert joined(events_of(RequiredToolsParser(TOOLS), list(cut))) == [("call", "now", '{"a": 1}')]
 
 
 def test_forced_calls_follow_the_reasoning() -> None:
@@ -221,3 +223,12 @@ def test_plain_text_passes_in_the_pieces_it_comes_in() -> None:
     assert parser.feed("") == []
     thinking = parser_of("hermes", "qwen3", in_reasoning=True)
     assert [thinking.feed("a"), thinking.feed(" b")] == [[Reasoning("a")], [Reasoning(" b")]]
+
+
+def test_a_value_that_holds_its_own_end_leaves_the_arguments_whole() -> None:
+    text = (
+        "<tool_call>\n<function=search>\n<parameter=query>\n<a></parameter> more\n</parameter>\n"
+        "<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>"
+    )
+    ((_, name, arguments),) = joined(events_of(parser_of("qwen3_coder"), list(text)))
+    assert (name, json.loads(arguments)) == ("search", {"query": "<a>", "n": "5"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanocore.client.chat.events import ToolArguments, ToolBegin
+from nanocore.client.chat.events import Text, ToolArguments, ToolBegin
 from nanocore.client.chat.parsing.parser import ParsedEvent
 from nanocore.client.chat.parsing.reading import Steps
 from nanocore.client.chat.parsing.tool_parser import NewId, ToolParser, make_call_id
@@ -35,9 +35,21 @@ class NamedToolParser:
 
 
 class RequiredToolsParser(ToolParser):
-    """The text is [{"name": ..., "parameters" or "arguments": {...}}, ...]; all else is text."""
+    """The text is [{"name": ..., "parameters" or "arguments": {...}}, ...].
+
+    The grammar allows nothing else: what is no call is the beginning of one that was cut, and is
+    dropped.
+    """
 
     is_bare = True
+
+    def feed(self, delta: str) -> list[ParsedEvent]:
+        """The calls."""
+        return [event for event in super().feed(delta) if not isinstance(event, Text)]
+
+    def finish(self) -> list[ParsedEvent]:
+        """The rest of them."""
+        return [event for event in super().finish() if not isinstance(event, Text)]
 
     def block(self, opener: str) -> Steps[None]:
         """The array."""

@@ -6,7 +6,7 @@ from typing import ClassVar, Final
 
 from nanocore.client.chat.parsing.json_reading import escape, json_string
 from nanocore.client.chat.parsing.marks import Marks
-from nanocore.client.chat.parsing.reading import Steps
+from nanocore.client.chat.parsing.reading import Steps, ignore
 from nanocore.client.chat.parsing.schema_types import to_json, types_of
 from nanocore.client.chat.parsing.tool_parser import ToolParser
 
@@ -15,6 +15,7 @@ _VALUE_END: Final = "</parameter>"
 _VALUE_ENDS: Final = Marks(
     (_VALUE_END, f"\n{_VALUE_END}", "\n<parameter=", "\n</function>", "\n</tool_call>")
 )
+_PARTS: Final = Marks(("<parameter=", "</function>", "</tool_call>"))
 
 
 class Qwen3CoderParser(ToolParser):
@@ -22,7 +23,8 @@ class Qwen3CoderParser(ToolParser):
 
     Strings are streamed, other values come whole. One line break at each end of a value is not
     part of it. A value ends, too, where a new line begins with the next parameter or the end of
-    the function; <tool_call> may lack. Any name is taken.
+    the function; <tool_call> may lack. Any name is taken. What stands between parameters is
+    dropped: the rest of a value in which </parameter> stood, for one.
     """
 
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
@@ -54,8 +56,7 @@ class Qwen3CoderParser(ToolParser):
         schema = tool.parameters if tool else {}
         separator = "{"
         while True:
-            yield from self.space()
-            mark = yield from self.sees("<parameter=", "</function>", "</tool_call>")
+            mark = yield from self.before(_PARTS, ignore)
             if mark != "<parameter=":
                 break
             yield from self.accept(mark)
