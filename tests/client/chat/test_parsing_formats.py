@@ -101,6 +101,7 @@ def test_marks_are_those_of_the_stages_in_use() -> None:
         ("<|python_start|> [f(a=1)]", Formats("pythonic")),
         ("as [func_name1(a=b, ...)] <|start_header_id|>", Formats("pythonic")),
         ("<tool_call> or <tool_calls>", Formats()),
+        ("<seed:think> <seed:tool_call> <function=", Formats("seed_oss", "seed_oss")),
         ("<tool_call> <invoke name=f>", Formats()),
         ("<|python_tag|> <function=f>{}</function>", Formats()),
         ("<|start|>assistant<|channel|>", Formats("harmony", "harmony")),
@@ -232,3 +233,17 @@ def test_a_value_that_holds_its_own_end_leaves_the_arguments_whole() -> None:
     )
     ((_, name, arguments),) = joined(events_of(parser_of("qwen3_coder"), list(text)))
     assert (name, json.loads(arguments)) == ("search", {"query": "<a>", "n": "5"})
+
+
+def test_seed_oss_has_tags_of_its_own() -> None:
+    text = (
+        "<seed:think>hm</seed:think>So.\n<seed:tool_call>\n<function=search>\n<parameter=query>"
+        "a</parameter>\n</function>\n</seed:tool_call>"
+    )
+    for pieces in ([text], list(text)):
+        assert joined(events_of(parser_of("seed_oss", "seed_oss"), pieces)) == [
+            ("reasoning", "hm"),
+            ("text", "So."),
+            ("call", "search", '{"query": "a"}'),
+        ]
+    assert prompt_opens_reasoning("<seed:bos>assistant\n<seed:think>\n")

@@ -17,10 +17,11 @@ from nanocore.client.chat.parsing.llama3_json import Llama3JsonParser
 from nanocore.client.chat.parsing.mistral import MistralParser
 from nanocore.client.chat.parsing.parser import OutputParser
 from nanocore.client.chat.parsing.pythonic import PythonicParser
-from nanocore.client.chat.parsing.qwen3_coder import Qwen3CoderParser
+from nanocore.client.chat.parsing.qwen3_coder import Qwen3CoderParser, SeedOssParser
 from nanocore.client.chat.parsing.reasoning import (
     MistralThinkParser,
     PlainTextParser,
+    SeedOssThinkParser,
     ThinkParser,
 )
 from nanocore.client.chat.parsing.tool_parser import NewId, make_call_id
@@ -85,6 +86,7 @@ TOOL_PARSERS: Final[dict[str, ToolFormat]] = {
     "pythonic": PythonicParser,
     "qwen3_coder": Qwen3CoderParser,
     "qwen3_xml": Qwen3CoderParser,
+    "seed_oss": SeedOssParser,
 }
 REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
     "deepseek_r1": ThinkParser,
@@ -92,6 +94,7 @@ REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
     "mistral": MistralThinkParser,
     "openai_gptoss": _HarmonyReasoning(),
     "qwen3": ThinkParser,
+    "seed_oss": SeedOssThinkParser,
 }
 
 
@@ -175,7 +178,9 @@ def detect_formats(template_text: str | None) -> Formats:
     if tools == "llama3_json" and "<function=" in source:  # Functionary's
         tools = None
     reasoning = None
-    if "</think>" in source or "<think>" in source:
+    if "<seed:think>" in source:
+        reasoning = "seed_oss"
+    elif "</think>" in source or "<think>" in source:
         reasoning = "deepseek_r1" if "<\uff5cAssistant\uff5c>" in source else "qwen3"
     elif "[THINK]" in source:
         reasoning = "mistral"
@@ -186,6 +191,7 @@ _OTHER_FORMATS: Final = ("<arg_key>", "<tool_calls>", "<invoke")
 """Of models whose templates have other marks in common with the formats here, and no parser yet."""
 _TOOL_SIGNS: Final = (
     ("deepseek_v3", ("<\uff5ctool\u2581calls\u2581begin\uff5c>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("hermes", ("<tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),

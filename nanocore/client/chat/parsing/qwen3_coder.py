@@ -12,10 +12,15 @@ from nanocore.client.chat.parsing.tool_parser import ToolParser
 
 _NAME_ENDS: Final = Marks((">", "<", "\n"))
 _VALUE_END: Final = "</parameter>"
-_VALUE_ENDS: Final = Marks(
-    (_VALUE_END, f"\n{_VALUE_END}", "\n<parameter=", "\n</function>", "\n</tool_call>")
-)
-_PARTS: Final = Marks(("<parameter=", "</function>", "</tool_call>"))
+
+
+def _value_ends(call_end: str) -> Marks:
+    return Marks((_VALUE_END, *(f"\n{mark}" for mark in (_VALUE_END, *_parts(call_end)))))
+
+
+def _parts(call_end: str) -> tuple[str, ...]:
+    """What may follow a value."""
+    return "<parameter=", "</function>", call_end
 
 
 class Qwen3CoderParser(ToolParser):
@@ -29,10 +34,12 @@ class Qwen3CoderParser(ToolParser):
 
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     openers: ClassVar[Marks] = Marks(("<tool_call>", "<function="))
+    parts: ClassVar[Marks] = Marks(_parts("</tool_call>"))
+    value_ends: ClassVar[Marks] = _value_ends("</tool_call>")
 
     def block(self, opener: str) -> Steps[None]:
         """One call; without <tool_call> around it, too."""
-        if opener == "<tool_call>":
+        if opener != "<function=":
             yield from self.space()
             if not (yield from self.accept("<function=")):
                 return
@@ -42,7 +49,7 @@ class Qwen3CoderParser(ToolParser):
         self.begin(name)
         yield from self._parameters(name)
         yield from self.space()
-        yield from self.accept("</tool_call>")
+        yield from self.accept(self.marks[1])
 
     def _name(self) -> Steps[str | None]:
         """Reads a name and the bracket after it."""
@@ -56,7 +63,7 @@ class Qwen3CoderParser(ToolParser):
         schema = tool.parameters if tool else {}
         separator = "{"
         while True:
-            mark = yield from self.before(_PARTS, ignore)
+            mark = yield from self.before(self.parts, ignore)
             if mark != "<parameter=":
                 break
             yield from self.accept(mark)
@@ -67,19 +74,28 @@ class Qwen3CoderParser(ToolParser):
             separator = ", "
             yield from self._value(types_of(schema, key))
         yield from self.accept("</function>")
-        if mark in ("</function>", "</tool_call>"):
+        if mark in ("</function>", self.marks[1]):
             self.add("{}" if separator == "{" else "}")
 
     def _value(self, types: frozenset[str]) -> Steps[None]:
         yield from self.accept("\n")
         if types <= {"string"}:
             self.add('"')
-            mark = yield from self.before(_VALUE_ENDS, lambda text: self.add(escape(text)))
+            mark = yield from self.before(self.value_ends, lambda text: self.add(escape(text)))
             if mark is not None:
                 self.add('"')
         else:
             pieces: list[str] = []
-            mark = yield from self.before(_VALUE_ENDS, pieces.append)
+            mark = yield from self.before(self.value_ends, pieces.append)
             self.add(to_json("".join(pieces), types))
         if mark is not None and mark.endswith(_VALUE_END):
             yield from self.accept(mark)
+
+
+class SeedOssParser(Qwen3CoderParser):
+    """The same with Seed-OSS's tags around a call."""
+
+    marks: ClassVar[tuple[str, ...]] = ("<seed:tool_call>", "</seed:tool_call>")
+    openers: ClassVar[Marks] = Marks(("<seed:tool_call>", "<function="))
+    parts: ClassVar[Marks] = Marks(_parts("</seed:tool_call>"))
+    value_ends: ClassVar[Marks] = _value_ends("</seed:tool_call>")

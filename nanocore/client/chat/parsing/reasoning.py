@@ -90,7 +90,14 @@ class MistralThinkParser(ThinkParser):
     marks: ClassVar[tuple[str, ...]] = ("[THINK]", "[/THINK]")
 
 
-OPENING_MARKS: Final = (ThinkParser.marks[0], MistralThinkParser.marks[0])
+class SeedOssThinkParser(ThinkParser):
+    """The same with Seed-OSS's tags."""
+
+    marks: ClassVar[tuple[str, ...]] = ("<seed:think>", "</seed:think>")
+
+
+_ALL: Final = (ThinkParser, MistralThinkParser, SeedOssThinkParser)
+OPENING_MARKS: Final = tuple(parser.marks[0] for parser in _ALL)
 
 
 def prompt_opens_reasoning(prompt_text: str) -> bool:
@@ -99,7 +106,7 @@ def prompt_opens_reasoning(prompt_text: str) -> bool:
     That is, a tag in the prompt opens it, none closes it, and no turn begins in between: users
     may write of tags, too.
     """
-    for begin, end in (ThinkParser.marks, MistralThinkParser.marks):
+    for begin, end in (parser.marks for parser in _ALL):
         start = prompt_text.rfind(begin)
         after = prompt_text[start + len(begin) :]
         if start >= 0 and not any(mark in after for mark in (end, *_TURNS)):
