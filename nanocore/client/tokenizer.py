@@ -7,17 +7,17 @@ model runs. Nothing of torch is imported, nor of transformers but for models wit
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, Unpack
 
 import tokenizers
 
 from nanocore.client.chat.conversation import TemplateDialect
 from nanocore.client.chat.messages import ChatMessage as ChatMessage
 from nanocore.client.chat.template import ChatTemplate
-from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
+from nanocore.client.chat.template_kwargs import TemplateOptions
 from nanocore.client.chat.token_guard import TokenGuard
 from nanocore.client.special_tokens import SpecialTokens
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
@@ -210,46 +210,27 @@ class Tokenizer:
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        allowed_template_kwargs: Collection[str] = DEFAULT_TEMPLATE_KWARGS,
-        continue_final_message: bool | str = False,
+        **options: Unpack[TemplateOptions],
     ) -> str:
         """The prompt of a conversation, by the model's chat template.
 
         Args:
             add_generation_prompt: begin the answer; None means yes, unless the last message is
                 continued.
-            tools: OpenAI's, as dicts.
-            chat_template_kwargs: further names for the template, such as enable_thinking.
-            allowed_template_kwargs: which names these may be.
-            continue_final_message: the prompt ends with the last message's content (or with what
-                the named key of it has), for the model to go on there.
+            options: see `TemplateOptions`.
 
         Raises:
             InvalidRequestError: the model has no template, or it rejects this, or passes a limit.
             RenderProcessError: there is no process for the template.
         """
-        parts = self._render_parts(
-            messages,
-            add_generation_prompt,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            allowed_template_kwargs=allowed_template_kwargs,
-            continue_final_message=continue_final_message,
-        )
+        parts = self._render_parts(messages, add_generation_prompt, options)
         return "".join(parts)
 
     def encode_chat(
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        allowed_template_kwargs: Collection[str] = DEFAULT_TEMPLATE_KWARGS,
-        continue_final_message: bool | str = False,
+        **options: Unpack[TemplateOptions],
     ) -> list[int]:
         """Token ids of a conversation, ready for the model's answer. Arguments: `render_chat`'s.
 
@@ -258,25 +239,17 @@ class Tokenizer:
         Raises:
             InvalidRequestError, RenderProcessError: as render_chat and `encode`.
         """
-        parts = self._render_parts(
-            messages,
-            add_generation_prompt,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            allowed_template_kwargs=allowed_template_kwargs,
-            continue_final_message=continue_final_message,
-        )
+        parts = self._render_parts(messages, add_generation_prompt, options)
         return self._guard.encode(parts, lambda text: self.encode(text, add_special_tokens=False))
 
     def _render_parts(
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        **how: Any,
+        options: TemplateOptions,
     ) -> list[str]:
-        template = self._template(has_tools=tools is not None)
-        return template.render(messages, add_generation_prompt, tools=tools, **how)
+        template = self._template(has_tools=options.get("tools") is not None)
+        return template.render(messages, add_generation_prompt, **options)
 
     def _template(self, has_tools: bool) -> ChatTemplate:
         template = self._templates.get("default")

@@ -6,6 +6,7 @@ import numpy as np
 
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.worker.plan import SchedulerOutput
+from tests.fakes import Deliveries, FakeExecutor, PipelinedExecutor
 
 
 def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
@@ -169,3 +170,16 @@ def check_idle(scheduler: Scheduler, num_shared_tokens: int = 0) -> None:
 
 def _ints(column: bytes) -> list[int]:
     return np.frombuffer(column, "<i4").tolist()
+
+
+def run(scheduler: Scheduler, executor: FakeExecutor, depth: int = 1) -> Deliveries:
+    """Until all requests have ended; each plan is checked, and that nothing is left."""
+    worker, deliveries = PipelinedExecutor(executor), Deliveries()
+    while scheduler.num_requests or len(worker):
+        while len(worker) < depth and (group := scheduler.next_group()) is not None:
+            plan = scheduler.schedule(group)
+            check_plan(scheduler, plan)
+            worker.submit(plan)
+        deliveries.take(scheduler, worker.collect())
+    check_idle(scheduler)
+    return deliveries

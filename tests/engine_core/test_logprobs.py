@@ -17,11 +17,10 @@ from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Event, Output, TokenLogprobs
 from nanocore.worker.plan import ModelRunnerOutput
-from tests.engine_core.scheduler_checks import check_idle, check_plan
+from tests.engine_core.scheduler_checks import run
 from tests.fakes import (
     VOCAB_SIZE,
     Deliveries,
-    FakeExecutor,
     LogprobEntry,
     PipelinedExecutor,
     entries_of,
@@ -44,19 +43,6 @@ def columns(entries: list[tuple[int, LogprobEntry]]) -> LogprobColumns:
     said = row_logprobs(entries)
     assert said is not None
     return LogprobColumns.of_rows(said)
-
-
-def run(scheduler: Scheduler, executor: FakeExecutor, depth: int = 1) -> Deliveries:
-    """Until all requests have ended."""
-    worker, deliveries = PipelinedExecutor(executor), Deliveries()
-    while scheduler.num_requests or len(worker):
-        while len(worker) < depth and (group := scheduler.next_group()) is not None:
-            plan = scheduler.schedule(group)
-            check_plan(scheduler, plan)
-            worker.submit(plan)
-        deliveries.take(scheduler, worker.collect())
-    check_idle(scheduler)
-    return deliveries
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

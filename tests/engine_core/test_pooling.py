@@ -14,10 +14,9 @@ from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Event, Output
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput
-from tests.engine_core.scheduler_checks import check_idle, check_plan
+from tests.engine_core.scheduler_checks import check_idle, run
 from tests.fakes import (
     Deliveries,
-    FakeExecutor,
     PipelinedExecutor,
     expected_embedding,
     expected_tokens,
@@ -27,19 +26,6 @@ from tests.fakes import (
 
 PROMPT = [*range(20, 31)]  # 11 tokens: 2 full blocks of 4, and 3 tokens
 POOLINGS = ["last", "mean"]
-
-
-def run(scheduler: Scheduler, executor: FakeExecutor, depth: int = 1) -> Deliveries:
-    """Until all requests have ended."""
-    worker, deliveries = PipelinedExecutor(executor), Deliveries()
-    while scheduler.num_requests or len(worker):
-        while len(worker) < depth and (group := scheduler.next_group()) is not None:
-            plan = scheduler.schedule(group)
-            check_plan(scheduler, plan)
-            worker.submit(plan)
-        deliveries.take(scheduler, worker.collect())
-    check_idle(scheduler)
-    return deliveries
 
 
 @pytest.mark.parametrize("budget", [6, 9, 64])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, TypedDict
 
 from nanocore.client.chat.messages import plain
 from nanocore.protocol.errors import InvalidRequestError, quoted
@@ -24,6 +24,21 @@ _RESERVED: Final = frozenset(
         "cycler", "joiner", "loop", "self", "caller", "varargs", "kwargs",
     }
 )  # fmt: skip
+
+
+class TemplateOptions(TypedDict, total=False):
+    """What a template gets beside the messages.
+
+    tools: OpenAI's, as dicts. chat_template_kwargs: further names for the template, such as
+    enable_thinking. allowed_template_kwargs: which names these may be; DEFAULT_TEMPLATE_KWARGS.
+    continue_final_message: the prompt ends with the last message's content (or with what the named
+    key of it has), for the model to go on there.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    allowed_template_kwargs: Collection[str]
+    continue_final_message: bool | str
 
 
 def read_template_kwargs(
