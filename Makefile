@@ -21,15 +21,15 @@ help:
 SOURCES := pyproject.toml setup.py constraints-cpu.txt $(wildcard nanocore/kernels/cpu/*.h nanocore/kernels/cpu/*.cpp) nanocore/kernels/cpu/build.py
 
 $(VENV)/.engine: $(SOURCES)
-	@echo "setting up $(VENV) with nanocore[engine]"
+	@echo "setting up $(VENV) with nanocore[engine,server]"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".[engine]"
+	@$(PIP) -e ".[engine,server]"
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES)
-	@echo "setting up $(VENV) with nanocore[engine,dev]"
+	@echo "setting up $(VENV) with nanocore[engine,server,dev]"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".[engine,dev]"
+	@$(PIP) -e ".[engine,server,dev]"
 	@touch $(VENV)/.engine $@
 
 demo: $(VENV)/.engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import get_args
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 
 import nanocore.client
+from nanocore.cli.serve_flags import build_parser as serve_parser
 from nanocore.client.connection import ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
@@ -156,16 +158,23 @@ def test_the_documents_name_every_flag_and_no_other() -> None:
     flags = engine_flags()
     section = ENGINE.split("\n## Flags\n")[1].split("\n## ")[0]
     assert set(FLAG.findall(section)) == flags
+    server_flags = flags_of(serve_parser())
+    section = (DOCS / "http.md").read_text("utf-8").split("\n## Flags\n")[1].split("\n## ")[0]
+    assert set(FLAG.findall(section)) == server_flags
     others = {"--client", "--out", "--engine"}  # of nanocore-keygen and -conformance
     for document in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md")):
         text = re.sub(r"`python [^`]*`", "", document.read_text("utf-8"))
-        assert set(FLAG.findall(text)) <= flags | others, document.name
+        assert set(FLAG.findall(text)) <= flags | server_flags | others, document.name
 
 
 def engine_flags() -> set[str]:
+    return flags_of(build_parser())
+
+
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     return {
         option
-        for action in build_parser()._actions
+        for action in parser._actions
         for option in action.option_strings
         if action.help != "==SUPPRESS==" and option.startswith("--")
     }

@@ -192,3 +192,27 @@ def test_the_demo_models_accuracy_is_that_of_the_report(column: int) -> None:
         task: f"{share:.1%}" for task, share in accuracy.items()
     }
     assert f"{report['count']} held-out examples" in SPEED
+
+
+HTTP = (
+    ("chat_256", "us_per_token", 1),
+    ("chat_64", "us_per_token", 1),
+    ("completions_256", "us_per_token", 1),
+    ("chat_256_fast", "us_per_token", 1),
+    ("chat_256_fast", "tokens_per_s", 0),
+    ("requests_128_1", "requests_per_s", 0),
+    ("requests_1024_1", "requests_per_s", 0),
+)
+
+
+def test_the_http_table_is_that_of_the_json() -> None:
+    report = read("http")
+    (table,) = tables(SPEED, "HTTP")
+    wanted = [
+        [
+            spread(report[side][case][key], digits) if case in report[side] else ""
+            for side in ("nanocore", "vllm", "bare write")
+        ]
+        for case, key, digits in HTTP
+    ]
+    assert [row[1:] for row in table] == wanted

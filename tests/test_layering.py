@@ -20,6 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "system": {"protocol"},
     "client": {"protocol", "system"},
+    "http": {"client", "protocol"},
+    "cli": {"client", "http", "protocol", "system"},
     "conformance": {"protocol", "system"},
     "worker": {"kernels", "protocol", "system"},
     "engine_core": {"protocol", "kv_cache", "worker", "system"},
@@ -153,6 +155,8 @@ def test_llguidance_is_imported_in_one_room() -> None:
     ("modules", "absent"),
     [
         ("nanocore.client",
+         "torch triton flash_attn transformers numpy safetensors xxhash llguidance"),
+        ("nanocore.http.app,nanocore.http.server,nanocore.cli.main",
          "torch triton flash_attn transformers numpy safetensors xxhash llguidance"),
         ("nanocore.conformance.vectors", "torch triton flash_attn transformers numpy zmq"),
         ("nanocore.conformance.cli", "torch triton flash_attn transformers numpy tokenizers"),

@@ -8,16 +8,17 @@ it is entered; in every other one it says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 from nanocore.client.arguments import (
     check_request_id,
     check_sampling_params,
 )
-from nanocore.client.chat.event_stream import chat_events
+from nanocore.client.chat.event_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent
+from nanocore.client.chat.parsing.reasoning import PlainTextParser
 from nanocore.client.chat.request import ChatOptions, prepare_chat
 from nanocore.client.connection import EngineHealth
 from nanocore.client.embedding import EmbeddingOutput, embedding_params
@@ -32,6 +33,7 @@ from nanocore.protocol.messages import ControlOperation, Reply, Stats
 from nanocore.protocol.sampling import Pooling, SamplingParams
 
 HEALTH_TIMEOUT_S = 5.0
+Result = TypeVar("Result")
 
 
 class AsyncEngineClient(LinkedClient):
@@ -100,21 +102,67 @@ class AsyncEngineClient(LinkedClient):
         Args:
             options: see `ChatOptions`: tools, tool_choice, response_format and others.
         """
+        answer = await self.submit_chat(
+            messages, sampling_params, request_id, priority, cache_salt, **options
+        )
+        events = answer.events()
+        async with aclosing(events):  # who leaves us leaves the request at once
+            async for event in events:
+                yield event
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        fit_max_tokens: bool = False,
+    ) -> AnswerStream:
+        """Send a completion; its answer is read as it comes, in the manner of a chat's: all text.
+
+        For who serves many and has no task for each: `AnswerStream.listen`.
+
+        Args:
+            fit_max_tokens: cut max_tokens to the room that the prompt leaves in max_model_len.
+        """
+        session = await self._session()
+        tokenizer = await session.tokenizer.get()
+        stream = await submit(
+            session, prompt, sampling_params, request_id, priority, cache_salt, fit_max_tokens
+        )
+        return AnswerStream(stream, PlainTextParser, tokenizer)
+
+    async def submit_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        fit_max_tokens: bool = False,
+        **options: Unpack[ChatOptions],
+    ) -> AnswerStream:
+        """Send a conversation; its answer is read as it comes. Arguments as `chat` and `submit`."""
         params = sampling_params
         if params is None:
             params = SamplingParams.from_engine(self.model_card.default_sampling)
         check_sampling_params(params)
-        loader = (await self._session()).tokenizer
-        chat = await loader.run(
+        session = await self._session()
+        chat = await session.tokenizer.run(
             lambda tokenizer: prepare_chat(messages, options, tokenizer, params)
         )
-        outputs = self.generate(
-            chat.prompt_token_ids, chat.params, request_id, priority, cache_salt
+        stream = await submit(
+            session,
+            chat.prompt_token_ids,
+            chat.params,
+            request_id,
+            priority,
+            cache_salt,
+            fit_max_tokens,
         )
-        events = chat_events(outputs, chat.new_parser, await loader.get())
-        async with aclosing(outputs), aclosing(events):  # who leaves us leaves the request at once
-            async for event in events:
-                yield event
+        tokenizer = await session.tokenizer.get()
+        return AnswerStream(stream, chat.new_parser, tokenizer, chat.reasoning_end)
 
     async def complete(
         self,
@@ -168,6 +216,24 @@ class AsyncEngineClient(LinkedClient):
             ProtocolError, EngineDeadError: the engine sends something else, or nothing.
         """
         return await (await self._session()).tokenizer.get()
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """A text's token ids, as `Tokenizer.encode`; a long text holds up nobody else.
+
+        Raises:
+            InvalidRequestError, ProtocolError, EngineDeadError: as `get_tokenizer`; or the text is
+                no Unicode.
+        """
+        return await (await self._session()).tokenizer.encode(text, add_special_tokens)
+
+    async def with_tokenizer(self, work: Callable[[Tokenizer], Result]) -> Result:
+        """What this work returns, done in a thread, so that it may take long.
+
+        Raises:
+            InvalidRequestError, ProtocolError, EngineDeadError: as `get_tokenizer`; and what work
+                raises.
+        """
+        return await (await self._session()).tokenizer.run(work)
 
     async def read_file(self, name: str) -> bytes:
         """A file of the model; `model_card.files` names those that the engine serves.

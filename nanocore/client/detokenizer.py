@@ -48,13 +48,13 @@ class IncrementalDetokenizer:
         else:
             self._source = _Window(tokenizer, prompt_token_ids, skip_special_tokens)
         self.tokens_per_slice = self._source.tokens_per_slice
-        self._push = self._source.push
+        self.push = self._source.push  # one token, and the text that it completes
 
     def append(self, token_ids: list[int]) -> str:
         """The text that these tokens complete."""
         if len(token_ids) == 1:
-            return self._push(token_ids[0])
-        return "".join(map(self._push, token_ids))
+            return self.push(token_ids[0])
+        return "".join(map(self.push, token_ids))
 
     def flush(self) -> str:
         """The text held back, when no more tokens will come."""

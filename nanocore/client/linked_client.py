@@ -171,6 +171,11 @@ class LinkedClient:
         """Requests that the engine runs at once; more of them wait."""
         return self._entered().welcome.limits.max_num_seqs
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a session is open; if not, the next call opens one."""
+        return self._entered().session_is_open
+
     # -- inside -----------------------------------------------------------------------------------
 
     def _entered(self) -> EngineLink:

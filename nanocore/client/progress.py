@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 
 class Progress:
@@ -26,13 +27,24 @@ class Progress:
         self.is_awaited = True  # the first one is, by the clock
         self.is_behind = False
         self._news: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
         self._over: asyncio.Future[None] | None = None
+        self._at_end: Callable[[], None] | None = None
 
     def news(self) -> asyncio.Future[None]:
         """Done when something has arrived from now on."""
         self._news = asyncio.Future()
         self.is_awaited = True
         return self._news
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Call this whenever something has arrived."""
+        self._listener = callback
+        self.is_awaited = True
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Have this called once, when nothing more will come."""
+        self._at_end = callback
 
     def over(self) -> asyncio.Future[None]:
         """Done when nothing more will come."""
@@ -43,20 +55,29 @@ class Progress:
         """To be called while `is_awaited`."""
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
+        elif self._listener is not None:  # a listener is all who waits
+            self._listener()
+            return
         self.wake()
 
     def wake(self) -> None:
         """Something has arrived."""
         future, self._news = self._news, None
-        self.is_awaited = self.first_token_s is None
         if future is not None and not future.done():
             future.set_result(None)
+        if self._listener is not None:
+            self._listener()
+        else:
+            self.is_awaited = self.first_token_s is None
 
     def wake_all(self) -> None:
         """Nothing more will come."""
         self.wake()
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
+        callback, self._at_end = self._at_end, None
+        if callback is not None:
+            callback()
 
     def sample_ended(self) -> None:
         """A sample has ended, by the engine or by a stop string."""

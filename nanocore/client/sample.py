@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
-
-from msgspec.structs import replace
+from collections.abc import Callable, Iterable, Sequence
 
 from nanocore.client.logprobs import LogprobColumns, SampleLogprobs
 from nanocore.client.outputs import CompletionOutput
@@ -34,7 +32,7 @@ class Sample:
 
     handle: the engine's name for it, once the request is accepted. logprobs, prompt_logprobs: None
     if nobody asked; the first sample alone has the prompt's. embedding: with the end, if it is
-    asked for. output: what was read so far. finished: that is all.
+    asked for. delta: the text that the last `read` has brought. finished: that is all.
     """
 
     def __init__(
@@ -51,6 +49,7 @@ class Sample:
         self._progress = progress
         self._num_prompt_tokens = len(prompt_token_ids)
         self._text: SampleText | None = None
+        self._push: Callable[[int], str] | None = None  # the short way, from the second read on
         if tokenizer is not None:
             self._text = SampleText(tokenizer, prompt_token_ids, params)
         # What has arrived; of the tokens, the first `num_read` were read.
@@ -67,11 +66,11 @@ class Sample:
         # What was read.
         self.finished = False
         self.num_read = 0
+        self.delta = ""
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.message: str | None = None
         self._parts: list[str] = []
-        logprobs = None if self.logprobs is None else SampleLogprobs(self.logprobs, 0)
-        self.output = CompletionOutput(
-            self._parts, 0, self._token_ids, 0, "", index=index, logprobs=logprobs
-        )
 
     # -- called by the connection -----------------------------------------------------------------
 
@@ -145,17 +144,49 @@ class Sample:
         """Whether a stop string has ended it, and the engine does not know."""
         return self.finished and self._end is None
 
+    @property
+    def output(self) -> CompletionOutput:
+        """What was read so far."""
+        logprobs = self.logprobs
+        return CompletionOutput(
+            self._parts,
+            len(self._parts),
+            self._token_ids,
+            self.num_read,
+            self.delta,
+            self.finish_reason,
+            self.stop_reason,
+            self.message,
+            self.index,
+            None if logprobs is None else SampleLogprobs(logprobs, self.num_logprobs),
+        )
+
+    @property
+    def num_logprobs(self) -> int:
+        """Tokens that were read and have some."""
+        return 0 if self.logprobs is None else min(self.num_read, len(self.logprobs))
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Those that were read."""
+        return self._token_ids[: self.num_read]
+
     def read(self) -> bool:
-        """Take in what has arrived; False if that is nothing: then nothing in `output` is new.
+        """Take in what has arrived; False if that is nothing: then `delta` is empty.
 
         Of the end, when all tokens before it are read.
         """
         num_read, end = self.num_read, self._end
         num_new = len(self._token_ids) - num_read
+        if num_new == 1 and end is None and self._push is not None:
+            self.delta = delta = self._push(self._token_ids[num_read])
+            if delta:
+                self._parts.append(delta)
+            self.num_read = num_read + 1
+            return True
         if num_new != 1 or self.finished:  # which is seldom, when tokens are read as they come
             if self.finished or (num_new == 0 and end is None):
-                if self.output.delta:
-                    self.output = replace(self.output, delta="")
+                self.delta = ""
                 return False
             if num_new > (num_most := self._slice()):
                 num_new, end = num_most, None
@@ -164,31 +195,16 @@ class Sample:
         if self._text is not None:
             token_ids = self._token_ids[num_read : num_read + num_new]
             delta, stop, num_new = self._text.read(token_ids, num_read, end)
+            self._push = self._text.push
             if delta:
                 self._parts.append(delta)
-        self.num_read = num_read = num_read + num_new
-        finish_reason: FinishReason | None = None
-        stop_reason: int | str | None = None
-        message: str | None = None
+        self.delta = delta
+        self.num_read = num_read + num_new
         if stop is not None:
-            self._finish()
-            finish_reason, stop_reason = "stop", stop
+            self._finish("stop", stop)
         elif end is not None:
-            self._finish()
-            finish_reason, stop_reason, message = end.finish_reason, end.stop_reason, end.message
-        logprobs = self.logprobs
-        self.output = CompletionOutput(
-            self._parts,
-            len(self._parts),
-            self._token_ids,
-            num_read,
-            delta,
-            finish_reason,
-            stop_reason,
-            message,
-            self.index,
-            None if logprobs is None else SampleLogprobs(logprobs, min(num_read, len(logprobs))),
-        )
+            assert end.finish_reason is not None, "it is an end"
+            self._finish(end.finish_reason, end.stop_reason, end.message)
         return True
 
     def _slice(self) -> int:
@@ -197,7 +213,10 @@ class Sample:
             return sys.maxsize
         return max(1, self._text.tokens_per_slice // self._progress.num_unread)
 
-    def _finish(self) -> None:
+    def _finish(
+        self, reason: FinishReason, stop_reason: int | str | None, message: str | None = None
+    ) -> None:
+        self.finish_reason, self.stop_reason, self.message = reason, stop_reason, message
         self.finished = True
         self._progress.num_unread -= 1
         if not self.ended:  # a stop string, and the engine does not know

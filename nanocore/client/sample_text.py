@@ -7,7 +7,7 @@ are merged into calls, the text is the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nanocore.client.detokenizer import IncrementalDetokenizer
 from nanocore.client.stop_strings import StopStringMatcher
@@ -35,6 +35,11 @@ class SampleText:
     def tokens_per_slice(self) -> int:
         """So many tokens may be read at once without holding up the event loop."""
         return self._opened().tokens_per_slice
+
+    @property
+    def push(self) -> Callable[[int], str] | None:
+        """What `read` does with one token that does not end it, if nothing else is to be done."""
+        return None if self._stops is not None else self._opened().push
 
     def read(
         self, token_ids: list[int], num_read: int, end: Event | None

@@ -29,7 +29,8 @@ class RequestStream:
         leave: ends early one sample, while others go on, or with None the whole request; called at
             most once for each, and not after its end.
 
-    finished: everything was read.
+    finished: everything was read. num_output_tokens: so many were, of all samples. seed: the first
+    sample's, once the request is accepted.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class RequestStream:
         leave: Leave,
     ) -> None:
         self.request_id = request_id
-        self._prompt, self._prompt_token_ids = prompt, prompt_token_ids
+        self._prompt, self.prompt_token_ids = prompt, prompt_token_ids
         self._leave = leave
         self.progress = Progress(params.n)
         self.samples = [
@@ -53,11 +54,18 @@ class RequestStream:
         self._must_watch = bool(params.stop_strings)
         self._error: NanocoreError | None = None
         self.finished = False
+        self.num_output_tokens = 0
+        self.seed: int | None = None
 
     @property
     def is_running(self) -> bool:
         """Whether some sample has not ended."""
         return self.progress.num_running > 0
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the engine has accepted it, or refused."""
+        return self.seed is not None or self._error is not None
 
     def fail(self, error: NanocoreError) -> None:
         """End the stream with an error, which is raised in its reader."""
@@ -100,40 +108,69 @@ class RequestStream:
         """To be awaited after `read` found nothing, and before it is called again."""
         return self.progress.news()
 
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Call this whenever `advance` may find something, from now on: at least once."""
+        self.progress.listen(callback)
+        callback()
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call this when all is there; whenever anything is, if stop strings need watching."""
+        if self._must_watch or not self.is_running or self._error is not None:
+            self.listen(callback)
+        else:
+            self.progress.on_end(callback)
+
     def read(self) -> RequestOutput | None:
         """Take in what has arrived; None if that is nothing a consumer would notice.
 
         Raises:
             NanocoreError: as `__anext__`, once everything that came before was read.
         """
-        if self.finished:
+        if not self.advance():
             return None
+        first, only = self.samples[0], self._only
+        return RequestOutput(
+            self.request_id,
+            self._prompt,
+            self.prompt_token_ids,
+            [sample.output for sample in self.samples] if only is None else [only.output],
+            self.finished,
+            first.num_cached_tokens,
+            self.progress,
+            self.prompt_logprobs,
+            first.embedding if self.finished else None,
+        )
+
+    def advance(self) -> bool:
+        """Let the samples read what has arrived; False if that is nothing.
+
+        Raises:
+            NanocoreError: as `read`.
+        """
+        if self.finished:
+            return False
         progress = self.progress
         progress.is_behind = False
         only = self._only
         if only is None:
             is_new = self._read_all()
         elif is_new := only.read():
+            self.num_output_tokens = only.num_read
             if only.finished:
                 self._finish(only)
-        if not is_new:
-            if self._error is None:
-                return None
-            self.finished = True
-            raise self._error
-        first = self.samples[0]
-        columns = first.prompt_logprobs
-        return RequestOutput(
-            self.request_id,
-            self._prompt,
-            self._prompt_token_ids,
-            [sample.output for sample in self.samples] if only is None else [only.output],
-            self.finished,
-            first.num_cached_tokens,
-            progress,
-            None if columns is None else PromptLogprobs(columns, len(columns)),
-            first.embedding if self.finished else None,
-        )
+        if self._error is None or self.finished:
+            return is_new
+        if is_new:
+            progress.is_behind = True  # of the error
+            return True
+        self.finished = True
+        raise self._error
+
+    @property
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """Those that have arrived, if they were asked for."""
+        columns = self.samples[0].prompt_logprobs
+        return None if columns is None else PromptLogprobs(columns, len(columns))
 
     def close(self) -> None:
         """Stop reading: the request is aborted unless it has ended. Idempotent."""
@@ -153,6 +190,7 @@ class RequestStream:
                 is_new = True
                 if sample.finished:
                     self._finish(sample)
+        self.num_output_tokens = sum(sample.num_read for sample in self.samples)
         return is_new
 
     def _finish(self, sample: Sample) -> None:

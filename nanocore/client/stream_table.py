@@ -55,11 +55,13 @@ class StreamTable:
         stream = self._by_id.get(accepted.request_id)
         if stream is None:
             return
+        stream.seed = accepted.seed
         for handle, sample in enumerate(stream.samples, accepted.handle):
             sample.handle = handle
             self._by_handle[handle] = sample
             if sample.logprobs is not None or sample.prompt_logprobs is not None:
                 self._with_logprobs[handle] = sample
+        stream.progress.wake()
 
     def deliver(self, output: Output) -> None:
         """Hand out tokens, then log probabilities, then events. Handles of nobody are ignored.

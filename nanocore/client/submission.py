@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, TypeAlias, TypedDict
 
+from msgspec.structs import replace
+
 from nanocore.client.arguments import check_request_id, check_sampling_params
 from nanocore.client.bad_words import bad_words_token_ids
 from nanocore.client.engine_link import Session
@@ -41,8 +43,11 @@ async def submit(
     request_id: str | None,
     priority: int,
     cache_salt: str | None,
+    fit_max_tokens: bool = False,
 ) -> RequestStream:
     """Send a request; its output, or why there is none, goes to the stream.
+
+    fit_max_tokens: cut them to the room that the prompt leaves.
 
     Raises:
         InvalidRequestError: it cannot be sent. EngineDeadError: the engine is gone.
@@ -56,6 +61,8 @@ async def submit(
     check_sampling_params(params)
     check_request_id(request_id, welcome.limits.max_request_id_chars)
     text, token_ids = await _tokenize(session, prompt)
+    if fit_max_tokens:
+        params = _fitted(params, welcome.model.max_model_len - len(token_ids))
     words: list[list[int]] = []
     if params.bad_words:
         words = await bad_words_token_ids(await session.tokenizer.get(), params.bad_words)
@@ -85,6 +92,13 @@ async def submit(
     )
     await connection.submit(stream, message)
     return stream
+
+
+def _fitted(params: SamplingParams, room: int) -> SamplingParams:
+    """Without room it is for the engine to refuse the prompt."""
+    if params.max_tokens is None or params.max_tokens <= room or room < 1:
+        return params
+    return replace(params, max_tokens=room)
 
 
 async def _tokenize(session: Session, prompt: Prompt) -> tuple[str | None, Sequence[int]]:

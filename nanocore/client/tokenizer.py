@@ -27,6 +27,8 @@ from nanocore.protocol.messages import ModelFileName
 
 MAX_QUICK_CHARS: Final = 1 << 12
 """Texts above this are tokenized in a thread: one of 16384 characters takes up to 15 ms."""
+MAX_QUICK_TOKENS: Final = 1 << 12
+"""More of them are decoded so that other threads run meanwhile: these take up to 4 ms."""
 TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -53,6 +55,9 @@ class Tokenizer:
             chat_template.jinja, or else a part of tokenizer_config.json.
         source: where they come from, for error messages.
 
+    config: what tokenizer_config.json says. named_tokens: texts of special tokens, such as
+    "eos_token"'s, which may be of other files.
+
     Raises:
         InvalidRequestError: tokenizer.json is missing and cannot be made, or a file is damaged.
     """
@@ -72,6 +77,7 @@ class Tokenizer:
         self.backend.no_padding()
         if getattr(self.backend.model, "dropout", None) is not None:
             self.backend.model.dropout = None
+        self.config: Mapping[str, Any] = config
         self._source = source
         self._token_texts: dict[bool, TokenTexts] = {}
         self._shown_tokens: dict[int, TokenText] = {}
@@ -81,7 +87,7 @@ class Tokenizer:
             special_tokens.add_to(self.backend)
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidRequestError(f"the special tokens of {source}: {error}") from None
-        self._named_tokens = special_tokens.texts
+        self.named_tokens: Mapping[str, str] = special_tokens.texts
         templates = _template_texts(files, config, source)
         self._guard = TokenGuard(self.backend, "\0".join(templates.values()))
         self._templates = {
@@ -122,12 +128,17 @@ class Tokenizer:
         return ids
 
     @cached_property
-    def num_appended_tokens(self) -> int:
-        """How many special tokens `encode` puts behind a text, as models of embeddings want it."""
+    def num_added_tokens(self) -> tuple[int, int]:
+        """How many special tokens `encode` puts before a text, and behind it."""
         whole, own = self.encode("x"), self.encode("x", add_special_tokens=False)
         starts = range(len(whole) - len(own) + 1)
         start = next((i for i in starts if whole[i : i + len(own)] == own), len(starts) - 1)
-        return len(whole) - start - len(own)
+        return start, len(whole) - start - len(own)
+
+    @property
+    def num_appended_tokens(self) -> int:
+        """Those behind it, as models of embeddings want them."""
+        return self.num_added_tokens[1]
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         """A batch of one: for batches the library lets other threads run meanwhile."""
@@ -136,8 +147,17 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Ids that no token has add nothing."""
         known = [token_id for token_id in token_ids if 0 <= token_id < MAX_TOKEN_IDS]
-        text: str = self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        text: str
+        if len(known) <= MAX_QUICK_TOKENS:
+            text = self.backend.decode(known, skip_special_tokens=skip_special_tokens)
+        else:  # in a batch, likewise
+            (text,) = self.backend.decode_batch([known], skip_special_tokens=skip_special_tokens)
         return text
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them; "" for ids of none."""
+        token = self.backend.id_to_token
+        return [token(i) or "" if 0 <= i < MAX_TOKEN_IDS else "" for i in token_ids]
 
     def is_decoded(self, token_id: int, skip_special_tokens: bool) -> bool:
         """Whether `decode` looks at this token at all."""
@@ -171,7 +191,7 @@ class Tokenizer:
     def prefix_token_id(self) -> int | None:
         """What stands before a text where something must: BOS, else EOS; None if neither has a
         name."""
-        names = self._named_tokens
+        names = self.named_tokens
         text = names.get("bos_token", names.get("eos_token"))
         token_id: int | None = None if text is None else self.backend.token_to_id(text)
         return token_id

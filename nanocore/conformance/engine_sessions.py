@@ -72,6 +72,9 @@ def welcome_is_complete(engine: EngineUnderTest) -> None:
     size = model.hidden_size
     told = protocol < (1, 7) if size is None else size >= 1
     require(told, "model.hidden_size of at least 1, since 1.7", size)
+    numerics = model.numerics_fingerprint
+    ok = numerics is None or re.fullmatch("[0-9a-f]{32}", numerics) is not None
+    require(ok, "model.numerics_fingerprint of 32 hex digits, or nil", numerics)
     names = [file.name for file in model.files]
     require(len(set(names)) == len(names), "each file once", names)
     for file in model.files:

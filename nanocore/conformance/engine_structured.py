@@ -127,6 +127,29 @@ def _require_complete(peer: Peer, stream: Stream, what: Body) -> None:
 
 
 @ENGINE_RULES.add("Structured outputs")
+def free_prefixes_free_what_begins_with_them(engine: EngineUnderTest) -> None:
+    """At random a text is of the form, or begins with a prefix; and then it may go on for ever."""
+    peer = capable_session(engine)
+    if peer.welcome.protocol < (1, 8):
+        raise SkippedError(f"the engine speaks {peer.welcome.protocol}, and this is of 1.8")
+    text = text_of(peer)
+    what: Body = {"choice": ["abc"], "free_prefixes": ["xy", "z"]}
+    samples = peer.submit("several", **wanted(what, n=2 * NUM_SAMPLES)).samples
+    peer.finish(*samples)
+    for stream in samples:
+        got = text(stream)
+        begun = got.lstrip()
+        cut = stream.finish_reason == "length" and any(p.startswith(begun) for p in ("xy", "z"))
+        right = got == "abc" or begun.startswith(("xy", "z")) or cut
+        require(right, f"a text of {what}", repr(got))
+    what = {"choice": ["abc"], "free_prefixes": ["abc"]}
+    free = peer.complete("free", **wanted(what, min_tokens=MAX_TOKENS))
+    require(free.finish_reason == "length", f"'length' where {what} may go on", free)
+    require(text(free).lstrip().startswith("abc"), "the prefix first", repr(text(free)))
+    peer.still_streams()
+
+
+@ENGINE_RULES.add("Structured outputs")
 def eos_comes_only_where_the_output_can_end(engine: EngineUnderTest) -> None:
     """A bias cannot end it early; max_tokens may cut it; with ignore_eos it ends all the same."""
     peer = capable_session(engine)

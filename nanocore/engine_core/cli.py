@@ -19,10 +19,10 @@ from typing import Final, NoReturn
 from nanocore import __version__
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.flags import add_flags
-from nanocore.engine_core.process import standard_streams
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.structured.threads import any_alive
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
+from nanocore.system import standard_streams
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
@@ -137,6 +137,10 @@ def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
     gc.disable()
     try:
         from nanocore.engine_core.process.process import run_engine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed: an engine needs what `pip install '.[engine]'` brings"
+        ) from None
     finally:
         gc.freeze()
         gc.enable()

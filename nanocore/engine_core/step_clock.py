@@ -16,7 +16,7 @@ import signal
 import time
 from typing import Final
 
-from nanocore.engine_core.process.standard_streams import STDERR_FD
+from nanocore.system.standard_streams import STDERR_FD
 
 _REARM_S: Final = 1.0
 """How old an armed switch may become in steps that end: arming it costs microseconds."""

@@ -210,10 +210,12 @@ class Kernels(Protocol):
     """A backend. Activations are in the model's dtype; norms and softmax accumulate in float32.
 
     Activations are contiguous but for the first dimension. A kernel may write its result over an
-    operand where it says so. block_multiple: block sizes must be multiples of it.
+    operand where it says so. block_multiple: block sizes must be multiples of it. variant: what
+    decides the bits of its results beside its name, e.g. the instruction set.
     """
 
     name: str
+    variant: str
     graph_support: GraphSupport
     block_multiple: int
 

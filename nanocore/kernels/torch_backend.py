@@ -57,6 +57,7 @@ class TorchKernels:
     """
 
     name: str = "torch"
+    variant: str = ""
     graph_support: GraphSupport = "never"
     block_multiple = 1
 

@@ -76,20 +76,24 @@ def check_types(struct: msgspec.Struct, prefix: str = "") -> None:
     Raises:
         InvalidRequestError: the first that is of another type.
     """
-    for name, kind in _types(type(struct)).items():
+    for name, kind, default in _types(type(struct)):
+        if (found := getattr(struct, name)) is default:
+            continue
         try:
-            msgspec.convert(getattr(struct, name), kind)
+            msgspec.convert(found, kind)
         except msgspec.ValidationError as error:
-            value = shorten(repr(getattr(struct, name)))
+            value = shorten(repr(found))
             raise InvalidRequestError(
                 f"{prefix}{name}={value} is of the wrong type: {error}"
             ) from None
 
 
 @functools.cache
-def _types(struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """Of each field, without the ranges: what they are is checked with words of its own."""
-    return get_type_hints(struct)
+def _types(struct: type[msgspec.Struct]) -> list[tuple[str, Any, Any]]:
+    """(field, type, default): without the ranges, which are checked with words of their own."""
+    hints = get_type_hints(struct)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+    return [(name, kind, defaults.get(name)) for name, kind in hints.items()]
 
 
 @functools.cache

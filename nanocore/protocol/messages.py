@@ -30,7 +30,7 @@ from nanocore.protocol.fields import (
 )
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 7)
+PROTOCOL_VERSION = (1, 8)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -100,6 +100,8 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     default_sampling: of requests that bring no sampling parameters; its makers' recommendation.
     files: those of `ModelFileName` that the model has, so that a client needs no copy of it.
     hidden_size: numbers of an embedding; None in engines before 1.7.
+    numerics_fingerprint: engines with the same one give a request the same logits to the bit,
+    whatever runs beside it; None if an engine cannot promise it.
     """
 
     model: str
@@ -113,6 +115,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     default_sampling: Annotated[DefaultSampling, since(2)] = DefaultSampling()
     files: Annotated[list[ModelFile], since(3)] = []
     hidden_size: Annotated[int | None, since(7), limited(minimum=1)] = None
+    numerics_fingerprint: Annotated[str | None, since(8), limited(pattern="^[0-9a-f]{32}$")] = None
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

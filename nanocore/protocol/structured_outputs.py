@@ -16,6 +16,7 @@ import msgspec
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.fields import (
     MAX_CHOICES,
+    MAX_FREE_PREFIXES,
     MAX_STRUCTURED_OUTPUTS_BYTES,
     MAX_STRUCTURES,
     limited,
@@ -86,7 +87,8 @@ class StructuredOutputs(
     choice: texts, one of which is the output. grammar: in Lark's notation, as llguidance has it.
     json_object: any JSON object. structural_tag: free text with structures in it.
     disable_any_whitespace: JSON without white space outside of strings; else there may be a little
-    where JSON allows it. reasoning: free text that comes before.
+    where JSON allows it. reasoning: free text that comes before. free_prefixes: texts; an output
+    that begins with one, after white space perhaps, may go on as it likes.
     """
 
     json: str | None = None
@@ -97,10 +99,16 @@ class StructuredOutputs(
     structural_tag: StructuralTag | None = None
     disable_any_whitespace: bool = False
     reasoning: Annotated[ReasoningMarks | None, since(7)] = None
+    free_prefixes: Annotated[list[str], since(8), limited(maxItems=MAX_FREE_PREFIXES)] = []
 
     def __post_init__(self) -> None:
         check_limits(self)
         kind = self.kind
+        if not all(self.free_prefixes):
+            raise InvalidRequestError(
+                "structured_outputs.free_prefixes has an empty text: leave it out, or leave out "
+                f"{kind}, for any output begins with it"
+            )
         if self.choice is not None and "" in self.choice:
             raise InvalidRequestError(
                 "structured_outputs.choice has an empty text: leave it out, for an output has text"
@@ -113,6 +121,7 @@ class StructuredOutputs(
             ) from None
         if num_bytes > MAX_STRUCTURED_OUTPUTS_BYTES:
             both = "" if self.reasoning is None else " with its reasoning's marks"
+            both += " and free_prefixes" if both and self.free_prefixes else ""
             raise InvalidRequestError(
                 f"structured_outputs.{kind}{both} has {num_bytes} bytes of UTF-8: at most "
                 f"{MAX_STRUCTURED_OUTPUTS_BYTES} are allowed; say less, or split the request"
@@ -138,7 +147,7 @@ class StructuredOutputs(
                 texts += [one.begin, one.schema, one.end]
         if self.reasoning is not None:
             texts += [self.reasoning.begin, self.reasoning.end]
-        return texts
+        return texts + self.free_prefixes
 
 
 class SchemaClass(Protocol):
@@ -162,6 +171,7 @@ class StructuredOutputsParams(
     `model_json_schema()`, as pydantic's models have it.
     structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as a dict or as
     JSON text. reasoning: a ReasoningMarks, or a dict of its fields.
+    free_prefixes: marks of tool calls, if the model may call tools in place of an answer.
     """
 
     json: JsonSchema | None = None
@@ -172,6 +182,7 @@ class StructuredOutputsParams(
     structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool = False
     reasoning: ReasoningMarks | None = None
+    free_prefixes: list[str] = []
 
     def __post_init__(self) -> None:
         if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):
@@ -202,6 +213,7 @@ class StructuredOutputsParams(
             structural_tag=None if tag is None else _structural_tag(tag),
             disable_any_whitespace=self.disable_any_whitespace,
             reasoning=self.reasoning,
+            free_prefixes=self.free_prefixes,
         )
 
 

@@ -59,7 +59,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
 
     weight_bytes: memory they take. kv_block_bytes: of one KV block over the rank's layers.
     available_kv_bytes: memory that its KV cache may take. memory_bytes: that it could take at the
-    very most.
+    very most. numerics: a digest of what decides the bits of its results; None if their batch does.
     """
 
     device: str
@@ -69,6 +69,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     kv_block_bytes: int
     available_kv_bytes: int
     memory_bytes: int
+    numerics: str | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, tag="profile"):

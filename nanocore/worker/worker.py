@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import torch
+import xxhash
 
 from nanocore.worker.communication.links import RankLinks, connect
 from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
@@ -37,6 +38,7 @@ from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest
 from nanocore.worker.messages import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
+from nanocore.worker.numerics import rank_numerics
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
@@ -60,6 +62,7 @@ class Worker:
         self._config = config
         rank = start.rank if start else 0
         self._progress = rank == 0
+        self._weights = xxhash.xxh3_128()
         device = self.device = select_device(config.device, rank)
         model_config, dtype = read_model(config, device, log=self._progress)
         links = connect(start, device, model_config.hidden_size) if start else RankLinks()
@@ -103,9 +106,11 @@ class Worker:
         model = self._runner.model
         if self._config.load_format == "dummy":
             weight_bytes = fill_dummy_weights(model.entries(), self._config.seed)
+            self._weights.update(f"dummy {self._config.seed} {self.device.type}".encode())
         else:
+            folder = Path(self._config.folder)
             weight_bytes = load_weights(
-                Path(self._config.folder), model.entries(), model.entry_name, self._progress
+                folder, model.entries(), model.entry_name, self._progress, self._weights
             )
         self._weight_bytes = weight_bytes - self._runner.pack(self._config.quantization)
 
@@ -130,7 +135,13 @@ class Worker:
             kv_block_bytes=layout.block_bytes,
             available_kv_bytes=self._available_kv_bytes(memory_bytes),
             memory_bytes=memory_bytes,
+            numerics=self._numerics(),
         )
+
+    def _numerics(self) -> str | None:
+        model, dtype = self._runner.config, self._placement.dtype
+        kernels, kv_format = self._kernels, self._kv_format
+        return rank_numerics(self._config, model, dtype, kernels, kv_format, self._weights.digest())
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache and the persistent batch; what there was before is gone."""

@@ -231,6 +231,9 @@ class FakeEngine(threading.Thread):
         limits = msgspec.structs.replace(LIMITS, session_timeout_ms=int(1e3 * self._timeout_s))
         if self._minor < 7 or self.has("hidden-size-untold"):
             card = msgspec.structs.replace(card, hidden_size=None)
+        if self._minor < 8 or self.has("fingerprint-misspelt"):
+            numerics = "89ABCDEF" * 4 if self.has("fingerprint-misspelt") else None
+            card = msgspec.structs.replace(card, numerics_fingerprint=numerics)
         if self._minor < 5:
             limits = msgspec.structs.replace(limits, max_logprobs=None)
         welcome = Welcome(

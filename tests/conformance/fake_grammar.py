@@ -32,6 +32,8 @@ TOKENIZER = json.dumps(
 """As tokenizer.json; it decodes, and that is all that is asked of it."""
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 _MAX_EXPANSIONS = 200
+_MANY = 2000
+"""Characters of what is free: more than any rule asks for."""
 
 
 class UncompilableError(Exception):
@@ -44,6 +46,12 @@ def texts_of(wanted: StructuredOutputs) -> list[str]:
     Raises:
         UncompilableError: it has none.
     """
+    return _form(wanted) + [
+        prefix + rest for prefix in wanted.free_prefixes for rest in ("", "a" * _MANY)
+    ]
+
+
+def _form(wanted: StructuredOutputs) -> list[str]:
     if wanted.json is not None:
         try:
             schema = json.loads(wanted.json)

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+import msgspec
+
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Event, Limits, ModelCard, ModelFile, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.conformance.fake_grammar import (
     EOS_ID,
     TOKENIZER,
@@ -94,6 +97,7 @@ def model_card(digests: dict[str, str], vocab_size: int = VOCAB_SIZE) -> ModelCa
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         hidden_size=HIDDEN_SIZE,
+        numerics_fingerprint="89abcdef" * 4,
         files=[
             ModelFile(name=name, num_bytes=len(content), sha256=digests[name])  # type: ignore[arg-type]
             for name, content in FILES.items()
@@ -180,7 +184,7 @@ class FakeModel:
         if sampling.structured_outputs is None:
             return None
         try:
-            texts = texts_of(sampling.structured_outputs)
+            texts = texts_of(self._misread(sampling.structured_outputs))
             misread = self.has("structured-misread") and sampling.structured_outputs.regex
             return [f"{text}a" for text in texts] if misread else texts
         except UncompilableError:
@@ -189,6 +193,14 @@ class FakeModel:
             if self.has("place-untold"):
                 raise UncompilableError("it cannot be compiled") from None
             raise
+
+    def _misread(self, wanted: StructuredOutputs) -> StructuredOutputs:
+        """As it is, unless a defect has it that prefixes mean nothing, or everything."""
+        if wanted.free_prefixes and self.has("prefixes-ignored"):
+            return msgspec.structs.replace(wanted, free_prefixes=[])
+        if wanted.free_prefixes and self.has("prefixes-of-anything"):
+            return msgspec.structs.replace(wanted, free_prefixes=["hi"])
+        return wanted
 
     def next(self, request: Request, num_steps: int) -> tuple[int | None, Event]:
         """A request's next token, None if there is none, and what is to be said with it."""

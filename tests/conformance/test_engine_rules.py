@@ -226,6 +226,7 @@ DEFECTS = {
     "ids-unchecked": ("parameters-name-tokens-of-the-vocabulary", "invalid_request"),
     "biases-weak": ("biases-choose-and-forbid", "alone"),
     "hidden-size-untold": ("welcome-is-complete", "hidden_size of at least 1"),
+    "fingerprint-misspelt": ("welcome-is-complete", "fingerprint of 32 hex digits"),
     "mean-of-the-ends": (EMBEDDINGS, "a mean of about"),
     "embedding-nan": (EMBEDDINGS, "finite numbers"),
     "embedding-short": (EMBEDDINGS, "hidden_size=4"),
@@ -235,6 +236,8 @@ DEFECTS = {
     "structured-at-will": ("structured-outputs-need-their-capability", "'invalid_request'"),
     "structured-ignored": ("outputs-are-what-was-wanted", "a text of {'choice'"),
     "structured-misread": ("outputs-are-what-was-wanted", "a text of {'regex': '[ab]{3}'}"),
+    "prefixes-ignored": ("free-prefixes-free-what-begins-with-them", "may go on"),
+    "prefixes-of-anything": ("free-prefixes-free-what-begins-with-them", "a text of"),
     "structured-eos-anywhere": ("eos-comes-only-where-the-output-can-end", "as a whole ''"),
     "structured-eos-once": ("eos-comes-only-where-the-output-can-end", "then EOS until"),
     "uncompilable-taken": (

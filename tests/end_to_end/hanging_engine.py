@@ -23,9 +23,9 @@ import numpy as np
 from nanocore.engine_core.cli import parse_config
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.process import process
-from nanocore.engine_core.process.standard_streams import LogHandler
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineSocket
+from nanocore.system.standard_streams import LogHandler
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 HANG = 13

@@ -13,6 +13,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from tokenizers import Tokenizer
 
 from nanocore.client import (
     LLM,
@@ -55,6 +56,7 @@ TOOLS: Any = [
     for name, schema in (("save_sum", SUM), ("plant.tree-1", TREE))
 ]
 SCHEMAS = {"save_sum": SUM, "plant.tree-1": TREE}
+LESS_THAN = Tokenizer.from_file(str(DEMO / "tokenizer.json")).token_to_id("<")
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM}}
 
 
@@ -92,6 +94,37 @@ def test_a_response_format_gets_the_sum(running: Engine) -> None:
     (answer,) = ask(running, {"response_format": FORMAT})
     assert json.loads(answer.content) == {"sum": 579}
     assert answer.finish_reason == "stop"
+
+
+def test_beside_tools_that_may_be_called_an_answer_is_of_the_format_or_begins_a_call(
+    running: Engine,
+) -> None:
+    """The demo model knows no calls, so a bias makes it begin some."""
+    request = {"tools": TOOLS, "response_format": FORMAT, "tool_parser": "hermes"}
+    (greedy,) = ask(running, dict(request))
+    assert json.loads(greedy.content) == {"sum": 579}
+    kinds = []
+    for bias in (0.0, 20.0):
+        params = SamplingParams(
+            temperature=1.0, seed=3, n=32, max_tokens=60, logit_bias={LESS_THAN: bias}
+        )
+        answers = ask(running, request | {"params": params})
+        is_call = [one.content.lstrip().startswith("<tool_call>") for one in answers]
+        kinds.append(sum(is_call))
+        for answer in [one for one, called in zip(answers, is_call, strict=True) if not called]:
+            assert answer.finish_reason == "stop"
+            jsonschema.validate(json.loads(answer.content), SUM)
+    assert kinds[0] < 8
+    assert kinds[1] > 24
+
+
+def test_without_a_form_of_calls_the_format_binds(running: Engine) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=3, n=8, max_tokens=60, logit_bias={LESS_THAN: 20.0}
+    )
+    request = {"tools": TOOLS, "response_format": FORMAT, "tool_parser": None, "params": params}
+    for answer in ask(running, request):
+        jsonschema.validate(json.loads(answer.content), SUM)
 
 
 @pytest.mark.parametrize("parallel", [True, False])

@@ -18,6 +18,7 @@ import pytest
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.endpoint import default_endpoint
+from tests.cli.served import serving
 from tests.end_to_end.forked import engine
 from tests.kv_event_peers import numbered
 
@@ -143,6 +144,15 @@ def test_the_programs_of_the_clients_page_that_launch_an_engine_print_what_it_sa
         assert found == printed or (printed is None and len(found) > 2)
 
 
+def test_the_program_of_the_http_page_prints_what_it_says(tmp_path: Path) -> None:
+    ((source, printed),) = programs("docs/http.md")
+    with serving() as served:
+        served.line("ready:")
+        assert "127.0.0.1:8000" in source
+        source = source.replace("127.0.0.1:8000", f"{served.host}:{served.port}")
+        assert run_python(source, tmp_path) == printed
+
+
 def test_every_program_of_the_documents_is_run_here() -> None:
     """A page that gains one must be named in a test, too; excerpts of code are no programs."""
     documents = {path.relative_to(ROOT).as_posix(): path for path in ROOT.glob("docs/*.md")}
@@ -152,6 +162,7 @@ def test_every_program_of_the_documents_is_run_here() -> None:
         "PROTOCOL.md",
         "README.md",
         "docs/client.md",
+        "docs/http.md",
         "docs/kv-events.md",
     }
 

@@ -1,14 +1,17 @@
 """lm-evaluation-harness, the real package, scores a model on nanocore as it does on transformers.
 
 Tasks of our own, from files: each kind of request that the harness knows. It runs by its own
-command line, in an environment of its own, which has this one's packages and the harness's.
+command line, in an environment of its own, which has this one's packages and the harness's. It
+talks to the engine by an adapter of ours, and by its own client for servers of OpenAI's API.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -17,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 import nanocore
+from nanocore.client import AsyncEngineClient
+from nanocore.http.app import App
+from nanocore.http.settings import AppSettings
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 
@@ -26,12 +33,29 @@ ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "examples" / "lm_eval_nanocore.py"
 TASKS = Path(__file__).parent / "tasks"
 DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
-PACKAGES = ("lm_eval==0.4.13", "accelerate")
+PACKAGES = ("lm_eval[api]==0.4.13", "accelerate")
 UNREACHABLE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ProxyError")
 TIMEOUT_S = 800.0
+MAX_LENGTH = 2047
+"""Tokens of a window and the one that is made behind it, for all alike; the model's own is 2048, of
+which the harness's client leaves one out."""
 NUM_SUMS = 60
 CONVERSATION_TURNS = (1, 3, 10, 150)
 """The last one is longer than the model's context."""
+REMOTE_TOKENIZER = """
+import json, sys
+from lm_eval.utils import RemoteTokenizer, check_remote_tokenizer_support
+url = sys.argv[1]
+remote = RemoteTokenizer(url)
+chat = remote.apply_chat_template([{"role": "user", "content": "What is 1 + 2?"}])
+print(json.dumps({
+    "is_supported": check_remote_tokenizer_support(url),
+    "eos": [remote.eos_token, remote.eos_token_id],
+    "bos": [remote.bos_token, remote.bos_token_id],
+    "chat": chat,
+    "decoded": remote.batch_decode([remote.encode(chat)]),
+}))
+"""
 
 
 @dataclass(frozen=True)
@@ -121,26 +145,58 @@ def evaluate(python: Path, folder: Path, name: str, *command: str) -> Evaluation
 
 @pytest.fixture(scope="module")
 def reference(python: Path, folder: Path) -> Evaluation:
-    """The harness's own model. Its windows are as long as ours, one token of which is an output.
+    """The harness's own model. Its windows have no token that is an output.
 
     Its cache of logits takes a text that is parted elsewhere into context and continuation for the
     same request, and answers with the other's tokens.
     """
-    model = f"pretrained={DEMO_MODEL},dtype=float32,max_length=2047,logits_cache=False"
+    length = MAX_LENGTH - 1
+    model = f"pretrained={DEMO_MODEL},dtype=float32,max_length={length},logits_cache=False"
     hf = ("-m", "lm_eval", "--model", "hf", "--device", "cpu", "--model_args", model)
     return evaluate(python, folder, "hf", *hf)
 
 
 def on_nanocore(python: Path, folder: Path, dtype: str) -> Evaluation:
     """By the adapter, as a user would run it."""
-    model = ("--model", "nanocore", "--model_args", f"pretrained={DEMO_MODEL},dtype={dtype}")
-    return evaluate(python, folder, dtype, str(ADAPTER), *model)
+    args = f"pretrained={DEMO_MODEL},dtype={dtype},max_model_len={MAX_LENGTH}"
+    return evaluate(
+        python, folder, dtype, str(ADAPTER), "--model", "nanocore", "--model_args", args
+    )
 
 
 @pytest.fixture(scope="module")
 def in_float32(python: Path, folder: Path) -> Evaluation:
     """Ours, as exact as the reference."""
     return on_nanocore(python, folder, "float32")
+
+
+@pytest.fixture(scope="module")
+def over_http(python: Path, folder: Path) -> tuple[Evaluation, dict[str, Any]]:
+    """Ours, as a server; and what the harness's tokenizer of such servers finds out there."""
+
+    def ask(port: int) -> tuple[Evaluation, dict[str, Any]]:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        args = f"model=demo,base_url={url},tokenizer_backend=huggingface,tokenizer={DEMO_MODEL}"
+        command = ("-m", "lm_eval", "--model", "local-completions", "--batch_size", "16")
+        args += f",max_length={MAX_LENGTH + 1}"
+        found = evaluate(python, folder, "http", *command, "--model_args", args)
+        return found, json.loads(_run(str(python), "-c", REMOTE_TOKENIZER, url).stdout)
+
+    async def serve() -> tuple[Evaluation, dict[str, Any]]:
+        app = App(AppSettings(served_model_names=("demo",)))
+        config = uvicorn.Config(app, lifespan="off", ws="none", access_log=False)
+        server = uvicorn.Server(config)
+        async with AsyncEngineClient.launch(dtype="float32") as client:
+            app.state.client = client
+            with socket.create_server(("127.0.0.1", 0)) as listening:
+                serving = asyncio.create_task(server.serve([listening]))
+                try:
+                    return await asyncio.to_thread(ask, listening.getsockname()[1])
+                finally:
+                    server.should_exit = True
+                    await serving
+
+    return asyncio.run(serve())
 
 
 def _accuracies(evaluation: Evaluation) -> dict[str, float]:
@@ -187,3 +243,26 @@ def test_the_models_own_type_changes_little(
     assert _perplexities(ours)[rolling] == pytest.approx(
         _perplexities(reference)[rolling], rel=0.02
     )
+
+
+def test_over_http_all_is_the_same_to_the_last_digit(
+    in_float32: Evaluation, over_http: tuple[Evaluation, dict[str, Any]]
+) -> None:
+    evaluation, _ = over_http
+    assert evaluation.responses == in_float32.responses
+    assert _accuracies(evaluation) == _accuracies(in_float32)
+    assert _perplexities(evaluation) == _perplexities(in_float32)
+
+
+def test_a_servers_tokenizer_is_found_and_used(
+    over_http: tuple[Evaluation, dict[str, Any]],
+) -> None:
+    _, remote = over_http
+    chat = "<|im_start|>user\nWhat is 1 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert remote == {
+        "is_supported": True,
+        "eos": ["<|im_end|>", 2],
+        "bos": [None, None],
+        "chat": chat,
+        "decoded": [chat],
+    }

@@ -71,7 +71,9 @@ def test_each_kind_is_read_as_it_was_sent(kind: str) -> None:
 
 def test_every_kind_is_a_field_of_both_structs() -> None:
     for struct in (StructuredOutputs, StructuredOutputsParams):
-        assert struct.__struct_fields__ == (*KINDS, "disable_any_whitespace", "reasoning")
+        assert struct.__struct_fields__ == (
+            *KINDS, "disable_any_whitespace", "reasoning", "free_prefixes",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ FULL_ENGINE: dict[int, Body] = {
         "model": MODEL
         | {
             "default_sampling": {"temperature": 0.6, "top_k": 20}, "files": FILES,
-            "hidden_size": 64,
+            "hidden_size": 64, "numerics_fingerprint": "fedcba9876543210fedcba9876543210",
         },
         "limits": LIMITS
         | {

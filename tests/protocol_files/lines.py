@@ -92,6 +92,8 @@ def valid(
         line["presumes"] = "protocol 1.6" if wanted is None else "structured outputs"
         if wanted is not None and "reasoning" in wanted:
             line["presumes"] = "reasoning"
+        if wanted is not None and "free_prefixes" in wanted:
+            line["presumes"] = "free prefixes"
     elif sender == "client" and NEW_IN_1_5 & (body.keys() | sampling.keys()):
         line["presumes"] = "protocol 1.5"
     if raw is None and _has_one_form(body):

@@ -84,7 +84,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             **{f"model.{name}": "int!"
                for name in ("vocab_size", "max_model_len", "block_size", "num_blocks")},
             "model.eos_token_ids": "list!", "model.default_sampling": "map",
-            "model.hidden_size": "int?",
+            "model.hidden_size": "int?", "model.numerics_fingerprint": "str?",
             "model.files": "list", "model.files.num_bytes": "int!", "model.files.sha256": "str!",
             **{f"limits.{name}": "int!" for name in
                ("max_frame_bytes", "max_num_seqs", "ping_interval_ms", "session_timeout_ms")},

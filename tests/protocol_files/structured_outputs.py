@@ -33,6 +33,12 @@ VALID: dict[str, Body] = {
     },
     "after-reasoning": {"json": SCHEMA, "reasoning": {"begin": "<think>", "end": "</think>"}},
     "within-reasoning": {"choice": ["a"], "reasoning": {"end": "</think>"}},
+    "or-free": {"json": SCHEMA, "free_prefixes": ["<tool_call>", "[f("]},
+    "or-free-after-reasoning": {
+        "choice": ["a"], "reasoning": {"end": "</think>"}, "free_prefixes": ["b"]
+    },
+    "free-prefixes-256": {"choice": ["a"], "free_prefixes": [f"b{i:x}" for i in range(256)]},
+    "free-prefixes-none": {"choice": ["a"], "free_prefixes": []},
     "other-kinds-nil": {
         "json": None, "regex": "a", "choice": None, "grammar": None, "json_object": False,
         "structural_tag": None, "disable_any_whitespace": False, "reasoning": None,
@@ -60,6 +66,9 @@ WRONG_REASONING = (
     1, "</think>", {}, {"begin": "<think>"}, {"end": ""}, {"end": None},
     {"begin": None, "end": "a"}, {"end": "a", "new": 1},
 )  # fmt: skip
+
+
+WRONG_FREE_PREFIXES = (1, None, "<f>", {}, [1], [None], [b"a"], ["a", ""], ["a"] * 257)
 
 
 def malformed() -> dict[str, Any]:
@@ -92,6 +101,14 @@ def malformed() -> dict[str, Any]:
         **{
             f"reasoning-wrong-{i}": {"json": "{}", "reasoning": value}
             for i, value in enumerate(WRONG_REASONING)
+        },
+        **{
+            f"free-prefixes-wrong-{i}": {"json": "{}", "free_prefixes": value}
+            for i, value in enumerate(WRONG_FREE_PREFIXES)
+        },
+        "free-prefixes-alone": {"free_prefixes": ["a"]},
+        "free-prefixes-too-long": {
+            "json": '{"type":"integer"}'.ljust(MAX_BYTES - 4), "free_prefixes": ["abc", "de"]
         },
         "json-too-long": {"json": '{"type":"integer"}'.ljust(MAX_BYTES + 1)},
         "regex-too-long-in-bytes": {"regex": "é" * (MAX_BYTES // 2) + "e"},

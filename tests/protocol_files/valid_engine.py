@@ -61,6 +61,7 @@ def welcomes_and_refusals() -> Iterator[Line]:
         "logprobs-unlimited": changed(full, "limits.max_logprobs", -1),
         "logprobs-limit-nil": changed(full, "limits.max_logprobs", None),
         "hidden-size-nil": changed(full, "model.hidden_size", None),
+        "numerics-fingerprint-nil": changed(full, "model.numerics_fingerprint", None),
         "file-of-a-later-version": changed(full, "model.files.name", "voices.json"),
     }.items():
         yield valid("engine", WELCOME, name, body)

@@ -76,6 +76,7 @@ class Setting:
     max_num_seqs: int = NUM_REQUESTS
     max_num_batched_tokens: int = 512
     num_blocks: int = PLENTY_OF_BLOCKS
+    block_size: int = BLOCK_SIZE
     has_prefix_caching: bool = False
     is_replayed: bool = True
 
@@ -108,7 +109,7 @@ class Engine:
         self.runner.allocate(
             kv_cache_format("auto", self.dtype),
             setting.num_blocks,
-            BLOCK_SIZE,
+            setting.block_size,
             setting.max_num_seqs,
             MAX_MODEL_LEN,
         )
@@ -116,7 +117,7 @@ class Engine:
             self.runner.capture(setting.max_num_batched_tokens)
         scheduler, _ = make_scheduler(
             num_blocks=setting.num_blocks,
-            block_size=BLOCK_SIZE,
+            block_size=setting.block_size,
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
@@ -129,7 +130,7 @@ class Engine:
                     waiting[0],
                     PROMPTS[waiting.pop(0)],
                     NUM_TOKENS,
-                    block_size=BLOCK_SIZE,
+                    block_size=setting.block_size,
                     max_model_len=MAX_MODEL_LEN,
                 )
                 request.sampling = msgspec.structs.replace(request.sampling, temperature=0.0)
@@ -235,6 +236,12 @@ def test_in_small_chunks(engine: Engine, budget: int) -> None:
 def test_after_another_request_filled_the_prefix(engine: Engine, at_once: int) -> None:
     outcome = engine.run(Setting(at_once=at_once, has_prefix_caching=True))
     assert outcome.num_cached_tokens > 200
+    assert num_different(outcome, engine.alone()) == 0
+
+
+@pytest.mark.parametrize("block_size", [*in_campaign(32), 64])
+def test_in_blocks_of_another_size(engine: Engine, block_size: int) -> None:
+    outcome = engine.run(Setting(max_num_batched_tokens=79, block_size=block_size))
     assert num_different(outcome, engine.alone()) == 0
 
 

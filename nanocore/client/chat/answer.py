@@ -68,11 +68,26 @@ async def collect(events: AsyncIterable[ChatEvent]) -> list[ChatAnswer]:
     Raises:
         NanocoreError: what the events raise.
     """
-    parts: dict[int, _Parts] = {}
+    collector = AnswerCollector()
     async for event in events:
+        collector.add(event)
+    return collector.answers()
+
+
+class AnswerCollector:
+    """Puts answers together from their events."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, _Parts] = {}
+
+    def add(self, event: ChatEvent) -> None:
+        """The next one."""
         if isinstance(event, (Text, Reasoning, ToolBegin, ToolArguments, Logprobs, Finished)):
-            parts.setdefault(event.index, _Parts()).add(event)
-    return [parts[index].answer() for index in sorted(parts)]
+            self._parts.setdefault(event.index, _Parts()).add(event)
+
+    def answers(self) -> list[ChatAnswer]:
+        """What they make so far, in the order of their index."""
+        return [self._parts[index].answer() for index in sorted(self._parts)]
 
 
 class _Parts:

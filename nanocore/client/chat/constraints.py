@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from nanocore.client.chat.parsing.formats import REASONING_PARSERS, Formats
+from nanocore.client.chat.parsing.formats import REASONING_PARSERS, Formats, beginnings_of
 from nanocore.client.chat.tool_choice import ToolChoice, arguments_schema, calls_schema
 from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError, quoted
@@ -61,23 +61,37 @@ def constraint(
     """What the answer must be after its reasoning; None: any text.
 
     tool_format: the model's own form of tool calls. If it is hermes's, calls of tools that are
-    strict match their schemas, also if the model is free to call.
+    strict match their schemas, also if the model is free to call. Beside a response format, calls
+    are free text that begins as calls do; without a form of its own a model cannot call then.
 
     Raises:
-        InvalidRequestError: the answer would have to be of two forms.
+        InvalidRequestError: calls of this form have no beginning that tells them from an answer.
     """
     if choice.tool is not None:
         return StructuredOutputsParams(json=arguments_schema(choice.tool))
     if choice.mode == "required":
         return StructuredOutputsParams(json=calls_schema(tools, parallel_tool_calls))
     if choice.mode == "auto" and response_format is not None:
-        raise InvalidRequestError(
-            "response_format and tools that may be called: an answer has one form; leave one out, "
-            'or say by tool_choice "none", "required" or a tool\'s name which of them it is'
-        )
+        return _or_calls(response_format, tools, tool_format)
     if choice.mode == "auto" and tool_format == "hermes" and any(tool.strict for tool in tools):
         return StructuredOutputsParams(structural_tag=_hermes_calls(tools))
     return response_format
+
+
+def _or_calls(
+    response_format: StructuredOutputsParams, tools: list[Tool], tool_format: str | None
+) -> StructuredOutputsParams:
+    """The form, or anything that begins as a call does."""
+    if tool_format is None or not tools:
+        return response_format
+    prefixes = beginnings_of(tool_format, tools)
+    if not prefixes:
+        raise InvalidRequestError(
+            f"response_format and tools that may be called: calls of the form {tool_format!r} "
+            'begin with no mark; leave one out, or say by tool_choice "none", "required" or a '
+            "tool's name which of them it is"
+        )
+    return replace(response_format, free_prefixes=prefixes)
 
 
 def with_reasoning(

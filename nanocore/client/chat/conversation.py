@@ -1,8 +1,8 @@
 """A conversation as clients send it, made what the model's template takes.
 
 Templates differ in what they know: text in parts, tool calls' arguments as objects or as JSON text,
-the role "developer", turns without content. What one knows is found out by rendering a small
-conversation, once, and only if a conversation holds such a thing.
+the role "developer", a system that speaks late, turns without content. What one knows is found out
+by rendering a small conversation, once, and only if a conversation holds such a thing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ class TemplateDialect:
             raise InvalidRequestError(
                 f"a conversation is a list of messages, not {type(messages).__name__}"
             )
-        return [self._adapted(i, message) for i, message in enumerate(messages)]
+        turns = [self._adapted(i, message) for i, message in enumerate(messages)]
+        roles = [turn["role"] for turn in turns]
+        first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+        if "system" in roles[first:] and not self._takes_late_system:
+            return [*turns[:first], *_as_users(turns[first:])]
+        return turns
 
     def _adapted(self, i: int, message: object) -> dict[str, Any]:
         if not isinstance(message, Mapping):
@@ -80,6 +85,12 @@ class TemplateDialect:
         return text is not None and _PROBE in text
 
     @cached_property
+    def _takes_late_system(self) -> bool:
+        """Whether the system may speak after others, as it does in agents' conversations."""
+        text = self._try([{"role": "user", "content": "hi"}, {"role": "system", "content": _PROBE}])
+        return text is not None and _PROBE in text
+
+    @cached_property
     def _calls_form(self) -> tuple[bool, bool]:
         """(arguments are objects and not JSON text, content may not be missing)"""
         for needs_content in (False, True):
@@ -88,13 +99,41 @@ class TemplateDialect:
                 # Objects may be written in a form of the model's own, but not in Python's.
                 if text is not None and "probe" in text and "'probe'" not in text:
                     return as_objects, needs_content
-        return True, False  # it shows no calls, or none like this: its error says why
+        # It shows no calls, or none like this: then its error says why.
+        return True, self._try(_calling(True, False)) is None
 
     def _try(self, messages: list[dict[str, Any]]) -> str | None:
         try:
             return self._render(messages)
         except InvalidRequestError:
             return None
+
+
+def _as_users(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The system's turns as the user's, each one with those of the user around it."""
+    said: list[dict[str, Any]] = []
+    was_system = False
+    for turn in turns:
+        is_system = turn["role"] == "system"
+        user = {**turn, "role": "user"} if is_system else turn
+        last = said[-1] if said else {}
+        if (is_system or was_system) and last.get("role") == user["role"] == "user":
+            said[-1] = {**last, "content": _joined(last.get("content"), user.get("content"))}
+        else:
+            said.append(user)
+        was_system = is_system
+    return said
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Contents, one after the other: texts, or lists of parts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    both = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        for content in (first, second)
+    ]
+    return [*both[0], *both[1]]
 
 
 def _calling(as_objects: bool, has_content: bool) -> list[dict[str, Any]]:

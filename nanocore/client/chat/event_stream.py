@@ -1,8 +1,13 @@
-"""Outputs of a request to the events of its answer."""
+"""Outputs of a request to the events of its answer, taken without awaiting.
+
+What reads them is called when there is news, so one loop can serve many answers in one turn of the
+event loop; `events` is the same for who has a task of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 
 from nanocore.client.chat.events import (
     ChatEvent,
@@ -11,124 +16,228 @@ from nanocore.client.chat.events import (
     Logprobs,
     Reasoning,
     Started,
+    Text,
     ToolArguments,
     ToolBegin,
     Usage,
 )
 from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
-from nanocore.client.outputs import CompletionOutput, RequestOutput
+from nanocore.client.logprobs import SampleLogprobs
+from nanocore.client.sample import Sample
+from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import NanocoreError
 
 
-async def chat_events(
-    outputs: AsyncIterable[RequestOutput],
-    new_parser: Callable[[int], OutputParser],
-    tokenizer: Tokenizer,
-) -> AsyncGenerator[ChatEvent, None]:
-    """The events of these outputs.
+class AnswerStream:
+    """An answer that is being made. One reader.
 
-    new_parser: of the sample of this index.
+    Args:
+        stream: the request's.
+        new_parser: of the sample of this index.
+        tokenizer: the model's.
+        reasoning_end: the mark that ends its reasoning; to count that by tokens.
 
-    Raises:
-        NanocoreError: what the outputs raise; after Started, Failed says it first.
+    As of the last `read`: finished: everything was read, or reading has failed. is_behind: it has
+    left something, so that others have their turn before. num_output_tokens: of all samples.
     """
-    samples: dict[int, _SampleEvents] = {}
-    started = False
-    try:
-        async for output in outputs:
-            if not started:
-                started = True
-                yield Started(
-                    output.request_id, output.prompt_token_ids, output.num_cached_tokens or 0
-                )
-            for completion in output.outputs:
-                sample = samples.get(completion.index)
-                if sample is None:
-                    sample = _SampleEvents(new_parser(completion.index), tokenizer)
-                    samples[completion.index] = sample
-                for event in sample.read(completion, output):
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        new_parser: Callable[[int], OutputParser],
+        tokenizer: Tokenizer,
+        reasoning_end: str | None = None,
+    ) -> None:
+        self._stream = stream
+        self._reasoning_end = None
+        if reasoning_end is not None:
+            self._reasoning_end = tokenizer.backend.token_to_id(reasoning_end)
+        self._new_parser = new_parser
+        self._tokenizer = tokenizer
+        self._samples: list[_SampleEvents] = []
+        self._has_started = False
+        self.finished = False
+        self.is_behind = False
+        self.num_output_tokens = 0
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the engine has accepted the request, or refused."""
+        return self._stream.is_answered
+
+    def read(self) -> list[ChatEvent]:
+        """The events that are new; of a long backlog only so many that nobody is held up.
+
+        Raises:
+            NanocoreError: the request was refused, failed in the engine, or the engine is gone;
+                once everything that came before was read.
+        """
+        stream = self._stream
+        events: list[ChatEvent] = []
+        try:
+            is_new = stream.advance()
+        finally:
+            self.finished, self.is_behind = stream.finished, stream.progress.is_behind
+            self.num_output_tokens = stream.num_output_tokens
+        if is_new:
+            if not self._has_started:
+                self._start(events)
+            for sample in self._samples:
+                sample.read(events)
+        return events
+
+    def news(self) -> asyncio.Future[None]:
+        """To be awaited after `read` found nothing, and before it is called again."""
+        return self._stream.news()
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Call this whenever `read` may find something, from now on: at least once."""
+        self._stream.listen(callback)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call this when all is there; whenever anything is, if stop strings need watching."""
+        self._stream.on_end(callback)
+
+    def close(self) -> None:
+        """Stop reading: the request is aborted unless it has ended. Idempotent."""
+        self._stream.close()
+        self.finished = True
+
+    async def events(self) -> AsyncGenerator[ChatEvent, None]:
+        """All events, as they come. Leaving it aborts the request.
+
+        Raises:
+            NanocoreError: as `read`; after Started, Failed says it first.
+        """
+        try:
+            while not self.finished:
+                events = self.read()
+                for event in events:
                     yield event
-    except NanocoreError as error:
-        if started:
-            yield Failed(error)
-        raise
+                if self.is_behind:
+                    await asyncio.sleep(0)
+                elif not events:
+                    await self.news()
+        except NanocoreError as error:
+            if self._has_started:
+                yield Failed(error)
+            raise
+        finally:
+            self.close()
+
+    def _start(self, events: list[ChatEvent]) -> None:
+        stream = self._stream
+        self._has_started = True
+        self._samples = [
+            _SampleEvents(
+                sample, self._new_parser(sample.index), self._tokenizer, stream, self._reasoning_end
+            )
+            for sample in stream.samples
+        ]
+        events.append(
+            Started(
+                stream.request_id,
+                stream.prompt_token_ids,
+                stream.samples[0].num_cached_tokens or 0,
+                stream.seed,
+                stream.prompt_logprobs,
+            )
+        )
 
 
 class _SampleEvents:
-    """One sample's events so far."""
+    """One sample's events so far. reasoning_end: the token that ends its reasoning."""
 
-    def __init__(self, parser: OutputParser, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        sample: Sample,
+        parser: OutputParser,
+        tokenizer: Tokenizer,
+        stream: RequestStream,
+        reasoning_end: int | None,
+    ) -> None:
+        self._reasoning_end = reasoning_end
+        self._sample = sample
         self._parser = parser
         self._tokenizer = tokenizer
+        self._stream = stream
         self._reasoning: list[str] = []
         self._has_called = False
         self._bare_call: int | None = None
         self._num_logprobs = 0
         self._is_finished = False
 
-    def read(self, completion: CompletionOutput, output: RequestOutput) -> Iterator[ChatEvent]:
-        """What is new."""
-        if self._is_finished:
+    def read(self, events: list[ChatEvent]) -> None:
+        """Append what the sample's last `read` has brought."""
+        sample = self._sample
+        if sample.delta:
+            for event in self._parser.feed(sample.delta):
+                if type(event) is not Text or self._bare_call is not None:
+                    self._note(event, events)
+                events.append(event)
+        if sample.finished and not self._is_finished:
+            self._end(events)
+        elif sample.logprobs is not None:
+            self._add_logprobs(events)
+
+    def _end(self, events: list[ChatEvent]) -> None:
+        self._is_finished = True
+        for event in self._parser.finish():
+            self._note(event, events)
+            events.append(event)
+        if self._sample.finish_reason == "stop":
+            self._add_no_arguments(events)
+        self._add_logprobs(events)
+        events.append(self._finished())
+
+    def _add_logprobs(self, events: list[ChatEvent]) -> None:
+        columns, num_read = self._sample.logprobs, self._sample.num_logprobs
+        if columns is not None and num_read > self._num_logprobs:
+            new = SampleLogprobs(columns, num_read)[self._num_logprobs :]
+            self._num_logprobs = num_read
+            events.append(Logprobs(new, self._sample.index))
+
+    def _note(self, event: ParsedEvent, events: list[ChatEvent]) -> None:
+        """What goes before an event."""
+        if isinstance(event, ToolArguments):
+            self._bare_call = None
             return
-        if completion.delta:
-            yield from self._noted(self._parser.feed(completion.delta))
-        ends = completion.finish_reason is not None
-        if ends:
-            yield from self._noted(self._parser.finish())
-            if completion.finish_reason == "stop":
-                yield from self._no_arguments(completion.index)
-        logprobs = completion.logprobs
-        if logprobs is not None and len(logprobs) > self._num_logprobs:
-            new = logprobs[self._num_logprobs :]
-            self._num_logprobs = len(logprobs)
-            yield Logprobs(new, completion.index)
-        if ends:
-            self._is_finished = True
-            yield self._finished(completion, output)
+        self._add_no_arguments(events)
+        if isinstance(event, Reasoning):
+            self._reasoning.append(event.delta)
+        elif isinstance(event, ToolBegin):
+            self._has_called = True
+            self._bare_call = event.tool_index
 
-    def _noted(self, events: list[ParsedEvent]) -> Iterator[ParsedEvent]:
-        for event in events:
-            if isinstance(event, ToolArguments):
-                self._bare_call = None
-            else:
-                yield from self._no_arguments(event.index)
-            if isinstance(event, Reasoning):
-                self._reasoning.append(event.delta)
-            elif isinstance(event, ToolBegin):
-                self._has_called = True
-                self._bare_call = event.tool_index
-            yield event
-
-    def _no_arguments(self, index: int) -> Iterator[ParsedEvent]:
+    def _add_no_arguments(self, events: list[ChatEvent]) -> None:
         """What a call that the model wrote without any has: clients read them as JSON."""
         if self._bare_call is not None:
-            yield ToolArguments(self._bare_call, "{}", index)
+            events.append(ToolArguments(self._bare_call, "{}", self._sample.index))
             self._bare_call = None
 
-    def _finished(self, completion: CompletionOutput, output: RequestOutput) -> Finished:
-        reason = completion.finish_reason
+    def _finished(self) -> Finished:
+        sample, reason = self._sample, self._sample.finish_reason
         assert reason is not None, "it has ended"
         usage = Usage(
-            len(output.prompt_token_ids),
-            output.num_cached_tokens or 0,
-            completion.num_tokens,
-            self._num_reasoning_tokens(completion),
+            len(self._stream.prompt_token_ids),
+            self._stream.samples[0].num_cached_tokens or 0,
+            sample.num_read,
+            self._num_reasoning_tokens(),
         )
         return Finished(
             "tool_calls" if reason == "stop" and self._has_called else reason,
             usage,
-            completion.stop_reason,
-            completion.message,
-            completion.index,
+            sample.stop_reason,
+            sample.message,
+            sample.index,
         )
 
-    def _num_reasoning_tokens(self, completion: CompletionOutput) -> int:
+    def _num_reasoning_tokens(self) -> int:
         """Up to the token that ends it; if no single one does, as many as its text has."""
         if not self._reasoning:
             return 0
-        end = self._tokenizer.backend.token_to_id("</think>")
-        token_ids = completion.token_ids
+        end, token_ids = self._reasoning_end, self._sample.token_ids
         if end is not None and end in token_ids:
             return token_ids.index(end) + 1
         text = "".join(self._reasoning)

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from nanocore.client.logprobs import Logprob
+from nanocore.client.logprobs import Logprob, PromptLogprobs
 from nanocore.protocol.errors import NanocoreError
 
 ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "error"]
@@ -22,12 +22,15 @@ class Started(msgspec.Struct, frozen=True, gc=False):
     """The engine has accepted the request, and its first news are here.
 
     prompt_token_ids: of the rendered conversation. num_cached_tokens: of them, found in the prefix
-    cache.
+    cache. seed: the first sample's, which the engine has drawn if none was given. prompt_logprobs:
+    if they were asked for.
     """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     num_cached_tokens: int
+    seed: int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Text(msgspec.Struct, frozen=True, gc=False):

@@ -17,6 +17,7 @@ from nanocore.client.chat.parsing.formats import (
     make_parser,
     marks_of,
     new_id_of,
+    reasoning_end,
     wrap_in_reasoning,
 )
 from nanocore.client.chat.parsing.parser import OutputParser
@@ -60,11 +61,15 @@ class ChatOptions(TypedDict, total=False):
 
 
 class PreparedChat(NamedTuple):
-    """What is sent, and what reads the answer. new_parser: of the sample of this index."""
+    """What is sent, and what reads the answer. new_parser: of the sample of this index.
+
+    reasoning_end: the mark that ends the model's reasoning, if there is one.
+    """
 
     prompt_token_ids: array[int]
     params: SamplingParams
     new_parser: Callable[[int], OutputParser]
+    reasoning_end: str | None
 
 
 def prepare_chat(
@@ -103,7 +108,7 @@ def prepare_chat(
         parser = _parser(formats, tools, choice, in_reasoning, index)
         return SpecialTextFilter(parser, dropped) if dropped else parser
 
-    return PreparedChat(array("i", token_ids), params, new_parser)
+    return PreparedChat(array("i", token_ids), params, new_parser, reasoning_end(formats))
 
 
 def _parser(

@@ -57,7 +57,7 @@ from nanocore.protocol.errors import (
     memory_errors,
     shorten,
 )
-from nanocore.protocol.messages import ModelCard
+from nanocore.protocol.messages import ModelCard, ModelFile
 from nanocore.protocol.sockets import EngineKeys, EngineSocket
 from nanocore.system.endpoint_lock import EndpointLock
 from nanocore.worker.config.model_config import ModelConfig
@@ -68,6 +68,7 @@ from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.loading.model_folder import resolve_model
 from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.models import load_model_config
+from nanocore.worker.numerics import numerics_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -119,19 +120,8 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             grammars = stack.enter_context(closing(vocabulary.wait(notes)))
         _log_generation_defaults(model_config)
         files = ModelFiles(folder)
-        card = ModelCard(
-            model=str(folder),
-            architecture=model_config.architecture,
-            dtype=ranks[0].dtype,
-            vocab_size=model_config.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=list(model_config.eos_token_ids),
-            block_size=config.sizes.block_size,
-            num_blocks=num_blocks,
-            default_sampling=model_config.generation.sampling(),
-            files=files.entries,
-            hidden_size=model_config.hidden_size,
-        )
+        sizes = num_blocks, max_model_len
+        card = _model_card(config, folder, model_config, ranks, *sizes, files.entries)
         ready = (executor, started_s, publisher, parent, trace, grammars)
         return serve(config, socket, card, files, *ready)
 
@@ -189,6 +179,31 @@ def serve(
     io_thread.join()
     logger.info("stopped: %s", farewell.reason)
     return 130 if interrupted and not farewell.failure else exit_code
+
+
+def _model_card(
+    config: EngineConfig,
+    folder: Path,
+    model: ModelConfig,
+    ranks: list[WorkerInfo],
+    num_blocks: int,
+    max_model_len: int,
+    files: list[ModelFile],
+) -> ModelCard:
+    return ModelCard(
+        model=str(folder),
+        architecture=model.architecture,
+        dtype=ranks[0].dtype,
+        vocab_size=model.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=list(model.eos_token_ids),
+        block_size=config.sizes.block_size,
+        num_blocks=num_blocks,
+        default_sampling=model.generation.sampling(),
+        files=files,
+        hidden_size=model.hidden_size,
+        numerics_fingerprint=numerics_fingerprint(ranks, model, max_model_len),
+    )
 
 
 def _io_thread(

@@ -17,8 +17,8 @@ from typing import Final
 
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.mailbox import Farewell, Outbox
-from nanocore.engine_core.process.standard_streams import STDERR_FD, can_be_written
 from nanocore.protocol.errors import StartError
+from nanocore.system.standard_streams import STDERR_FD, can_be_written
 
 logger = logging.getLogger(__name__)
 

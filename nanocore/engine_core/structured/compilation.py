@@ -115,6 +115,10 @@ def _tried(vocabulary: Vocabulary, wanted: StructuredOutputs) -> tuple[str, Comp
     for field, schema in schemas:
         check_schema(field, schema)
     text = _text(vocabulary, wanted, [schema for _, schema in schemas])
+    if wanted.free_prefixes:
+        is_json = wanted.json is not None or wanted.json_object
+        is_loose = is_json and not wanted.disable_any_whitespace
+        text = grammar_text.with_free_prefixes(text, wanted.free_prefixes, vocabulary, is_loose)
     if wanted.reasoning is not None:
         text = grammar_text.after_reasoning(text, wanted.reasoning, vocabulary)
     try:

@@ -26,7 +26,13 @@ _ESCAPES: Final = 'bfnrt"\\'
 
 So a name that a schema lists cannot come as \\u0061, as if it were another.
 """
+_NAME: Final = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+"""What names of special tokens look like, Mistral's included."""
 _ANY_TEXT: Final = r"/(?s:.*)/"
+_OPENS_JSON: Final = '{["'
+_JSON_PIECES: Final = re.compile(
+    r'"(?:[^"\\]|\\.)*"?|[{}\[\]:,]|[ \t\r\n]+|[^"{}\[\]:, \t\r\n]+', re.DOTALL
+)
 
 
 def of_schema(schema: Any, compact: bool) -> str:
@@ -104,6 +110,45 @@ def after_reasoning(text: str, marks: ReasoningMarks, vocabulary: Vocabulary) ->
         r"LINES: /\n{1,2}/",
     ]
     return _joined({"name": "reasoning", "lark_grammar": "\n".join(lark)}, *grammars)
+
+
+def with_free_prefixes(
+    text: str, prefixes: list[str], vocabulary: Vocabulary, may_be_indented: bool
+) -> str:
+    """text: what one of the others made; or else one of the prefixes and anything.
+
+    may_be_indented: white space may come before the form, too, as before a prefix. A model that
+    begins with some would else have to go on with a prefix. What follows a prefix may hold special
+    tokens, as calls of tools do.
+    """
+    grammars = json.loads(text)["grammars"]
+    grammars[0]["name"] = "bound"
+    beginnings = (_told_apart(prefix, vocabulary) for prefix in dict.fromkeys(prefixes))
+    special = vocabulary.special_ranges()
+    lark = [
+        f"start: {'SPACE? ' if may_be_indented else ''}@bound | SPACE? beginning rest",
+        f"beginning: {' | '.join(beginnings)}",
+        f"rest: (TEXT <[{special}]>)* TEXT" if special else "rest: TEXT",
+        f"TEXT: {_ANY_TEXT}",
+        r"SPACE: /[\x20\t\r\n]{1,4}/",
+    ]
+    return _joined({"name": "free", "lark_grammar": "\n".join(lark)}, *grammars)
+
+
+def _told_apart(prefix: str, vocabulary: Vocabulary) -> str:
+    """As `_sequence`, but what may begin JSON is cut as JSON is.
+
+    A lexer that has begun one long literal does not come back for what a form begins likewise.
+    White space between two parts may lack: it is the form's to read, if that may have some.
+    """
+    if prefix[0] not in _OPENS_JSON:
+        return _sequence(prefix, vocabulary)
+    cut = []
+    for part, token in _split(prefix, vocabulary):
+        pieces = _JSON_PIECES.findall(part)
+        text = " ".join(_literal(one) + ("?" if one.isspace() else "") for one in pieces)
+        cut.append(text if token is None else f"({text} | <[{token}]>)")
+    return " ".join(cut)
 
 
 def _first_trigger(begin: str, triggers: list[str]) -> str:
@@ -188,7 +233,7 @@ def _split(text: str, vocabulary: Vocabulary) -> Iterator[tuple[str, int | None]
     """The text in parts: names of special tokens, with their ids, and what is between them."""
     known = {
         name: token
-        for name in set(re.findall(r"<[^<>\s]+>", text))
+        for name in set(_NAME.findall(text))
         if (token := vocabulary.special_token(name)) is not None
     }
     if not known:

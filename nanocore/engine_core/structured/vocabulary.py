@@ -80,6 +80,14 @@ class Vocabulary:
             return tokens[0]
         return None
 
+    def special_ranges(self) -> str:
+        """Special tokens but for those that end an output, as Lark has them: "3,7-9"."""
+        others = np.flatnonzero(
+            np.unpackbits((self.special_words & ~self.eos_words).view(np.uint8), bitorder="little")
+        )
+        runs = np.split(others, np.flatnonzero(np.diff(others) != 1) + 1)
+        return ",".join(f"{run[0]}-{run[-1]}" for run in runs if len(run))
+
     def first_token(self, text: str) -> int:
         """The shortest that a text begins with."""
         return self.tokenizer.greedy_tokenize(text[0])[0]

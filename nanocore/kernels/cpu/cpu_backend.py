@@ -79,6 +79,7 @@ class CpuKernels(TorchKernels):
     def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:
         self.workspace = Workspace(library, cores)
         self.library = library
+        self.variant = f"{library.instruction_set}, compiled as {library.digest}"
         self._recording: Recording | None = None
 
     def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:

@@ -12,7 +12,11 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Final
+
+import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 
@@ -171,7 +175,7 @@ class Library:
     """
 
     def __init__(self, path: str, instruction_set: str) -> None:
-        self.instruction_set = instruction_set
+        self.instruction_set, self._path = instruction_set, path
         loaded = ctypes.CDLL(path)
         version = loaded.nanocore_abi_version()
         if version != ABI_VERSION:
@@ -184,6 +188,11 @@ class Library:
             function = getattr(loaded, f"nanocore_{name}")
             function.restype, function.argtypes = result, arguments
             self.functions[name] = function
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128 of the file: compilers differ in how they round."""
+        return xxhash.xxh3_128_hexdigest(Path(self._path).read_bytes())
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What `nanocore_<name>` of program.cpp returns; the interpreter is free meanwhile."""

@@ -19,6 +19,7 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
@@ -61,7 +62,10 @@ class TritonKernels(TorchKernels):
     graph_support: GraphSupport = "always"
 
     def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
+        self.variant = f"triton {triton.__version__}, {device.type}"
         if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            self.variant += f" {torch.cuda.get_device_name(device)} {major}.{minor}"
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         elif os.environ.get("TRITON_INTERPRET") == "1":
             self.num_sms = _INTERPRETED_SMS

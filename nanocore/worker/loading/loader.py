@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 from tqdm import tqdm
 
@@ -56,7 +57,13 @@ class _Piece:
         return self.target.numel() * self.dtype.itemsize
 
 
-def load_weights(folder: Path, entries: Entries, names: TensorNames, progress: bool = False) -> int:
+def load_weights(
+    folder: Path,
+    entries: Entries,
+    names: TensorNames,
+    progress: bool = False,
+    digest: xxhash.xxh3_128 | None = None,
+) -> int:
     """Fill every part of all entries from the folder's safetensors files.
 
     Args:
@@ -65,6 +72,7 @@ def load_weights(folder: Path, entries: Entries, names: TensorNames, progress: b
             device.
         names: from the files' names to those of entries.
         progress: show a bar on stderr, if that is a terminal.
+        digest: told of all that was read, by tensors' names: the same however files are cut.
 
     Returns:
         Bytes of this rank's slices, as they are stored. Where a slice cuts rows apart, the whole
@@ -92,8 +100,13 @@ def load_weights(folder: Path, entries: Entries, names: TensorNames, progress: b
             disable=None if progress else True,
         ) as bar,
     ):
-        for filled_bytes in threads.map(reader.fill, pieces):
-            bar.update(filled_bytes)
+        digests: list[tuple[str, str, bytes]] = []
+        for piece, read in zip(pieces, threads.map(reader.fill, pieces), strict=True):
+            bar.update(piece.kept_bytes)
+            digests.append((piece.stored.name, piece.stored.dtype, read))
+    if digest is not None:
+        digests.sort(key=lambda read: read[0])  # and a tensor's pieces stay in their order
+        digest.update(repr(digests).encode())
     return num_bytes
 
 
@@ -203,20 +216,19 @@ class _Reader:
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
-    def fill(self, piece: _Piece) -> int:
-        """Read a piece into its target; returns the bytes kept."""
+    def fill(self, piece: _Piece) -> bytes:
+        """Read a piece into its target; returns the xxh3-128 of what was read."""
         target = piece.target
         is_whole = math.prod(piece.shape) == target.numel()
         is_same = target.dtype == piece.dtype and target.device.type == "cpu" and not piece.add
         if is_whole and is_same and target.is_contiguous():
-            self._read(piece, target.view(-1).view(torch.uint8))
-            return piece.kept_bytes
+            return self._read(piece, target.view(-1).view(torch.uint8))
         num_bytes = math.prod(piece.shape) * piece.dtype.itemsize
         buffer = self._buffer(pinned=target.is_cuda)[:num_bytes]
-        self._read(piece, buffer)
+        digest = self._read(piece, buffer)
         values = buffer.view(piece.dtype).view(piece.shape)[piece.index]
         target.copy_(values.float() + piece.add if piece.add else values)
-        return piece.kept_bytes
+        return digest
 
     def _buffer(self, *, pinned: bool) -> Tensor:
         if not hasattr(self._local, "buffer"):
@@ -224,8 +236,8 @@ class _Reader:
         buffer: Tensor = self._local.buffer
         return buffer
 
-    def _read(self, piece: _Piece, memory: Tensor) -> None:
-        """Fill `memory`, contiguous bytes on the CPU, from the file."""
+    def _read(self, piece: _Piece, memory: Tensor) -> bytes:
+        """Fill `memory`, contiguous bytes on the CPU, from the file; returns their digest."""
         path = piece.stored.path
         view = memory.numpy().data
         offset = piece.file_offset
@@ -237,3 +249,4 @@ class _Reader:
             if count == 0:
                 raise ModelFileError(f"{path} became shorter while it was read, at byte {offset}")
             view, offset = view[count:], offset + count
+        return xxhash.xxh3_128_digest(memory.numpy().data)  # while a cache still has them

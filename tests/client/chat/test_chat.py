@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 from array import array
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 
 from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams, collect
 from nanocore.client.chat.events import (
@@ -140,6 +143,41 @@ def test_reasoning_and_tool_calls_are_events_however_they_are_cut(
             assert isinstance(finished, Finished)
             assert finished.finish_reason == "tool_calls"
             assert finished.usage.num_reasoning_tokens == len("hm")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "begin", "end"),
+    [
+        ("qwen3", "<think>", "</think>"),
+        ("mistral", "[THINK]", "[/THINK]"),
+        ("seed_oss", "<seed:think>", "</seed:think>"),
+    ],
+)
+@pytest.mark.parametrize("special", [True, False])
+def test_reasoning_is_counted_up_to_the_token_that_ends_it(
+    endpoint: str,
+    thinker: Path,
+    tmp_path: Path,
+    reasoning: str,
+    begin: str,
+    end: str,
+    special: bool,
+) -> None:
+    folder = Path(shutil.copytree(thinker, tmp_path / "model"))
+    marked = Backend.from_file(str(folder / "tokenizer.json"))
+    marked.add_tokens([AddedToken(mark, special=special) for mark in (begin, end)])
+    marked.save(str(folder / "tokenizer.json"))
+
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=folder) as (engine, client):
+            options: Any = {"reasoning_parser": reasoning, "tool_parser": None}
+            _, events = await asked(engine, client, f"{begin}hm \n\n{end}so", **options)
+            *_, thought, said, finished = joined(events)
+            assert (thought, said) == (Reasoning("hm "), Text("so"))
+            assert isinstance(finished, Finished)
+            assert finished.usage.num_reasoning_tokens == len([begin, *"hm \n\n", end])
 
     run(scenario())
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nanocore.client.chat.constraints import constraint, read_response_format, with_reasoning
-from nanocore.client.chat.parsing.formats import Formats
+from nanocore.client.chat.parsing.formats import TOOL_PARSERS, Formats
 from nanocore.client.chat.tool_choice import ToolChoice, calls_schema, read_tool_choice
-from nanocore.client.chat.tools import read_tools
+from nanocore.client.chat.tools import MAX_TOOLS, read_tools
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.structured_outputs import ReasoningMarks, StructuredOutputsParams
 
@@ -93,9 +94,40 @@ def test_calls_of_strict_tools_match_their_schemas_where_the_form_is_known() -> 
     assert ["integer" in one.schema for one in tag.structures] == [True, False]
 
 
-def test_an_answer_cannot_be_a_call_or_of_a_format() -> None:
-    with pytest.raises(InvalidRequestError, match="an answer has one form"):
-        constraint(tools(), AUTO, True, JSON, "hermes")
+@pytest.mark.parametrize(
+    ("tool_format", "prefixes"),
+    [
+        ("hermes", ["<tool_call>"]),
+        ("qwen3_coder", ["<function=", "<tool_call>"]),
+        ("seed_oss", ["<function=", "<seed:tool_call>"]),
+        ("mistral", ["[TOOL_CALLS]"]),
+        ("deepseek_v3", ["<\uff5ctool\u2581calls\u2581begin\uff5c>"]),
+        ("llama3_json", ["<|python_tag|>", '{"name": "f"', '{"name": "g"']),
+        ("pythonic", ["<|python_start|>", "[f(", "[g("]),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_answer_is_of_a_format_or_begins_as_a_call_does(
+    tool_format: str, prefixes: list[str], strict: bool
+) -> None:
+    wanted = constraint(tools(strict=strict), AUTO, True, JSON, tool_format)
+    assert wanted == replace(JSON, free_prefixes=prefixes)
+
+
+def test_calls_that_begin_with_no_mark_exclude_a_format() -> None:
+    with pytest.raises(InvalidRequestError, match="'harmony' begin with no mark; leave one out"):
+        constraint(tools(), AUTO, True, JSON, "harmony")
+
+
+def test_as_many_tools_as_are_allowed_may_be_called_beside_a_format() -> None:
+    many = [replace(tools()[0], name=f"f{i}") for i in range(MAX_TOOLS)]
+    for tool_format in TOOL_PARSERS.keys() - {"harmony", "openai"}:
+        assert constraint(many, AUTO, True, JSON, tool_format) is not None
+
+
+def test_without_a_form_of_calls_or_tools_a_format_binds() -> None:
+    assert constraint(tools(), AUTO, True, JSON, None) == JSON
+    assert constraint([], AUTO, True, JSON, "hermes") == JSON
 
 
 @pytest.mark.parametrize(

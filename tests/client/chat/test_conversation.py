@@ -109,6 +109,16 @@ def test_a_calling_turn_gets_content_only_where_it_must() -> None:
     assert adapted(message, content=True)["content"] == ""
 
 
+def test_a_calling_turn_gets_content_where_a_template_knows_no_calls_and_needs_it() -> None:
+    def render(messages: list[dict[str, Any]]) -> str:
+        if any("content" not in message for message in messages):
+            raise InvalidRequestError("no content")
+        return "".join(message["content"] for message in messages)
+
+    (turn,) = TemplateDialect(render).adapt([{"role": "assistant", "tool_calls": [CALL]}])
+    assert turn["content"] == ""
+
+
 def test_empty_lists_of_calls_are_left_out() -> None:
     assert adapted({"role": "assistant", "content": "x", "tool_calls": []}) == {
         "role": "assistant",
@@ -121,6 +131,50 @@ def test_empty_lists_of_calls_are_left_out() -> None:
 def test_what_is_no_conversation_is_refused(messages: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"a list of messages|is a dict with a role"):
         TemplateDialect(python_template).adapt(messages)
+
+
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize(
+    ("roles", "wanted"),
+    [
+        ("su", [("system", "0"), ("user", "1")]),
+        ("ssu", [("system", "0"), ("system", "1"), ("user", "2")]),
+        ("us", [("user", "0\n\n1")]),
+        ("sus", [("system", "0"), ("user", "1\n\n2")]),
+        ("usu", [("user", "0\n\n1\n\n2")]),
+        ("uasu", [("user", "0"), ("assistant", "1"), ("user", "2\n\n3")]),
+        ("uas", [("user", "0"), ("assistant", "1"), ("user", "2")]),
+        ("uus", [("user", "0"), ("user", "1\n\n2")]),
+        ("ussa", [("user", "0\n\n1\n\n2"), ("assistant", "3")]),
+    ],
+)
+def test_a_system_that_speaks_late_is_the_user_to_templates_that_know_none(
+    roles: str, wanted: list[tuple[str, str]]
+) -> None:
+    def strict(messages: list[dict[str, Any]]) -> str:
+        if any(message["role"] == "system" for message in messages[1:]):
+            raise InvalidRequestError("the system message comes first")
+        return python_template(messages)
+
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    messages = [said(names[role], str(i)) for i, role in enumerate(roles)]
+    adapted_turns = TemplateDialect(strict).adapt(messages)
+    assert [(turn["role"], turn["content"]) for turn in adapted_turns] == wanted
+    assert TemplateDialect(python_template).adapt(messages) == messages
+
+
+def test_a_late_system_in_parts_joins_text_as_a_part() -> None:
+    def strict(messages: list[dict[str, Any]]) -> str:
+        if any(message["role"] == "system" for message in messages[1:]):
+            raise InvalidRequestError("the system message comes first")
+        return python_template(messages, parts=True)
+
+    part = {"type": "text", "text": "late"}
+    (turn,) = TemplateDialect(strict).adapt([said("user", "hi"), said("system", [part])])
+    assert turn == said("user", [{"type": "text", "text": "hi"}, part])
 
 
 def test_a_template_is_asked_once_and_only_for_what_is_there() -> None:

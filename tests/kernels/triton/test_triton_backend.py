@@ -328,7 +328,7 @@ def test_on_cuda_it_is_taken_where_it_can_run(
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: found or None)
-    properties = SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132, name="a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert select_kernels("auto", cuda).name == name
     assert words in caplog.text

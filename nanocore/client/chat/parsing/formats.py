@@ -144,6 +144,25 @@ def new_id_of(formats: Formats) -> NewId:
     return new_id
 
 
+def beginnings_of(tool_format: str, tools: Sequence[Tool]) -> list[str]:
+    """What an answer in this format that calls a tool begins with; [] where it has no such sign.
+
+    Raises:
+        InvalidRequestError: there is no such format.
+    """
+    parser = _known(TOOL_PARSERS, tool_format, "tool calls")
+    beginnings = getattr(parser, "beginnings", None)
+    return [] if beginnings is None else list(beginnings(tools))
+
+
+def reasoning_end(formats: Formats) -> str | None:
+    """The mark that ends the formats' reasoning; None if they have none, or more than two."""
+    if formats.reasoning is None:
+        return None
+    marks = _known(REASONING_PARSERS, formats.reasoning, "reasoning").marks
+    return marks[1] if len(marks) == 2 else None
+
+
 def marks_of(formats: Formats, has_tools: bool = True) -> frozenset[str]:
     """The texts that the formats' parsers must see even if they are special tokens.
 

@@ -13,12 +13,13 @@ SPACE: Final = " \t\r\n"
 class Marks:
     """Some marks, to be found leftmost and longest.
 
-    risk: a text in which this pattern finds nothing neither holds a mark nor begins one, and does
-    not end in white space.
+    texts: the marks. risk: a text in which this pattern finds nothing neither holds a mark nor
+    begins one, and does not end in white space.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._whole = frozenset(text for text in texts if text)
+        self.texts = tuple(sorted(self._whole))
         self._lengths = sorted({len(text) for text in self._whole}, reverse=True)
         self._begun = frozenset(t[:n] for t in self._whole for n in range(1, len(t)))
         firsts = "".join(sorted({text[0] for text in self._whole}))

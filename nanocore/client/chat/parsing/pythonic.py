@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar, Final
 
 from nanocore.client.chat.parsing.json_reading import escape, json_string
@@ -10,6 +11,7 @@ from nanocore.client.chat.parsing.marks import Marks
 from nanocore.client.chat.parsing.python_values import atom_to_json, escape_to_json
 from nanocore.client.chat.parsing.reading import Steps
 from nanocore.client.chat.parsing.tool_parser import ToolParser
+from nanocore.client.chat.tools import Tool
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]*")
 _ATOM: Final = re.compile(r"""[^\s'"()\[\]{},:=]*""")
@@ -27,6 +29,11 @@ class PythonicParser(ToolParser):
     marks: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
     openers: ClassVar[Marks] = Marks(("<|python_start|>",))
     is_bare: ClassVar[bool] = True
+
+    @classmethod
+    def beginnings(cls, tools: Sequence[Tool]) -> list[str]:
+        """The mark, or a list whose first call is of a tool."""
+        return [*cls.openers.texts, *(f"[{one.name}(" for one in tools)]
 
     def block(self, opener: str) -> Steps[None]:
         """One list."""

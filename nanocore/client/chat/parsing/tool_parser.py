@@ -57,6 +57,11 @@ class ToolParser(JsonReadingParser):
         """An id for a call, if the caller makes none."""
         return make_call_id()
 
+    @classmethod
+    def beginnings(cls, tools: Sequence[Tool]) -> list[str]:
+        """What an answer that calls one of these tools begins with, white space aside."""
+        return list(cls.openers.texts)
+
     @abstractmethod
     def block(self, opener: str) -> Steps[None]:
         """Reads what follows an opener (or begins the text, if is_bare), calls with `begin`.

@@ -1,4 +1,4 @@
-"""The engine's standard streams: whatever became of them, the engine is not to end of it.
+"""A process's standard streams: whatever became of them, no engine or server is to end of it.
 
 A descriptor that was closed before we began would be given to the next file or socket that is
 opened, and then get what libraries write to it. A stream whose reader is gone, or whose disk is

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanocore.engine_core.process import standard_streams
-from nanocore.engine_core.process.standard_streams import LogHandler
+from nanocore.system import standard_streams
+from nanocore.system.standard_streams import LogHandler
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_reader_that_is_gone_stops_nobody(unread_stderr: tuple[int, int]) -> N
 
 def test_closed_streams_are_the_null_device_and_no_file_takes_their_numbers() -> None:
     program = (
-        "import os; from nanocore.engine_core.process.standard_streams import *\n"
+        "import os; from nanocore.system.standard_streams import *\n"
         "open_missing(); fd = os.open('/dev/zero', os.O_RDONLY)\n"
         "complain('nothing'); flush_or_drop()\n"
         "os._exit(0 if fd > 2 and os.readlink('/proc/self/fd/1') == os.devnull else 1)"

@@ -1,0 +1,1 @@
+"""nanocore.cli: the `nanocore` command and its subcommands."""

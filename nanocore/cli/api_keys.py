@@ -1,0 +1,65 @@
+"""API keys: from flags, a file that is its owner's alone, and the environment."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from nanocore.protocol.errors import ConfigError, KeyFileError
+
+API_KEY_VARIABLE: Final = "NANOCORE_API_KEY"
+MAX_KEY_FILE_BYTES: Final = 2**20
+
+
+def api_keys(
+    flags: Sequence[str], file: str | None, environment: MutableMapping[str, str]
+) -> list[str]:
+    """All keys. The environment's one is taken out of it: no child of ours needs it.
+
+    Raises:
+        ConfigError: a key that no header can carry. KeyFileError: the file is none, or others can
+            read it.
+    """
+    sources = [("--api-key", list(flags))]
+    if file is not None:
+        sources.append((f"--api-key-file {file}", _read(Path(file))))
+    if API_KEY_VARIABLE in environment:
+        sources.append((API_KEY_VARIABLE, [environment.pop(API_KEY_VARIABLE)]))
+    for source, keys in sources:
+        for key in keys:
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise ConfigError(
+                    f"{source}: a key is printable ASCII without spaces, at least one character"
+                )
+    return list(dict.fromkeys(key for _, keys in sources for key in keys))
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            _require_private(path, info)
+            data = file.read(MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise KeyFileError(f"--api-key-file {path}: {error.strerror}") from None
+    try:
+        lines = [line.strip() for line in data.decode().splitlines()]
+    except UnicodeDecodeError:
+        raise KeyFileError(f"--api-key-file {path}: this is no text") from None
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys or len(data) > MAX_KEY_FILE_BYTES:
+        raise KeyFileError(f"--api-key-file {path}: a key per line is expected, and at most 1 MiB")
+    return keys
+
+
+def _require_private(path: Path, info: os.stat_result) -> None:
+    if info.st_mode & 0o077 and stat.S_ISREG(info.st_mode):
+        raise KeyFileError(
+            f"{path} has mode {stat.S_IMODE(info.st_mode):04o}, open to other users: "
+            f"chmod 600 {path}"
+        )
+    if info.st_uid not in (0, os.getuid()):
+        raise KeyFileError(f"{path} belongs to user {info.st_uid}: chown {os.getuid()} {path}")

@@ -1,0 +1,59 @@
+"""The `nanocore` command: its subcommands, each of which is imported when it is asked for."""
+
+from __future__ import annotations
+
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Final, NoReturn
+
+from nanocore import __version__
+
+_SUBCOMMANDS: Final = {"serve": ("nanocore.cli.serve", "serve a model over HTTP")}
+"""name: (the module whose `run(arguments)` it is, what it does)."""
+
+_USAGE: Final = """\
+usage: nanocore COMMAND [arguments]
+
+commands:
+{commands}
+
+`nanocore COMMAND --help` says more, `nanocore --version` which version this is. The engine alone is
+`nanocore-engine`.
+"""
+
+
+def _help() -> str:
+    lines = [f"  {name:<8} {text}" for name, (_, text) in _SUBCOMMANDS.items()]
+    return _USAGE.format(commands="\n".join(lines))
+
+
+def _run(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else ""
+    if name in ("--help", "-h", "help"):
+        print(_help(), end="")
+        return 0
+    if name in ("--version", "-V"):
+        print(f"nanocore {__version__}")
+        return 0
+    if name not in _SUBCOMMANDS:
+        near = get_close_matches(name, _SUBCOMMANDS, n=1)
+        problem = f"there is no command {name!r}" if name else "which command?"
+        hint = f"; did you mean {near[0]}?" if near else " (nanocore --help lists them)"
+        print(f"nanocore: {problem}{hint}", file=sys.stderr)
+        return 2
+    exit_code: int = import_module(_SUBCOMMANDS[name][0]).run(arguments[1:])
+    return exit_code
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run a subcommand; exits with its code."""
+    try:
+        exit_code = _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        exit_code = 130
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    main()

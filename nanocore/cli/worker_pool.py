@@ -1,0 +1,188 @@
+"""WorkerPool: processes that serve HTTP beside each other, kept alive by this one.
+
+Each has listening sockets of its own, which stay open here: who connects while a worker is replaced
+waits for the next one. Over a socket pair a worker gets its settings and the engine's address, and
+says when it serves; the pair's closing is the end of either for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from nanocore.http.server_settings import ServerSettings
+from nanocore.http.service import EngineAddress
+from nanocore.http.settings import AppSettings
+from nanocore.protocol.errors import EngineDeadError
+from nanocore.protocol.messages import ModelCard
+
+logger = logging.getLogger(__name__)
+
+COMMAND: Final = (sys.executable, "-m", "nanocore.cli.http_worker")
+FIRST_PAUSE_S: Final = 0.1
+MAX_PAUSE_S: Final = 10.0
+"""Before a worker is replaced; shorter if it lived longer."""
+GRACE_S: Final = 3.0
+"""For workers to end after the time that their responses have."""
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line that a worker gets. fds: of the sockets at which it listens."""
+
+    app: AppSettings
+    server: ServerSettings
+    shutdown_timeout_s: float
+    fds: tuple[int, ...]
+    number: int
+
+
+class _Worker:
+    """One process, and our end of the pair."""
+
+    def __init__(self, number: int, sockets: Sequence[socket.socket]) -> None:
+        self.began_s = time.monotonic()
+        self.serves = asyncio.Event()
+        self._link, worker_end = socket.socketpair()
+        fds = [worker_end.fileno(), *(sock.fileno() for sock in sockets)]
+        with worker_end:
+            # Its own session: Ctrl-C reaches us, who then end it in order.
+            self.process = subprocess.Popen(
+                [*COMMAND, str(worker_end.fileno())],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._link.setblocking(False)
+        self.number = number
+        self.fds = tuple(fds[1:])
+
+    async def tell(self, message: msgspec.Struct) -> None:
+        """Send a line; one that has ended gets none."""
+        with suppress(OSError):
+            data = msgspec.json.encode(message) + b"\n"
+            await asyncio.get_running_loop().sock_sendall(self._link, data)
+
+    async def wait_exit(self) -> int:
+        """Hear of it until its end; its exit code."""
+        with suppress(ConnectionResetError):
+            while await asyncio.get_running_loop().sock_recv(self._link, 64):
+                self.serves.set()
+        self._link.close()
+        return await asyncio.to_thread(self.process.wait)
+
+
+class WorkerPool:
+    """From `start` to `close`; settings as of `HttpService`."""
+
+    def __init__(self, app: AppSettings, server: ServerSettings, shutdown_timeout_s: float) -> None:
+        self._app = app
+        self._server = server
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._sockets: list[list[socket.socket]] = []
+        self._engine: asyncio.Future[EngineAddress]
+        self._workers: dict[int, _Worker] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._is_ending = asyncio.Event()
+
+    async def start(self, sockets: list[list[socket.socket]]) -> None:
+        """Start a worker for each list of sockets."""
+        self._sockets = sockets
+        self._engine = asyncio.get_running_loop().create_future()
+        self._keepers = [
+            asyncio.create_task(self._keep(number)) for number in range(len(self._sockets))
+        ]
+
+    async def connect(self, engine: EngineAddress, timeout_s: float) -> ModelCard:
+        """Have every worker serve what this engine has.
+
+        Raises:
+            NanocoreError: as `AsyncEngineClient.connect` says.
+        """
+        async with engine.client(timeout_s) as client:  # what is wrong is said here and once
+            card = client.model_card
+        self._engine.set_result(engine)
+        try:
+            async with asyncio.timeout(timeout_s):
+                for number in range(len(self._sockets)):
+                    await self._worker_serves(number)
+        except TimeoutError:
+            raise EngineDeadError(
+                f"no {len(self._sockets)} HTTP workers could join the engine in {timeout_s:g} s"
+            ) from None
+        return card
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Have the workers end, each after its responses; whether they did in this time."""
+        self._is_ending.set()
+        for sock in (sock for of_worker in self._sockets for sock in of_worker):
+            sock.close()  # those of workers that are still there go on
+        self._signal(signal.SIGTERM)
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=timeout_s + GRACE_S)
+        return all(
+            keeper.done() and worker.process.returncode == 0
+            for keeper, worker in zip(self._keepers, self._workers.values(), strict=False)
+        )
+
+    async def close(self) -> None:
+        """End what is left. Idempotent."""
+        self._is_ending.set()
+        self._signal(signal.SIGKILL)
+        await asyncio.gather(*self._keepers)
+
+    def _signal(self, number: int) -> None:
+        for worker in self._workers.values():
+            worker.process.send_signal(number)
+
+    async def _worker_serves(self, number: int) -> None:
+        """Wait for this worker, or for whichever takes its place."""
+        while not (worker := self._workers[number]).serves.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_PAUSE_S):
+                    await worker.serves.wait()
+
+    async def _keep(self, number: int) -> None:
+        """Start a worker, and another one when it ends, until we end."""
+        pause_s = FIRST_PAUSE_S
+        while not self._is_ending.is_set():
+            worker = self._workers[number] = _Worker(number, self._sockets[number])
+            introduction = asyncio.create_task(self._introduce(worker))
+            code = await worker.wait_exit()
+            introduction.cancel()
+            if self._is_ending.is_set():
+                return
+            if time.monotonic() - worker.began_s > MAX_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            logger.error(
+                "HTTP worker %d (pid %d) has ended with exit code %d; another one starts in %g s",
+                number,
+                worker.process.pid,
+                code,
+                pause_s,
+            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._is_ending.wait()
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _introduce(self, worker: _Worker) -> None:
+        """Tell a worker what it is, and, when we know it, where the engine is."""
+        start = WorkerStart(
+            app=self._app,
+            server=self._server,
+            shutdown_timeout_s=self._shutdown_timeout_s,
+            fds=worker.fds,
+            number=worker.number,
+        )
+        await worker.tell(start)
+        await worker.tell(await asyncio.shield(self._engine))

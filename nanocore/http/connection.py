@@ -1,0 +1,361 @@
+"""HttpConnection: uvicorn's HTTP/1.1 connection, bounded in what it reads and in how long.
+
+Headers of a message have a size and a time, its body has a time, and a connection that says nothing
+ends, as one that takes nothing of its answer. What is no request is answered in JSON and closed,
+without a line in the log. A response that runs is not disturbed by what comes behind its request:
+that is thrown away from the first thing on that is wrong. A lost connection disconnects every
+request of it, which uvicorn does for the last one alone. Sending is uvicorn's; `chunk_writer` is a
+shorter way to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from nanocore.http.errors import HttpError, openai_body
+from nanocore.http.exchange import CHUNK_WRITER
+from nanocore.http.server_settings import ConnectionLimits
+
+MAX_URL_BYTES: Final = 16 * 1024
+MAX_PIPELINED: Final = 8
+"""Requests that may wait for a response on their connection."""
+LINGER_S: Final = 2.0
+"""For a client to read why it was refused: to close with unread data would take that from it."""
+MAX_UNSENT_BYTES: Final = 16 * 1024
+"""Of a response whose client is slow; small chunks cost several times their size there."""
+
+
+class ServerConnections(ServerState):
+    """What the connections of one server share.
+
+    is_draining: each closes after its response. all_closed: set when the last one closes.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        super().__init__()
+        self.limits = limits
+        self.is_draining = False
+        self.all_closed = asyncio.Event()
+
+
+def chunk_writer(cycle: RequestResponseCycle) -> Callable[[bytes], bool]:
+    """Writes a response's body without a coroutine; see `Exchange.chunk_writer`.
+
+    It says False if the client is slow or gone, or the response is not one of chunks: then `send`
+    does what there is to do.
+    """
+    flow, write = cycle.flow, cycle.transport.write
+
+    def write_chunk(body: bytes) -> bool:
+        if (
+            flow.write_paused
+            or cycle.disconnected
+            or cycle.response_complete
+            or not cycle.chunked_encoding
+        ):
+            return False
+        write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+    return write_chunk
+
+
+class _ResponseTransport:
+    """What a response needs of its transport. Whether `close` closes is the connection's matter."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection. server_state: a ServerConnections."""
+
+    server_state: ServerConnections
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerConnections,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = server_state.limits
+        self._response_transport: _ResponseTransport | None = None
+        self._cycles: deque[RequestResponseCycle] = deque()  # in order; the first one runs
+        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline_is_of_body: bool | None = None
+        self._is_reading = True  # a message, complete or not: the first one from the start
+        self._has_begun = False
+        self._has_headers = False
+        self._head_bytes = 0  # of fields that are complete
+        self._held_bytes = 0  # that the parser has read since anything was complete
+        self._has_advanced = False
+        self._stall: asyncio.TimerHandle | None = None  # while it takes nothing of an answer
+        self._is_deaf = False  # what comes is thrown away
+        self._closes_behind_body = False
+        self._refusal: tuple[int, str] | None = None
+
+    # -- the transport's calls --------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        self._response_transport = _ResponseTransport(transport, self._close_behind_response)
+        if len(self.connections) > self._limits.max_connections:
+            self._refuse(503, "there are too many connections: try again later")
+        else:
+            self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_deaf = True
+        self._cancel_deadline()
+        self._end_stall()
+        self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        super().connection_lost(exc)
+        self._response_transport = None
+        if not self.connections:
+            self.server_state.all_closed.set()
+        if (running := self._running) is not None:
+            running.disconnected = True
+            running.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        self._unset_keepalive_if_required()
+        self._has_advanced = False
+        try:
+            self._feed(data)
+            self._held_bytes = 0 if self._has_advanced else self._held_bytes + len(data)
+            self._check_head()
+        except httptools.HttpParserError:
+            if not self.transport.is_closing():
+                self._refuse(*(self._refusal or (400, "this is no valid HTTP/1.1 request")))
+        else:
+            self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(self._limits.send_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_stall()
+
+    # -- the parser's calls -----------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_reading = self._has_begun = self._has_advanced = True
+        self._has_headers = False
+        self._head_bytes = 0
+        self._deadline_is_of_body = None  # it has a deadline of its own
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._has_advanced = True
+        self._head_bytes += len(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._fail(414, f"the request's path is longer than {MAX_URL_BYTES} bytes")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._has_advanced = True
+        self._head_bytes += len(name) + len(value) + 4
+        self._check_head()
+        if not self._has_headers:  # trailers say nothing that is listened to
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._has_headers = self._has_advanced = True
+        if self.parser.should_upgrade():
+            return  # `_feed` begins this message anew
+        if self.parser.get_http_version() not in ("1.1", "1.0"):
+            self._fail(400, "this server speaks HTTP/1.1")
+        super().on_headers_complete()
+        cycle = self.cycle
+        self._cycles.append(cycle)
+        cycle.transport = self._response_transport  # type: ignore[assignment]
+        cycle.scope["extensions"] = {CHUNK_WRITER: chunk_writer(cycle)}  # type: ignore[dict-item]
+        if self.server_state.is_draining:
+            cycle.keep_alive = False
+        if self.pipeline:
+            self.flow.resume_reading()  # or the end of the connection would not be seen
+            if len(self.pipeline) > MAX_PIPELINED:
+                self._fail(400, "too many requests at once on one connection")
+
+    def on_chunk_header(self) -> None:
+        self._has_advanced = True
+
+    def on_body(self, body: bytes) -> None:
+        self._has_advanced = True
+        if len(self.cycle.body) > HIGH_WATER_LIMIT and self._running not in (self.cycle, None):
+            self._fail(400, "a request that waits for a response on its connection is too large")
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._is_reading = False
+        self._has_advanced = True
+        super().on_message_complete()
+        if self._closes_behind_body:
+            self.transport.close()
+            raise httptools.HttpParserError("what comes behind it is not read")
+
+    # -- the server's and the responses' calls ----------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_reading and self._has_begun:
+            self._unset_keepalive_if_required()  # a deadline has taken its place
+
+    def shutdown(self) -> None:
+        if self._is_answered_early:
+            self._closes_behind_body = True
+        else:
+            super().shutdown()
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _running(self) -> RequestResponseCycle | None:
+        """The request whose response is due."""
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        return self._cycles[0] if self._cycles else None
+
+    @property
+    def _is_answered_early(self) -> bool:
+        """Whether a request has its whole response, and is still being sent."""
+        return self._is_reading and self._has_headers and self.cycle.response_complete
+
+    def _close_behind_response(self) -> None:
+        """A response is the connection's last one. If its request is still being sent, that is read
+        to its end, or to its deadline: to close with unread data takes the response from a client.
+        """
+        if self._is_answered_early:
+            self._closes_behind_body = True
+        else:
+            self.transport.close()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse. An upgrade, which we have none of, is ignored, as a server may: HTTP/2 clients
+        offer it with requests that have a body, and httptools takes that for the new protocol's.
+        """
+        while True:
+            try:
+                return self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                data = self._plain_head() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+
+    def _plain_head(self) -> bytes:
+        """The head of this message, without the offer to upgrade."""
+        if self.parser.get_method() == b"CONNECT":
+            self._fail(405, "this server is no proxy")
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def _check_head(self) -> None:
+        if self._head_bytes + self._held_bytes > self._limits.max_header_bytes:
+            limit = self._limits.max_header_bytes
+            self._fail(431, f"the request's headers have more than {limit} bytes")
+
+    def _fail(self, status: int, message: str) -> NoReturn:
+        """Have the parser stop, and `data_received` refuse."""
+        self._refusal = status, message
+        raise httptools.HttpParserError(message)
+
+    def _watch(self) -> None:
+        """Set the one timer that this connection's state has."""
+        if not self._is_reading:
+            self._cancel_deadline()
+            if self._running is None:
+                self._unset_keepalive_if_required()
+                self._wait_for_next()
+        elif self._deadline is None or self._deadline_is_of_body is not self._has_headers:
+            self._cancel_deadline()
+            limits = self._limits
+            seconds = limits.body_timeout_s if self._has_headers else limits.header_timeout_s
+            self._deadline_is_of_body = self._has_headers
+            self._deadline = self.loop.call_later(seconds, self._on_deadline)
+
+    def _wait_for_next(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        if self.flow.read_paused:  # it waits for us
+            self._watch()
+        elif not self._has_begun or self._closes_behind_body:
+            self.transport.close()
+        else:
+            part, limits = ("body", self._limits.body_timeout_s)
+            if not self._has_headers:
+                part, limits = "headers", self._limits.header_timeout_s
+            self._refuse(408, f"the request's {part} did not come within {limits:g} s")
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Read no further. Answer and close; or close behind the response that runs."""
+        self._is_deaf = True
+        self._cancel_deadline()
+        self.flow.resume_reading()
+        self.pipeline.clear()  # these are never begun
+        running = self._running
+        if running is None:
+            self._answer(status, message)
+        elif self.cycle is running and self._is_reading and self._has_headers:  # its own body
+            running.disconnected = True
+            running.message_event.set()
+            if running.response_started:
+                self.transport.close()
+            else:
+                self._answer(status, message)
+        else:
+            running.keep_alive = False
+
+    def _answer(self, status: int, message: str) -> None:
+        body = openai_body(HttpError(status, message))
+        phrase = http.HTTPStatus(status).phrase
+        retry = "retry-after: 1\r\n" if status == 503 else ""
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n{retry}"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._deadline = self.loop.call_later(LINGER_S, self.transport.close)
+        else:
+            self.transport.close()

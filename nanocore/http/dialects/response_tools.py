@@ -1,0 +1,114 @@
+"""Tools and tool_choice of /v1/responses, as chats have them.
+
+Functions are the client's to run, and so are "custom" tools, which get a text: a model calls them
+as functions with one argument. Tools that a vendor's servers run are dropped, not refused: agents
+list them whatever the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from nanocore.http.errors import bad_request
+
+CUSTOM_ARGUMENT: Final = "input"
+_OURS: Final = ("function", "custom")
+
+
+class ResponseTools(msgspec.Struct, frozen=True):
+    """tools, choice: for the chat. shown: for the response. custom: names of those that are.
+
+    dropped: kinds of tools that are not served.
+    """
+
+    tools: list[dict[str, Any]] | None
+    choice: str | dict[str, Any] | None
+    shown: list[dict[str, Any]]
+    custom: frozenset[str]
+    dropped: list[str]
+
+
+def read_response_tools(
+    given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
+) -> ResponseTools:
+    """What is wrong with a function's name or parameters is said where chats are prepared.
+
+    Raises:
+        HttpError: tool_choice is none that there is.
+    """
+    given = given or []
+    ours = [tool for tool in given if tool.get("type", "function") in _OURS]
+    dropped = [str(tool["type"]) for tool in given if tool.get("type", "function") not in _OURS]
+    allowed, chosen = _read_choice(choice)
+    if given and not ours:
+        chosen = None  # what was to be called is not here
+    tools = [
+        _chat_tool(tool) for tool in ours if allowed is None or str(tool.get("name")) in allowed
+    ]
+    return ResponseTools(
+        tools=tools or None,
+        choice=chosen if tools or chosen != "auto" else None,
+        shown=[_shown(tool) for tool in ours],
+        custom=frozenset(str(tool.get("name")) for tool in ours if tool.get("type") == "custom"),
+        dropped=list(dict.fromkeys(dropped)),
+    )
+
+
+def _read_choice(
+    choice: str | dict[str, Any] | None,
+) -> tuple[set[str] | None, str | dict[str, Any] | None]:
+    """(names of the tools that may be called, None if all; the chat's choice)"""
+    if not isinstance(choice, dict):
+        return None, choice
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        tools, mode = choice.get("tools"), choice.get("mode", "auto")
+        if not isinstance(tools, list) or mode not in ("auto", "required"):
+            raise bad_request(
+                "tool_choice of type allowed_tools has tools, a list, and mode, auto or required",
+                "tool_choice",
+            )
+        return {str(tool.get("name")) for tool in tools if isinstance(tool, dict)}, mode
+    if kind in _OURS:
+        return None, {"type": "function", "function": {"name": choice.get("name")}}
+    return None, "auto"
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") == "custom":
+        return {"type": "function", "function": _custom_function(tool)}
+    function = {
+        key: value
+        for key in ("name", "description", "parameters", "strict")
+        if (value := tool.get(key)) is not None
+    }
+    return {"type": "function", "function": function}
+
+
+def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    description = str(tool.get("description") or "")
+    form = tool.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        syntax, definition = form.get("syntax"), form.get("definition")
+        description += f"\n\nThe input matches this {syntax} grammar:\n{definition}"
+    return {
+        "name": tool.get("name"),
+        "description": description.strip(),
+        "parameters": {
+            "type": "object",
+            "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+            "required": [CUSTOM_ARGUMENT],
+            "additionalProperties": False,
+        },
+    }
+
+
+def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """With all fields that clients expect."""
+    if tool.get("type") == "custom":
+        return dict(tool)
+    blank = {"description": None, "parameters": None, "strict": None}
+    return {"type": "function", "name": None, **blank, **tool}

@@ -1,0 +1,83 @@
+"""Responses that are kept: read, listed by their input, deleted."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+from nanocore.http.errors import HttpError, bad_request
+from nanocore.http.exchange import Exchange
+from nanocore.http.response_store import StoredResponse
+
+MAX_LISTED: Final = 100
+_USUAL_LISTED: Final = 20
+
+
+async def get(exchange: Exchange) -> None:
+    """GET /v1/responses/{id}."""
+    stored = _stored(exchange)
+    if _query(exchange).get("stream", "false").lower() == "true":
+        raise bad_request("a stored response is not streamed again: leave stream out", "stream")
+    await exchange.reply(200, stored.body)
+
+
+async def delete(exchange: Exchange) -> None:
+    """DELETE /v1/responses/{id}."""
+    _stored(exchange)
+    exchange.state.responses.remove(exchange.path_id)
+    await exchange.reply_json({"id": exchange.path_id, "object": "response", "deleted": True})
+
+
+async def cancel(exchange: Exchange) -> None:
+    """POST /v1/responses/{id}/cancel: what could be cancelled is not begun here."""
+    _stored(exchange)
+    raise bad_request(
+        "only background responses can be cancelled, and there are none here: close the connection "
+        "of a response to end it"
+    )
+
+
+async def list_input_items(exchange: Exchange) -> None:
+    """GET /v1/responses/{id}/input_items, the last ones first unless asked otherwise."""
+    query = _query(exchange)
+    items: list[dict[str, Any]] = [*_stored(exchange).input_items]
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise bad_request("order is asc or desc", "order")
+    if order == "desc":
+        items.reverse()
+    limit = query.get("limit", str(_USUAL_LISTED))
+    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MAX_LISTED:
+        raise bad_request(f"limit is 1 to {MAX_LISTED}", "limit")
+    if "after" in query:
+        ids = [item["id"] for item in items]
+        if query["after"] not in ids:
+            raise bad_request("after is the id of one of the items", "after")
+        items = items[ids.index(query["after"]) + 1 :]
+    page = items[: int(limit)]
+    await exchange.reply_json(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > len(page),
+        }
+    )
+
+
+def _stored(exchange: Exchange) -> StoredResponse:
+    stored = exchange.state.responses.get(exchange.path_id)
+    if stored is None:
+        raise HttpError(
+            404,
+            f"the response {exchange.path_id[:200]!r} is not stored here (any more)",
+            "not_found",
+        )
+    return stored
+
+
+def _query(exchange: Exchange) -> dict[str, str]:
+    """The last value of each name."""
+    given = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"))
+    return {name: values[-1] for name, values in given.items()}

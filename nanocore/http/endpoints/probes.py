@@ -1,0 +1,49 @@
+"""Is it alive, is it ready, what is it, and how does it fare: for probes and scrapers."""
+
+from __future__ import annotations
+
+from nanocore import __version__
+from nanocore.http.errors import RETRY_LATER_S, unavailable
+from nanocore.http.exchange import Exchange
+from nanocore.http.exposition import CONTENT_TYPE, exposition
+
+
+async def root(exchange: Exchange) -> None:
+    """GET and HEAD /: some clients look whether anybody is there."""
+    await exchange.reply_json({"name": "nanocore", "version": __version__})
+
+
+async def livez(exchange: Exchange) -> None:
+    """The process lives, also while it loads or drains."""
+    await exchange.reply_json({"status": "alive"})
+
+
+async def readyz(exchange: Exchange) -> None:
+    """Whether new requests would be taken; the engine is not asked."""
+    _check_serving(exchange)
+    await exchange.reply_json({"status": "ready"})
+
+
+async def health(exchange: Exchange) -> None:
+    """Whether the engine answers."""
+    _check_serving(exchange)
+    await exchange.client.health()
+    await exchange.reply_json({"status": "ok"})
+
+
+async def version(exchange: Exchange) -> None:
+    """Ours."""
+    await exchange.reply_json({"version": __version__})
+
+
+async def metrics(exchange: Exchange) -> None:
+    """For Prometheus."""
+    stats = await exchange.client.stats()
+    await exchange.reply(200, exposition(stats, exchange.model_name), CONTENT_TYPE)
+
+
+def _check_serving(exchange: Exchange) -> None:
+    if exchange.state.is_draining:
+        raise unavailable("the server is shutting down", RETRY_LATER_S)
+    if not exchange.client.is_connected:
+        raise unavailable("the engine is not connected")

@@ -1,0 +1,147 @@
+"""Text to token ids and back, as vLLM's server has it: /tokenize, /detokenize, /tokenizer_info."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+
+from nanocore.client import SamplingParams
+from nanocore.client.chat.request import ChatOptions, prepare_chat
+from nanocore.client.special_tokens import STANDARD_NAMES
+from nanocore.client.tokenizer import MAX_QUICK_TOKENS, Tokenizer
+from nanocore.http.dialects.chat_options import is_function, template_options
+from nanocore.http.errors import bad_request
+from nanocore.http.exchange import Exchange
+from nanocore.http.settings import AppSettings
+
+MAX_CHARS: Final = 1 << 20
+"""Of a text; it takes seconds."""
+MAX_TOKENS: Final = 1 << 20
+_PRIVATE: Final = frozenset({"name_or_path", "chat_template", "added_tokens_decoder"})
+"""Of a tokenizer's configuration: where it was made, and what is said otherwise or at length."""
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """A text, or a conversation as /v1/chat/completions takes it.
+
+    add_special_tokens: of a text, and by default; a conversation has those of its template.
+    """
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+
+    def check(self) -> None:
+        """Raises HttpError if it is none of both, or asks for what is not served."""
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either a prompt or messages", "prompt")
+        if self.prompt is not None and len(self.prompt) > MAX_CHARS:
+            raise bad_request(
+                f"the prompt has {len(self.prompt)} characters: at most {MAX_CHARS} are taken",
+                "prompt",
+            )
+        if self.messages is not None and self.add_special_tokens:
+            raise bad_request(
+                "a conversation's special tokens are its template's: leave add_special_tokens out",
+                "add_special_tokens",
+            )
+        if self.chat_template is not None:
+            raise bad_request("chat_template is not served: leave it out", "chat_template")
+
+    def options(self, settings: AppSettings) -> ChatOptions:
+        """What the conversation is asked for beside its messages."""
+        tools = [tool for tool in self.tools or () if is_function(tool)]
+        return ChatOptions(
+            tools=tools or None,
+            tool_choice=self.tool_choice if tools else None,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            **template_options(settings, self.chat_template_kwargs or {}),
+        )
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Token ids."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+async def tokenize(exchange: Exchange) -> None:
+    """POST /tokenize."""
+    request = await exchange.read(TokenizeRequest)
+    exchange.check_model(request.model)
+    request.check()
+    client = exchange.client
+    if request.prompt is not None:
+        token_ids = await client.encode(request.prompt, request.add_special_tokens is not False)
+    else:
+        messages, options = request.messages or [], request.options(exchange.settings)
+        chat = await client.with_tokenizer(
+            lambda tokenizer: prepare_chat(messages, options, tokenizer, SamplingParams())
+        )
+        token_ids = [*chat.prompt_token_ids]
+    token_strs = None
+    if request.return_token_strs:
+        token_strs = await client.with_tokenizer(lambda tokenizer: tokenizer.tokens(token_ids))
+    await exchange.reply_json(
+        {
+            "count": len(token_ids),
+            "max_model_len": client.model_card.max_model_len,
+            "tokens": token_ids,
+            "token_strs": token_strs,
+        }
+    )
+
+
+async def detokenize(exchange: Exchange) -> None:
+    """POST /detokenize."""
+    request = await exchange.read(DetokenizeRequest)
+    exchange.check_model(request.model)
+    client, token_ids = exchange.client, request.tokens
+    if len(token_ids) > MAX_TOKENS:
+        raise bad_request(
+            f"tokens has {len(token_ids)} of them: at most {MAX_TOKENS} are taken", "tokens"
+        )
+    vocab_size = client.model_card.vocab_size
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
+        raise bad_request(
+            f"{wrong} is no token id of this model: valid ids are 0 to {vocab_size - 1}", "tokens"
+        )
+
+    def decode(tokenizer: Tokenizer) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    if len(token_ids) <= MAX_QUICK_TOKENS:
+        text = decode(await client.get_tokenizer())
+    else:
+        text = await client.with_tokenizer(decode)
+    await exchange.reply_json({"prompt": text})
+
+
+async def tokenizer_info(exchange: Exchange) -> None:
+    """GET /tokenizer_info: what the model's tokenizer_config.json says, and its chat template."""
+    client = exchange.client
+    tokenizer = await client.get_tokenizer()
+    config = {name: value for name, value in tokenizer.config.items() if name not in _PRIVATE}
+    names = dict.fromkeys(sorted(STANDARD_NAMES))
+    await exchange.reply_json(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": client.model_card.max_model_len,
+            **config,
+            **names,
+            **tokenizer.named_tokens,
+            "chat_template": tokenizer.chat_template_text,
+        }
+    )

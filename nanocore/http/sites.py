@@ -1,0 +1,54 @@
+"""Which web pages may use a server that asks for no key: those that it serves itself.
+
+A page of any site can have a browser send requests to loopback, and by a name of its own that it
+lets point there (DNS rebinding) even read the answers. The names by which we are asked tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from ipaddress import ip_address
+
+from nanocore.http.errors import HttpError
+
+
+def check_site(host: bytes | None, origin: bytes | None, allowed_hosts: Collection[str]) -> None:
+    """Whether a request comes from here, as its Host and Origin say it.
+
+    allowed_hosts: names beside localhost and addresses; "*" is any. An origin that is allowed is
+    not asked of here.
+
+    Raises:
+        HttpError: it does not.
+    """
+    asked = (host or b"").decode("latin-1").lower()
+    name = _name(asked)
+    if host is not None and "*" not in allowed_hosts and not _is_ours(name, allowed_hosts):
+        raise HttpError(
+            403,
+            f"this server is not called {name[:200]!r}: without an API key it answers to localhost "
+            "and addresses alone; name others with --allowed-hosts, or have keys",
+        )
+    if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != asked:
+        raise HttpError(
+            403,
+            "a web page of another site may not use a server without an API key: name its origin "
+            "with --allowed-origins",
+        )
+
+
+def _name(host: str) -> str:
+    """Without the port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_ours(name: str, allowed: Collection[str]) -> bool:
+    if name == "localhost" or name.endswith(".localhost") or name in allowed:
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,72 @@
+"""The `nanocore` command, as a shell has it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from nanocore import __version__
+from nanocore.cli import serve
+from nanocore.cli.main import main
+
+
+def exit_code(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return caught.value.code
+
+
+def test_help_lists_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("--help") == 0
+    assert "\n  serve " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["serve", "--version"]])
+def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*arguments) == 0
+    assert capsys.readouterr().out == f"nanocore {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "which command?"),
+        (["sreve"], "did you mean serve?"),
+        (["--port"], "no command '--port'"),
+        (["serve", "--port", "x"], "nanocore serve: argument --port"),
+        (["serve", "--host", "0.0.0.0"], "nanocore serve: --host 0.0.0.0: whoever"),
+    ],
+)
+def test_usage_errors_are_one_line(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*arguments) == 2
+    written = capsys.readouterr()
+    assert text in written.err
+    assert written.err.count("\n") == 1
+    assert written.out == ""
+
+
+def test_missing_packages_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else name)
+    assert exit_code("serve") == 2
+    assert capsys.readouterr().err == (
+        "nanocore serve: serving HTTP needs uvicorn: in the repository, pip install '.[server]'\n"
+    )
+
+
+def test_help_needs_neither_torch_nor_a_server() -> None:
+    script = (
+        "import sys\nfrom nanocore.cli.main import main\n"
+        "try:\n    main(['serve', '--help'])\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, *{'uvicorn', 'uvloop', 'zmq', 'torch', 'asyncio'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0"

@@ -1,0 +1,197 @@
+"""`nanocore serve` that joins an engine: its start and ends, its workers, the end of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from nanocore.client import AsyncEngineClient
+from tests.cli.served import DEMO, answered, children, run_to_exit, serving
+from tests.end_to_end import forked
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[forked.Engine]:
+    with forked.engine(DEMO) as running:
+        yield running
+
+
+@contextmanager
+def paused(endpoint: str) -> Iterator[PausedEngine]:
+    """An engine that does no step while the block runs: what is asked of it waits."""
+    with asyncio.Runner() as runner:
+        client = AsyncEngineClient.connect(endpoint, timeout_s=60)
+        runner.run(client.__aenter__())
+        runner.run(client.pause())
+        try:
+            yield PausedEngine(runner, client)
+        finally:
+            runner.run(client.close())
+
+
+class PausedEngine:
+    def __init__(self, runner: asyncio.Runner, client: AsyncEngineClient) -> None:
+        self._runner = runner
+        self._client = client
+
+    def wait_for(self, num_requests: int) -> None:
+        """Until so many requests wait."""
+
+        async def wait() -> None:
+            while True:
+                stats = await self._client.stats()
+                if stats.num_requests_waiting + stats.num_requests_running == num_requests:
+                    return
+
+        self._runner.run(wait())
+
+    def resume(self) -> None:
+        self._runner.run(self._client.resume())
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "num_workers"),
+    [
+        (signal.SIGTERM, 0, 1),
+        (signal.SIGINT, 130, 2),
+        pytest.param(signal.SIGTERM, 0, 2, marks=pytest.mark.campaign),
+        pytest.param(signal.SIGINT, 130, 1, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_signal_lets_responses_end_and_leaves_the_engine_alone(
+    engine: forked.Engine, number: signal.Signals, exit_code: int, num_workers: int
+) -> None:
+    with serving("--endpoint", engine.endpoint, "--http-workers", str(num_workers)) as server:
+        server.line("ready: ")
+        with paused(engine.endpoint) as held:
+            running = server.ask()
+            held.wait_for(1)
+            server.signal(number)
+            server.line("may come to their end, for at most 25 s")
+            if num_workers == 1:
+                assert server.get("/livez")[0] == 200
+                assert server.get("/readyz")[0] == 503
+                assert answered(server.ask())[0] == 503
+            held.resume()
+            status, answer = answered(running)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 4)
+        assert server.exit() == exit_code
+        assert "Traceback" not in "".join(server.log)
+    os.kill(engine.pid, 0)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_second_signal_ends_at_once(engine: forked.Engine, num_workers: int) -> None:
+    with serving("--endpoint", engine.endpoint, "--http-workers", str(num_workers)) as server:
+        server.line("ready: ")
+        with paused(engine.endpoint) as held:
+            running = server.ask()
+            held.wait_for(1)
+            server.signal(signal.SIGTERM)
+            server.line("another signal ends them at once")
+            server.signal(signal.SIGTERM)
+            assert server.exit() == 130
+            with pytest.raises(ConnectionError):
+                running.getresponse()
+            running.close()
+            held.wait_for(0)
+
+
+@pytest.mark.campaign
+def test_responses_that_take_too_long_end_with_an_error(engine: forked.Engine) -> None:
+    with serving("--endpoint", engine.endpoint, "--shutdown-timeout", "0.1") as server:
+        server.line("ready: ")
+        with paused(engine.endpoint) as held:
+            running = server.ask()
+            held.wait_for(1)
+            server.signal(signal.SIGTERM)
+            server.line("are cut")
+            assert server.exit() == 0
+            status, body = answered(running)
+            assert (status, body["error"]["code"]) == (503, "unavailable")
+            held.wait_for(0)
+
+
+def test_a_worker_that_dies_is_replaced_and_its_callers_wait(engine: forked.Engine) -> None:
+    with serving("--endpoint", engine.endpoint, "--http-workers", "2") as server:
+        server.line("ready: ")
+        first, second = children(server.pid)
+        os.kill(first, signal.SIGKILL)
+        waiting = [server.connect() for _ in range(32)]
+        for connection in waiting:
+            connection.request("GET", "/livez")
+        assert f"pid {first}" in server.line("another one starts")
+        for connection in waiting:
+            assert answered(connection)[0] == 200
+        assert second in children(server.pid)
+        assert first not in children(server.pid)
+        server.signal(signal.SIGTERM)
+        assert server.exit() == 0
+
+
+@pytest.mark.campaign
+def test_a_server_that_joined_an_engine_outlives_it(short_path: Path) -> None:
+    endpoint = f"ipc://{short_path}/e/engine.sock"
+    with ExitStack() as stack:
+        with forked.engine(DEMO, endpoint=endpoint) as first:
+            server = stack.enter_context(serving("--endpoint", endpoint))
+            server.line("ready: ")
+            assert answered(server.ask())[0] == 200
+            os.kill(first.pid, signal.SIGKILL)
+            while answered(server.ask())[0] == 200:
+                pass
+        assert server.get("/livez")[0] == 200
+        with forked.engine(DEMO, endpoint=endpoint):
+            while (status := answered(server.ask())[0]) != 200:
+                assert status == 503
+
+
+def test_a_unix_socket_and_a_key(engine: forked.Engine, short_path: Path) -> None:
+    path, keys = short_path / "http.sock", short_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+    joining = ("--endpoint", engine.endpoint)
+    with serving(*joining, "--uds", str(path), "--api-key-file", str(keys)) as server:
+        server.line("ready: ")
+        assert server.get("/livez")[0] == 200
+        assert server.get("/v1/models")[0] == 401
+        assert server.get("/v1/models", key="secret")[0] == 200
+        assert "secret" not in "".join(server.log)
+        server.signal(signal.SIGTERM)
+        assert server.exit() == 0
+    assert not path.exists()
+
+
+def test_an_address_that_is_in_use_is_told_before_an_engine_is_launched(
+    engine: forked.Engine,
+) -> None:
+    with serving("--endpoint", engine.endpoint) as server:
+        done = run_to_exit(port=server.port)
+    assert done.returncode == 5
+    assert done.stderr.startswith(f"nanocore serve: 127.0.0.1, port {server.port} is in use")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_engine_that_nobody_runs_is_named(short_path: Path) -> None:
+    endpoint = f"ipc://{short_path}/e/engine.sock"
+    done = run_to_exit("--endpoint", endpoint, "--start-timeout", "0.2")
+    assert done.returncode == 70
+    assert endpoint in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.campaign
+def test_the_access_log_is_off_unless_asked_for(engine: forked.Engine) -> None:
+    for flags, num_lines in (((), 0), (("--enable-access-log",), 1)):
+        with serving("--endpoint", engine.endpoint, *flags) as server:
+            server.line("ready: ")
+            server.get("/version")
+            server.signal(signal.SIGTERM)
+            server.exit()
+            assert sum('"GET /version HTTP/1.1" 200' in line for line in server.log) == num_lines

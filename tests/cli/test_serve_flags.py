@@ -1,0 +1,179 @@
+"""The command line of `nanocore serve`: whose a flag is, and what is refused before a start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanocore.cli.serve_flags import parse
+from nanocore.cli.serve_options import JOIN_TIMEOUT_S, LAUNCH_TIMEOUT_S, ServeOptions
+from nanocore.protocol.errors import ConfigError, KeyFileError
+
+
+def options(*arguments: str, environment: dict[str, str] | None = None) -> ServeOptions:
+    return parse(list(arguments), {} if environment is None else environment)
+
+
+def test_defaults() -> None:
+    given = options()
+    assert (given.host, given.port, given.uds, given.http_workers) == ("127.0.0.1", 8000, None, 1)
+    assert given.engine_flags == ()
+    assert given.app.api_keys == ()
+    assert given.app.stored_responses_bytes > 0
+    assert given.start_timeout_s == LAUNCH_TIMEOUT_S
+    assert not given.server.access_log
+    assert given.server.limits.max_header_bytes == 65536
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags"),
+    [
+        (["folder"], ["--model=folder"]),
+        (["--model", "folder"], ["--model=folder"]),
+        (["folder", "--model", "folder"], ["--model=folder"]),
+        (["--tp", "2"], ["--tp", "2"]),
+        (["m", "--tp=2", "--port", "1", "--max-num-seqs", "8"],
+         ["--model=m", "--tp=2", "--max-num-seqs", "8"]),
+        (["--served-model-name", "a", "b", "--no-enable-prefix-caching"],
+         ["--no-enable-prefix-caching"]),
+        (["--x", '{"a": -1}', "--y", "-5"], ["--x", '{"a": -1}', "--y", "-5"]),
+    ],
+)  # fmt: skip
+def test_what_is_not_ours_is_the_engines(arguments: list[str], flags: list[str]) -> None:
+    assert list(options(*arguments).engine_flags) == flags
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["a", "--model", "b"], "two models, a and --model b"),
+        (["--port", "65536"], "no port"),
+        (["--port", "9" * 5000], "no port"),
+        (["--http-workers", "0"], "no whole number from 1 to 256"),
+        (["--max-body-bytes", "-1"], "no whole number"),
+        (["--header-timeout", "0"], "above 0"),
+        (["--header-timeout", "nan"], "no number of seconds"),
+        (["--shutdown-timeout", "-1"], "no number of seconds"),
+        (["--default-chat-template-kwargs", "[]"], "no JSON object"),
+        (["--default-chat-template-kwargs", "[" * 9999], "no JSON object"),
+        (["--ssl-keyfile", "k"], "needs --ssl-certfile"),
+        (["--ssl-ca-certs", "c"], "needs --ssl-certfile"),
+        (["--ssl-cert-reqs", "2"], "needs --ssl-certfile"),
+        (["--curve-dir", "d"], "are for --endpoint"),
+        (["m", "--endpoint", "ipc:///e"], "leave m out"),
+        (["--endpoint", "ipc:///e", "--prot", "1"], "unknown: --prot 1; did you mean --port?"),
+        (["--endpoint", "ipc:///e", "--tp", "2"], "the engine runs already"),
+        (["--listen", "ipc:///e"], "--endpoint ENDPOINT"),
+        (["--listen=ipc:///e"], "--endpoint ENDPOINT"),
+        (["--check"], "nanocore-engine --check"),
+        (["--parent-fd", "3"], "launcher's own"),
+        (["--http-workers", "2", "--stored-responses-bytes", "1"], "leave it out"),
+        (["--tokenizer", "/no/such"], "no such folder"),
+        (["--api-key", ""], "printable ASCII"),
+        (["--api-key", "a b"], "printable ASCII"),
+        (["--enable-access-log=1"], "takes no value"),
+    ],
+)
+def test_what_cannot_be_is_said(arguments: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        options(*arguments)
+    assert text in str(caught.value)
+
+
+def test_a_flag_that_is_nearly_ours_is_named_if_the_engine_refuses_it() -> None:
+    assert (
+        options("--prot", "1").hint == "`nanocore serve` has --port, and --prot went to the engine"
+    )
+    assert options("--max-num-seqs", "1").hint == ""
+
+
+def test_several_processes_store_no_responses() -> None:
+    assert options("--http-workers", "2").app.stored_responses_bytes == 0
+    assert options("--stored-responses-bytes", "7").app.stored_responses_bytes == 7
+
+
+def test_joining_waits_shorter_than_launching() -> None:
+    assert options("--endpoint", "ipc:///e").start_timeout_s == JOIN_TIMEOUT_S
+    assert options("--endpoint", "ipc:///e", "--start-timeout", "3").start_timeout_s == 3
+
+
+def test_parsers_can_be_none() -> None:
+    given = options("--tool-call-parser", "none", "--reasoning-parser", "qwen3").app
+    assert (given.tool_parser, given.reasoning_parser) == (None, "qwen3")
+
+
+def test_certificates_of_clients_are_needed_if_their_authorities_are_named() -> None:
+    assert options().server.ssl_cert_reqs == 0
+    tls = ("--ssl-certfile", "f", "--ssl-ca-certs", "c")
+    assert options(*tls).server.ssl_cert_reqs == 2
+    assert options(*tls, "--ssl-cert-reqs", "1").server.ssl_cert_reqs == 1
+
+
+def key_file(folder: Path, text: bytes, mode: int = 0o600) -> Path:
+    path = folder / "keys"
+    path.write_bytes(text)
+    path.chmod(mode)
+    return path
+
+
+def test_keys_come_from_flags_a_file_and_the_environment(tmp_path: Path) -> None:
+    path = key_file(tmp_path, b"# comment\n\nc\n  d \r\na\n")
+    environment = {"NANOCORE_API_KEY": "e", "OTHER": "x"}
+    given = options("--api-key", "a", "b", "--api-key", "c", "--api-key-file", str(path),
+                    environment=environment)  # fmt: skip
+    assert given.app.api_keys == ("a", "b", "c", "d", "e")
+    assert environment == {"OTHER": "x"}, "no child is to inherit it"
+
+
+def test_an_empty_key_in_the_environment_is_no_key() -> None:
+    with pytest.raises(ConfigError, match="NANOCORE_API_KEY"):
+        options(environment={"NANOCORE_API_KEY": ""})
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "problem"),
+    [
+        (b"a\n", 0o640, "chmod 600"),
+        (b"a\n", 0o604, "chmod 600"),
+        (b"\n# a\n", 0o600, "a key per line"),
+        (b"\xff\xfe\n", 0o600, "no text"),
+        (b"a b\n", 0o600, "printable ASCII"),
+        (b"a\n" * 2**20, 0o600, "at most 1 MiB"),
+    ],
+)
+def test_a_key_file_that_cannot_be_used_is_refused(
+    tmp_path: Path, text: bytes, mode: int, problem: str
+) -> None:
+    path = key_file(tmp_path, text, mode)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        options("--api-key-file", str(path))
+    assert "keys" in str(caught.value)
+
+
+def test_a_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match="No such file"):
+        options("--api-key-file", str(tmp_path / "none"))
+
+
+def test_a_model_behind_the_flags_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match="MODEL comes first: nanocore serve some/model"):
+        parse(["--port", "0", "some/model"], {})
+    assert "MODEL comes first" in parse(["--max-num-seqs", "4", "some/model"], {}).hint
+    assert parse(["--tp", "2", "--port", "0"], {}).engine_flags == ("--tp", "2")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--tool-call-parser", "hermees"],
+        ["--reasoning-parser", "qwen4"],
+        ["--allowed-origins", "example.com"],
+        ["--served-model-name", ""],
+        ["--http-workers", "10000"],
+        ["--uds", "/tmp/x", "--port", "1"],
+    ],
+)
+def test_what_would_fail_each_request_or_never_be_of_use_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=arguments[0]):
+        parse(arguments, {})

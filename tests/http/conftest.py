@@ -1,0 +1,22 @@
+"""Fixtures of the HTTP server's tests; an engine with the demo model for all that talk to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nanocore
+from tests.client.conftest import endpoint, tokenizer, tokenizer_folder
+from tests.end_to_end.forked import engine
+
+__all__ = ["demo_endpoint", "endpoint", "tokenizer", "tokenizer_folder"]
+DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+
+
+@pytest.fixture(scope="package")
+def demo_endpoint() -> Iterator[str]:
+    """Where it listens."""
+    with engine(DEMO_MODEL, "--dtype", "float32") as running:
+        yield running.endpoint

@@ -1,0 +1,128 @@
+"""Input items to messages: what real clients send, and what is wrong with others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanocore.http.dialects.response_items import Item, ItemReader
+from nanocore.http.dialects.response_messages import messages_of
+from nanocore.http.errors import HttpError
+
+HI: Any = {"role": "user", "content": "hi"}
+CALL: Any = {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a":1}'}
+RESULT: Any = {"type": "function_call_output", "call_id": "c", "output": "2"}
+
+
+def read(given: str | list[Any], instructions: str | None = None) -> list[dict[str, Any]]:
+    """The messages that they make."""
+
+    def find(item_id: str) -> Item | None:
+        return None
+
+    return messages_of(ItemReader("k", find).read(given), instructions)
+
+
+def call(name: str, arguments: str, call_id: str = "c") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        ("hi", [HI]),
+        ([HI, {"type": "message", **HI}], [HI, HI]),
+        ([{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}], [HI]),
+        (
+            [{"role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}],
+            [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}],
+        ),
+        ([{"role": "developer", "content": "a"}, HI], [{"role": "developer", "content": "a"}, HI]),
+        (
+            [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, HI],
+            [{"role": "system", "content": "a\n\nb"}, HI],
+        ),
+        ([HI, {"role": "system", "content": "a"}], [HI, {"role": "system", "content": "a"}]),
+        (
+            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
+            [{"role": "assistant", "content": "no"}],
+        ),
+        ([HI, {"type": "web_search_call", "id": "ws"}], [HI]),
+        (
+            [RESULT | {"output": [{"type": "input_text", "text": t} for t in "ab"]}],
+            [{"role": "tool", "tool_call_id": "c", "content": "a\nb"}],
+        ),
+    ],
+)
+def test_messages_are_read_in_all_their_forms(
+    given: str | list[Any], messages: list[dict[str, Any]]
+) -> None:
+    assert read(given) == messages
+
+
+def test_instructions_come_first_and_with_what_the_system_says() -> None:
+    developer = {"role": "developer", "content": [{"type": "input_text", "text": t} for t in "ab"]}
+    assert read([HI], "x") == [{"role": "system", "content": "x"}, HI]
+    assert read([developer, HI], "x") == [{"role": "system", "content": "x\n\na\n\nb"}, HI]
+
+
+def test_what_the_assistant_did_between_two_turns_is_one_turn() -> None:
+    thought = {
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": "short"}],
+        "content": [{"type": "reasoning_text", "text": "long"}],
+    }
+    custom = {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": '"x"'}
+    output = {"type": "custom_tool_call_output", "call_id": "d", "output": "done"}
+    said = {"type": "message", "role": "assistant", "content": "I call"}
+    assert read([HI, thought, said, CALL, custom, RESULT, output, HI]) == [
+        HI,
+        {
+            "role": "assistant",
+            "content": "I call",
+            "reasoning_content": "long",
+            "tool_calls": [call("add", '{"a":1}'), call("patch", '{"input":"\\"x\\""}', "d")],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "2", "name": "add"},
+        {"role": "tool", "tool_call_id": "d", "content": "done", "name": "patch"},
+        HI,
+    ]
+
+
+def test_calls_with_their_results_between_them_are_turns_of_their_own() -> None:
+    roles = [message["role"] for message in read([HI, CALL, RESULT, CALL, RESULT])]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool"]
+
+
+def test_a_summary_is_reasoning_where_there_is_no_more_and_a_call_needs_no_text() -> None:
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}]}
+    encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "AAAA"}
+    [turn] = read([encrypted, thought, CALL])
+    assert (turn["reasoning_content"], turn["content"]) == ("short", None)
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        (["hi"], "input[0]"),
+        ([HI, {"type": "compaction"}], "input[1].type"),
+        ([{"type": ["message"]}], "input[0].type"),
+        ([{"role": "tool", "content": "x"}], "input[0].role"),
+        ([{"role": "user"}], "input[0].content"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0]"),
+        ([{"role": "user", "content": [{"type": {}}]}], "input[0].content[0]"),
+        ([{"role": "user", "content": ["x"]}], "input[0].content[0]"),
+        ([CALL | {"arguments": {}}], "input[0].arguments"),
+        ([RESULT | {"call_id": None}], "input[0].call_id"),
+        ([RESULT | {"output": {"a": 1}}], "input[0].output"),
+        ([{"type": "reasoning", "summary": "x"}], "input[0].summary"),
+        ([{"type": "item_reference"}], "input[0].id"),
+        ([{"type": "item_reference", "id": "msg_x"}], "input[0].id"),
+    ],
+)
+def test_what_is_no_item_is_refused_where_it_stands(given: list[Any], param: str) -> None:
+    with pytest.raises(HttpError) as caught:
+        read(given)
+    assert caught.value.param == param
+    assert caught.value.status in (400, 404)

@@ -1,0 +1,252 @@
+"""Who may ask what: paths, methods, keys, bodies, and what is said to those who may not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from nanocore.http.app import App
+from nanocore.http.routes import ROUTES
+from nanocore.http.settings import AppSettings
+from tests.client.fake_engine import connected
+from tests.client.running import run
+from tests.http.asgi import Connection, scope
+
+CHAT = "/v1/chat/completions"
+
+
+def ask(
+    app: App,
+    method: str,
+    path: str,
+    *pieces: bytes,
+    connection: Connection | None = None,
+    **headers: str,
+) -> Connection:
+    """One request's answer."""
+    connection = connection or Connection(*pieces)
+    run(app(scope(method, path, **headers), connection.receive, connection.send))
+    return connection
+
+
+@pytest.fixture
+def app() -> App:
+    return App(AppSettings())
+
+
+def test_probes_answer_while_the_model_is_being_loaded(app: App) -> None:
+    assert ask(app, "GET", "/livez").status == 200
+    assert ask(app, "HEAD", "/").status == 200
+    for path in ("/readyz", "/health", "/metrics", "/v1/models"):
+        loading = ask(app, "GET", path)
+        assert (loading.status, loading.headers[b"retry-after"]) == (503, b"5")
+
+
+def test_probes_tell_a_server_that_drains_from_one_that_serves(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (_, client):
+            app = App(AppSettings(served_model_names=("one", "two")))
+            app.state.client = client
+            statuses = {}
+            for app.state.is_draining in (False, True):
+                for path in ("/livez", "/readyz", "/v1/models", CHAT):
+                    connection = Connection()
+                    method = "POST" if path == CHAT else "GET"
+                    await app(scope(method, path), connection.receive, connection.send)
+                    statuses[path, app.state.is_draining] = connection.status
+            assert statuses == {
+                ("/livez", False): 200, ("/livez", True): 200,
+                ("/readyz", False): 200, ("/readyz", True): 503,
+                ("/v1/models", False): 200, ("/v1/models", True): 200,
+                (CHAT, False): 400, (CHAT, True): 503,
+            }  # fmt: skip
+
+    run(scenario())
+
+
+def test_models_go_by_all_their_names(endpoint: str) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (_, client):
+            app = App(AppSettings(served_model_names=("one", "org/two")))
+            app.state.client = client
+            answers = {}
+            for path in ("/v1/models", "/v1/models/org/two", "/v1/models/three"):
+                connection = Connection()
+                await app(scope("GET", path), connection.receive, connection.send)
+                answers[path] = connection
+            ids = [model["id"] for model in answers["/v1/models"].json["data"]]
+            assert ids == ["one", "org/two"]
+            assert answers["/v1/models/org/two"].json["id"] == "org/two"
+            missing = answers["/v1/models/three"]
+            assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
+
+    run(scenario())
+
+
+def test_a_path_that_is_not_there_lists_those_that_are(app: App) -> None:
+    answer = ask(app, "GET", "/v1/audio")
+    assert answer.status == 404
+    assert "POST /v1/chat/completions" in answer.json["error"]["message"]
+
+
+def test_anthropics_clients_get_errors_in_their_shape_on_every_path(app: App) -> None:
+    for path in ("/v1/messages/batches", "/v1/models"):
+        answer = ask(app, "GET", path, anthropic_version="2023-06-01")
+        assert answer.status >= 400
+        assert (answer.json["type"], answer.json["error"].keys()) == ("error", {"type", "message"})
+
+
+def test_a_method_that_a_path_has_not_names_those_it_has(app: App) -> None:
+    answer = ask(app, "GET", CHAT)
+    assert (answer.status, answer.headers[b"allow"]) == (405, b"POST")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Basic right"},
+        {"authorization": "right"},
+        {"x_api_key": "wrong"},
+        {"x_api_key": ""},
+    ],
+)
+def test_without_a_valid_key_nothing_but_probes_is_served(headers: dict[str, str]) -> None:
+    app = App(AppSettings(api_keys=("right", "other")))
+    for route in ROUTES:
+        path = route.path.replace("{id}", "x")
+        status = ask(app, route.method, path, **headers).status
+        assert (status == 401) is not route.is_open, path
+    assert {route.path for route in ROUTES if route.is_open} >= {"/", "/livez", "/readyz"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer right"},
+        {"authorization": "bearer other"},
+        {"x_api_key": "other"},
+        {"x_api_key": "other "},
+        {"x_api_key": "wrong", "authorization": "Bearer right"},
+    ],
+)
+def test_any_of_the_keys_opens(headers: dict[str, str]) -> None:
+    app = App(AppSettings(api_keys=("right", "other")))
+    assert ask(app, "GET", "/v1/models", **headers).status == 503  # nothing is loaded
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"", 400, "cannot be read as JSON"),
+        (b"{", 400, "cannot be read as JSON"),
+        (b"[]", 400, "JSON object"),
+        (b"\xff{}", 400, "cannot be read as JSON"),
+        (b'{"a": "\xff"}', 400, "cannot be read as JSON"),
+        (b'{"a": NaN}', 400, "cannot be read as JSON"),
+        (b"[" * 100_000, 400, "nested too deep"),
+        (b'{"messages": 1}', 400, "$.messages"),
+        (b'{"messages": [1]}', 400, "$.messages[0]"),
+        (b'{"messages": [], "temperature": "hot"}', 400, "$.temperature"),
+        (b"{" + b" " * 2000, 413, "1000 bytes"),
+        (json.dumps({str(i): 1 for i in range(300)}).encode(), 400, "300 fields"),
+    ],
+)
+def test_bodies_that_are_none_are_told_why(body: bytes, status: int, says: str) -> None:
+    app = App(AppSettings(max_body_bytes=1000 if status == 413 else 2**20))
+    answer = ask(app, "POST", CHAT, body[:10], body[10:])
+    assert answer.status == status
+    assert says in answer.json["error"]["message"]
+
+
+def test_a_body_whose_announced_length_is_too_large_is_not_read() -> None:
+    app = App(AppSettings(max_body_bytes=1000))
+    connection = Connection(b"x")
+    ask(app, "POST", CHAT, connection=connection, content_length="1001")
+    assert connection.status == 413
+    assert connection._incoming == [b"x"]
+
+
+@pytest.mark.parametrize("headers", [{"content_type": "text/plain"}, {"content_encoding": "gzip"}])
+def test_other_kinds_of_bodies_are_refused(app: App, headers: dict[str, str]) -> None:
+    assert ask(app, "POST", CHAT, b"{}", **headers).status == 415
+
+
+def test_a_client_that_leaves_before_its_body_is_there_gets_nothing(app: App) -> None:
+    connection = Connection(b"{", b"")
+    connection._incoming.pop()
+    connection.leave()
+    ask(app, "POST", CHAT, connection=connection)
+    assert connection.start is None
+
+
+def test_unknown_fields_are_named_in_a_header(app: App) -> None:
+    body: dict[str, Any] = {"messages": [], "frobnicate": 1, "b\u00e4d\r\n": 2}
+    answer = ask(app, "POST", CHAT, json.dumps(body).encode())
+    assert answer.headers[b"nanocore-ignored"] == b"b?d??, frobnicate"
+
+
+@pytest.mark.parametrize(("given", "kept"), [("abc-1", True), ("two words", False), ("", False)])
+def test_a_request_keeps_its_id_if_that_can_be_one(app: App, given: str, kept: bool) -> None:
+    answer = ask(app, "GET", "/livez", x_request_id=given)
+    assert (answer.headers[b"x-request-id"] == given.encode()) is kept
+
+
+def test_pages_of_other_hosts_may_call_if_they_are_allowed_to() -> None:
+    app = App(AppSettings(allowed_origins=("https://a.example",)))
+    allowed = ask(app, "OPTIONS", CHAT, origin="https://a.example")
+    assert (allowed.status, allowed.body) == (204, b"")
+    assert allowed.headers[b"access-control-allow-origin"] == b"https://a.example"
+    other = ask(app, "GET", "/livez", origin="https://b.example")
+    assert b"access-control-allow-origin" not in other.headers
+    assert ask(app, "OPTIONS", CHAT, origin="https://b.example").status == 405
+    assert ask(App(AppSettings()), "OPTIONS", CHAT, origin="https://a.example").status == 405
+
+
+def test_a_bug_is_a_status_and_not_a_dropped_connection(
+    app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def break_down() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(app, "_check", lambda *_: break_down())
+    answer = ask(app, "GET", "/livez")
+    assert (answer.status, answer.json["error"]["type"]) == (500, "server_error")
+    assert "GET /livez" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "allowed"),
+    [
+        ("localhost:8000", None, True),
+        ("LOCALHOST", None, True),
+        ("a.localhost:1", None, True),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", True),
+        ("[::1]:8000", "https://[::1]:8000", True),
+        ("mine.example:8000", None, True),
+        ("localhost:8000", "https://page.example", True),
+        ("evil.example:8000", None, False),
+        ("evil.example:8000", "http://evil.example:8000", False),
+        ("127.0.0.1:8000", "http://evil.example", False),
+        ("127.0.0.1:8000", "http://127.0.0.1:9000", False),
+        ("127.0.0.1:8000", "null", False),
+        ("127.0.0.1.evil.example", None, False),
+        ("", None, False),
+    ],
+)
+def test_without_keys_only_pages_of_its_own_may_use_a_server(
+    host: str, origin: str | None, allowed: bool
+) -> None:
+    names = {"allowed_hosts": ("mine.example",), "allowed_origins": ("https://page.example",)}
+    headers = {"host": host} | ({} if origin is None else {"origin": origin})
+    for settings, expected in (
+        (AppSettings(**names), 503 if allowed else 403),  # 503: nothing is loaded
+        (AppSettings(**names, api_keys=("k",)), 401),
+        (AppSettings(allowed_hosts=None), 503),
+    ):
+        assert ask(App(settings), "GET", "/v1/models", **headers).status == expected
+        assert ask(App(settings), "GET", "/livez", **headers).status == 200

@@ -1,0 +1,99 @@
+"""/v1/embeddings with the demo model, as OpenAI's own client calls it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import pytest
+
+from nanocore.client import AsyncEngineClient
+from nanocore.http.attended import attended
+from nanocore.http.exchange import Disconnected, Exchange
+from tests.client.running import run
+from tests.http.in_process import app_of, openai_client
+
+TEXTS = ["What is 1 + 2?", "backwards"]
+
+
+async def direct(endpoint: str, **asked: Any) -> list[list[float]]:
+    async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
+        return [[*(await client.embed(text, **asked)).embedding] for text in TEXTS]
+
+
+def test_openais_client_gets_the_engines_numbers(demo_endpoint: str) -> None:
+    async def calls() -> Any:
+        async with app_of(demo_endpoint, served_model_names=("demo",)) as (_, http):
+            client = openai_client(http)
+            in_base64 = await client.embeddings.create(model="demo", input=TEXTS)
+            as_numbers = await client.embeddings.create(
+                model="demo", input=TEXTS, encoding_format="float", dimensions=192
+            )
+            ids = [await http.post("/tokenize", json={"prompt": text}) for text in TEXTS]
+            by_ids = await client.embeddings.create(
+                model="demo", input=[one.json()["tokens"] for one in ids]
+            )
+            return in_base64, as_numbers, by_ids
+
+    expected = run(direct(demo_endpoint))
+    for answer in run(calls()):
+        assert [one.embedding for one in answer.data] == expected
+        assert [one.index for one in answer.data] == [0, 1]
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens > 2
+    assert math.hypot(*expected[0]) == pytest.approx(1)
+
+
+def test_pooling_and_length_can_be_chosen(demo_endpoint: str) -> None:
+    async def send() -> Any:
+        async with app_of(demo_endpoint) as (_, http):
+            body = {"input": TEXTS, "pooling": "mean", "normalize": False}
+            return (await http.post("/v1/embeddings", json=body)).json()
+
+    expected = run(direct(demo_endpoint, pooling="mean", normalize=False))
+    assert [one["embedding"] for one in run(send())["data"]] == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": "a", "dimensions": 64},
+        {"input": "a", "encoding_format": "int8"},
+        {"input": "a", "pooling": "max"},
+        {"input": []},
+        {"input": ""},
+        {"input": ["a", [10**6]]},
+        {"input": [[1], [10**6]]},
+        {"input": [[1] * 3000]},
+        {},
+    ],
+)
+def test_what_cannot_be_served_is_refused(demo_endpoint: str, body: dict[str, Any]) -> None:
+    async def send() -> Any:
+        async with app_of(demo_endpoint) as (_, http):
+            return await http.post("/v1/embeddings", json=body)
+
+    answer = run(send())
+    assert answer.status_code == 400, answer.text
+    assert json.loads(answer.text)["error"]["type"] == "invalid_request_error"
+
+
+def test_work_ends_when_its_client_leaves() -> None:
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def receive() -> Any:
+        return next(messages)
+
+    messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
+    exchange = Exchange.__new__(Exchange)
+    exchange.receive = receive
+    with pytest.raises(Disconnected):
+        run(attended(exchange, work()))
+    assert ended.is_set()

@@ -1,0 +1,400 @@
+"""The `openai` package over loopback: every call shape of its chat completions, with a real engine.
+
+The demo model adds and reverses; asked to be greedy it has one answer. What other clients do is in
+tests/http_clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+
+from tests.http.served_engine import MODEL_NAME, served_engine
+
+ADD: Any = [{"role": "user", "content": "What is 123 + 456?"}]
+ANSWER = "123 + 456 = 579"
+REVERSE: Any = [{"role": "user", "content": "Reverse these words: red apple green bird"}]
+REVERSED = "Reversed: bird green apple red"
+HOT: Any = {"temperature": 2, "seed": 5, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+GREEDY: Any = {"model": MODEL_NAME, "temperature": 0}
+SUM = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer"}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "save_sum", "parameters": SUM}}
+STRICT: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+OTHER: Any = {"type": "function", "function": {"name": "forget"}}
+NAMED: Any = {"type": "function", "function": {"name": "save_sum"}}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM, "strict": True}}
+CONTEXT_LENGTH = 2048
+ABORT_TIMEOUT_S = 10.0
+
+
+class Sum(BaseModel):
+    """What the demo model can fill in."""
+
+    sum: int
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with served_engine("--scheduling-policy", "priority") as url:
+        yield f"{url}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: OpenAI, messages: Any = ADD, **more: Any) -> ChatCompletion:
+    """A whole answer."""
+    answer = client.chat.completions.create(messages=messages, **{**GREEDY, **more})
+    assert isinstance(answer, ChatCompletion)
+    return answer
+
+
+def text(answer: ChatCompletion) -> str:
+    """The first choice's."""
+    content = answer.choices[0].message.content
+    assert content is not None
+    return content
+
+
+def stream(client: OpenAI, messages: Any = ADD, **more: Any) -> list[ChatCompletionChunk]:
+    """All chunks of an answer."""
+    return list(client.chat.completions.create(messages=messages, stream=True, **GREEDY, **more))
+
+
+def test_models_are_listed(client: OpenAI) -> None:
+    (model,) = client.models.list()
+    assert model == client.models.retrieve(MODEL_NAME)
+    assert (model.id, model.object) == (MODEL_NAME, "model")
+    assert model.to_dict()["max_model_len"] == CONTEXT_LENGTH
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+        client.models.retrieve("other")
+
+
+def test_an_answer_has_all_that_the_client_reads(client: OpenAI) -> None:
+    before = int(time.time())
+    answer = ask(client)
+    (choice,) = answer.choices
+    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
+    assert (choice.message.role, choice.message.content) == ("assistant", ANSWER)
+    assert (choice.message.refusal, choice.message.tool_calls or None) == (None, None)
+    assert (answer.object, answer.model) == ("chat.completion", MODEL_NAME)
+    assert answer.id.startswith("chatcmpl-")
+    assert before <= answer.created <= time.time()
+    assert answer._request_id
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client: OpenAI) -> None:
+    whole = ask(client).usage
+    *chunks, last = stream(client, stream_options={"include_usage": True})
+    assert whole is not None
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == whole.completion_tokens
+    assert len({chunk.id for chunk in [*chunks, last]}) == 1
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == ANSWER
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * len(deltas[1:]) + [
+        "stop"
+    ]
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_the_stream_helper_puts_it_together(client: OpenAI) -> None:
+    with client.chat.completions.stream(messages=ADD, **GREEDY) as events:
+        kinds = [event.type for event in events]
+        answer = events.get_final_completion()
+    assert kinds.count("content.done") == 1
+    assert "content.delta" in kinds
+    assert text(answer) == ANSWER
+
+
+def test_parse_gives_an_object_of_the_class(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(messages=ADD, response_format=Sum, **GREEDY)
+    assert answer.choices[0].message.parsed == Sum(sum=579)
+    with client.chat.completions.stream(messages=ADD, response_format=Sum, **GREEDY) as events:
+        assert events.get_final_completion().choices[0].message.parsed == Sum(sum=579)
+    tools = [openai.pydantic_function_tool(Sum, name="save_sum")]
+    called = client.chat.completions.parse(
+        messages=ADD, tools=tools, tool_choice="required", parallel_tool_calls=False, **GREEDY
+    )
+    (call,) = called.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Sum)
+
+
+def test_a_named_tool_gets_the_sum(client: OpenAI) -> None:
+    answer = ask(client, tools=[TOOL, OTHER], tool_choice=NAMED, parallel_tool_calls=False)
+    message = answer.choices[0].message
+    (call,) = message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("save_sum", {"sum": 579})
+    assert (answer.choices[0].finish_reason, message.content) == ("tool_calls", None)
+    told: list[Any] = [
+        *ADD,
+        message.to_dict(),
+        {"role": "tool", "tool_call_id": call.id, "content": "saved"},
+        *REVERSE,
+    ]
+    assert text(ask(client, told)) == REVERSED
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+def test_a_tool_that_need_not_be_called_leaves_room_for_text(client: OpenAI, choice: Any) -> None:
+    given = {} if choice is None else {"tool_choice": choice}
+    of_a_vendor: Any = {"type": "web_search"}
+    answer = ask(client, tools=[TOOL, of_a_vendor], **given)
+    assert text(answer) == ANSWER
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_calls_are_streamed(client: OpenAI) -> None:
+    one: Any = {"tools": [STRICT], "parallel_tool_calls": False}
+    chunks = stream(client, tool_choice=NAMED, **one)
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    first, *others = calls
+    assert first.id
+    assert first.function is not None
+    assert (first.index, first.type, first.function.name) == (0, "function", "save_sum")
+    assert {(call.index, call.id) for call in others} == {(0, None)}
+    arguments = "".join(call.function.arguments or "" for call in calls if call.function)
+    assert json.loads(arguments) == {"sum": 579}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    with client.chat.completions.stream(messages=ADD, tool_choice=NAMED, **one, **GREEDY) as events:
+        done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [(one.name, one.parsed_arguments) for one in done] == [("save_sum", {"sum": 579})]
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_required_calls_may_be_several(client: OpenAI, parallel: bool) -> None:
+    """The model does not know when to end them: their number is cut by max_tokens."""
+    params: Any = {"parallel_tool_calls": parallel, "max_tokens": 150}
+    answer = ask(client, tools=[TOOL, OTHER], tool_choice="required", **params)
+    calls = answer.choices[0].message.tool_calls or []
+    assert len(calls) > 1 if parallel else len(calls) == 1
+    assert len({call.id for call in calls}) == len(calls)
+    names = [call.function.name for call in calls if call.type == "function"]
+    assert set(names) <= {"save_sum", "forget"}
+    streamed = [
+        call
+        for chunk in stream(client, tools=[TOOL, OTHER], tool_choice="required", **params)
+        for call in chunk.choices[0].delta.tool_calls or []
+        if call.function and call.function.name
+    ]
+    assert [call.index for call in streamed] == list(range(len(calls)))
+    assert [call.function.name for call in streamed if call.function] == names
+
+
+def test_several_choices(client: OpenAI) -> None:
+    answer = ask(client, n=3, **HOT)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) > 1
+    streamed = ["", "", ""]
+    for chunk in client.chat.completions.create(
+        messages=ADD, n=3, stream=True, **{**GREEDY, **HOT}
+    ):
+        (choice,) = chunk.choices
+        streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+def test_log_probabilities(client: OpenAI) -> None:
+    answer = ask(client, logprobs=True, top_logprobs=3)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    tokens = logprobs.content or []
+    assert "".join(token.token for token in tokens).startswith(ANSWER)
+    assert b"".join(bytes(token.bytes or []) for token in tokens).startswith(ANSWER.encode())
+    for token in tokens:
+        assert token.top_logprobs[0].token == token.token, "it is greedy"
+        assert token.logprob == token.top_logprobs[0].logprob <= 0
+        assert sum(math.exp(one.logprob) for one in token.top_logprobs) <= 1.001
+        assert len(token.top_logprobs) == 3
+    chunks = stream(client, logprobs=True, top_logprobs=3)
+    found = [one.logprobs for chunk in chunks for one in chunk.choices if one.logprobs]
+    assert [token for one in found for token in one.content or []] == tokens
+
+
+def test_stop_strings_end_it(client: OpenAI) -> None:
+    for stop in (" =", ["never", " ="]):
+        answer = ask(client, stop=stop)
+        assert text(answer) == "123 + 456"
+        assert answer.choices[0].finish_reason == "stop"
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in stream(client, stop=" =")) == "123 + 456"
+    )
+
+
+def test_a_seed_says_the_same_again(client: OpenAI) -> None:
+    answers = [ask(client, **{**HOT, "seed": seed}) for seed in (7, 7, 8)]
+    assert text(answers[0]) == text(answers[1]) != text(answers[2])
+    chosen = ask(client, **{**HOT, "seed": None})
+    again = ask(client, **{**HOT, "seed": chosen.to_dict()["seed"]})
+    assert text(again) == text(chosen)
+    assert again.system_fingerprint == chosen.system_fingerprint
+
+
+def test_penalties_and_biases_change_what_is_said(client: OpenAI) -> None:
+    reds: Any = [{"role": "user", "content": "Repeat: red red red red red red"}]
+    plain = ask(client, reds, logprobs=True, extra_body={"return_tokens_as_token_ids": True})
+    assert text(plain) == "You said: red red red red red red"
+    assert plain.choices[0].logprobs is not None
+    (first, *_) = plain.choices[0].logprobs.content or []
+    token_id = first.token.removeprefix("token_id:")
+    for fields in (
+        {"frequency_penalty": 2.0},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
+        {"logit_bias": {token_id: -100}},
+        {"extra_body": {"repetition_penalty": 20.0}},
+        {"extra_body": {"bad_words": ["red"]}},
+    ):
+        assert text(ask(client, reds, max_tokens=20, **fields)) != text(plain), fields
+
+
+def test_json_is_what_was_asked_for(client: OpenAI) -> None:
+    assert json.loads(text(ask(client, response_format=FORMAT))) == {"sum": 579}
+    asked: Any = [{"role": "user", "content": "What is 123 + 456? Answer as JSON."}]
+    found = json.loads(text(ask(client, asked, response_format={"type": "json_object"})))
+    assert found == {"sum": 579}
+    assert text(ask(client, response_format={"type": "text"})) == ANSWER
+
+
+def test_usage_counts_cached_tokens(client: OpenAI) -> None:
+    long: Any = [{"role": "user", "content": "Sort these words: " + "red apple bird " * 12}]
+    cached = []
+    for _ in range(2):
+        usage = ask(client, long, max_tokens=1).usage
+        assert usage is not None
+        assert usage.completion_tokens == 1
+        assert usage.prompt_tokens_details is not None
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+        num_tokens = usage.prompt_tokens
+    assert (cached[0] or 0) < num_tokens - 16 <= (cached[1] or 0) < num_tokens
+
+
+def test_max_tokens_beyond_the_room_are_cut(client: OpenAI) -> None:
+    assert text(ask(client, max_tokens=32_000)) == ANSWER
+    answer = ask(client, max_completion_tokens=3)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+
+
+def test_errors_have_their_class_and_their_code(client: OpenAI) -> None:
+    long: Any = [{"role": "user", "content": "red " * 4000}]
+    with pytest.raises(openai.BadRequestError, match="2048") as overflow:
+        ask(client, long)
+    assert overflow.value.code == "context_length_exceeded"
+    assert overflow.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError):
+        list(stream(client, long))
+    with pytest.raises(openai.NotFoundError) as unknown:
+        ask(client, model="other")
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        ask(client, temperature=-1)
+    with pytest.raises(openai.BadRequestError) as wrong:
+        ask(client, messages="red")
+    assert wrong.value.param == "messages"
+    with pytest.raises(openai.NotFoundError):
+        client.images.generate(prompt="a bird", model=MODEL_NAME)
+
+
+def test_unknown_fields_are_named_in_a_header(client: OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        messages=ADD, extra_body={"new_field": 1, "another": {}}, verbosity="low", **GREEDY
+    )
+    assert raw.headers["nanocore-ignored"] == "another, new_field, verbosity"
+    assert text(raw.parse()) == ANSWER
+    plain = client.chat.completions.with_raw_response.create(
+        messages=ADD, user="me", metadata={"a": "b"}, store=False, prompt_cache_key="k", **GREEDY
+    )
+    assert "nanocore-ignored" not in plain.headers
+
+
+@pytest.mark.parametrize("role", ["developer", "system"])
+def test_messages_come_in_all_their_forms(client: OpenAI, role: str) -> None:
+    parts: Any = [{"type": "text", "text": "What is 123"}, {"type": "text", "text": " + 456?"}]
+    plain = ask(client, [{"role": role, "content": "Be brief."}, *ADD], max_tokens=30)
+    pieces = [{"role": role, "content": "Be brief."}, {"role": "user", "content": parts}]
+    assert text(ask(client, pieces, max_tokens=30)) == text(plain)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"ignore_eos": True}, "length"),
+        ({"min_tokens": 25}, None),
+        ({"structured_outputs": {"choice": ["123 + 456 = 57", "yes"]}}, "123 + 456 = 57"),
+        ({"structured_outputs": {"regex": "[0-9 +]+= 5[0-9]"}}, "123 + 456 = 57"),
+        ({"structured_outputs": {"json": SUM}}, '{"sum":579}'),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, ANSWER),
+        ({"cache_salt": "mine", "priority": 3}, ANSWER),
+        ({"top_k": 1, "min_p": 0.1, "temperature": 1.0}, ANSWER),
+        ({"stop_token_ids": [], "include_stop_str_in_output": True, "stop": " ="}, "123 + 456 ="),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_fields_of_vllm_go_through_extra_body(
+    client: OpenAI, fields: dict[str, Any], expected: str | None
+) -> None:
+    answer = ask(client, max_tokens=30, extra_body=fields)
+    if expected == "length":
+        assert answer.choices[0].finish_reason == "length"
+    elif expected is not None:
+        assert text(answer) == expected
+    else:
+        assert text(answer) != ANSWER
+
+
+def test_streams_at_once(url: str) -> None:
+    async def one(client: AsyncOpenAI, number: int) -> str:
+        messages: Any = [{"role": "user", "content": f"What is {number} + 400?"}]
+        chunks = await client.chat.completions.create(messages=messages, stream=True, **GREEDY)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async def main() -> list[str]:
+        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(110, 126)))
+
+    assert asyncio.run(main()) == [f"{n} + 400 = {n + 400}" for n in range(110, 126)]
+
+
+def test_who_leaves_a_stream_aborts_it(client: OpenAI) -> None:
+    """It would last much longer than is waited for."""
+    num_aborts = _metric(client, "num_aborts_total")
+    endless: Any = {"n": 64, "extra_body": {"ignore_eos": True}}
+    chunks = client.chat.completions.create(messages=ADD, stream=True, **GREEDY, **endless)
+    next(chunks)
+    assert _metric(client, "num_requests_running") > 0
+    chunks.close()
+    until = time.monotonic() + ABORT_TIMEOUT_S
+    while _metric(client, "num_requests_running"):
+        assert time.monotonic() < until, "it still runs"
+    assert _metric(client, "num_aborts_total") > num_aborts
+
+
+def _metric(client: OpenAI, name: str) -> float:
+    metrics = client._client.get(str(client.base_url).replace("/v1/", "/metrics")).text
+    (line,) = (line for line in metrics.splitlines() if line.startswith(f"nanocore:{name}{{"))
+    return float(line.rpartition(" ")[2])
