@@ -9,6 +9,7 @@ without any engine (`expected_tokens`).
 from __future__ import annotations
 
 import threading
+import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -472,6 +473,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 128,
     enable_prefix_caching: bool = True,
+    clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> tuple[Scheduler, FakeExecutor]:
     """A scheduler and the fake worker that checks it. settings: more of SchedulerConfig's."""
@@ -485,7 +487,7 @@ def make_scheduler(
     executor = FakeExecutor(block_size, num_blocks, num_groups=config.num_groups)
     if config.num_speculative_tokens:
         executor.draft = draft_token
-    return Scheduler(config, kv_cache), executor
+    return Scheduler(config, kv_cache, clock), executor
 
 
 def make_request(

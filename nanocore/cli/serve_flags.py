@@ -27,9 +27,10 @@ from nanocore.cli.serve_options import (
     ServeOptions,
     connection_limit,
 )
+from nanocore.cli.sites import read_hosts, read_origin
 from nanocore.http.server_settings import ConnectionLimits, ServerSettings
 from nanocore.http.settings import KEEP_ALIVE_S, MAX_BODY_BYTES, STORED_RESPONSES_BYTES, AppSettings
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, InvalidRequestError
 
 MAX_HTTP_WORKERS: Final = 256
 DEFAULT_HOST: Final = "127.0.0.1"
@@ -76,10 +77,28 @@ def parse(arguments: list[str], environment: MutableMapping[str, str]) -> ServeO
             raise ConfigError(f"--ssl-{name.replace('_', '-')} needs --ssl-certfile, too")
     if given.uds is not None and (given.host, given.port) != (None, None):
         raise ConfigError(f"--uds {given.uds} listens at no port: leave --host and --port out")
-    if given.tokenizer is not None and not Path(given.tokenizer).is_dir():
-        raise ConfigError(f"--tokenizer {given.tokenizer}: there is no such folder")
+    if given.ssl_cert_reqs not in (None, ssl.CERT_NONE) and given.ssl_ca_certs is None:
+        raise ConfigError(
+            "--ssl-cert-reqs needs --ssl-ca-certs, or no client's certificate is good"
+        )
+    if given.uds == "":
+        raise ConfigError("--uds: a path is needed")
+    _check_tokenizer(given.tokenizer)
     keys = api_keys(given.api_key, given.api_key_file, environment)
     return _options(given, model, others, hint, keys)
+
+
+def _check_tokenizer(folder: str | None) -> None:
+    if folder is None:
+        return
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--tokenizer {folder}: there is no such folder")
+    from nanocore.client.tokenizer import Tokenizer
+
+    try:
+        Tokenizer.from_folder(Path(folder)).close()
+    except InvalidRequestError as error:
+        raise ConfigError(f"--tokenizer {folder}: {error}") from None
 
 
 def _model(named: str | None, flag: str | None) -> str | None:
@@ -146,8 +165,8 @@ def _options(
         allowed_template_kwargs=tuple(given.allowed_chat_template_kwargs),
         keep_alive_s=given.comment_interval,
         stored_responses_bytes=STORED_RESPONSES_BYTES if stored_bytes is None else stored_bytes,
-        allowed_origins=tuple(given.allowed_origins),
-        allowed_hosts=_allowed_hosts(given),
+        allowed_origins=tuple(map(read_origin, given.allowed_origins)),
+        allowed_hosts=read_hosts(given.host, given.allowed_hosts) if given.uds is None else None,
     )
     launched = given.endpoint is None
     return ServeOptions(
@@ -167,17 +186,10 @@ def _options(
     )
 
 
-def _allowed_hosts(given: argparse.Namespace) -> tuple[str, ...] | None:
-    """None: no browser can ask a Unix socket."""
-    if given.uds is not None:
-        return None
-    named = [] if given.host is None else [given.host]
-    return tuple(name.lower() for name in (*named, *given.allowed_hosts))
-
-
 def _check_answers(given: argparse.Namespace) -> None:
     """Raises ConfigError for values that would fail each request, or could never be of use."""
     from nanocore.client.chat.parsing.formats import REASONING_PARSERS, TOOL_PARSERS
+    from nanocore.client.chat.template_kwargs import read_template_kwargs
 
     for flag, name, known in (
         ("--tool-call-parser", given.tool_call_parser, TOOL_PARSERS),
@@ -185,11 +197,14 @@ def _check_answers(given: argparse.Namespace) -> None:
     ):
         if name not in ("auto", "none", *known):
             raise ConfigError(f"{flag} {name}: there are auto, none, {', '.join(sorted(known))}")
-    for origin in given.allowed_origins:
-        if origin != "*" and "://" not in origin:
-            raise ConfigError(
-                f"--allowed-origins {origin}: an origin has a scheme, as https://{origin}; or *"
-            )
+    for flag, names in (
+        ("--default-chat-template-kwargs", given.default_chat_template_kwargs),
+        ("--allowed-chat-template-kwargs", given.allowed_chat_template_kwargs),
+    ):
+        try:
+            read_template_kwargs(dict.fromkeys(names), frozenset(names), ())
+        except InvalidRequestError as error:
+            raise ConfigError(f"{flag}: {error}") from None
     if "" in given.served_model_name:
         raise ConfigError("--served-model-name '': a name has at least one character")
 

@@ -33,7 +33,8 @@ class SchedulerConfig:
 
     max_num_seqs: rows, the requests that can run at once. max_num_batched_tokens: a step's token
     budget. max_model_len: prompt and output tokens of one request, at most.
-    policy: who goes first. long_prefill_token_threshold: tokens one prompt may compute in one step;
+    policy: who goes first. priority_aging_s: seconds of waiting that are worth a level of priority;
+    0 is no ageing. long_prefill_token_threshold: tokens one prompt may compute in one step;
     0 is no limit. max_num_partial_prefills: prompts that may be in chunks at once; 0 is no limit.
     watermark: share of the blocks that admission leaves free while requests are running.
     target_itl_ms: milliseconds that a step with decodes should stay under while prompts are
@@ -46,6 +47,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     policy: SchedulingPolicy = "fcfs"
+    priority_aging_s: float = 0.0
     long_prefill_token_threshold: int = 0
     max_num_partial_prefills: int = 0
     watermark: float = 0.0

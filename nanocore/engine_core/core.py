@@ -191,7 +191,7 @@ class EngineCore:
         """What waits can never run. A bug, reported with the state, and survived."""
         scheduler = self.scheduler
         kv_cache = scheduler.kv_cache
-        request = scheduler.head()
+        request = scheduler.waiting.head()
         assert request is not None
         message = (
             f"internal error: request {request.request_id!r} of {request.num_tokens} tokens cannot "

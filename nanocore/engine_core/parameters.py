@@ -43,6 +43,7 @@ _Limit = Annotated[int, Meta(ge=0, le=MAX_INT32, description="from 0 to 21474836
 _Logprobs = Annotated[int, Meta(ge=-1, le=MAX_INT32, description="from 0, or -1: no limit")]
 _Seconds = Annotated[float, Meta(ge=0.1, le=10**6)]
 _Milliseconds = Annotated[float, Meta(ge=0.001)]
+_AgingSeconds = Annotated[float, Meta(ge=0, le=10**6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 _ShareLeft = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -177,6 +178,10 @@ class EngineParameters:
 
     scheduling_policy: SchedulingPolicy = parameter(
         "fcfs", _SCHEDULER, "who goes first: fcfs, who came first; priority, the lowest number"
+    )
+
+    priority_aging_s: _AgingSeconds = parameter(
+        60.0, _SCHEDULER, "with priority: seconds of waiting worth a level of it; 0: none"
     )
 
     long_prefill_token_threshold: _Limit = parameter(

@@ -97,7 +97,7 @@ class App:
         if not self._keys:
             if allowed_hosts is not None:
                 origin = None if is_allowed_origin else exchange.header(b"origin")
-                check_site(exchange.header(b"host"), origin, allowed_hosts)
+                check_site(exchange.headers(b"host"), origin, allowed_hosts)
         elif not self._has_key(exchange):
             raise HttpError(
                 401,
@@ -121,7 +121,7 @@ class App:
         if origin is None or not allowed:
             return False
         exchange.reply_headers[b"vary"] = b"origin"
-        if "*" not in allowed and origin.decode("latin-1") not in allowed:
+        if "*" not in allowed and origin.decode("latin-1").lower() not in allowed:
             return False
         exchange.reply_headers[b"access-control-allow-origin"] = origin
         exchange.reply_headers[b"access-control-allow-headers"] = b"*, authorization"

@@ -38,6 +38,7 @@ _LENGTHS: Final = re.compile(r"the prompt has (\d+) tokens.* max_model_len=(\d+)
 RETRY_S: Final = 1.0
 RETRY_LATER_S: Final = 5.0
 """Of a server that ends, or begins."""
+ENGINE_GONE: Final = "the engine is gone, or stopping: send the request again, later"
 TOO_LONG: Final = "context_length_exceeded"
 
 
@@ -80,8 +81,8 @@ def http_error(error: NanocoreError) -> HttpError:
     if isinstance(error, EngineOverloadedError):
         headers = _retry_after(error.retry_after_s)
         return HttpError(429, str(error), "rate_limit_exceeded", headers=headers)
-    if isinstance(error, EngineDeadError):
-        return unavailable(str(error))
+    if isinstance(error, EngineDeadError):  # where it was is for the server's log
+        return unavailable(ENGINE_GONE)
     return HttpError(500, str(error), "internal_error")
 
 

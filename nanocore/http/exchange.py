@@ -113,6 +113,10 @@ class Exchange:
                 return found
         return None
 
+    def headers(self, name: bytes) -> list[bytes]:
+        """All values of a header that may be there more than once; name: in lower case."""
+        return [value for known, value in self.scope["headers"] if known == name]
+
     # -- in ---------------------------------------------------------------------------------------
 
     async def read(self, kind: type[Body]) -> Body:

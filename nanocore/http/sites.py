@@ -6,24 +6,33 @@ lets point there (DNS rebinding) even read the answers. The names by which we ar
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from ipaddress import ip_address
+from typing import Final
 
-from nanocore.http.errors import HttpError
+from nanocore.http.errors import HttpError, bad_request
+
+_HOST: Final = re.compile(r"(\[[0-9a-f:.]+\]|[^][:@/\s]*)(:[0-9]*)?")
 
 
-def check_site(host: bytes | None, origin: bytes | None, allowed_hosts: Collection[str]) -> None:
+def check_site(
+    hosts: Sequence[bytes], origin: bytes | None, allowed_hosts: Collection[str]
+) -> None:
     """Whether a request comes from here, as its Host and Origin say it.
 
-    allowed_hosts: names beside localhost and addresses; "*" is any. An origin that is allowed is
-    not asked of here.
+    hosts: each Host that it has. allowed_hosts: names beside localhost and addresses; "*" is any.
+    An origin that is allowed is not asked of here.
 
     Raises:
-        HttpError: it does not.
+        HttpError: it does not, or the Host is none.
     """
-    asked = (host or b"").decode("latin-1").lower()
-    name = _name(asked)
-    if host is not None and "*" not in allowed_hosts and not _is_ours(name, allowed_hosts):
+    asked = b", ".join(hosts).decode("latin-1").lower()
+    parts = _HOST.fullmatch(asked)
+    if parts is None:
+        raise bad_request(f"Host: {asked[:200]!r} is no name or address, with or without a port")
+    name = parts[1].strip("[]")
+    if hosts and "*" not in allowed_hosts and not _is_ours(name, allowed_hosts):
         raise HttpError(
             403,
             f"this server is not called {name[:200]!r}: without an API key it answers to localhost "
@@ -35,13 +44,6 @@ def check_site(host: bytes | None, origin: bytes | None, allowed_hosts: Collecti
             "a web page of another site may not use a server without an API key: name its origin "
             "with --allowed-origins",
         )
-
-
-def _name(host: str) -> str:
-    """Without the port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0]
 
 
 def _is_ours(name: str, allowed: Collection[str]) -> bool:

@@ -152,6 +152,24 @@ def test_a_server_that_joined_an_engine_outlives_it(short_path: Path) -> None:
                 assert status == 503
 
 
+def test_a_server_is_ready_again_when_its_engine_is_back(short_path: Path) -> None:
+    """Probes alone find it: whoever is not ready gets no other requests."""
+    endpoint = f"ipc://{short_path}/e/engine.sock"
+    with ExitStack() as engines:
+        first = engines.enter_context(forked.engine(DEMO, endpoint=endpoint))
+        with serving("--endpoint", endpoint) as server:
+            server.line("ready: ")
+            assert server.get("/readyz")[0] == 200
+            os.kill(first.pid, signal.SIGKILL)
+            while server.get("/readyz")[0] == 200:
+                pass
+            assert server.get("/health")[0] == 503
+            engines.enter_context(forked.engine(DEMO, endpoint=endpoint))
+            while server.get("/readyz")[0] == 503:
+                pass
+            assert server.get("/health")[0] == 200
+
+
 def test_a_unix_socket_and_a_key(engine: forked.Engine, short_path: Path) -> None:
     path, keys = short_path / "http.sock", short_path / "keys"
     keys.write_text("secret\n")

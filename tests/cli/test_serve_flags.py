@@ -98,6 +98,16 @@ def test_joining_waits_shorter_than_launching() -> None:
     assert options("--endpoint", "ipc:///e", "--start-timeout", "3").start_timeout_s == 3
 
 
+def test_origins_are_as_browsers_send_them_and_hosts_without_brackets() -> None:
+    origins = ["https://App.Example", "https://a.b/", "http://c:80", "https://[::1]:9", "*"]
+    app = options("--allowed-origins", *origins, "--allowed-hosts", "B.c", "[::1]", "*").app
+    assert list(app.allowed_origins) == [
+        "https://app.example", "https://a.b", "http://c", "https://[::1]:9", "*"
+    ]  # fmt: skip
+    assert app.allowed_hosts == ("b.c", "::1", "*")
+    assert options("--uds", "/tmp/x").app.allowed_hosts is None
+
+
 def test_parsers_can_be_none() -> None:
     given = options("--tool-call-parser", "none", "--reasoning-parser", "qwen3").app
     assert (given.tool_parser, given.reasoning_parser) == (None, "qwen3")
@@ -169,6 +179,19 @@ def test_a_model_behind_the_flags_is_told_where_it_belongs() -> None:
         ["--tool-call-parser", "hermees"],
         ["--reasoning-parser", "qwen4"],
         ["--allowed-origins", "example.com"],
+        ["--allowed-origins", "https://example.com/path"],
+        ["--allowed-origins", "https://*.example.com"],
+        ["--allowed-hosts", "example.com:8080"],
+        ["--allowed-hosts", "http://example.com"],
+        ["--allowed-hosts", "*.example.com"],
+        ["--allowed-hosts", ""],
+        ["--tokenizer", "/nowhere"],
+        ["--tokenizer", "/"],
+        ["--default-chat-template-kwargs", '{"messages": 1}'],
+        ["--allowed-chat-template-kwargs", "tokenize"],
+        ["--allowed-chat-template-kwargs", ""],
+        ["--ssl-cert-reqs", "2", "--ssl-certfile", "f"],
+        ["--uds", ""],
         ["--served-model-name", ""],
         ["--http-workers", "10000"],
         ["--uds", "/tmp/x", "--port", "1"],

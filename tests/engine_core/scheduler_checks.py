@@ -33,6 +33,12 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
         served = {chunk.row for chunk in scheduled}
         left = {row: num_left(scheduler, row) for row in running}
         prompts = {r for r in running_set.prefilling if default[r] or left[r] > 1}
+        head = scheduler.waiting.head()
+        if head is not None and config.policy == "priority":  # what is left may be kept for it
+            precedence = scheduler.precedence
+            prompts = {
+                row for row in prompts if precedence(running_set.request(row)) < precedence(head)
+            }
         assert prompts <= served | step.stalled
         decodes = {row for row in running_set.decoding.tolist() if default[row]}
         assert decodes <= served | step.stalled
@@ -49,9 +55,36 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     )
     if config.max_num_partial_prefills:
         assert len(running_set.prefilling) <= config.max_num_partial_prefills
-    assert not (step.preempted and plan.added), "admission in a step that preempted"
+    if step.preempted and plan.added:
+        first = running_set.request(plan.added[0].row)
+        assert config.policy == "priority", "admission in a step that preempted"
+        assert all(one.priority > first.priority for one in step.preempted)
+    check_urgency(scheduler)
     check_rows(scheduler)
     check_blocks(scheduler)
+
+
+def check_urgency(scheduler: Scheduler) -> None:
+    """Who waits although the step had tokens does so behind nobody of lower priority in its group.
+
+    Unless another one was admitted, for a step makes way for one, or it is a sample of a prompt
+    that this step completes, or blocks are about to be free, or all that such hold were not enough,
+    or chunks are limited.
+    """
+    config, step, kv_cache = scheduler.config, scheduler.planned, scheduler.kv_cache
+    running_set, head = scheduler.running, scheduler.waiting.head()
+    if config.policy != "priority" or head is None or scheduler.num_in_flight > 1:
+        return
+    if step.new or step.resumed or step.completed or step.preempted or step.stalled:
+        return
+    if config.max_num_partial_prefills or config.watermark:
+        return
+    own = [one for one in running_set.requests() if one.row % config.num_groups == step.group]
+    below = [one for one in own if one.priority > head.priority]
+    num_held = sum(len(kv_cache.block_ids(one.handle)) for one in below)
+    num_needed = kv_cache.num_free_needed(head.handle, head.num_tokens)
+    if below and step.num_tokens < step.token_budget:
+        assert num_needed > kv_cache.num_free_blocks + num_held
 
 
 def num_left(scheduler: Scheduler, row: int) -> int:
@@ -85,11 +118,11 @@ def check_rows(scheduler: Scheduler) -> None:
             assert num_computed <= num_tokens + config.num_speculative_tokens
         else:  # what was not accepted is taken back
             assert num_computed == num_tokens - 1
-    waiting = [request.handle for queue in (scheduler.waiting, scheduler.long_waiting)
+    waiting = [request.handle for queue in (scheduler.waiting, scheduler.waiting.long)
                for request in queue]  # fmt: skip
-    for queue in (scheduler.waiting, scheduler.long_waiting):
+    for queue in (scheduler.waiting, scheduler.waiting.long):
         assert all(request.num_tokens >= request.num_prompt_tokens for request in queue)
-    assert len(waiting) == scheduler.num_queued == len(set(waiting))
+    assert len(waiting) == len(scheduler.waiting) == len(set(waiting))
     check_samples(scheduler, waiting)
     assert scheduler.num_waiting + scheduler.num_running == scheduler.num_requests
 
@@ -97,7 +130,7 @@ def check_rows(scheduler: Scheduler) -> None:
 def check_samples(scheduler: Scheduler, waiting: list[int]) -> None:
     """Who is held back is so by one whose prompt is not all planned, and by no other."""
     running = scheduler.running
-    leaders = [*running.requests(), *scheduler.waiting, *scheduler.long_waiting]
+    leaders = [*running.requests(), *scheduler.waiting, *scheduler.waiting.long]
     held_back = [sample for leader in leaders for sample in leader.held_back]
     for leader in leaders:
         assert leader.leader is None
@@ -108,7 +141,7 @@ def check_samples(scheduler: Scheduler, waiting: list[int]) -> None:
     assert len(set(handles)) == len(handles)
     assert not set(handles).intersection(waiting)
     assert all(sample.row < 0 and not sample.held_back for sample in held_back)
-    assert scheduler.num_waiting == scheduler.num_queued + len(held_back)
+    assert scheduler.num_waiting == len(scheduler.waiting) + len(held_back)
 
 
 def check_blocks(scheduler: Scheduler) -> None:

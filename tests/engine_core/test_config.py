@@ -23,7 +23,13 @@ WHOLE = {
     "long_prefill_token_threshold", "max_num_partial_prefills", "block_size",
     "num_gpu_blocks_override", "kv_cache_memory_bytes", "seed", "max_num_clients",
 }  # fmt: skip
-REAL = {"step_timeout_s", "watermark", "target_itl_ms", "gpu_memory_utilization"}
+REAL = {
+    "priority_aging_s",
+    "step_timeout_s",
+    "watermark",
+    "target_itl_ms",
+    "gpu_memory_utilization",
+}
 SWITCHES = {
     "batch_invariant", "enforce_eager", "async_scheduling", "enable_prefix_caching",
     "salt_prefix_cache_by_session",

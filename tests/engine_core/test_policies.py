@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from nanocore.engine_core.scheduling.precedence import precedence_key
+from nanocore.engine_core.scheduling.request_heap import RequestHeap
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
 from tests.fakes import Deliveries, expected_tokens, make_request, make_scheduler
 
 
@@ -28,14 +29,14 @@ def record_lookups(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 def test_fcfs_orders_by_arrival_and_ignores_priorities() -> None:
-    queue = WaitingQueue("fcfs")
+    queue = RequestHeap(precedence_key("fcfs", 0))
     for handle, priority in ((1, 9), (2, -9), (3, 0)):
         queue.push(make_request(handle, [1], 1, priority=priority))
     assert handles(queue) == [1, 2, 3]
 
 
 def test_priority_orders_by_priority_then_arrival_then_handle() -> None:
-    queue = WaitingQueue("priority")
+    queue = RequestHeap(precedence_key("priority", 0))
     for handle, priority, arrival in ((1, 5, 0), (2, 0, 7), (3, 0, 2), (4, 0, 2), (5, -1, 9)):
         request = make_request(handle, [1], 1, priority=priority)
         request.arrival = arrival
@@ -44,7 +45,7 @@ def test_priority_orders_by_priority_then_arrival_then_handle() -> None:
 
 
 def test_removed_requests_are_passed_over_and_do_not_pile_up() -> None:
-    queue = WaitingQueue("fcfs")
+    queue = RequestHeap(precedence_key("fcfs", 0))
     head = make_request(0, [1], 1)
     queue.push(head)
     for handle in range(1, 2000):  # a client that submits and aborts, behind a blocked head
@@ -180,7 +181,7 @@ def test_one_long_prompt_at_a_time_lets_short_ones_pass() -> None:
     plan = scheduler.schedule()
     assert handles(scheduler.planned.new) == [1, 3]
     assert plan.num_tokens == 8 + 5
-    assert handles(scheduler.long_waiting) == [2]
+    assert handles(scheduler.waiting.long) == [2]
     deliveries.take(scheduler, executor.execute(plan))
     scheduler.add(make_request(4, [4] * 30, 2))
     while scheduler.num_requests:
@@ -308,7 +309,7 @@ def test_a_prompt_that_fits_one_chunk_waits_for_a_step_with_room_and_is_not_set_
     assert handles(scheduler.waiting) == [3, 4]
     assert deliveries.step(scheduler, executor).num_tokens == 1 + 8 + 8
     assert handles(scheduler.completed.plan.new) == [3]
-    assert not len(scheduler.long_waiting)
+    assert not len(scheduler.waiting.long)
 
 
 @pytest.mark.parametrize(("urgency", "order"), [(0, [2, 3]), (-1, [3, 2])])
@@ -326,14 +327,14 @@ def test_a_prompt_that_stepped_aside_keeps_its_precedence(urgency: int, order: l
     scheduler.add(make_request(2, [2] * 30, 2))
     for _ in range(3):
         deliveries.step(scheduler, executor)
-    assert handles(scheduler.long_waiting) == [2]
+    assert handles(scheduler.waiting.long) == [2]
     scheduler.add(make_request(3, [3] * 2, 2, priority=urgency))
     deliveries.step(scheduler, executor)
     assert handles(scheduler.completed.plan.new) == order
 
 
 def test_the_order_stays_right_when_most_of_the_queue_was_removed() -> None:
-    queue = WaitingQueue("priority")
+    queue = RequestHeap(precedence_key("priority", 0))
     requests = [make_request(i, [1], 1, priority=i * 37 % 211) for i in range(210)]
     for request in requests:
         queue.push(request)
@@ -346,3 +347,113 @@ def test_the_order_stays_right_when_most_of_the_queue_was_removed() -> None:
         order.append(head.priority)
         queue.remove(head)
     assert order == list(range(0, 211, 5))
+
+
+def test_an_urgent_request_takes_the_row_of_the_least_urgent_one_and_no_token_is_lost() -> None:
+    scheduler, executor = make_scheduler(policy="priority", max_num_seqs=2)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 5, 6, priority=3))
+    scheduler.add(make_request(2, [2] * 5, 6, priority=7))
+    for _ in range(3):
+        deliveries.step(scheduler, executor)
+    scheduler.add(make_request(3, [3] * 5, 2, priority=5))
+    deliveries.step(scheduler, executor)
+    plan = scheduler.completed.plan
+    assert (handles(plan.preempted), handles(plan.new)) == ([2], [3])
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert list(deliveries.finish_reasons) == [3, 1, 2]
+    for handle, num_tokens in ((1, 6), (2, 6), (3, 2)):
+        assert deliveries.tokens[handle] == expected_tokens([handle] * 5, num_tokens)
+
+
+def test_it_takes_blocks_of_as_many_as_it_needs_the_last_first() -> None:
+    # 9 blocks of 4: 1, 2 and 3 hold 2 each, and 3 are free; 4 needs 6.
+    scheduler, executor = make_scheduler(policy="priority", num_blocks=9, block_size=4)
+    deliveries = Deliveries()
+    for handle in (1, 2, 3):
+        scheduler.add(make_request(handle, [handle] * 6, 8, priority=handle))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(4, [4] * 24, 1, priority=0))
+    deliveries.step(scheduler, executor)
+    plan = scheduler.completed.plan
+    assert (handles(plan.preempted), handles(plan.new)) == ([3, 2], [4])
+
+
+def test_nobody_gives_way_in_vain_or_to_an_equal() -> None:
+    # 8 blocks of 4: 1 holds 4 of them, 2 holds 2, and 2 are free.
+    scheduler, executor = make_scheduler(policy="priority", num_blocks=8, block_size=4)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 14, 2, priority=0))
+    scheduler.add(make_request(2, [2] * 6, 2, priority=5))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(3, [3] * 20, 2, priority=0))  # 5 blocks: all of 2's are too few
+    scheduler.add(make_request(4, [4] * 20, 2, priority=5))
+    deliveries.step(scheduler, executor)
+    plan = scheduler.completed.plan
+    assert (plan.preempted, plan.new) == ([], [])
+
+
+def test_without_priorities_nobody_gives_way() -> None:
+    scheduler, executor = make_scheduler(policy="fcfs", max_num_seqs=1)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1], 3, priority=5))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(2, [2], 3, priority=-5))
+    deliveries.step(scheduler, executor)
+    assert scheduler.completed.plan.preempted == []
+
+
+def test_chunks_of_prompts_go_by_priority_and_behind_an_urgent_one_that_waits() -> None:
+    # A budget of 16. 1 and 2 are in chunks when 3 comes, whose 10 tokens go first.
+    scheduler, executor = make_scheduler(
+        policy="priority", max_num_batched_tokens=16, long_prefill_token_threshold=8
+    )
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 40, 2, priority=5))
+    scheduler.add(make_request(2, [2] * 40, 2, priority=4))
+
+    def chunks() -> dict[int, int]:
+        plan = deliveries.step(scheduler, executor)
+        assert plan.num_tokens <= 16
+        step = scheduler.completed.plan
+        return {scheduler.running.request(c.row).handle: c.num_tokens for c in step.chunks}
+
+    assert chunks() == {2: 8, 1: 8}
+    scheduler.add(make_request(3, [3] * 40, 2, priority=-1))
+    assert chunks() == {3: 8, 2: 8}
+    assert chunks() == {3: 8, 2: 8}
+
+
+def test_waiting_for_long_is_worth_a_level_of_priority() -> None:
+    # A level for 10 s. 2 has waited for 15 s when 3 and 4 come: it goes before one level, not two.
+    time_s = [0.0]
+    scheduler, executor = make_scheduler(
+        policy="priority", priority_aging_s=10.0, max_num_seqs=1, clock=lambda: time_s[0]
+    )
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1], 3, priority=0))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(2, [2], 1, priority=2))
+    deliveries.step(scheduler, executor)
+    time_s[0] = 15.0
+    scheduler.add(make_request(3, [3], 1, priority=1))
+    scheduler.add(make_request(4, [4], 1, priority=0))
+    assert handles(scheduler.waiting) == [4, 2, 3]
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert list(deliveries.finish_reasons) == [1, 4, 2, 3]
+
+
+def test_who_has_waited_long_enough_does_not_give_way() -> None:
+    time_s = [0.0]
+    scheduler, executor = make_scheduler(
+        policy="priority", priority_aging_s=10.0, max_num_seqs=1, clock=lambda: time_s[0]
+    )
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1], 5, priority=1))
+    deliveries.step(scheduler, executor)
+    for time_s[0], handle, preempted in ((11.0, 2, []), (5.0, 3, [1])):
+        scheduler.add(make_request(handle, [handle], 5, priority=0))
+        deliveries.step(scheduler, executor)
+        assert handles(scheduler.completed.plan.preempted) == preempted

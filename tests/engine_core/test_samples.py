@@ -66,7 +66,7 @@ def test_all_samples_are_admitted_in_one_step_and_compute_what_they_do_not_share
     engine = Engine()
     engine.add(1, PROMPT, n=4)
     assert engine.queued() == [1]
-    assert (engine.scheduler.num_waiting, engine.scheduler.num_queued) == (4, 1)
+    assert (engine.scheduler.num_waiting, len(engine.scheduler.waiting)) == (4, 1)
     plan = engine.step()
     assert computed(plan) == [(14, 0), (14, 12), (14, 12), (14, 12)]
     assert plan.num_tokens == 14 + 3 * 2
@@ -87,12 +87,12 @@ def test_samples_wait_until_the_last_chunk_of_the_prompt_is_planned() -> None:
     assert engine.deliveries.num_cached == {1: 0, 2: 12, 3: 12}
 
 
-@pytest.mark.parametrize(("policy", "queued"), [("fcfs", [2, 3, 4, 5]), ("priority", [5, 2, 3, 4])])
+@pytest.mark.parametrize(("policy", "queued"), [("fcfs", [2, 3, 4, 5]), ("priority", [2, 3, 5, 4])])
 def test_samples_go_before_all_that_came_after_their_request(
     policy: str, queued: list[int]
 ) -> None:
     engine = Engine(max_num_batched_tokens=8, max_num_seqs=1, policy=policy)
-    engine.add(1, PROMPT, n=3)
+    engine.add(1, PROMPT, n=3, priority=-1)
     engine.add(4, [7] * 3)
     engine.step()
     engine.add(5, [8] * 3, priority=-1)
@@ -172,7 +172,7 @@ def test_a_first_sample_that_is_preempted_in_its_prompt_holds_the_others_back_me
     preempted_at_prompt = False
     while engine.scheduler.num_requests:
         engine.step()
-        leader = engine.scheduler.head()
+        leader = engine.scheduler.waiting.head()
         preempted_at_prompt |= leader is not None and leader.handle == 2 and bool(leader.held_back)
     assert preempted_at_prompt
     assert engine.scheduler.counters.num_preemptions > 0

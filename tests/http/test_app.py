@@ -236,15 +236,24 @@ def test_a_bug_is_a_status_and_not_a_dropped_connection(
         ("127.0.0.1:8000", "null", False),
         ("127.0.0.1.evil.example", None, False),
         ("", None, False),
+        ("::1", None, None),
+        ("[::1", None, None),
+        ("[::1]evil.example", None, None),
+        ("localhost:abc", None, None),
+        ("localhost:80:80", None, None),
+        ("user@localhost", None, None),
+        ("localhost, evil.example", None, None),  # as two Host lines are
     ],
 )
 def test_without_keys_only_pages_of_its_own_may_use_a_server(
-    host: str, origin: str | None, allowed: bool
+    host: str, origin: str | None, allowed: bool | None
 ) -> None:
+    """allowed: None for a Host that is none."""
     names = {"allowed_hosts": ("mine.example",), "allowed_origins": ("https://page.example",)}
     headers = {"host": host} | ({} if origin is None else {"origin": origin})
     for settings, expected in (
-        (AppSettings(**names), 503 if allowed else 403),  # 503: nothing is loaded
+        # 503: nothing is loaded.
+        (AppSettings(**names), {True: 503, False: 403, None: 400}[allowed]),
         (AppSettings(**names, api_keys=("k",)), 401),
         (AppSettings(allowed_hosts=None), 503),
     ):

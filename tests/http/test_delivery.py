@@ -13,7 +13,7 @@ from nanocore.client.chat.events import ChatEvent, Finished, Started, Text
 from nanocore.client.chat.parsing.reasoning import PlainTextParser
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.delivery import Delivery
-from nanocore.http.errors import HttpError, unavailable
+from nanocore.http.errors import ENGINE_GONE, HttpError, unavailable
 from nanocore.http.settings import AppSettings
 from nanocore.http.state import ServerState
 from nanocore.protocol.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
@@ -251,7 +251,8 @@ def test_a_failure_before_the_first_token_has_its_status(
         one.driven[0].stream.fail(error)
         await one.task
         assert one.connection.status == status
-        assert one.connection.bodies == [b"?no"]
+        words = ENGINE_GONE if status == 503 else "no"
+        assert one.connection.bodies == [b"?" + words.encode()]
         retry = {429: b"3", 503: b"1"}.get(status)
         assert one.connection.headers.get(b"retry-after") == retry
 
@@ -268,7 +269,7 @@ def test_a_failure_after_the_first_token_ends_the_stream_and_the_other_prompts(
         one.driven[0].push("c")
         one.driven[0].stream.fail(EngineDeadError("gone"))
         await one.task
-        assert one.connection.bodies == [b"S0a", b"S1b", b"c", b"!gone"]
+        assert one.connection.bodies == [b"S0a", b"S1b", b"c", b"!" + ENGINE_GONE.encode()]
         assert one.driven[1].aborts == ["r"]
 
     run(scenario())

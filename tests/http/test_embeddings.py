@@ -45,13 +45,14 @@ def test_openais_client_gets_the_engines_numbers(demo_endpoint: str) -> None:
     assert math.hypot(*expected[0]) == pytest.approx(1)
 
 
-def test_pooling_and_length_can_be_chosen(demo_endpoint: str) -> None:
+@pytest.mark.parametrize("pooling", ["mean", None])
+def test_pooling_and_length_can_be_chosen(demo_endpoint: str, pooling: Any) -> None:
     async def send() -> Any:
         async with app_of(demo_endpoint) as (_, http):
-            body = {"input": TEXTS, "pooling": "mean", "normalize": False}
+            body = {"input": TEXTS, "pooling": pooling, "normalize": False}
             return (await http.post("/v1/embeddings", json=body)).json()
 
-    expected = run(direct(demo_endpoint, pooling="mean", normalize=False))
+    expected = run(direct(demo_endpoint, pooling=pooling or "last", normalize=False))
     assert [one["embedding"] for one in run(send())["data"]] == expected
 
 

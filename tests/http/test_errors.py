@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from nanocore.http.errors import anthropic_body, http_error, openai_body
+from nanocore.http.errors import ENGINE_GONE, anthropic_body, http_error, openai_body
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineDeadError,
@@ -33,9 +33,10 @@ def test_errors_of_the_client_have_a_status_and_a_kind(
     found = http_error(error)
     assert (found.status, found.headers.get(b"retry-after")) == (status, retry)
     body = json.loads(openai_body(found))["error"]
-    assert (body["type"], body["message"]) == (of_openai, "no")
+    message = ENGINE_GONE if status == 503 else "no"  # clients cannot help what is said of sockets
+    assert (body["type"], body["message"]) == (of_openai, message)
     whole = json.loads(anthropic_body(found))
-    assert whole == {"type": "error", "error": {"type": of_anthropic, "message": "no"}}
+    assert whole == {"type": "error", "error": {"type": of_anthropic, "message": message}}
 
 
 def test_a_prompt_that_is_too_long_is_known_by_what_clients_look_for() -> None:

@@ -184,6 +184,23 @@ def test_calls_are_streamed(client: OpenAI) -> None:
     assert [(one.name, one.parsed_arguments) for one in done] == [("save_sum", {"sum": 579})]
 
 
+def test_what_ends_a_forced_call_is_no_part_of_its_arguments(client: OpenAI) -> None:
+    one: Any = {"tools": [TOOL], "tool_choice": NAMED}
+    shown = {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    answer = ask(client, extra_body=shown, **one).choices[0]
+    (call,) = answer.message.tool_calls or []
+    assert (json.loads(call.function.arguments), answer.finish_reason) == (
+        {"sum": 579},
+        "tool_calls",
+    )
+
+
+def test_a_call_that_a_stop_string_cuts_is_not_said_to_be_one(client: OpenAI) -> None:
+    answer = ask(client, tools=[TOOL], tool_choice=NAMED, stop="sum").choices[0]
+    (call,) = answer.message.tool_calls or []
+    assert (call.function.arguments, answer.finish_reason) == ('{"', "stop")
+
+
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_calls_may_be_several(client: OpenAI, parallel: bool) -> None:
     """The model does not know when to end them: their number is cut by max_tokens."""

@@ -97,6 +97,8 @@ def prepare_chat(
     form = _form(tools, choice, options, params, formats)
     if form is not None:
         params = replace(params, structured_outputs=with_reasoning(form, formats, in_reasoning))
+    if choice.mode in ("required", "named"):  # what ends a call is no part of its arguments
+        params = replace(params, include_stop_str_in_output=False)
     special = tokenizer.special_texts
     marks = marks_of(formats, has_tools=bool(tools))
     dropped: Collection[str] = ()

@@ -152,9 +152,10 @@ class Admission:
         max_model_len, max_tokens = self._model.max_model_len, sampling.max_tokens
         if sampling.pooling is not None:  # it ends where its first token would be
             max_tokens = 1
-        if num_prompt + sampling.min_tokens > max_model_len and max_tokens is None:
+        min_tokens = sampling.min_tokens
+        if num_prompt + min_tokens > max_model_len and min_tokens and max_tokens is None:
             raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens and min_tokens is {sampling.min_tokens}, "
+                f"the prompt has {num_prompt} tokens and min_tokens is {min_tokens}, "
                 f"together more than max_model_len={max_model_len}: shorten the prompt, lower "
                 "min_tokens, or start the engine with a larger --max-model-len"
             )

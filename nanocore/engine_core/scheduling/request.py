@@ -34,9 +34,10 @@ class Request:
     eos_token_ids: empty if EOS is ignored. key_chain: block keys of the full blocks of its tokens
     known.
     priority: lower values go first, where the policy heeds them. arrival: the step before which it
-    came, so requests that came together are equals. num_cached_tokens: prompt tokens found in the
-    prefix cache when first admitted, else None. num_prompt_logprobs: log probabilities of prompt
-    tokens that were delivered. row: where it runs, or -1.
+    came, so requests that came together are equals; arrival_s: when that was, for ageing.
+    num_cached_tokens: prompt tokens found in the prefix cache when first admitted, else None.
+    num_prompt_logprobs: log probabilities of prompt tokens that were delivered. row: where it runs,
+    or -1.
     sample: which one it is, from 0. held_back: those that wait until all of this one's prompt is
     planned, because they find it in the prefix cache then; leader: whom this one waits for so.
     matcher: of a structured output; it has seen the output tokens that were delivered.
@@ -53,6 +54,7 @@ class Request:
     key_chain: KeyChain
     priority: int = 0
     arrival: int = 0
+    arrival_s: float = 0.0
     num_prompt_tokens: int = field(init=False)
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int = 0

@@ -10,7 +10,7 @@ chunked, cross a block, end or are preempted; the others cost a few vector opera
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.scheduling import structured_rows
 from nanocore.engine_core.scheduling.ends import ends_by_length, ends_by_token
+from nanocore.engine_core.scheduling.precedence import Precedence, PrecedenceKey
+from nanocore.engine_core.scheduling.preemption import next_preempted
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
 from nanocore.engine_core.scheduling.spans import IntArray
@@ -30,7 +32,6 @@ from nanocore.engine_core.scheduling.step import (
 )
 from nanocore.engine_core.scheduling.step_result import ResultReader
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
-from nanocore.engine_core.scheduling.waiting_queue import Precedence
 from nanocore.kv_cache import Block, KVCacheManager
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
@@ -49,7 +50,7 @@ class RunningSet:
         self,
         config: SchedulerConfig,
         kv_cache: KVCacheManager,
-        precedence: Callable[[Request], Precedence],
+        precedence: PrecedenceKey,
     ) -> None:
         self.max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         """Tokens that a prompt may compute in one step."""
@@ -67,6 +68,7 @@ class RunningSet:
         self._sampled: list[TokenColumns] = []  # since then, too, if earlier stages are to learn it
         self._kv_cache = kv_cache
         self._precedence = precedence
+        self._by_priority = config.policy == "priority"
 
     def __len__(self) -> int:
         return len(self.table)
@@ -158,9 +160,12 @@ class RunningSet:
         num_left = int(table.num_tokens[row] - table.num_computed[row])
         return min(num_left - (row % self._num_groups != group), self.max_chunk)
 
-    def compute(self, number: int, group: int, token_budget: int) -> tuple[StepPlan, int]:
+    def compute(
+        self, number: int, group: int, token_budget: int, kept: tuple[Precedence, int] | None = None
+    ) -> tuple[StepPlan, int]:
         """Begin a plan: give every running row its tokens and blocks. Also returns the budget left.
 
+        kept: so many tokens are for one that waits, and goes before prompts of later precedence.
         Each round either provides for all rows or lets one of them go, whose tokens return to the
         budget; nothing is settled before the last round.
         """
@@ -176,7 +181,7 @@ class RunningSet:
             num_decoded = len(decoding) if counts is None else int(counts.sum())
             notable = (ends > table.quiet_until[decoding]).nonzero()[0]
             decodes = list(zip(decoding[notable].tolist(), ends[notable].tolist(), strict=True))
-            chunks, budget = self._share_budget(plan, token_budget - num_decoded)
+            chunks, budget = self._share_budget(plan, token_budget - num_decoded, kept)
             if all(self._provide(plan, row, end) for row, end in decodes + chunks):
                 break
         self._stalled = {r for r in self._stalled if r % self._num_groups != group}
@@ -261,6 +266,12 @@ class RunningSet:
         outcome.ends = list(ends.values())
         return outcome
 
+    def preempt(self, request: Request) -> None:
+        """Take a request's row and blocks, between steps; it is to be recomputed later."""
+        token_ids = self.known_tokens(request.row).copy()
+        self.leave(request)
+        request.token_ids = token_ids
+
     def leave(self, request: Request, keeps_blocks: bool = True) -> None:
         """Take a request's row and blocks; steps in flight may write those until they are over.
 
@@ -306,16 +317,22 @@ class RunningSet:
         held = dict.fromkeys((*table.prefilling, *table.finishing, *plan.stalled))
         return [r for r in held if r not in served and r % self._num_groups == plan.group]
 
-    def _share_budget(self, plan: StepPlan, budget: int) -> tuple[list[tuple[int, int]], int]:
+    def _share_budget(
+        self, plan: StepPlan, budget: int, kept: tuple[Precedence, int] | None
+    ) -> tuple[list[tuple[int, int]], int]:
         """(row, its computed tokens after the step) of running prompts, and the rest of budget."""
-        table = self.table
-        chunks = []
-        for row in table.prefilling:
+        table, chunks, num_kept = self.table, [], 0
+        rows = table.prefilling
+        if self._by_priority:
+            rows = sorted(rows, key=lambda row: self._precedence(table.request(row)))
+        for row in rows:
+            if kept and not num_kept and self._precedence(table.request(row)) > kept[0]:
+                budget -= (num_kept := min(kept[1], budget))
             count = min(self.next_chunk(row, plan.group), budget)
             if count and row not in plan.stalled:
                 chunks.append((row, int(table.num_computed[row]) + count))
                 budget -= count
-        return chunks, budget
+        return chunks, budget + num_kept
 
     def _provide(self, plan: StepPlan, row: int, num_tokens: int) -> bool:
         """Let a running row hold blocks for num_tokens; False if another round must be tried."""
@@ -342,27 +359,10 @@ class RunningSet:
         if num_needed <= kv_cache.num_free_blocks + kv_cache.num_fenced_blocks + num_held:
             plan.stalled.add(row)
             return
-        candidates = [request for request in table.running() if request.row not in table.finishing]
-        self._preempt(plan, max(candidates, key=self._preemption_order))
-
-    def _preemption_order(self, request: Request) -> tuple[int, int, int, int]:
-        """The largest is preempted: last by (priority, arrival); of equals the cheapest one.
-
-        It costs the tokens it computed itself: what it found in the prefix cache it is likely to
-        find again. The one that would cost most stays, so there is always progress.
-        """
-        priority, arrival, handle = self._precedence(request)
-        num_computed, num_cached = self.table.num_computed, self.table.num_cached
-        return priority, arrival, int(num_cached[request.row] - num_computed[request.row]), handle
-
-    def _preempt(self, plan: StepPlan, request: Request) -> None:
-        """Take a running request's row and blocks; it is to be recomputed later."""
-        row = request.row
-        token_ids = self.known_tokens(row).copy()
-        self.leave(request)
-        request.token_ids = token_ids
-        plan.blocks.pop(row, None)
-        plan.preempted.append(request)
+        last = next_preempted(table, self._precedence)
+        plan.blocks.pop(last.row, None)
+        plan.preempted.append(last)
+        self.preempt(last)
 
     def _compute_chunk(self, plan: StepPlan, row: int, computed: int, end: int) -> None:
         """Plan a prefilling row's tokens from number `computed` up to `end`."""

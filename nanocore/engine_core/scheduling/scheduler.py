@@ -20,10 +20,12 @@ from collections.abc import Callable
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.scheduling.counters import SchedulerCounters
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
+from nanocore.engine_core.scheduling.precedence import Precedence, precedence_key
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.running_set import RunningSet
 from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
 from nanocore.engine_core.scheduling.step_budget import StepBudget
+from nanocore.engine_core.scheduling.urgency import Need, Urgency
 from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
 from nanocore.kv_cache import Block, KVCacheManager
 from nanocore.protocol.messages import Event
@@ -51,10 +53,12 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
-        self.waiting = WaitingQueue(config.policy)
-        self.long_waiting = WaitingQueue(config.policy)
-        """Prompts of several chunks that others pass by, see `max_num_partial_prefills`."""
-        self.running = RunningSet(config, kv_cache, self.waiting.precedence)
+        self.precedence = precedence_key(config.policy, config.priority_aging_s)
+        self.waiting = WaitingQueue(self.precedence)
+        self.running = RunningSet(config, kv_cache, self.precedence)
+        self._urgency: Urgency | None = None
+        if config.policy == "priority":
+            self._urgency = Urgency(self.running, kv_cache, self.precedence, config.num_groups)
         self.counters = SchedulerCounters()
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))
@@ -65,7 +69,9 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []  # by `end`, since the last update
         self._last_group = 0
+        self._came = (-1, 0.0)  # steps when the last request came, and when the first with so many
         self._blocked = (-1, -1)  # handle of a head that did not fit, and the blocks then free
+        self._no_way = (-1, -1)  # likewise of a head for which nobody could give way
         self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
 
     @property
@@ -84,19 +90,10 @@ class Scheduler:
         return len(self._requests) - len(self.running)
 
     @property
-    def num_queued(self) -> int:
-        """Requests that can be admitted: samples that are held back are not in a queue yet."""
-        return len(self.waiting) + len(self.long_waiting)
-
-    @property
     def is_stuck(self) -> bool:
         """Whether requests wait although nothing runs, was preempted, or is in flight: a bug."""
         busy = self.num_running or self.planned.preempted or self.num_in_flight > 1
-        return self.num_queued > 0 and not busy
-
-    def head(self) -> Request | None:
-        """The request to be admitted next."""
-        return self._next_queue(may_be_partial=True).head()
+        return bool(self.waiting) and not busy
 
     @property
     def planned(self) -> StepPlan:
@@ -126,15 +123,18 @@ class Scheduler:
         return None
 
     def add(self, request: Request, arrival: int | None = None) -> None:
-        """Queue a request; samples that it holds back come behind it, see `_release`.
+        """Queue a request; samples that it holds back come behind it, see `WaitingQueue`.
 
         arrival: the number of steps when it came, if that was not now.
         """
-        arrival = self.counters.num_steps if arrival is None else arrival
+        num_steps = self.counters.num_steps
+        if num_steps != self._came[0]:
+            self._came = num_steps, self._clock()
         for sample in request.samples:
             assert sample.handle not in self._requests
             self._requests[sample.handle] = sample
-            sample.arrival = arrival
+            sample.arrival = num_steps if arrival is None else arrival
+            sample.arrival_s = self._came[1]
             self.counters.prompt_tokens += sample.num_prompt_tokens
         self.waiting.push(request)
 
@@ -150,7 +150,7 @@ class Scheduler:
         if request is None:
             return None
         if request.row < 0:
-            self._leave_queue(request)
+            self.waiting.leave(request)
             self._count_dequeued(request)
         self._ended.append(request)
         self._end(request)
@@ -169,14 +169,19 @@ class Scheduler:
         running, counters = self.running, self.counters
         counters.num_steps += 1
         self._last_group = group
+        gave_way, urgent = self._make_way(group)
         token_budget = self._token_budget(group)
-        plan, budget = running.compute(counters.num_steps, group, token_budget)
+        plan, budget = running.compute(counters.num_steps, group, token_budget, urgent)
+        may_admit = not plan.preempted and not running.is_short_of_blocks
+        plan.preempted[:0] = gave_way
         for request in plan.preempted:
             self.waiting.push(request)
+            if self._urgency is not None:
+                self._urgency.left(request)
         counters.num_preemptions += len(plan.preempted)
         for row in plan.completed:
-            self._release(running.request(row))
-        if self.num_queued and not plan.preempted and not running.is_short_of_blocks:
+            self.waiting.release(running.request(row))
+        if self.waiting and may_admit:
             self._schedule_waiting(plan, budget)
         if self.budget.has_target:
             self._begun_s.append(self._clock())
@@ -207,7 +212,7 @@ class Scheduler:
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
     def _can_admit(self, group: int) -> bool:
-        head = self.head()
+        head = self.waiting.head()
         may_fit = head is not None and not self._is_still_blocked(head)
         return may_fit and not self.running.is_short_of_blocks and self._num_admissible(group) > 0
 
@@ -219,54 +224,69 @@ class Scheduler:
 
     def _token_budget(self, group: int) -> int:
         running = self.running
-        if not self.budget.has_target or not (self.num_queued or running.prefilling):
+        if not self.budget.has_target or not (self.waiting or running.prefilling):
             return self.config.max_num_batched_tokens
         num_decodes, context = running.decode_load(group)
         prompts = [running.num_computed_tokens(row) for row in running.prefilling]
         return self.budget.num_tokens(num_decodes, context, max(prompts, default=0))
+
+    def _make_way(self, group: int) -> tuple[list[Request], tuple[Precedence, int] | None]:
+        """(who was preempted for the head, what to keep of the budget for it: see `Urgency`)."""
+        head = self.waiting.head()
+        if self._urgency is None or head is None or not self._urgency.is_asked(head, group):
+            return [], None
+        state = head.handle, self.kv_cache.num_free_blocks
+        if state == self._no_way:
+            return [], None
+        hits = self._find_prefix(head)
+        num_uncached = head.num_tokens - len(hits) * self.kv_cache.block_size
+        count = min(num_uncached, self.running.max_chunk)
+        if count < num_uncached and not self._may_be_partial:
+            return [], None  # it is to step aside
+
+        def need() -> Need:
+            num_blocks = self.kv_cache.num_free_needed(head.handle, head.num_tokens, hits)
+            return Need(self._num_admissible(group) > 0, num_blocks + self._num_reserved_blocks)
+
+        preempted = self._urgency.make_way(head, group, need)
+        is_admitted = need().has_row and self._fits(head, hits)
+        if not (preempted or is_admitted):
+            self._no_way = state
+        return preempted, (self.precedence(head), count) if is_admitted else None
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         """Admit waiting requests while budget, rows and blocks last; none passes the head by.
 
         Except that prompts of several chunks, when no more of them may be running, step aside.
         """
-        limit = self.config.max_num_partial_prefills
         num_rows = self._num_admissible(plan.group)
         while budget > 0 and num_rows > 0:
-            may_be_partial = not limit or len(self.running.prefilling) < limit
-            queue = self._next_queue(may_be_partial)
-            request = queue.head()
+            request = self.waiting.head(self._may_be_partial)
             if request is None or self._is_still_blocked(request):
                 return
             hits = self._find_prefix(request)
             num_uncached = request.num_tokens - len(hits) * self.kv_cache.block_size
             count = min(num_uncached, budget, self.running.max_chunk)
-            if count < num_uncached and not may_be_partial:
+            if count < num_uncached and not self._may_be_partial:
                 if num_uncached <= self.running.max_chunk:
                     return  # a later step has room for it whole
-                queue.remove(request)
-                self.long_waiting.push(request)
+                self.waiting.step_aside(request)
             elif self._fits(request, hits):
-                queue.remove(request)
+                self.waiting.remove(request)
                 self._admit(plan, request, hits, count)
                 budget -= count
                 num_rows -= 1
                 if count == num_uncached:
-                    self._release(request)
+                    self.waiting.release(request)
             else:
                 self._blocked = request.handle, self.kv_cache.num_free_blocks
                 return
 
-    def _next_queue(self, may_be_partial: bool) -> WaitingQueue:
-        """The queue whose head goes first."""
-        long_head = self.long_waiting.head() if may_be_partial else None
-        if long_head is None:
-            return self.waiting
-        head = self.waiting.head()
-        precedence = self.waiting.precedence
-        if head is not None and precedence(head) < precedence(long_head):
-            return self.waiting
-        return self.long_waiting
+    @property
+    def _may_be_partial(self) -> bool:
+        """Whether one more prompt may be computed in chunks."""
+        limit = self.config.max_num_partial_prefills
+        return not limit or len(self.running.prefilling) < limit
 
     def _is_still_blocked(self, request: Request) -> bool:
         """Whether the head did not fit before, and nothing was freed: spares looking it up again.
@@ -291,13 +311,19 @@ class Scheduler:
 
     def _fits(self, request: Request, hits: list[Block]) -> bool:
         """Whether the whole prompt fits now; while others run, they keep the watermark to grow."""
-        num_reserved = self._watermark_blocks if self.num_running else 0
+        num_reserved = self._num_reserved_blocks
         return self.kv_cache.can_allocate(request.handle, request.num_tokens, hits, num_reserved)
+
+    @property
+    def _num_reserved_blocks(self) -> int:
+        return self._watermark_blocks if self.num_running else 0
 
     def _admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
         """Give a waiting request a row and its first tokens."""
         self._count_dequeued(request)
         self.running.admit(plan, request, hits, count)
+        if self._urgency is not None:
+            self._urgency.admitted(request)
 
     def _count_dequeued(self, request: Request) -> None:
         if request.num_cached_tokens is None:  # else it was when first admitted
@@ -309,35 +335,11 @@ class Scheduler:
         """Forget a request; its blocks stay findable by their content, unless it is damaged."""
         if request.row >= 0:
             self.running.leave(request, keeps_blocks)
+            if self._urgency is not None:
+                self._urgency.left(request)
         del self._requests[request.handle]
         if request.held_back:
-            self._replace_leader(request)
-
-    def _release(self, leader: Request) -> None:
-        """Queue the samples that a request holds back: its prompt is planned, so it is cached.
-
-        They came with it, and so before all that came after it.
-        """
-        if leader.held_back:
-            samples, leader.held_back = leader.held_back, ()
-            for sample in samples:
-                sample.leader = None
-                self.waiting.push(sample)
-
-    def _replace_leader(self, leader: Request) -> None:
-        """It has ended before its prompt was planned: the next sample does it for the others."""
-        (heir, *others), leader.held_back = leader.held_back, ()
-        heir.leader, heir.held_back = None, others
-        for sample in others:
-            sample.leader = heir
-        self.waiting.push(heir)
-
-    def _leave_queue(self, request: Request) -> None:
-        """Take a request without a row from wherever it waits."""
-        if (leader := request.leader) is not None:
-            leader.held_back = [one for one in leader.held_back if one is not request]
-        else:
-            (self.waiting if request in self.waiting else self.long_waiting).remove(request)
+            self.waiting.replace(request)
 
     def _measure(self, plan: StepPlan) -> None:
         """Teach the cost model how long a step took, since the one before it ended."""

@@ -1,67 +1,80 @@
-"""The waiting queue: who is admitted next, under either policy.
+"""The waiting queue: requests without a row, and samples that wait for one of them.
 
-fcfs orders by arrival, priority by (priority, arrival); the handle, which grows, decides among
-equals. A preempted request comes back under its old precedence, so it keeps its place.
+Only the head is admitted, but for prompts of several chunks: when no more of them may be running
+(`max_num_partial_prefills`) they step aside, and shorter ones pass them by.
+
+Of several samples of a prompt one is in the queue, and holds the others back until all of its
+prompt is planned: they find it in the prefix cache then.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 
-from nanocore.engine_core.parameters import SchedulingPolicy
+from nanocore.engine_core.scheduling.precedence import PrecedenceKey
 from nanocore.engine_core.scheduling.request import Request
-
-Precedence = tuple[int, int, int]
-_MIN_STALE_ENTRIES = 64
+from nanocore.engine_core.scheduling.request_heap import RequestHeap
 
 
 class WaitingQueue:
-    """A heap of requests by precedence; the smallest goes first.
+    """precedence: sort key of requests. long: those that stepped aside."""
 
-    Args:
-        policy: what precedence is made of.
-    """
-
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self._by_priority = policy == "priority"
-        self._heap: list[tuple[Precedence, int]] = []
-        self._requests: dict[int, Request] = {}  # what the heap has beyond these was removed
+    def __init__(self, precedence: PrecedenceKey) -> None:
+        self._precedence = precedence
+        self._requests = RequestHeap(precedence)
+        self.long = RequestHeap(precedence)
 
     def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request: Request) -> bool:
-        return request.handle in self._requests
+        """Requests that can be admitted: samples that are held back are not among them."""
+        return len(self._requests) + len(self.long)
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests in the order in which they would be admitted. For tests and reports."""
-        return iter(sorted(self._requests.values(), key=self.precedence))
-
-    def precedence(self, request: Request) -> Precedence:
-        """Sort key: smaller is admitted earlier, larger is preempted earlier."""
-        priority = request.priority if self._by_priority else 0
-        return priority, request.arrival, request.handle
+        """Those that did not step aside, in their order."""
+        return iter(self._requests)
 
     def push(self, request: Request) -> None:
         """Queue a request, in its place."""
-        heapq.heappush(self._heap, (self.precedence(request), request.handle))
-        self._requests[request.handle] = request
+        self._requests.push(request)
 
-    def head(self) -> Request | None:
-        """The request that goes first."""
-        while self._heap:
-            request = self._requests.get(self._heap[0][1])
-            if request is not None:
-                return request
-            heapq.heappop(self._heap)
-        return None
+    def head(self, may_be_long: bool = True) -> Request | None:
+        """The request that goes first. may_be_long: those that stepped aside may go, too."""
+        head = self._requests.head()
+        long_head = self.long.head() if may_be_long else None
+        if head is None or long_head is None:
+            return long_head if head is None else head
+        return min(head, long_head, key=self._precedence)
 
     def remove(self, request: Request) -> None:
-        """Take out a request, the head or any other."""
-        del self._requests[request.handle]
-        if self._heap[0][1] == request.handle:
-            heapq.heappop(self._heap)
-        elif len(self._heap) > _MIN_STALE_ENTRIES + 2 * len(self._requests):
-            self._heap = [entry for entry in self._heap if entry[1] in self._requests]
-            heapq.heapify(self._heap)
+        """Take out a request that can be admitted."""
+        (self._requests if request in self._requests else self.long).remove(request)
+
+    def step_aside(self, request: Request) -> None:
+        """Let others pass this one by."""
+        self.remove(request)
+        self.long.push(request)
+
+    def leave(self, request: Request) -> None:
+        """Take a request without a row from wherever it waits."""
+        if (leader := request.leader) is not None:
+            leader.held_back = [one for one in leader.held_back if one is not request]
+        else:
+            self.remove(request)
+
+    def release(self, leader: Request) -> None:
+        """Queue the samples that a request holds back: its prompt is planned, so it is cached.
+
+        They came with it, and so before all that came after it.
+        """
+        if leader.held_back:
+            samples, leader.held_back = leader.held_back, ()
+            for sample in samples:
+                sample.leader = None
+                self.push(sample)
+
+    def replace(self, leader: Request) -> None:
+        """It has ended before its prompt was planned: the next sample does it for the others."""
+        (heir, *others), leader.held_back = leader.held_back, ()
+        heir.leader, heir.held_back = None, others
+        for sample in others:
+            sample.leader = heir
+        self.push(heir)

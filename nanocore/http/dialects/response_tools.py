@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from nanocore.http.errors import bad_request
+from nanocore.protocol.errors import quoted
 
 CUSTOM_ARGUMENT: Final = "input"
 _OURS: Final = ("function", "custom")
@@ -42,9 +43,9 @@ def read_response_tools(
     given = given or []
     ours = [tool for tool in given if tool.get("type", "function") in _OURS]
     dropped = [str(tool["type"]) for tool in given if tool.get("type", "function") not in _OURS]
-    allowed, chosen = _read_choice(choice)
-    if given and not ours:
-        chosen = None  # what was to be called is not here
+    allowed, chosen = None, None
+    if ours or not given:  # else what was to be called is not here
+        allowed, chosen = _read_choice(choice, dropped)
     tools = [
         _chat_tool(tool) for tool in ours if allowed is None or str(tool.get("name")) in allowed
     ]
@@ -58,7 +59,7 @@ def read_response_tools(
 
 
 def _read_choice(
-    choice: str | dict[str, Any] | None,
+    choice: str | dict[str, Any] | None, dropped: list[str]
 ) -> tuple[set[str] | None, str | dict[str, Any] | None]:
     """(names of the tools that may be called, None if all; the chat's choice)"""
     if not isinstance(choice, dict):
@@ -74,7 +75,13 @@ def _read_choice(
         return {str(tool.get("name")) for tool in tools if isinstance(tool, dict)}, mode
     if kind in _OURS:
         return None, {"type": "function", "function": {"name": choice.get("name")}}
-    return None, "auto"
+    if kind in dropped:
+        return None, "auto"
+    raise bad_request(
+        "tool_choice is none, auto, required, or an object of type function, custom or "
+        f"allowed_tools, not {quoted(choice)}",
+        "tool_choice",
+    )
 
 
 def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

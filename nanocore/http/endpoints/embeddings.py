@@ -36,7 +36,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    pooling: Literal["last", "mean"] = "last"
+    pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
@@ -107,7 +107,7 @@ async def _embed(
                 group.create_task(
                     client.embed(
                         prompt,
-                        request.pooling,
+                        request.pooling or "last",
                         request.normalize is not False,
                         None,
                         request.priority or 0,

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Final
+
 from nanocore import __version__
 from nanocore.http.errors import RETRY_LATER_S, unavailable
 from nanocore.http.exchange import Exchange
 from nanocore.http.exposition import CONTENT_TYPE, exposition
+from nanocore.protocol.errors import NanocoreError
+
+CONNECT_TIMEOUT_S: Final = 0.5
+"""For an engine that was gone to answer: probes do not wait for long."""
 
 
 async def root(exchange: Exchange) -> None:
@@ -19,14 +26,14 @@ async def livez(exchange: Exchange) -> None:
 
 
 async def readyz(exchange: Exchange) -> None:
-    """Whether new requests would be taken; the engine is not asked."""
-    _check_serving(exchange)
+    """Whether new requests would be taken; the engine is asked only if it was gone."""
+    await _check_serving(exchange)
     await exchange.reply_json({"status": "ready"})
 
 
 async def health(exchange: Exchange) -> None:
     """Whether the engine answers."""
-    _check_serving(exchange)
+    await _check_serving(exchange)
     await exchange.client.health()
     await exchange.reply_json({"status": "ok"})
 
@@ -42,8 +49,12 @@ async def metrics(exchange: Exchange) -> None:
     await exchange.reply(200, exposition(stats, exchange.model_name), CONTENT_TYPE)
 
 
-def _check_serving(exchange: Exchange) -> None:
+async def _check_serving(exchange: Exchange) -> None:
     if exchange.state.is_draining:
         raise unavailable("the server is shutting down", RETRY_LATER_S)
-    if not exchange.client.is_connected:
-        raise unavailable("the engine is not connected")
+    if not exchange.client.is_connected:  # who is not ready gets no requests that would find it
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await exchange.client.health()
+        except (TimeoutError, NanocoreError):
+            raise unavailable("the engine is not connected") from None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from nanocore.http.dialects.response_tools import read_response_tools
+from nanocore.http.errors import HttpError
 
 ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 SUB: Any = {"type": "function", "name": "sub", "description": None}
@@ -51,11 +52,16 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
         ({"type": "function", "name": "add"}, {"type": "function", "function": {"name": "add"}}),
         ({"type": "custom", "name": "patch"}, {"type": "function", "function": {"name": "patch"}}),
         ({"type": "web_search"}, "auto"),
-        ({"type": ["x"]}, "auto"),
     ],
 )
 def test_a_choice_is_a_chats(choice: Any, expected: Any) -> None:
-    assert read_response_tools([ADD, PATCH], choice).choice == expected
+    assert read_response_tools([ADD, PATCH, {"type": "web_search"}], choice).choice == expected
+
+
+@pytest.mark.parametrize("choice", [{"type": "file_search"}, {"type": ["x"]}, {"type": "x"}, {}])
+def test_a_choice_of_nothing_that_is_given_is_refused(choice: Any) -> None:
+    with pytest.raises(HttpError, match="tool_choice is none, auto, required, or an object of"):
+        read_response_tools([ADD, PATCH, {"type": "web_search"}], choice)
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
