@@ -6,6 +6,7 @@ Statuses are chosen by what clients do with them: the SDKs send a request again 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ from nanocore.protocol.errors import (
     InvalidRequestError,
     NanocoreError,
 )
+
+logger = logging.getLogger(__name__)
 
 _OPENAI_TYPES: Final = {
     401: "authentication_error",
@@ -81,7 +84,8 @@ def http_error(error: NanocoreError) -> HttpError:
     if isinstance(error, EngineOverloadedError):
         headers = _retry_after(error.retry_after_s)
         return HttpError(429, str(error), "rate_limit_exceeded", headers=headers)
-    if isinstance(error, EngineDeadError):  # where it was is for the server's log
+    if isinstance(error, EngineDeadError):
+        logger.warning("a request fails: %s", error)  # where the engine was is not for clients
         return unavailable(ENGINE_GONE)
     return HttpError(500, str(error), "internal_error")
 

@@ -39,6 +39,12 @@ def test_errors_of_the_client_have_a_status_and_a_kind(
     assert whole == {"type": "error", "error": {"type": of_anthropic, "message": message}}
 
 
+def test_what_became_of_the_engine_is_for_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    found = http_error(EngineDeadError("nobody listens at ipc:///private/engine.sock"))
+    assert "private" not in found.message
+    assert caplog.messages == ["a request fails: nobody listens at ipc:///private/engine.sock"]
+
+
 def test_a_prompt_that_is_too_long_is_known_by_what_clients_look_for() -> None:
     """OpenAI's code, litellm's words, and Claude Code's."""
     found = http_error(ContextLengthError("the prompt has 9 tokens, which is too long"))
