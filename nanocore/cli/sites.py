@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from nanocore.http.sites import is_address
 from nanocore.protocol.errors import ConfigError
 
-_HOST: Final = re.compile(r"[^][:@/*\s]+|\[?[0-9a-fA-F.]*:[0-9a-fA-F:.]+\]?")
+_HOST: Final = re.compile(r"[^][:@/*\s]+")
 _ORIGIN: Final = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[^][:@/*\s]+)(:[0-9]+)?/?")
 _USUAL_PORTS: Final = {"http": ":80", "https": ":443"}
 
@@ -20,7 +21,7 @@ def read_hosts(host: str | None, allowed: Sequence[str]) -> tuple[str, ...]:
         ConfigError: one that no Host header can have.
     """
     for name in allowed:
-        if name != "*" and not _HOST.fullmatch(name):
+        if name != "*" and not _HOST.fullmatch(name) and not is_address(name.strip("[]")):
             raise ConfigError(
                 f"--allowed-hosts {name!r}: a name or an address, without scheme and port; or *"
             )

@@ -47,8 +47,12 @@ def check_site(
 
 
 def _is_ours(name: str, allowed: Collection[str]) -> bool:
-    if name == "localhost" or name.endswith(".localhost") or name in allowed:
-        return True
+    is_local = name == "localhost" or name.endswith(".localhost")
+    return is_local or name in allowed or is_address(name)
+
+
+def is_address(name: str) -> bool:
+    """Whether it is one of IP, without brackets."""
     try:
         ip_address(name)
     except ValueError:

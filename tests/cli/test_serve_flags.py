@@ -182,6 +182,7 @@ def test_a_model_behind_the_flags_is_told_where_it_belongs() -> None:
         ["--allowed-origins", "https://example.com/path"],
         ["--allowed-origins", "https://*.example.com"],
         ["--allowed-hosts", "example.com:8080"],
+        ["--allowed-hosts", "cafe:8080"],
         ["--allowed-hosts", "http://example.com"],
         ["--allowed-hosts", "*.example.com"],
         ["--allowed-hosts", ""],

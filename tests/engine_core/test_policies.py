@@ -8,6 +8,7 @@ import pytest
 from nanocore.engine_core.scheduling.precedence import precedence_key
 from nanocore.engine_core.scheduling.request_heap import RequestHeap
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.scheduling.step import StepPlan
 from tests.fakes import Deliveries, expected_tokens, make_request, make_scheduler
 
 
@@ -457,3 +458,24 @@ def test_who_has_waited_long_enough_does_not_give_way() -> None:
         scheduler.add(make_request(handle, [handle], 5, priority=0))
         deliveries.step(scheduler, executor)
         assert handles(scheduler.completed.plan.preempted) == preempted
+
+
+def test_a_group_that_cannot_make_way_keeps_no_other_one_from_it() -> None:
+    # 8 blocks of 4, two groups: 1 holds 1 block in the one, 2 holds 5 in the other, 2 are free; 3
+    # needs 5, and 1's would be too few.
+    scheduler, executor = make_scheduler(
+        policy="priority", num_blocks=8, block_size=4, max_num_seqs=4, num_groups=2
+    )
+    deliveries = Deliveries()
+
+    def step(group: int) -> StepPlan:
+        deliveries.take(scheduler, executor.execute(scheduler.schedule(group)))
+        return scheduler.completed.plan
+
+    scheduler.add(make_request(1, [1] * 2, 3, priority=5))
+    scheduler.add(make_request(2, [2] * 18, 2, priority=5))
+    assert [handles(step(group).new) for group in (0, 1)] == [[1], [2]]
+    scheduler.add(make_request(3, [3] * 18, 2, priority=0))
+    assert handles(step(0).preempted) == []
+    plan = step(1)
+    assert (handles(plan.preempted), handles(plan.new)) == ([2], [3])

@@ -71,7 +71,7 @@ class Scheduler:
         self._last_group = 0
         self._came = (-1, 0.0)  # steps when the last request came, and when the first with so many
         self._blocked = (-1, -1)  # handle of a head that did not fit, and the blocks then free
-        self._no_way = (-1, -1)  # likewise of a head for which nobody could give way
+        self._no_way: dict[int, tuple[int, int]] = {}  # by group: nobody could give way for it
         self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
 
     @property
@@ -232,11 +232,10 @@ class Scheduler:
 
     def _make_way(self, group: int) -> tuple[list[Request], tuple[Precedence, int] | None]:
         """(who was preempted for the head, what to keep of the budget for it: see `Urgency`)."""
-        head = self.waiting.head()
-        if self._urgency is None or head is None or not self._urgency.is_asked(head, group):
+        if self._urgency is None or (head := self.waiting.head()) is None:
             return [], None
         state = head.handle, self.kv_cache.num_free_blocks
-        if state == self._no_way:
+        if state == self._no_way.get(group) or not self._urgency.is_asked(head, group):
             return [], None
         hits = self._find_prefix(head)
         num_uncached = head.num_tokens - len(hits) * self.kv_cache.block_size
@@ -251,7 +250,7 @@ class Scheduler:
         preempted = self._urgency.make_way(head, group, need)
         is_admitted = need().has_row and self._fits(head, hits)
         if not (preempted or is_admitted):
-            self._no_way = state
+            self._no_way[group] = state
         return preempted, (self.precedence(head), count) if is_admitted else None
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
