@@ -28,9 +28,9 @@ from nanocore.protocol.messages import (
 from nanocore.protocol.wording import explain, why_no_map
 
 MAX_BODY_BYTES: Final = 2**20
-"""Of what a client sends, a SUBMIT's prompt apart."""
+"""Of what a client sends, a SUBMIT's tokens apart."""
 MAX_SUBMIT_BYTES: Final = 192 * 2**10
-"""Of a SUBMIT, its prompt apart: about twice what its fields can need. See `_check_size`."""
+"""Of a SUBMIT, its tokens apart: about twice what its fields can need. See `_check_size`."""
 MAX_RETURNED_ID_CHARS: Final = 1024
 """Of a bad request id: an ERROR says it all the same, so that its sender knows which request."""
 
@@ -50,14 +50,15 @@ class _SubmitId(msgspec.Struct):
     request_id: str
 
 
-class _SubmitPrompt(msgspec.Struct):
-    """The one field of a SUBMIT that may be long; not copied, only measured."""
+class _SubmitTokens(msgspec.Struct):
+    """The fields of a SUBMIT that may be long; not copied, only measured."""
 
     prompt_token_ids: memoryview = memoryview(b"")
+    output_token_ids: memoryview = memoryview(b"")
 
 
 _SUBMIT_ID_DECODER = msgspec.msgpack.Decoder(_SubmitId)
-_SUBMIT_PROMPT_DECODER = msgspec.msgpack.Decoder(_SubmitPrompt)
+_SUBMIT_TOKENS_DECODER = msgspec.msgpack.Decoder(_SubmitTokens)
 _ANY_DECODER = msgspec.msgpack.Decoder(msgspec.Raw)  # builds nothing
 
 
@@ -151,12 +152,13 @@ def _check_num_fields(body: bytes) -> None:
 def _check_size(op: int, body: bytes) -> None:
     """Refuse a body that would take long to decode.
 
-    A prompt is decoded at the speed of a copy, `sampling` at a hundredth of that.
+    Tokens are decoded at the speed of a copy, `sampling` at a hundredth of that.
     """
     limit, num_bytes, what = MAX_BODY_BYTES, len(body), ""
     if op == Op.SUBMIT:
-        num_bytes -= len(_SUBMIT_PROMPT_DECODER.decode(body).prompt_token_ids)
-        limit, what = MAX_SUBMIT_BYTES, " beside the prompt"
+        tokens = _SUBMIT_TOKENS_DECODER.decode(body)
+        num_bytes -= len(tokens.prompt_token_ids) + len(tokens.output_token_ids)
+        limit, what = MAX_SUBMIT_BYTES, " beside its tokens"
     if num_bytes > limit:
         raise msgspec.ValidationError(f"the body has {num_bytes} bytes{what}: at most {limit}")
 

@@ -17,6 +17,7 @@ ErrorCode = Literal[
     "context_length_exceeded",  # the prompt, or prompt + max_tokens, does not fit
     "duplicate_request_id",  # the id is in use in this session
     "overloaded",  # try again later
+    "draining",  # the engine is about to end: try another one, or the next one here
     "engine_dead",  # the engine failed; no request of it will continue
     "protocol_error",  # bytes that are no message
     "unknown_op",  # an op byte outside the closed set
@@ -65,6 +66,10 @@ class EngineOverloadedError(NanocoreError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class EngineDrainingError(EngineOverloadedError):
+    """The engine finishes what it has, takes nothing new, and then ends."""
 
 
 class EngineDeadError(NanocoreError):
@@ -176,6 +181,8 @@ def exception_for(code: str, message: str, retry_after_s: float | None = None) -
         return ContextLengthError(message)
     if code == "overloaded":
         return EngineOverloadedError(message, 1.0 if retry_after_s is None else retry_after_s)
+    if code == "draining":
+        return EngineDrainingError(message, 1.0 if retry_after_s is None else retry_after_s)
     if code == "engine_dead":
         return EngineDeadError(message)
     return ProtocolError(message, code)

@@ -16,6 +16,7 @@ import msgspec
 from nanocore.protocol.errors import ErrorCode
 from nanocore.protocol.fields import (
     MAX_CACHE_SALT_CHARS,
+    MAX_EXACT_INT,
     MAX_REQUEST_ID_CHARS,
     CacheSalt,
     ExactInt,
@@ -30,11 +31,11 @@ from nanocore.protocol.fields import (
 )
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 8)
+PROTOCOL_VERSION = (1, 9)
 """[major, minor] of the wire, independent of the package's version."""
 
-FinishReason = Literal["stop", "length", "abort", "error"]
-ControlOperation = Literal["stats", "reset_prefix_cache", "pause", "resume", "read_file"]
+FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
+ControlOperation = Literal["stats", "reset_prefix_cache", "pause", "resume", "read_file", "drain"]
 Capability = Literal["prefix_caching", "priority", "structured_outputs", "embeddings"]
 ModelFileName = Literal[
     "tokenizer.json",
@@ -53,6 +54,8 @@ ModelFileName = Literal[
 MAX_FILE_BYTES = 64 * 2**20
 """A model's file above this is not served; a client need not take more."""
 MAX_FILE_CHUNK_BYTES = 64 * 2**10
+MIN_SESSION_TIMEOUT_MS = 1000
+MAX_TIMEOUT_S = 1e6
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 
 
@@ -71,6 +74,7 @@ class Op(enum.IntEnum):
     PONG = 0x21
     CONTROL = 0x30
     REPLY = 0x31
+    DRAINING = 0x40
     BYE = 0x41
 
 
@@ -132,6 +136,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_file_chunk_bytes: Annotated[int, since(3)] = MAX_FILE_CHUNK_BYTES
     max_num_clients: Annotated[int | None, since(4)] = None
     max_logprobs: Annotated[int | None, since(5)] = None
+    max_num_queued_bytes: Annotated[int | None, since(9)] = None
 
 
 class Hello(Message, frozen=True, forbid_unknown_fields=True):
@@ -170,6 +175,9 @@ class Submit(Message, frozen=True, forbid_unknown_fields=True):
     """Client to engine: one request.
 
     prompt_token_ids: int32 little endian. sampling: None takes the model card's default_sampling.
+    output_token_ids: int32 little endian; what an earlier run of this request has produced. The
+    request goes on behind them as that run would have: they count as output, and are not sent.
+    timeout_s: after so long it ends with "timeout", whether it runs or waits.
     """
 
     op = Op.SUBMIT
@@ -180,6 +188,10 @@ class Submit(Message, frozen=True, forbid_unknown_fields=True):
         int, limited("lower values go first", minimum=MIN_PRIORITY, maximum=MAX_PRIORITY)
     ] = 0
     cache_salt: CacheSalt | None = None
+    output_token_ids: Annotated[Int32Column, since(9), limited(column="int32")] = b""
+    timeout_s: Annotated[
+        float | None, since(9), limited(exclusiveMinimum=0, maximum=MAX_TIMEOUT_S)
+    ] = None
 
 
 class Accepted(Message, frozen=True):
@@ -271,10 +283,17 @@ class Abort(Message, frozen=True, forbid_unknown_fields=True):
 
 
 class Ping(Message, frozen=True):
-    """Either way: answer with a PONG of the same nonce."""
+    """Either way: answer with a PONG of the same nonce.
+
+    session_timeout_ms: of a client; from now on close this session, while it has requests, after so
+    long a silence, if that is less than the engine's own session_timeout_ms.
+    """
 
     op = Op.PING
     nonce: ExactInt = 0
+    session_timeout_ms: Annotated[
+        Annotated[int, msgspec.Meta(ge=MIN_SESSION_TIMEOUT_MS, le=MAX_EXACT_INT)] | None, since(9)
+    ] = None
 
 
 class Pong(Message, frozen=True):
@@ -338,6 +357,16 @@ class Reply(Message, frozen=True):
     data: Annotated[bytes | None, since(3)] = None
 
 
+class Draining(Message, frozen=True):
+    """Engine to client: it takes no new requests, ends when those it has have ended, or then.
+
+    deadline_ms: from now; None: it waits for as long as they take. To sessions of 1.9 and later.
+    """
+
+    op = Op.DRAINING
+    deadline_ms: Annotated[int | None, limited(minimum=0)] = None
+
+
 class Bye(Message, frozen=True):
     """Either way: the session is over. From an engine: it will not answer again."""
 
@@ -355,5 +384,6 @@ FROM_ENGINE: tuple[type[Message], ...] = (
     Ping,
     Pong,
     Reply,
+    Draining,
     Bye,
 )

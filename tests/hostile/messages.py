@@ -55,7 +55,9 @@ def valid(rng: random.Random) -> tuple[int, dict[str, Any]]:
             return op, {"protocol": list(PROTOCOL_VERSION), "client": "hostile"}
         case Op.SUBMIT:
             pooled = {"sampling": {"pooling": rng.choice(["last", "mean"])}}
-            return op, submit(rng, **(pooled if rng.random() < 0.2 else {}))
+            resumed = {"output_token_ids": struct.pack("<i", rng.randrange(256))}
+            more = [pooled, resumed, {"timeout_s": rng.choice([1e-6, 0.01, 10])}, {}, {}]
+            return op, submit(rng, **rng.choice(more))
         case Op.ABORT:
             return op, {"request_ids": [f"h{rng.getrandbits(64):x}"]}
         case Op.CONTROL:
@@ -140,7 +142,9 @@ def wrong_types(rng: random.Random) -> list[Frames]:
     """One field of a valid message takes another type, or a value out of any range."""
     op, body = valid(rng)
     owner = body["sampling"] if op == Op.SUBMIT and rng.random() < 0.5 else body
-    key = rng.choice([*owner, "seed", "priority", "top_p", "cache_salt"])
+    key = rng.choice(
+        [*owner, "seed", "priority", "top_p", "cache_salt", "output_token_ids", "timeout_s"]
+    )
     owner[key] = rng.choice([
         None, True, 1.0, 1.5, float("nan"), float("inf"), -1, 2**31, 2**53, 2**63, 2**64 - 1,
         -(2**63), "1", "", b"", b"\1\0\0", [], [1], {}, {"x": 1}, "\0" * 50, "\u202e\U0001f4a9",
@@ -214,6 +218,7 @@ def huge(rng: random.Random) -> list[Frames]:
     return [
         rng.choice([
             frames(Op.SUBMIT, **submit(rng, prompt_token_ids=b"\1\0\0\0" * size)),
+            frames(Op.SUBMIT, **submit(rng, output_token_ids=b"\1\0\0\0" * size)),
             frames(Op.SUBMIT, **submit(rng, request_id="x" * size)),
             frames(Op.SUBMIT, **submit(rng, cache_salt="\0" * size)),
             [bytes([Op.SUBMIT]), stop_ids + count + b"\1" * size],

@@ -14,6 +14,7 @@ from nanocore.protocol.messages import (
     Accepted,
     Bye,
     Control,
+    Draining,
     Error,
     Event,
     Hello,
@@ -84,8 +85,15 @@ CLIENT_MESSAGES: list[Message] = [
     Hello(protocol=(1, 0)),
     SUBMIT,
     Submit(request_id="r2", prompt_token_ids=b""),
+    Submit(
+        request_id="r3",
+        prompt_token_ids=pack_int32([1]),
+        output_token_ids=pack_int32([2]),
+        timeout_s=0.5,
+    ),
     Abort(request_ids=["r1", "ü"]),
     Ping(nonce=7),
+    Ping(session_timeout_ms=1000),
     Ping(),
     Pong(nonce=7),
     Control(call_id=1, operation="stats"),
@@ -114,6 +122,8 @@ ENGINE_MESSAGES: list[Message] = [
     Pong(nonce=1, num_steps=123),
     Reply(call_id=1, stats=STATS),
     Reply(call_id=2, ok=False, message="busy"),
+    Draining(),
+    Draining(deadline_ms=0),
     Bye(reason="SIGTERM"),
 ]
 

@@ -96,7 +96,7 @@ def test_a_side_does_not_receive_its_own_messages() -> None:
 
 
 def test_finish_reasons_are_a_closed_set() -> None:
-    assert set(get_args(FinishReason)) == {"stop", "length", "abort", "error"}
+    assert set(get_args(FinishReason)) == {"stop", "length", "abort", "error", "timeout"}
     events = [{"handle": 1, "finish_reason": "tired"}]
     with pytest.raises(ProtocolError, match="finish_reason"):
         client_decoder().decode(frames(Output(), events=events))

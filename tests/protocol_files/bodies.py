@@ -11,6 +11,7 @@ from tests.protocol_files.lines import (
     ACCEPTED,
     BYE,
     CONTROL,
+    DRAINING,
     ERROR,
     HELLO,
     OUTPUT,
@@ -66,9 +67,10 @@ PROMPT_LOGPROBS: Body = {
 }  # fmt: skip
 
 FULL_CLIENT: dict[int, Body] = {
-    HELLO: {"protocol": [1, 7], "client": "vectors/1"},
+    HELLO: {"protocol": [1, 9], "client": "vectors/1"},
     SUBMIT: {
         "request_id": "a", "prompt_token_ids": PROMPT, "sampling": SAMPLING, "cache_salt": "pepper",
+        "timeout_s": 60.5,
     },
     ABORT: {"request_ids": ["a", "b"], "handles": handles(7, 2**32 - 1)},
     PING: {"nonce": 7},
@@ -78,7 +80,7 @@ FULL_CLIENT: dict[int, Body] = {
 }  # fmt: skip
 FULL_ENGINE: dict[int, Body] = {
     WELCOME: {
-        "protocol": [1, 7],
+        "protocol": [1, 9],
         "session": "4f1d2c3b5a697887",
         "engine_instance": "0123456789abcdef0123456789abcdef",
         "model": MODEL
@@ -90,11 +92,11 @@ FULL_ENGINE: dict[int, Body] = {
         | {
             "max_request_id_chars": 256, "max_cache_salt_chars": 1024, "max_num_queued_reqs": 512,
             "max_num_queued_tokens": 1_000_000, "max_file_chunk_bytes": 65_536,
-            "max_num_clients": 64, "max_logprobs": 20,
+            "max_num_clients": 64, "max_logprobs": 20, "max_num_queued_bytes": 2**28,
         },
         "capabilities": ["prefix_caching", "priority", "structured_outputs", "embeddings"],
     },
-    REFUSED: {"message": "8 clients are served", "supported": [[1, 7]], "retry_after_s": 1.5},
+    REFUSED: {"message": "8 clients are served", "supported": [[1, 9]], "retry_after_s": 1.5},
     ACCEPTED: {"request_id": "a", "handle": 7, "seed": MAX_INT},
     OUTPUT: {
         "handles": handles(7, 8),
@@ -115,5 +117,6 @@ FULL_ENGINE: dict[int, Body] = {
     PING: {"nonce": 7},
     PONG: {"nonce": 7, "num_steps": 123, "step_age_ms": 45},
     REPLY: {"call_id": 1, "ok": False, "message": "a request holds blocks"},
+    DRAINING: {"deadline_ms": 30_000},
     BYE: {"reason": "SIGTERM"},
 }  # fmt: skip

@@ -13,6 +13,7 @@ from nanocore.protocol.messages import (
     Abort,
     Accepted,
     Control,
+    Draining,
     Error,
     Event,
     Hello,
@@ -42,6 +43,12 @@ EXAMPLES: dict[str, Message] = {
         prompt_token_ids=_column(1, 2, 3),
         sampling=EngineSamplingParams(temperature=0.5, max_tokens=8),
     ),
+    "SUBMIT resumed": Submit(
+        request_id="a",
+        prompt_token_ids=_column(1, 2, 3),
+        sampling=EngineSamplingParams(temperature=0.5, seed=42, max_tokens=8),
+        output_token_ids=_column(1511, 24),
+    ),
     "ACCEPTED": Accepted(request_id="a", handle=7, seed=42),
     "OUTPUT": Output(
         handles=_column(7, 9),
@@ -69,6 +76,7 @@ EXAMPLES: dict[str, Message] = {
     "ERROR": Error(code="duplicate_request_id", message="request_id 'a' is in use", request_id="a"),
     "PONG": Pong(nonce=5, num_steps=1234, step_age_ms=12),
     "CONTROL": Control(call_id=1, operation="read_file", file="tokenizer.json", offset=65536),
+    "DRAINING": Draining(deadline_ms=30_000),
     "REPLY": Reply(call_id=1, data=b'{"version"'),
 }
 

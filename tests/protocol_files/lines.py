@@ -20,14 +20,14 @@ Line = dict[str, Any]
 
 HELLO, WELCOME, REFUSED = 0x01, 0x02, 0x03
 SUBMIT, ACCEPTED, OUTPUT, ERROR, ABORT = 0x10, 0x11, 0x12, 0x13, 0x14
-PING, PONG, CONTROL, REPLY, BYE = 0x20, 0x21, 0x30, 0x31, 0x41
+PING, PONG, CONTROL, REPLY, DRAINING, BYE = 0x20, 0x21, 0x30, 0x31, 0x40, 0x41
 NAMES = {
     HELLO: "hello", WELCOME: "welcome", REFUSED: "refused", SUBMIT: "submit",
     ACCEPTED: "accepted", OUTPUT: "output", ERROR: "error", ABORT: "abort", PING: "ping",
-    PONG: "pong", CONTROL: "control", REPLY: "reply", BYE: "bye",
+    PONG: "pong", CONTROL: "control", REPLY: "reply", DRAINING: "draining", BYE: "bye",
 }  # fmt: skip
 CLIENT_OPS = (HELLO, SUBMIT, ABORT, PING, PONG, CONTROL, BYE)
-ENGINE_OPS = (WELCOME, REFUSED, ACCEPTED, OUTPUT, ERROR, PING, PONG, REPLY, BYE)
+ENGINE_OPS = (WELCOME, REFUSED, ACCEPTED, OUTPUT, ERROR, PING, PONG, REPLY, DRAINING, BYE)
 
 NEW_IN_1_5 = {
     "n", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -35,6 +35,8 @@ NEW_IN_1_5 = {
     "handles",
 }  # fmt: skip
 """Fields that clients send only to engines which know them."""
+NEW_IN_1_9 = {"output_token_ids", "timeout_s", "session_timeout_ms"}
+"""Likewise; an older engine would ignore the last one, in PING, whatever it is."""
 
 pack = msgspec.msgpack.encode
 
@@ -85,7 +87,9 @@ def valid(
     line = _line(sender, op, name, pack(body) if raw is None else raw)
     line["message"] = _readable(body)
     sampling = body.get("sampling") or {}
-    if sender == "client" and "pooling" in sampling:
+    if sender == "client" and NEW_IN_1_9 & body.keys():
+        line["presumes"] = "protocol 1.9"
+    elif sender == "client" and "pooling" in sampling:
         line["presumes"] = "protocol 1.7" if sampling["pooling"] is None else "embeddings"
     elif sender == "client" and "structured_outputs" in sampling:
         wanted = sampling["structured_outputs"]
@@ -106,7 +110,10 @@ def malformed(
 ) -> Line:
     """What is refused. code: the error's; by default that of a message that is none."""
     data = body if isinstance(body, bytes) else pack(body)
-    return _line(sender, op, name, data) | {"error": code or "protocol_error"} | more
+    line = _line(sender, op, name, data) | {"error": code or "protocol_error"}
+    if (sender, op) == ("client", PING) and "session_timeout_ms" in data.decode("latin-1"):
+        line["presumes"] = "protocol 1.9"
+    return line | more
 
 
 def malformed_frames(sender: Sender, name: str, frames: list[bytes], code: str = "") -> Line:

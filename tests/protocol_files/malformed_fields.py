@@ -16,6 +16,7 @@ from tests.protocol_files.lines import (
     ACCEPTED,
     BYE,
     CONTROL,
+    DRAINING,
     ERROR,
     HELLO,
     NAMES,
@@ -68,10 +69,10 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "sampling.allowed_token_ids": "list?", "sampling.logprobs": "int?",
             "sampling.prompt_logprobs": "int?", "sampling.logit_bias": "list",
             "sampling.bad_words_token_ids": "list", "sampling.structured_outputs": "map?",
-            "sampling.pooling": "str?",
+            "sampling.pooling": "str?", "output_token_ids": "bin", "timeout_s": "float?",
         },
         ABORT: {"request_ids": "list!", "handles": "bin"},
-        PING: {"nonce": "int"},
+        PING: {"nonce": "int", "session_timeout_ms": "int?"},
         PONG: {"nonce": "int", "num_steps": "int?", "step_age_ms": "int?"},
         CONTROL: {"call_id": "int!", "operation": "str!", "file": "str?", "offset": "int"},
         BYE: {"reason": "str"},
@@ -91,7 +92,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "limits.max_request_id_chars": "int", "limits.max_cache_salt_chars": "int",
             "limits.max_num_queued_reqs": "int?", "limits.max_num_queued_tokens": "int?",
             "limits.max_file_chunk_bytes": "int", "limits.max_num_clients": "int?",
-            "limits.max_logprobs": "int?",
+            "limits.max_logprobs": "int?", "limits.max_num_queued_bytes": "int?",
         },
         REFUSED: {"message": "str!", "supported": "list!", "retry_after_s": "float?"},
         ACCEPTED: {"request_id": "str!", "handle": "int!", "seed": "int!"},
@@ -107,7 +108,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
         ERROR: {
             "code": "str!", "message": "str!", "request_id": "str?", "retry_after_s": "float?",
         },
-        PING: {"nonce": "int"},
+        PING: {"nonce": "int", "session_timeout_ms": "int?"},
         PONG: {"nonce": "int", "num_steps": "int?", "step_age_ms": "int?"},
         REPLY: {
             "call_id": "int!", "ok": "bool", "message": "str?", "stats": "map?", "data": "bin?",
@@ -117,13 +118,14 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "stats.prefix_cache_hit_rate": "float", "stats.num_clients": "int",
             "stats.num_protocol_errors": "int",
         },
+        DRAINING: {"deadline_ms": "int?"},
         BYE: {"reason": "str"},
     },
 }  # fmt: skip
 EXACT_INTS: dict[Sender, tuple[tuple[int, str], ...]] = {
     "client": (
         (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (PONG, "step_age_ms"),
-        (CONTROL, "call_id"), (CONTROL, "offset"),
+        (CONTROL, "call_id"), (CONTROL, "offset"), (PING, "session_timeout_ms"),
     ),
     "engine": (
         (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (PONG, "step_age_ms"),
@@ -292,6 +294,14 @@ def submit_values() -> Iterator[Line]:
         "prompt-negative": {"prompt_token_ids": column(1, -1)},
         "prompt-most-negative": {"prompt_token_ids": column(-(2**31), 1)},
         "prompt-above-every-vocabulary": {"prompt_token_ids": column(1, 2, largest)},
+        "resumed-of-three-bytes": {"output_token_ids": PROMPT[:3]},
+        "resumed-negative": {"output_token_ids": column(1, -1)},
+        "resumed-above-every-vocabulary": {"output_token_ids": column(largest)},
+        "resumed-with-n": {"output_token_ids": column(1), "sampling": {"n": 2}},
+        "resumed-with-pooling": {"output_token_ids": column(1), "sampling": {"pooling": "last"}},
+        "timeout-zero": {"timeout_s": 0.0}, "timeout-negative": {"timeout_s": -1.0},
+        "timeout-too-long": {"timeout_s": 1e6 + 1}, "timeout-nan": {"timeout_s": math.nan},
+        "timeout-infinite": {"timeout_s": math.inf},
         "priority-too-low": {"priority": -(2**31) - 1}, "priority-too-high": {"priority": 2**31},
     }.items():  # fmt: skip
         yield bad("client", SUBMIT, name, small | change)
@@ -406,6 +416,12 @@ def aborted_handles() -> Iterator[Line]:
         yield malformed("client", ABORT, f"handles-of-{length}-bytes", body)
 
 
+def impatience() -> Iterator[Line]:
+    for timeout_ms in (0, 999):
+        body = {"nonce": 7, "session_timeout_ms": timeout_ms}
+        yield malformed("client", PING, f"session-timeout-ms-of-{timeout_ms}", body)
+
+
 def before_hello() -> Iterator[Line]:
     """Nothing counts before HELLO; what is no message is told so first."""
     for op in (SUBMIT, ABORT, PING, PONG, CONTROL):
@@ -434,6 +450,7 @@ def field_lines(sender: Sender) -> Iterator[Line]:
         yield from unknown_fields()
         yield from submit_values()
         yield from aborted_handles()
+        yield from impatience()
         yield from before_hello()
     else:
         yield from columns()

@@ -62,7 +62,7 @@ def frame_shapes(sender: Sender) -> Iterator[Line]:
 def unknown_ops(sender: Sender) -> Iterator[Line]:
     """Ops of nobody, and those that only the other side sends."""
     code = "unknown_op" if sender == "client" else "protocol_error"
-    for op in (0x00, 0x04, 0x15, 0x22, 0x40, 0x42, 0x7F, 0x80, 0xFF):
+    for op in (0x00, 0x04, 0x15, 0x22, 0x42, 0x43, 0x7F, 0x80, 0xFF):
         yield malformed_frames(sender, f"unknown-op-{op:02x}", [bytes([op]), b"\x80"], code)
     other: Sender = "engine" if sender == "client" else "client"
     for op in OPS[other]:

@@ -14,6 +14,7 @@ from msgspec import inspect
 from nanocore.protocol.messages import (
     FROM_CLIENT,
     FROM_ENGINE,
+    Draining,
     Event,
     Limits,
     ModelCard,
@@ -54,6 +55,7 @@ FIRST_SINCE = {
     TokenLogprobs: "1.5",
     **dict.fromkeys((StructuredOutputs, StructuralTag, Structure), "1.6"),
     ReasoningMarks: "1.7",
+    Draining: "1.9",
 }
 
 
@@ -159,8 +161,9 @@ def range_of(schema: dict[str, Any]) -> str:
     return ""
 
 
-def _number(value: int) -> str:
-    """Large powers of two, and what is one below them, as such."""
+def _number(value: float) -> str:
+    """Large powers of two, and what is one below them, as such; no fraction that is none."""
+    value = int(value) if value == int(value) else value
     for number, suffix in ((value, ""), (value + 1, " - 1")):
         size = abs(number)
         if size > 1 << 16 and size & (size - 1) == 0:

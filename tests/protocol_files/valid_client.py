@@ -15,6 +15,7 @@ from tests.protocol_files.lines import (
     BYE,
     CONTROL,
     HELLO,
+    PING,
     PONG,
     SUBMIT,
     Body,
@@ -128,6 +129,18 @@ def submits() -> Iterator[Line]:
         "nil": {"pooling": None, "max_tokens": 2},
     }.items():  # fmt: skip
         yield valid("client", SUBMIT, f"pooling-{name}", SUBMIT_BODY | {"sampling": pooled})
+    for name, change in {
+        "resumed": {"output_token_ids": column(3)},
+        "resumed-at-nothing": {"output_token_ids": b""},
+        "resumed-with-its-seed": {
+            "output_token_ids": column(3, 1, 2, 0),
+            "sampling": {"seed": MAX_INT, "ignore_eos": True, "max_tokens": 16},
+        },
+        "timeout-shortest": {"timeout_s": 5e-324},
+        "timeout-longest": {"timeout_s": 1e6},
+        "timeout-nil": {"timeout_s": None},
+    }.items():  # fmt: skip
+        yield valid("client", SUBMIT, name, SUBMIT_BODY | change)
     yield from submit_forms()
 
 
@@ -188,6 +201,8 @@ def aborts_and_controls() -> Iterator[Line]:
     for call_id, operation in enumerate(("stats", "reset_prefix_cache", "pause", "resume")):
         body = {"call_id": call_id, "operation": operation}
         yield valid("client", CONTROL, operation.replace("_", "-"), body)
+    drain = {"call_id": 4, "operation": "drain"}
+    yield valid("client", CONTROL, "drain", drain, presumes="nothing better to do")
     read = {"call_id": MAX_INT, "operation": "read_file"}
     for name, more in {
         "read-file-full": FULL_CLIENT[CONTROL],
@@ -201,6 +216,12 @@ def aborts_and_controls() -> Iterator[Line]:
         "empty-operation": {"call_id": 3, "operation": ""},
     }.items():
         yield valid("client", CONTROL, name, more)
+
+
+def patience() -> Iterator[Line]:
+    for name, timeout_ms in {"shortest": 1000, "longest": MAX_INT, "nil": None}.items():
+        body = {"nonce": 7, "session_timeout_ms": timeout_ms}
+        yield valid("client", PING, f"session-timeout-{name}", body)
 
 
 def ignored_messages() -> Iterator[Line]:
@@ -220,4 +241,5 @@ def valid_client_lines() -> Iterator[Line]:
     yield from hellos()
     yield from submits()
     yield from aborts_and_controls()
+    yield from patience()
     yield from ignored_messages()

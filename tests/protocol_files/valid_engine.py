@@ -17,6 +17,7 @@ from tests.protocol_files.bodies import (
 from tests.protocol_files.lines import (
     ACCEPTED,
     BYE,
+    DRAINING,
     ERROR,
     OUTPUT,
     PING,
@@ -39,7 +40,7 @@ NEW: Body = {"new_in_9": {"deep": [1, None, {"x": b"y"}], "float": 0.5}}
 NONCES = (1, 127, 128, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, MAX_INT)
 ERROR_CODES = (
     "invalid_request", "context_length_exceeded", "duplicate_request_id", "overloaded",
-    "engine_dead", "protocol_error", "unknown_op", "no_session",
+    "draining", "engine_dead", "protocol_error", "unknown_op", "no_session",
 )  # fmt: skip
 
 
@@ -57,6 +58,7 @@ def welcomes_and_refusals() -> Iterator[Line]:
         "all-default-sampling": changed(full, "model.default_sampling", SAMPLING),
         "queue-limits-nil": full
         | {"limits": full["limits"] | {"max_num_queued_reqs": None, "max_num_queued_tokens": None}},
+        "queued-bytes-limit-nil": changed(full, "limits.max_num_queued_bytes", None),
         "client-limit-nil": full | {"limits": full["limits"] | {"max_num_clients": None}},
         "logprobs-unlimited": changed(full, "limits.max_logprobs", -1),
         "logprobs-limit-nil": changed(full, "limits.max_logprobs", None),
@@ -89,6 +91,7 @@ def accepted_and_errors() -> Iterator[Line]:
         "with-request-id": {"request_id": "a"},
         "with-retry-after": {"request_id": "a", "retry_after_s": 2.5},
         "of-a-later-version": {"code": "out_of_tea", "request_id": "a"},
+        "with-retry-after-the-drain": {"code": "draining", "request_id": "a", "retry_after_s": 1.5},
         "with-retry-after-zero": {"retry_after_s": 0.0},
         "with-nils": {"request_id": None, "retry_after_s": None},
     }.items():
@@ -115,6 +118,7 @@ def outputs() -> Iterator[Line]:
         "end-abort": {"handle": 7, "finish_reason": "abort"},
         "end-abort-with-message": {"handle": 7, "finish_reason": "abort", "message": "engine ends"},
         "end-error": {"handle": 7, "finish_reason": "error", "message": "the step failed: ü"},
+        "end-timeout": {"handle": 7, "finish_reason": "timeout"},
         "end-without-tokens": {"handle": 7, "finish_reason": "length"},
         "event-with-nothing": {"handle": 2**32 - 1},
         "end-embedding": {
@@ -222,6 +226,14 @@ def replies() -> Iterator[Line]:
     yield valid("engine", REPLY, "unknown-field-in-stats", body, raw=raw)
 
 
+def drains() -> Iterator[Line]:
+    for name, deadline_ms in {"at-once": 0, "later": 30_000, "some-time": None}.items():
+        yield valid("engine", DRAINING, name, {"deadline_ms": deadline_ms})
+    yield valid("engine", DRAINING, "minimal", {})
+    patient = {"nonce": 7, "session_timeout_ms": 1000}
+    yield valid("engine", PING, "with-a-clients-field", patient)
+
+
 def either_way(sender: Sender) -> Iterator[Line]:
     for op in (PING, PONG):
         yield valid(sender, op, "minimal", {})
@@ -257,7 +269,8 @@ def valid_engine_lines() -> Iterator[Line]:
     yield from accepted_and_errors()
     yield from outputs()
     yield from replies()
+    yield from drains()
     yield from either_way("engine")
-    for op in (WELCOME, REFUSED, ACCEPTED, OUTPUT, ERROR, REPLY):
+    for op in (WELCOME, REFUSED, ACCEPTED, OUTPUT, ERROR, REPLY, DRAINING):
         body = FULL_ENGINE[op]
         yield valid("engine", op, "unknown-field", body, raw=pack(NEW | body))

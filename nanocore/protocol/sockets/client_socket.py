@@ -10,6 +10,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from nanocore.protocol.endpoint import TCP
 from nanocore.protocol.errors import ConfigError, EngineDeadError
 from nanocore.protocol.sockets.curve import ClientKeys
 from nanocore.protocol.sockets.options import receive_frames, send_frames, socket_options
@@ -47,12 +48,14 @@ class ClientSocket:
 
     keys: for an engine that asks for them; TCP endpoints need them.
     patient: whether to wait for somebody to listen at the endpoint.
+    is_tcp: whether it crosses a network, whose end is silence.
     """
 
     def __init__(
         self, endpoint: str, keys: ClientKeys | None = None, *, patient: bool = True
     ) -> None:
         options = socket_options(endpoint, keys)
+        self.is_tcp = endpoint.startswith(TCP)
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)

@@ -1,9 +1,11 @@
-"""TcpGuard: bounds from outside what libzmq does not: messages without end, and who may connect.
+"""TcpGuard: bounds from outside what libzmq does not: messages without end, who may connect, and
+for how long a peer's machine may answer nothing.
 
 libzmq gathers a message in memory until its last frame has come, however long that is, and tells
 nobody. But it tells which descriptors it has accepted, a message says whose it is, and the kernel
 knows how many bytes have come in. So a connection that receives and receives and delivers nothing
-is shut down, and so are guests whose time is over. Descriptors stay libzmq's: each is looked at for
+is shut down, and so are guests whose time is over, and peers whose machines do not acknowledge what
+they are sent; those that read slowly do, and stay. Descriptors stay libzmq's: each is looked at for
 a moment, and shut down only after its peer was compared. Belongs to the socket's thread.
 """
 
@@ -28,19 +30,51 @@ from nanocore.protocol.sockets.options import MAX_CONNECTIONS, MAX_FRAME_BYTES
 MAX_STALLED_BYTES: Final = 4 * MAX_FRAME_BYTES
 """Received of a peer since it delivered a message: twice the largest message, twice."""
 SWEEP_INTERVAL_S: Final = 0.1
+MAX_UNANSWERED_S: Final = 1.8
+"""Since something was sent; with PINGs every second a peer's machine is missed within 3 s."""
 _TCP_INFO_BYTES: Final = 192
-_BYTES_RECEIVED_AT: Final = 128  # in Linux's struct tcp_info
+_TCP_INFO: Final = struct.Struct("=3xB20xI16xI8xI68xQ")
+"""Of Linux's struct tcp_info: probes, unacked, last_data_sent, last_ack_recv, bytes_received."""
+_MIN_PROBES: Final = 2
+"""Of a window that is closed; a single one may have been answered too soon after another."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """num_bytes: of data. is_owed: whether what was sent last is not acknowledged.
+
+    last_ack_s: seconds since anything was.
+    """
+
+    num_bytes: int
+    is_owed: bool
+    last_ack_s: float
 
 
 @dataclass(slots=True)
 class _Connection:
-    """has_delivered: a message since the last sweep. num_bytes: received when it last had."""
+    """has_delivered: a message since the last sweep. num_bytes: received when it last had.
+
+    unanswered_s: for how long sweeps have found that something was sent and is not acknowledged,
+    and that nothing was since the sweep before.
+    """
 
     fd: int
     peer: object
     routing_id: bytes | None = None
     has_delivered: bool = False
     num_bytes: int = 0
+    unanswered_s: float = 0.0
+
+    def note(self, received: _Received, since_s: float) -> None:
+        """Take in what a sweep has seen, since_s after the one before.
+
+        A sweep that comes late counts as one in time: a machine that stood still misses nobody.
+        """
+        if not received.is_owed or received.last_ack_s <= since_s:
+            self.unanswered_s = 0.0
+        else:
+            self.unanswered_s += min(since_s, 2 * SWEEP_INTERVAL_S)
 
 
 class TcpGuard:
@@ -55,7 +89,7 @@ class TcpGuard:
         self._by_routing_id: dict[bytes, _Connection] = {}
         self._guests: Guests[int] = Guests()
         self._gone: list[bytes] = []
-        self._next_sweep_s = 0.0
+        self._last_sweep_s = -math.inf
 
     def note(self, routing_id: bytes, fd: int) -> None:
         """A message of this peer has been delivered, over this descriptor."""
@@ -87,13 +121,17 @@ class TcpGuard:
     def sweep(self) -> None:
         """To be called often; does its work now and then."""
         now_s = time.monotonic()
-        if now_s < self._next_sweep_s:
+        if now_s < self._last_sweep_s + SWEEP_INTERVAL_S:
             return
-        self._next_sweep_s = now_s + SWEEP_INTERVAL_S
+        since_s, self._last_sweep_s = now_s - self._last_sweep_s, now_s
         self._take_events()
         for connection in list(self._connections.values()):
-            num_bytes = _num_bytes_received(connection.fd)
-            if connection.has_delivered or num_bytes < connection.num_bytes:
+            received = _received(connection.fd)
+            num_bytes = received.num_bytes
+            connection.note(received, since_s)
+            if connection.unanswered_s > MAX_UNANSWERED_S:
+                self._hang_up(connection.fd)
+            elif connection.has_delivered or num_bytes < connection.num_bytes:
                 connection.has_delivered = False
                 connection.num_bytes = num_bytes
             elif num_bytes - connection.num_bytes > MAX_STALLED_BYTES:
@@ -151,11 +189,13 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
         lent.detach()
 
 
-def _num_bytes_received(fd: int) -> int:
-    """Bytes that the kernel has received on a TCP connection; 0 if it is none any more."""
+def _received(fd: int) -> _Received:
+    """What the kernel has received on a TCP connection; nothing if it is none any more."""
     with suppress(OSError), _borrowed(fd) as lent:
         info = lent.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        if len(info) >= _BYTES_RECEIVED_AT + 8:
-            received: int = struct.unpack_from("=Q", info, _BYTES_RECEIVED_AT)[0]
-            return received
-    return 0
+        if len(info) >= _TCP_INFO.size:
+            num_probes, num_unacked, sent_ms, ack_ms, num_bytes = _TCP_INFO.unpack_from(info)
+            # A peer that has no room acknowledges each attempt, and there are fewer and fewer.
+            is_owed = num_probes >= _MIN_PROBES or (num_unacked > 0 and sent_ms < ack_ms)
+            return _Received(num_bytes, is_owed, ack_ms / 1e3)
+    return _Received(0, False, 0.0)
