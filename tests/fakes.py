@@ -172,12 +172,14 @@ class FakeMatcher:
 
 @dataclass
 class FakeGrammar:
-    """Implements `Grammar`. matchers: those that it made."""
+    """Implements `Grammar`. matchers: those that it made. output: what these were told."""
 
     matchers: list[FakeMatcher] = field(default_factory=list)
+    output: Sequence[int] = ()
 
     def matcher(self) -> FakeMatcher:
         self.matchers.append(FakeMatcher())
+        self.matchers[-1].append(self.output)
         return self.matchers[-1]
 
 
@@ -191,20 +193,26 @@ class FakeGrammars:
     def __init__(self) -> None:
         self.known: dict[bytes, Compiled] = {}
         self.withdrawn: list[StructuredOutputs] = []
-        self.waiting: deque[tuple[StructuredOutputs, Callable[[Compiled], None]]] = deque()
+        self.waiting: deque[tuple[StructuredOutputs, Callable[[Compiled], None], Sequence[int]]] = (
+            deque()
+        )
 
     def find(self, wanted: StructuredOutputs, client: int = 0) -> Compiled | None:
         return self.known.get(msgspec.msgpack.encode(wanted))
 
     def compile(
-        self, wanted: StructuredOutputs, done: Callable[[Compiled], None], client: int = 0
+        self,
+        wanted: StructuredOutputs,
+        done: Callable[[Compiled], None],
+        client: int = 0,
+        output: Sequence[int] = (),
     ) -> Callable[[], None]:
-        self.waiting.append((wanted, done))
+        self.waiting.append((wanted, done, output))
         return lambda: self.withdrawn.append(wanted)
 
     def finish(self) -> None:
         """The oldest compilation is done."""
-        wanted, done = self.waiting.popleft()
+        wanted, done, output = self.waiting.popleft()
         regex = wanted.regex or ""
         result: Compiled = FakeGrammar()
         if regex.startswith("busy"):
@@ -212,7 +220,14 @@ class FakeGrammars:
             return
         if regex.startswith("bad"):
             result = InvalidRequestError(f"structured_outputs.regex: {regex}")
-        done(self.known.setdefault(msgspec.msgpack.encode(wanted), result))
+        result = self.known.setdefault(msgspec.msgpack.encode(wanted), result)
+        if output and isinstance(result, FakeGrammar):
+            for i, token in enumerate(output):
+                if token not in allowed_tokens(list(output[:i])):
+                    done(InvalidRequestError(f"output_token_ids[{i}]={token}: not allowed"))
+                    return
+            result = FakeGrammar(output=output)
+        done(result)
 
     def close(self) -> bool:
         self.waiting.clear()
@@ -503,19 +518,22 @@ def make_request(
     max_model_len: int = 128,
     priority: int = 0,
     digest: DigestFunction = xxhash.xxh3_128_digest,
+    outputs: Sequence[int] = (),
     **sampling: Any,
 ) -> Request:
     """A request as admission would build it; its id is "r" and the handle.
 
-    sampling: more of its parameters. With n it holds its further samples back.
+    outputs: of an earlier run. sampling: more of its parameters. With n it holds its further
+    samples back.
     """
     key_chain = KeyChain(block_size, {"cache_salt": cache_salt}, digest)
-    key_chain.extend(np.array(prompt, "<i4").tobytes())
+    token_ids = np.array([*prompt, *outputs], "<i4")
+    key_chain.extend(token_ids.tobytes())
     request = Request(
         handle=handle,
         request_id=f"r{handle}",
         client=client,
-        token_ids=np.array(prompt, "<i4"),
+        token_ids=token_ids,
         max_num_tokens=min(len(prompt) + max_tokens, max_model_len),
         sampling=EngineSamplingParams(
             max_tokens=max_tokens, stop_token_ids=list(stop_token_ids), **sampling
@@ -524,6 +542,7 @@ def make_request(
         eos_token_ids=eos,
         key_chain=key_chain,
         priority=priority,
+        num_resumed_tokens=len(outputs),
     )
     request.hold_back_samples(request.sampling.n - 1)
     return request

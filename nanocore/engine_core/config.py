@@ -153,6 +153,13 @@ class EngineConfig(EngineParameters):
             "directory's mode",
         )
 
+        require(
+            not (is_tcp and self.standby),
+            "--standby",
+            self.standby,
+            f"it waits for the lock of an ipc endpoint, and {self.listen} has none",
+        )
+
     def _check_kv_events(self) -> None:
         events, replay = self.kv_events_endpoint, self.kv_events_replay_endpoint
         for flag, value in (

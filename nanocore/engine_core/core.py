@@ -15,6 +15,7 @@ from contextlib import suppress
 from queue import Empty
 
 from nanocore.engine_core.mailbox import (
+    SIGNAL_PATIENCE_S,
     AbortRequests,
     AddRequest,
     ControlCall,
@@ -137,7 +138,7 @@ class EngineCore:
         if wait:
             self.clock.rest()
         with suppress(Empty):
-            event = self._inbox.get(block=wait)
+            event = self._inbox.get(wait, SIGNAL_PATIENCE_S if wait else None)
             while True:
                 if in_step and isinstance(event, ControlCall):
                     self._deferred.append(event)
@@ -151,9 +152,9 @@ class EngineCore:
         match event:
             case AddRequest(request, arrival):
                 self.scheduler.add(request, arrival)
-            case AbortRequests(handles):
+            case AbortRequests(handles, reason, message):
                 aborted = [self.scheduler.abort(handle) for handle in handles]
-                self._send_ends([request for request in aborted if request], "abort", None)
+                self._send_ends([request for request in aborted if request], reason, message)
             case ControlCall(client):
                 self._outbox.put(ControlReply(client, self._control(event)))
             case Shutdown():

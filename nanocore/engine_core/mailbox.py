@@ -13,11 +13,16 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Final
 
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.structured.matcher import Compiled
-from nanocore.protocol.messages import ControlOperation, Reply
+from nanocore.protocol.messages import ControlOperation, FinishReason, Reply
+
+SIGNAL_PATIENCE_S: Final = 1.0
+"""How long the main thread sleeps at most. A signal that comes between Python's look for signals
+and the wait in the system is handled only after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,14 @@ class AddRequest:
 
 @dataclass(frozen=True, slots=True)
 class AbortRequests:
-    """To the step loop: end these. Handles that have ended are ignored."""
+    """To the step loop: end these. Handles that have ended are ignored.
+
+    reason, message: what their clients are told.
+    """
 
     handles: list[int]
+    reason: FinishReason = "abort"
+    message: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,13 @@ class Shutdown:
 
     reason: str
     failure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BeginDrain:
+    """To the io thread: end the engine when what it has is done. Put by signal handlers, too."""
+
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +100,7 @@ class Farewell:
 
 
 InboxEvent = AddRequest | AbortRequests | ControlCall | Shutdown
-OutboxEvent = ClientOutput | ControlReply | GrammarDone | Farewell
+OutboxEvent = ClientOutput | ControlReply | GrammarDone | BeginDrain | Farewell
 Inbox = SimpleQueue[InboxEvent]
 
 

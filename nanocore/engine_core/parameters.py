@@ -43,7 +43,7 @@ _Limit = Annotated[int, Meta(ge=0, le=MAX_INT32, description="from 0 to 21474836
 _Logprobs = Annotated[int, Meta(ge=-1, le=MAX_INT32, description="from 0, or -1: no limit")]
 _Seconds = Annotated[float, Meta(ge=0.1, le=10**6)]
 _Milliseconds = Annotated[float, Meta(ge=0.001)]
-_AgingSeconds = Annotated[float, Meta(ge=0, le=10**6)]
+_SecondsOrNone = Annotated[float, Meta(ge=0, le=10**6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 _ShareLeft = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -176,11 +176,15 @@ class EngineParameters:
         4 * 2**20, _SCHEDULER, "tokens of their prompts; more are refused"
     )
 
+    max_num_queued_bytes: _Queued = parameter(
+        2**28, _SCHEDULER, "memory that they hold; more are refused"
+    )
+
     scheduling_policy: SchedulingPolicy = parameter(
         "fcfs", _SCHEDULER, "who goes first: fcfs, who came first; priority, the lowest number"
     )
 
-    priority_aging_s: _AgingSeconds = parameter(
+    priority_aging_s: _SecondsOrNone = parameter(
         60.0, _SCHEDULER, "with priority: seconds of waiting worth a level of it; 0: none"
     )
 
@@ -208,8 +212,18 @@ class EngineParameters:
         None, _ENGINE, "keys for tcp://, made by nanocore-keygen", metavar="DIR"
     )
 
+    standby: bool = parameter(
+        False, _ENGINE, "load, and serve when the engine that serves at the same --listen is gone"
+    )
+
     max_num_clients: _Clients | None = parameter(
         None, _ENGINE, "sessions at once; more are refused (1024, or what descriptors allow)"
+    )
+
+    shutdown_timeout: _SecondsOrNone = parameter(
+        30.0,
+        _ENGINE,
+        "seconds for requests to come to their end after SIGTERM, SIGINT or CONTROL drain; 0: none",
     )
 
     step_trace: _Name | None = parameter(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import select
 import socket
 import stat
 from pathlib import Path
@@ -23,6 +24,8 @@ from nanocore.system.private_directory import make_private
 
 _WHAT: Final = "the endpoint's directory"
 _LOCK_CONTENT: Final = re.compile(rb"\d{0,30}\n?")
+_GRACE_S: Final = 5.0
+"""For a process that has let go of an endpoint to be gone."""
 
 
 def own_default_endpoint() -> str:
@@ -41,7 +44,12 @@ def own_default_endpoint() -> str:
 class EndpointLock:
     """Ownership of an endpoint, from construction to `release`.
 
-    flag: names the endpoint in error messages.
+    Args:
+        flag: names the endpoint in error messages. patient: wait until nobody serves there, in a
+            thread that may wait for ever.
+
+    Attributes:
+        last_holder: pid of the process that had it before, if it said so.
 
     Raises:
         ConfigError: the directory is a symlink, another user's, or open to others; or a file lies
@@ -49,16 +57,19 @@ class EndpointLock:
         AddressInUseError: another process serves there; the message names its pid if it is known.
     """
 
-    def __init__(self, endpoint: str, flag: str = "--listen") -> None:
+    def __init__(self, endpoint: str, flag: str = "--listen", patient: bool = False) -> None:
         address = ipc_address(endpoint)
         self.path = address.path
         self._remedy = f"choose another endpoint with {flag} {IPC}/path/{self.path.name}"
         make_private(self.path.parent, _WHAT)
         self._fd = -1
+        self.last_holder: int | None = None
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             self._fd = os.open(address.lock_path, flags, 0o600)
-            self._take(endpoint, address.lock_path)
+            self._take(endpoint, address.lock_path, patient)
+            if patient:
+                _wait_until_gone(self.last_holder)
             self._remove_stale_socket(endpoint)
         except OSError as error:
             self._close()
@@ -79,25 +90,31 @@ class EndpointLock:
             self.path.unlink()
         self._close()
 
-    def _take(self, endpoint: str, lock_path: Path) -> None:
+    def _take(self, endpoint: str, lock_path: Path, patient: bool) -> None:
         """Lock the file and write our pid to it."""
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             raise ConfigError(f"endpoint {endpoint!r}: {lock_path} is no file; {self._remedy}")
+        self._read_holder(endpoint, lock_path)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
+        except BlockingIOError:
+            holder = self.last_holder or "unknown"
+            raise AddressInUseError(
+                f"endpoint {endpoint} is served by process {holder}: stop it, or {self._remedy}"
+            ) from None
+        self._read_holder(endpoint, lock_path)  # another one may have had it meanwhile
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _read_holder(self, endpoint: str, lock_path: Path) -> None:
+        """Raises ConfigError if this is a file of somebody's that is no lock."""
         content = os.pread(self._fd, 32, 0)
         if not _LOCK_CONTENT.fullmatch(content):
             raise ConfigError(
                 f"endpoint {endpoint!r}: {lock_path} is not a lock of ours and would be "
                 f"overwritten; {self._remedy}"
             )
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = content.decode().strip() or "unknown"
-            raise AddressInUseError(
-                f"endpoint {endpoint} is served by process {holder}: stop it, or {self._remedy}"
-            ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        self.last_holder = int(content) if content.strip() else None
 
     def _remove_stale_socket(self, endpoint: str) -> None:
         """Remove what an engine that was killed has left in the socket's place, and only that."""
@@ -127,3 +144,19 @@ class EndpointLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _wait_until_gone(pid: int | None) -> None:
+    """For the end of the process that let go of the lock: until then it has sockets and memory."""
+    if pid is None or pid == os.getpid():
+        return
+    try:
+        pidfd = os.pidfd_open(pid)
+    except OSError:
+        return  # it is gone, or its number is one of another namespace
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll(_GRACE_S * 1e3)
+    finally:
+        os.close(pidfd)

@@ -61,10 +61,14 @@ def can_be_written(patience_ms: int = _PATIENCE_MS) -> bool:
 
 
 def complain(text: str) -> None:
-    """Write a line to stderr, if anybody is there to read it."""
+    """Write a line to stderr, if anybody is there to read it.
+
+    In one write, unbuffered too: an engine and its server complain at once, and of the same thing.
+    """
     if can_be_written():
         with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
 
 
 def flush_or_drop() -> None:

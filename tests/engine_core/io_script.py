@@ -135,6 +135,7 @@ class ScriptRunner:
 
     def _pass_time(self, seconds: int) -> None:
         self.io.now_s += seconds
+        self.io.desk.end_overdue(self.io.now_s)
         self.io.flush()
         self.io.check_sessions()
 

@@ -177,10 +177,13 @@ def check_blocks(scheduler: Scheduler) -> None:
             assert len(prefixes) == 1, "shared by different prefixes"
 
 
-def check_idle(scheduler: Scheduler, num_shared_tokens: int = 0) -> None:
+def check_idle(
+    scheduler: Scheduler, num_shared_tokens: int = 0, num_resumed_tokens: int = 0
+) -> None:
     """Nothing is left of requests that have ended.
 
-    num_shared_tokens: prompt tokens of all samples but each request's first.
+    num_shared_tokens: prompt tokens of all samples but each request's first. num_resumed_tokens:
+    outputs that requests came with.
     """
     kv_cache, running = scheduler.kv_cache, scheduler.running
     assert scheduler.num_requests == scheduler.num_waiting == scheduler.num_running == 0
@@ -192,7 +195,8 @@ def check_idle(scheduler: Scheduler, num_shared_tokens: int = 0) -> None:
     assert not running.table.stop_counts.any()
     assert not kv_cache.handles
     counters = scheduler.counters
-    assert counters.dequeued_tokens == counters.prompt_tokens - num_shared_tokens
+    num_prompt_tokens = counters.prompt_tokens - num_shared_tokens
+    assert counters.dequeued_tokens == num_prompt_tokens + num_resumed_tokens
     assert not running.table.num_asking
     assert not running.table.asks_logprobs.any()
     assert not running.table.prompt_logprob_rows

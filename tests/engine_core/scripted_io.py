@@ -33,6 +33,7 @@ from tests.fakes import FakeGrammars, FakePeers
 TOKENIZER = bytes(range(256)) * 300  # more than a chunk
 MAX_NUM_CLIENTS = 3
 MAX_NUM_QUEUED_REQS = 8
+SHUTDOWN_TIMEOUT_S = 30.0
 CARD = ModelCard(
     model="fake",
     architecture="Fake",
@@ -59,6 +60,7 @@ class Io:
         *,
         admission: Admission | None = None,
         max_backlogs_bytes: int = MAX_BACKLOGS_BYTES,
+        shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
     ) -> None:
         self.peers = peers or FakePeers()
         self.inbox: Inbox = SimpleQueue()
@@ -87,6 +89,7 @@ class Io:
             ControlHandler(self.inbox, files),
             num_steps=lambda: self.num_steps,
             step_age_ms=lambda: 0,
+            shutdown_timeout_s=shutdown_timeout_s,
             max_backlogs_bytes=max_backlogs_bytes,
         )
         self.receive(Hello(protocol=(1, 0)))

@@ -20,11 +20,13 @@ from nanocore.worker.messages import WorkerConfig
 WHOLE = {
     "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens",
+    "max_num_queued_bytes",
     "long_prefill_token_threshold", "max_num_partial_prefills", "block_size",
     "num_gpu_blocks_override", "kv_cache_memory_bytes", "seed", "max_num_clients",
 }  # fmt: skip
 REAL = {
     "priority_aging_s",
+    "shutdown_timeout",
     "step_timeout_s",
     "watermark",
     "target_itl_ms",
@@ -32,7 +34,7 @@ REAL = {
 }
 SWITCHES = {
     "batch_invariant", "enforce_eager", "async_scheduling", "enable_prefix_caching",
-    "salt_prefix_cache_by_session",
+    "salt_prefix_cache_by_session", "standby",
 }  # fmt: skip
 CHOICES = {
     "load_format", "device", "dtype", "attention_backend", "quantization", "scheduling_policy",

@@ -108,6 +108,19 @@ def test_an_abort_that_arrives_while_the_model_runs_wins(core: CoreUnderTest) ->
     assert [event.finish_reason for event in ends(outputs)] == ["abort"]
 
 
+def test_a_request_that_overstays_while_the_model_runs_ends_once_and_holds_nothing(
+    core: CoreUnderTest,
+) -> None:
+    core.during_step = [AbortRequests([1, 2], "timeout")]
+    requests = [AddRequest(make_request(handle, [1, 2], 9)) for handle in (1, 2, 3)]
+    outputs = core.finish(*requests, AbortRequests([3], "abort", "because"))
+    assert tokens(outputs) == []
+    reasons = {event.handle: (event.finish_reason, event.message) for event in ends(outputs)}
+    assert reasons == {1: ("timeout", None), 2: ("timeout", None), 3: ("abort", "because")}
+    assert core.scheduler.kv_cache.num_free_blocks == core.scheduler.kv_cache.num_blocks
+    assert core.scheduler.counters.num_aborts == 3
+
+
 def test_a_request_that_arrives_while_the_model_runs_is_kept(core: CoreUnderTest) -> None:
     core.during_step = [AddRequest(make_request(2, [3], 2))]
     outputs = core.finish(AddRequest(make_request(1, [1, 2], 1)))
@@ -132,6 +145,14 @@ def test_shutdown_ends_every_request_with_its_reason(core: CoreUnderTest) -> Non
         (1, "abort", "test"),
         (2, "abort", "test"),
     ]
+
+
+def test_an_idle_core_looks_for_signals_now_and_then(
+    core: CoreUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that came just before the wait would be handled only after it."""
+    monkeypatch.setattr("nanocore.engine_core.core.SIGNAL_PATIENCE_S", 1e-3)
+    core.core.drain_inbox(wait=True)  # returns, with nothing
 
 
 def test_stats_count_what_happened(core: CoreUnderTest) -> None:

@@ -14,19 +14,22 @@ from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S
 from nanocore.engine_core.mailbox import AbortRequests, ControlCall, ControlReply, Farewell
 from nanocore.protocol.messages import (
     MAX_FILE_CHUNK_BYTES,
+    PROTOCOL_VERSION,
     Accepted,
     Bye,
     Control,
     ControlOperation,
     Error,
     Event,
+    Hello,
     Ping,
     Reply,
     Submit,
+    Welcome,
 )
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
-from tests.engine_core.scripted_io import TOKENIZER, Io, columns
+from tests.engine_core.scripted_io import MAX_NUM_QUEUED_REQS, TOKENIZER, Io, columns
 
 
 def test_a_step_is_one_message_of_columns(io: Io) -> None:
@@ -170,7 +173,26 @@ def test_a_full_queue_is_answered_with_when_to_try_again(io: Io) -> None:
     assert "one too many" not in io.session.requests
 
 
-@pytest.mark.parametrize("operation", sorted({*get_args(ControlOperation)} - {"read_file"}))
+def test_who_comes_to_a_queue_that_another_one_has_filled_has_one_request_in_it(io: Io) -> None:
+    for i in range(MAX_NUM_QUEUED_REQS):
+        io.submit(f"{i}")
+    io.receive(Hello(protocol=PROTOCOL_VERSION), b"b")
+    welcome = io.take_sent()[-1]
+    assert isinstance(welcome, Welcome)
+    assert welcome.limits.max_num_queued_bytes == 2**28
+    for request_id in ("first", "second"):
+        io.receive(Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0"), b"b")
+    accepted, refused = io.take_sent()
+    assert isinstance(accepted, Accepted)
+    assert accepted.request_id == "first"
+    assert isinstance(refused, Error)
+    assert (refused.code, refused.request_id) == ("overloaded", "second")
+    assert refused.retry_after_s
+
+
+@pytest.mark.parametrize(
+    "operation", sorted({*get_args(ControlOperation)} - {"read_file", "drain"})
+)
 def test_an_operation_of_the_allow_list_reaches_the_step_loop(io: Io, operation: str) -> None:
     io.receive(Control(call_id=7, operation=operation))
     assert io.inbox.get_nowait() == ControlCall(1, 7, operation)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ stalls and disappearances that shows it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ BAD_SUBMITS = [{"prompt_token_ids": b""}, {"cache_salt": ""}, {"priority": 2**40
 NO_MESSAGES = [[b"?", b""], [b""], [b"\x10"], [b"\x14", b"\xc1"], [b"\x01", b"\x80"]]
 MAX_BACKLOGS_BYTES = 2**20
 PEERS = st.sampled_from([0, 0, 0, 1, 1, 2, 3])
+TIMEOUTS_S = st.sampled_from([None, None, 1, 5, 40])
 LOOK_BYTES = 2**20  # an unread answer is noticed a MiB late at most
 NUM_CHUNKS = 120  # of 22 KB: more than both limits together
 
@@ -143,6 +145,8 @@ class FrontDeskMachine(RuleBasedStateMachine):
         self.given: set[int] = set()  # to the step loop
         self.running: dict[int, int] = {}  # how many tokens each has
         self.aborting: set[int] = set()
+        self.deadlines_s: dict[int, float] = {}  # of requests that have one and were not told
+        self.last_noted = 0
         self.calls: list[ControlCall] = []
         self.pausing: set[int] = set()
 
@@ -183,28 +187,53 @@ class FrontDeskMachine(RuleBasedStateMachine):
         peer=PEERS,
         request_ids=st.lists(st.sampled_from(IDS), min_size=1, max_size=3),
         n=st.sampled_from([1, 1, 2, 3]),
+        timeout_s=TIMEOUTS_S,
     )
-    def submit(self, peer: int, request_ids: list[str], n: int) -> None:
+    def submit(self, peer: int, request_ids: list[str], n: int, timeout_s: float | None) -> None:
         if not self.clients[peer].is_open:
             self.hello(peer)
         for request_id in request_ids:
             params = EngineSamplingParams(n=n) if n > 1 else None
-            submit = Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0", sampling=params)
+            submit = Submit(
+                request_id=request_id,
+                prompt_token_ids=b"\1\0\0\0",
+                sampling=params,
+                timeout_s=timeout_s,
+            )
             self.send(peer, encode(submit), request_id)
+            self.note_deadlines(peer, request_id, timeout_s)
+
+    def note_deadlines(self, peer: int, request_id: str, timeout_s: float | None) -> None:
+        """Of a request that was submitted just now, if it was taken."""
+        session = self.io.desk.sessions.by_peer.get(self.clients[peer].routing_id)
+        handles = () if session is None else session.requests.get(request_id, ())
+        new = [handle for handle in handles if handle > self.last_noted]
+        if new and timeout_s is not None:
+            self.deadlines_s |= dict.fromkeys(new, self.io.now_s + timeout_s)
+        self.last_noted = max([self.last_noted, *new])
 
     @rule(
         peer=PEERS,
         request_id=st.sampled_from(IDS),
         regex=st.sampled_from(["a", "b", "c", "d", "e", "bad", "bad b", "busy"]),
         n=st.sampled_from([1, 1, 2]),
+        timeout_s=TIMEOUTS_S,
     )
-    def submit_structured(self, peer: int, request_id: str, regex: str, n: int) -> None:
+    def submit_structured(
+        self, peer: int, request_id: str, regex: str, n: int, timeout_s: float | None
+    ) -> None:
         if not self.clients[peer].is_open:
             self.hello(peer)
         wanted = StructuredOutputs(regex=regex)
         params = EngineSamplingParams(n=n, structured_outputs=wanted)
-        submit = Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0", sampling=params)
+        submit = Submit(
+            request_id=request_id,
+            prompt_token_ids=b"\1\0\0\0",
+            sampling=params,
+            timeout_s=timeout_s,
+        )
         self.send(peer, encode(submit), request_id)
+        self.note_deadlines(peer, request_id, timeout_s)
         session = self.io.desk.sessions.by_peer.get(self.clients[peer].routing_id)
         handles = [] if session is None else session.requests.get(request_id, [])
         if handles and handles[0] in self.io.compiling:
@@ -304,6 +333,7 @@ class FrontDeskMachine(RuleBasedStateMachine):
         io = self.io
         slow = {client.routing_id for client in self.clients if self.is_full(client)}
         io.now_s += seconds
+        self.end_overdue()
         io.flush()
         io.check_sessions()
         assert not self.clients_gone()
@@ -315,6 +345,23 @@ class FrontDeskMachine(RuleBasedStateMachine):
                 assert is_silent or client.routing_id in slow
                 self.read()
                 self.close(client)
+
+    def end_overdue(self) -> None:
+        """What has passed its deadline is told to end, where it is; nothing else is."""
+        io = self.io
+        self.work()
+        waiting = {handle for handle in self.deadlines_s if handle in io.compiling}
+        known = waiting | self.running.keys()
+        left = {handle: s for handle, s in self.deadlines_s.items() if handle in known}
+        assert io.desk.next_deadline_s <= min(left.values(), default=math.inf)
+        overdue = {handle for handle, s in left.items() if s <= io.now_s}
+        io.desk.end_overdue(io.now_s)
+        aborting = set(self.aborting)
+        self.work()
+        assert self.aborting == aborting | (overdue & self.running.keys())
+        assert waiting - overdue == {handle for handle in waiting if handle in io.compiling}
+        for handle in overdue:  # they are told once
+            del self.deadlines_s[handle]
 
     # What the step loop does.
 

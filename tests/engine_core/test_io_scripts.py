@@ -36,6 +36,8 @@ VALUES = st.one_of(
     st.sampled_from([[1] * 200, {"max_tokens": 3}, {"temperature": -1.0}, ["r", "s"], {}]),
 )
 PROMPTS = st.sampled_from([struct.pack("<2i", 1, 2), b"", b"\1", b"\xff" * 4, b"\1\0\0\0" * 70])
+OUTPUTS = {"output_token_ids": struct.pack("<2i", 1, 2)}
+MORE = [{}, {}, OUTPUTS, {**OUTPUTS, "sampling": {"max_tokens": 2}}, {"timeout_s": 3.0}]
 
 
 @st.composite
@@ -45,6 +47,7 @@ def bodies(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
     match op:
         case Op.SUBMIT:
             body = {"request_id": draw(REQUEST_IDS), "prompt_token_ids": draw(PROMPTS)}
+            body |= draw(st.sampled_from(MORE))
         case Op.HELLO:
             body = {"protocol": draw(st.sampled_from([[1, 4], [1, 0], [2, 0], [1, 99]]))}
         case Op.ABORT:
@@ -66,7 +69,9 @@ def messages(draw: st.DrawFn) -> Record:
         st.sampled_from(["valid"] * 4 + ["field", "bytes", "cut", "noise", "frames", "bye"])
     ):
         case "field":
-            names = st.sampled_from([*body, "sampling", "cache_salt", "priority", "offset", "x"])
+            names = st.sampled_from(
+                [*body, "sampling", "cache_salt", *OUTPUTS, "timeout_s", "priority", "offset", "x"]
+            )
             body[draw(names)] = draw(VALUES)
         case "bytes":
             data = bytearray(msgspec.msgpack.encode(body))

@@ -25,7 +25,7 @@ from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Bye, Error, Output, Ping, Pong, Submit
 from nanocore.protocol.sockets import SendResult
-from tests.engine_core.scripted_io import CARD, Io, columns, step_output
+from tests.engine_core.scripted_io import CARD, SHUTDOWN_TIMEOUT_S, Io, columns, step_output
 from tests.fakes import FakePeers
 
 NO_MESSAGE = [b"?", b""]
@@ -77,9 +77,16 @@ class FakeSocket(FakePeers):
 class Threaded(Io):
     """A front desk in its thread, client "a" in session."""
 
-    def __init__(self, files: ModelFiles, admission: Admission | None = None) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        admission: Admission | None = None,
+        shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
+    ) -> None:
         self.socket = FakeSocket()
-        super().__init__(files, self.socket, admission=admission)
+        super().__init__(
+            files, self.socket, admission=admission, shutdown_timeout_s=shutdown_timeout_s
+        )
         self.clock = FakeClock()
         self.thread = IoThread(
             self.socket,  # type: ignore[arg-type]
@@ -88,6 +95,7 @@ class Threaded(Io):
             inbox=self.inbox,
             outbox=self.outbox,
             clock=self.clock,
+            cpu_clock=self.clock,
         )
 
     def say_farewell(self, _timeout_ms: int = 0) -> None:
@@ -138,10 +146,10 @@ def test_a_client_that_disconnects_is_gone_at_once(io: Threaded) -> None:
 
 
 class _BrokenAdmission(Admission):
-    def build(self, submit: Submit, handle: int, client: int) -> Request:
+    def build(self, submit: Submit, handle: int, client: int, is_only: bool = False) -> Request:
         if submit.request_id == "secret words":
             raise MemoryError(submit.request_id)
-        return super().build(submit, handle, client)
+        return super().build(submit, handle, client, is_only)
 
 
 def test_a_bug_that_a_message_meets_costs_its_session_and_not_the_engine(
@@ -195,7 +203,7 @@ def test_a_flood_leaves_outputs_and_steps_their_turn(io: Threaded) -> None:
 
 def test_few_messages_are_taken_without_a_rest() -> None:
     clock = FakeClock()
-    turn = ReceiveThrottle(clock)
+    turn = ReceiveThrottle(clock, clock)
     assert turn.begin()
     assert not turn.is_over()
     assert turn.rest_s <= 0
@@ -204,6 +212,17 @@ def test_few_messages_are_taken_without_a_rest() -> None:
     assert turn.is_over()
     assert turn.rest_s > 0
     assert not turn.begin()
+
+
+def test_who_was_kept_waiting_in_his_turn_does_not_rest_for_it() -> None:
+    clock, cpu_clock = FakeClock(), FakeClock()
+    turn = ReceiveThrottle(clock, cpu_clock)
+    assert turn.begin()
+    clock.now_s += 100 * MAX_TURN_S
+    assert not turn.is_over()
+    cpu_clock.now_s += 2 * MAX_TURN_S
+    assert turn.is_over()
+    assert MAX_TURN_S < turn.rest_s < 4 * MAX_TURN_S
 
 
 def test_bytes_that_are_no_message_yet_use_up_the_turn_as_messages_do(io: Threaded) -> None:

@@ -18,14 +18,23 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from nanocore.engine_core.scheduling.step import StepPlan
+from nanocore.engine_core.scheduling.turns import QUANTUM_TOKENS
+from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
 from nanocore.engine_core.structured.mask_filler import MaskFiller
 from nanocore.engine_core.structured.step_masks import StepMasks
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.campaign import examples
+from tests.engine_core.fairness_checks import SchedulerFairness
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
 from tests.fakes import (
     VOCAB_SIZE,
@@ -81,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_stages=st.booleans(),
         collide=st.booleans(),
         withholds=st.booleans(),
+        quantum_tokens=st.sampled_from([4, QUANTUM_TOKENS]),
     )
     def start(
         self,
@@ -89,9 +99,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_stages: bool,
         collide: bool,
         withholds: bool,
+        quantum_tokens: int,
     ) -> None:
         self.num_groups = depth if has_stages else 1
         self.scheduler, executor = make_scheduler(**limits, num_groups=self.num_groups)
+        self.scheduler.waiting = WaitingQueue(
+            self.scheduler.precedence, limits["policy"] == "priority", quantum_tokens
+        )
+        self.fairness: SchedulerFairness | None = None
+        if not limits["max_num_partial_prefills"]:
+            self.fairness = SchedulerFairness(self.scheduler, quantum_tokens)
         if withholds:
             executor.withhold = withhold_some
         self.worker = PipelinedExecutor(executor)
@@ -104,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.deliveries = Deliveries()
         self.expected: dict[int, list[int]] = {}
         self.prompts: dict[int, list[int]] = {}
+        self.resumed: dict[int, list[int]] = {}
         self.sampling: dict[int, EngineSamplingParams] = {}
         self.samples: list[range] = []  # handles of each request
         self.plans: deque[list[object]] = deque()
@@ -134,6 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, None, 0, 2]),
         prompt_logprobs=st.sampled_from([None, None, None, 0, 1]),
         fails_at=st.sampled_from([None, None, None, -1, 3]),
+        num_resumed=st.sampled_from([0, 0, 1, 2, 5, 13]),
     )
     def add(
         self,
@@ -149,8 +168,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         logprobs: int | None,
         prompt_logprobs: int | None,
         fails_at: int | None,
+        num_resumed: int,
     ) -> None:
-        """fails_at: None of a plain request; else when the matcher of a structured one fails."""
+        """fails_at: None of a plain request; else when the matcher of a structured one fails.
+
+        num_resumed: outputs that it comes with, as far as it has so many, and one sample.
+        """
         handle = len(self.expected) + 1
         prompt = stem + tail
         if goes_on and self.expected:  # from where another one ends, whose blocks may be found
@@ -161,6 +184,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops: tuple[int, ...] = ()
         if stop_at is not None and stop_at < max_tokens:
             stops = (tokens[stop_at],)
+            tokens = expected(prompt, max_tokens, stops)
+        resumed = tokens[:-1][:num_resumed] if n == 1 else []
         request = make_request(
             handle,
             prompt,
@@ -176,16 +201,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             n=n,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            outputs=resumed,
             **self.digest,
         )
         if fails_at is not None:
-            request.follow(FakeGrammar())
-        tokens = expected(prompt, max_tokens, stops)
+            request.follow(FakeGrammar(output=resumed))
         for sample in request.samples:
             if isinstance(sample.matcher, FakeMatcher):
                 sample.matcher.fails_at = fails_at or 0
                 self.matchers[sample.handle] = sample.matcher
-            self.expected[sample.handle] = tokens
+            self.expected[sample.handle] = tokens[len(resumed) :]
+            self.resumed[sample.handle] = resumed
             self.prompts[sample.handle] = prompt
             self.sampling[sample.handle] = sample.sampling
         self.samples.append(range(handle, handle + n))
@@ -205,7 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             handle, prompt, 1, block_size=BLOCK_SIZE, client=handle % 3, eos=ends,
             max_model_len=MAX_MODEL_LEN, pooling=pooling, **self.digest,
         )  # fmt: skip
-        self.expected[handle], self.prompts[handle] = [], prompt
+        self.expected[handle], self.resumed[handle], self.prompts[handle] = [], [], prompt
         self.sampling[handle] = request.sampling
         self.samples.append(range(handle, handle + 1))
         self.scheduler.add(request)
@@ -222,6 +248,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.scheduler
         plan = scheduler.schedule(scheduler.next_group() or 0)
         check_plan(scheduler, plan)
+        if self.fairness is not None:
+            self.fairness.planned()
         assert not scheduler.is_stuck
         if (
             len(self.worker) == 0 and self.num_groups == 1
@@ -274,6 +302,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_rows(self.scheduler)
         check_blocks(self.scheduler)
 
+    @invariant()
+    def sessions_are_watched(self) -> None:
+        if hasattr(self, "scheduler") and self.fairness is not None:
+            self.fairness.changed()
+
     @rule()
     def reset_prefix_cache(self) -> None:
         kv_cache = self.scheduler.kv_cache
@@ -304,9 +337,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for handle, expected in self.expected.items():
             got = self.deliveries.tokens.get(handle, [])
             if handle in self.matchers:
-                self.check_matcher(self.matchers[handle], got)
+                self.check_matcher(handle, got)
             if handle in self.failed:
-                assert got == expected[: self.matchers[handle].fails_at]
+                num_left = self.matchers[handle].fails_at - len(self.resumed[handle])
+                assert got == expected[:num_left]
                 assert handle not in self.deliveries.finish_reasons
                 assert "too complex" in self.failed[handle]
             elif handle in self.aborted:
@@ -318,15 +352,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_logprobs(handle, got)
             self.check_embedding(handle)
             assert bool(got) <= (handle in self.deliveries.num_cached), "a token before the start"
+            assert self.deliveries.num_cached.get(handle, 0) <= len(self.prompts[handle])
         check_idle(
             self.scheduler,
             sum(len(self.prompts[own[0]]) * (len(own) - 1) for own in self.samples),
+            sum(map(len, self.resumed.values())),
         )
 
-    def check_matcher(self, matcher: FakeMatcher, got: list[int]) -> None:
+    def check_matcher(self, handle: int, got: list[int]) -> None:
         """It saw what was delivered, and each of these tokens was sampled under a mask."""
-        assert matcher.output == got
-        assert set(range(len(got))) <= matcher.num_fills.keys()
+        matcher, resumed = self.matchers[handle], self.resumed[handle]
+        assert matcher.output == resumed + got
+        assert set(range(len(resumed), len(resumed + got))) <= matcher.num_fills.keys()
 
     def check_embedding(self, handle: int) -> None:
         """With the end of who asked for one."""
@@ -341,7 +378,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         sampling, prompt = self.sampling[handle], self.prompts[handle]
         said = self.deliveries.logprobs.get(handle, [])
         num = sampling.logprobs
-        assert said == ([] if num is None else expected_logprobs(prompt, got, num))
+        context = prompt + self.resumed[handle]
+        assert said == ([] if num is None else expected_logprobs(context, got, num))
         said = self.deliveries.prompt_logprobs.get(handle, [])
         num = sampling.prompt_logprobs
         expected = [] if num is None else expected_logprobs(prompt[:1], prompt[1:], num)

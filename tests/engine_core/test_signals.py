@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from nanocore.engine_core.mailbox import Inbox
+from nanocore.engine_core.mailbox import BeginDrain, Inbox, Outbox
 from nanocore.engine_core.process.process import handle_signals
 
 
@@ -23,14 +23,28 @@ def inbox() -> Iterator[Inbox]:
 
 def test_a_terminal_that_is_gone_ends_the_engine(inbox: Inbox) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    handle_signals(inbox)
+    handle_signals(inbox, Outbox())
     os.kill(os.getpid(), signal.SIGHUP)
     assert inbox.get_nowait().reason == "SIGHUP"  # type: ignore[union-attr]
 
 
 def test_under_nohup_it_does_not(inbox: Inbox) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    handle_signals(inbox)
+    handle_signals(inbox, Outbox())
     os.kill(os.getpid(), signal.SIGHUP)
     with pytest.raises(Empty):
         inbox.get_nowait()
+
+
+@pytest.mark.parametrize(
+    ("number", "interrupts"), [(signal.SIGTERM, []), (signal.SIGINT, [signal.SIGINT])]
+)
+def test_an_engine_that_is_told_to_end_drains(
+    inbox: Inbox, number: signal.Signals, interrupts: list[int]
+) -> None:
+    outbox = Outbox()
+    seen = handle_signals(inbox, outbox)
+    os.kill(os.getpid(), number)
+    assert outbox.drain() == [BeginDrain(number.name)]
+    assert inbox.empty()
+    assert seen == interrupts

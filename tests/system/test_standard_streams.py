@@ -55,6 +55,16 @@ def test_a_reader_that_is_gone_stops_nobody(unread_stderr: tuple[int, int]) -> N
     log(handler, "to nobody")
 
 
+@pytest.mark.parametrize("flags", [(), ("-u",)], ids=["buffered", "unbuffered"])
+def test_complaints_of_two_processes_do_not_run_into_each_other(flags: tuple[str, ...]) -> None:
+    program = "from nanocore.system.standard_streams import complain; complain('of one')"
+    read_end, write_end = os.pipe2(os.O_DIRECT)  # a read takes what one write wrote
+    subprocess.run([sys.executable, *flags, "-c", program], stderr=write_end, check=True)
+    os.close(write_end)
+    assert os.read(read_end, 100) == b"of one\n"
+    os.close(read_end)
+
+
 def test_closed_streams_are_the_null_device_and_no_file_takes_their_numbers() -> None:
     program = (
         "import os; from nanocore.system.standard_streams import *\n"

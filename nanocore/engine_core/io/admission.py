@@ -12,8 +12,10 @@ from typing import Final
 import numpy as np
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.io.queue_limit import RETRY_AFTER_S, QueueLimit
+from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.io.resumed_outputs import check_outputs
 from nanocore.engine_core.io.sampling_check import SamplingCheck
+from nanocore.engine_core.io.submit_size import held_bytes
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.structured.matcher import Grammar, GrammarSource
 from nanocore.kv_cache import KeyChain
@@ -53,14 +55,17 @@ class Admission:
         self._grammars = grammars
         self._check = SamplingCheck(model, config.max_logprobs)
 
-    def build(self, submit: Submit, handle: int, client: int) -> Request:
+    def build(self, submit: Submit, handle: int, client: int, is_only: bool = False) -> Request:
         """Validate a SUBMIT and build its request, block keys included.
 
         Of several samples it is the first, which holds the others back; their handles follow on
-        its own. If it `awaits_grammar` it cannot run before that is compiled.
+        its own. If it `awaits_grammar` it cannot run before that is compiled, and knows the
+        outputs that the request brings. These may have ended it: see `end_by_outputs`. is_only:
+        its session has no other request.
 
         Raises:
-            ContextLengthError: prompt, or prompt and max_tokens, exceed the model or the KV cache.
+            ContextLengthError: prompt, or prompt and outputs or max_tokens, exceed the model or
+                the KV cache.
             InvalidRequestError: any other value out of range, or what cannot be compiled.
             EngineOverloadedError: the queue is full.
         """
@@ -70,41 +75,47 @@ class Admission:
                 f"priority={submit.priority}: this engine schedules first come, first served; "
                 "leave priority at 0, or start the engine with --scheduling-policy priority"
             )
-        token_ids = self._prompt(submit.prompt_token_ids)
+        prompt = self._prompt(submit.prompt_token_ids)
+        outputs = self._token_ids("output_token_ids", submit.output_token_ids)
         sampling = submit.sampling or self._model.default_sampling
         eos_token_ids = () if sampling.ignore_eos else tuple(self._model.eos_token_ids)
         self._check.check(sampling, eos_token_ids)
-        max_num_tokens = self._max_num_tokens(len(token_ids), sampling)
+        check_outputs(outputs, sampling, eos_token_ids, len(prompt), self._model.max_model_len)
+        max_num_tokens = self._max_num_tokens(len(prompt), sampling)
         if handle + sampling.n - 1 > MAX_HANDLE:
             raise EngineOverloadedError(
                 f"this engine has numbered {handle - 1} requests, and its handles end at "
-                f"{MAX_HANDLE}: start it anew",
-                RETRY_AFTER_S,
+                f"{MAX_HANDLE}: start it anew"
             )
         grammar = self._find_grammar(sampling, client)
-        self._queue_limit.enter(len(token_ids), sampling.n)
+        num_bytes = held_bytes(submit, sampling, self._model.block_size)
+        num_tokens = len(prompt) + len(outputs)
+        self._queue_limit.enter(num_tokens, sampling.n, num_bytes, client, is_only)
         key_chain = KeyChain(self._model.block_size, self._extra_keys(submit, client))
         if self._cached:
-            key_chain.extend(submit.prompt_token_ids)
+            key_chain.extend(submit.prompt_token_ids + submit.output_token_ids)
         request = Request(
             handle=handle,
             request_id=submit.request_id,
             client=client,
-            token_ids=token_ids,
+            token_ids=np.concatenate((prompt, outputs)) if len(outputs) else prompt,
             max_num_tokens=max_num_tokens,
             sampling=sampling,
-            seed=self._seeds.getrandbits(MAX_EXACT_INT.bit_length())
-            if sampling.seed is None
-            else sampling.seed,
+            seed=self._draw_seed() if sampling.seed is None else sampling.seed,
             eos_token_ids=eos_token_ids,
             key_chain=key_chain,
             priority=submit.priority,
+            num_resumed_tokens=len(outputs),
+            num_bytes=num_bytes,
         )
         if sampling.n > 1:
             request.hold_back_samples(sampling.n - 1)
-        if grammar is not None:
+        if grammar is not None and not len(outputs):  # else it is to follow them first
             request.follow(grammar)
         return request
+
+    def _draw_seed(self) -> int:
+        return self._seeds.getrandbits(MAX_EXACT_INT.bit_length())
 
     def _find_grammar(self, sampling: EngineSamplingParams, client: int) -> Grammar | None:
         """Of a structured output; None if there is none, or it is not known yet."""
@@ -129,17 +140,20 @@ class Admission:
                 "the prompt is empty: prompt_token_ids has 0 bytes, and must hold one or more "
                 f"int32 values, little-endian, of {TOKEN_DTYPE.itemsize} bytes each"
             )
+        return self._token_ids("prompt_token_ids", column)
+
+    def _token_ids(self, field: str, column: bytes) -> np.ndarray:
         if len(column) % TOKEN_DTYPE.itemsize:
             raise InvalidRequestError(
-                f"prompt_token_ids has {len(column)} bytes: it must hold one or more int32 values, "
+                f"{field} has {len(column)} bytes: it must hold one or more int32 values, "
                 f"little-endian, of {TOKEN_DTYPE.itemsize} bytes each"
             )
         token_ids = np.frombuffer(column, TOKEN_DTYPE)
-        if not self._are_ids(token_ids):
+        if len(token_ids) and not self._are_ids(token_ids):
             bad = int(((token_ids < 0) | (token_ids >= self._model.vocab_size)).argmax())
             swapped = self._are_ids(token_ids.byteswap())
             hint = "; its bytes are in big-endian order" if swapped else ""
-            place = f"prompt_token_ids[{bad}]"
+            place = f"{field}[{bad}]"
             raise self._check.no_token_id(place, int(token_ids[bad]), hint)
         return token_ids
 

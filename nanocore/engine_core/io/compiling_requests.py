@@ -50,10 +50,15 @@ class CompilingRequests:
         """Let a request wait, and compile what it wants. arrival: steps before it came."""
         handle, wanted = request.handle, request.sampling.structured_outputs
         assert wanted is not None
+        assert request.token_ids is not None
+        output = request.token_ids[request.num_prompt_tokens :].tolist()
         self._requests[handle] = request, arrival
         self._leaders.update((sample.handle, handle) for sample in request.samples)
         self._withdrawals[handle] = self._grammars.compile(
-            wanted, lambda compiled: self._done(GrammarDone(handle, compiled)), request.client
+            wanted,
+            lambda compiled: self._done(GrammarDone(handle, compiled)),
+            request.client,
+            output,
         )
 
     def take(self, handle: int) -> tuple[Request, int] | None:
@@ -66,8 +71,9 @@ class CompilingRequests:
         return taken
 
     def leave_queue(self, request: Request) -> None:
-        """A request that was taken ends here: its place in the queue is free."""
-        self._queue_limit.leave(request.num_prompt_tokens, len(request.samples))
+        """A request that was counted ends here: its place in the queue is free."""
+        num_samples = len(request.samples)
+        self._queue_limit.leave(request.num_submitted_tokens, num_samples, request.num_bytes)
 
     def abort(self, handles: Iterable[int]) -> list[Request]:
         """End those that wait of the requests of these samples, all of each."""

@@ -35,7 +35,8 @@ class ControlHandler:
                         f"{MAX_CALLS} calls of this session are under way: wait for a REPLY",
                     )
                 session.num_calls += 1
-                session.has_paused |= operation == "pause"
+                if operation in ("pause", "resume"):
+                    session.has_paused = operation == "pause"
                 self._inbox.put(ControlCall(session.client, control.call_id, operation))
                 return None
             case "read_file":

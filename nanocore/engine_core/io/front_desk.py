@@ -20,12 +20,13 @@ import msgspec
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.compiling_requests import CompilingRequests
 from nanocore.engine_core.io.control_handler import ControlHandler
+from nanocore.engine_core.io.drain import Drain
 from nanocore.engine_core.io.output_frames import output_frames
-from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S, Reception
+from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S, Reception, patience
 from nanocore.engine_core.io.request_desk import RequestDesk
 from nanocore.engine_core.io.session import MAX_BACKLOGS_BYTES, Session, over_limit
 from nanocore.engine_core.io.session_table import SessionTable
-from nanocore.engine_core.mailbox import ControlReply, Farewell, GrammarDone, Inbox
+from nanocore.engine_core.mailbox import BeginDrain, ControlReply, Farewell, GrammarDone, Inbox
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import (
     InvalidSubmitError,
@@ -73,6 +74,7 @@ class FrontDesk:
         grammars. controls: answer CONTROL.
         num_steps, step_age_ms: read the step counter, and for how long the step loop has been in a
             step, for PONG.
+        shutdown_timeout_s: what runs may take so long, in seconds, when the engine is to end.
         max_backlogs_bytes: of the answers that wait for all clients together.
     """
 
@@ -86,6 +88,7 @@ class FrontDesk:
         controls: ControlHandler,
         num_steps: Callable[[], int],
         step_age_ms: Callable[[], int],
+        shutdown_timeout_s: float,
         max_backlogs_bytes: int = MAX_BACKLOGS_BYTES,
     ) -> None:
         self.sessions = SessionTable()
@@ -96,6 +99,7 @@ class FrontDesk:
         self._requests = RequestDesk(
             self.sessions, inbox, admission, compiling, num_steps, self._send, self._send_output
         )
+        self.drain = Drain(self.sessions, inbox, shutdown_timeout_s, self._send)
         self._max_backlogs_bytes = max_backlogs_bytes
         self._decoder = engine_decoder()
         self._num_protocol_errors = 0
@@ -113,7 +117,7 @@ class FrontDesk:
             if session is None:
                 self._open_session(routing_id, message, now_s)
             else:
-                session.last_seen_s = now_s
+                session.last_seen_s, session.num_silent_checks = now_s, 0
                 self._handle(session, message, now_s)
         except InvalidSubmitError as error:
             # Never another code for an id that is in use: it would end the request that has it.
@@ -124,8 +128,13 @@ class FrontDesk:
             self._num_protocol_errors += 1
             self._refuse(routing_id, error.code, str(error), None, now_s)
 
-    def deliver(self, event: ClientOutput | ControlReply | GrammarDone, now_s: float) -> None:
+    def deliver(
+        self, event: ClientOutput | ControlReply | GrammarDone | BeginDrain, now_s: float
+    ) -> None:
         """Send what the step loop produced, or go on with what was compiled, if it is wanted."""
+        if isinstance(event, BeginDrain):
+            self.drain.begin(event.cause, now_s)
+            return
         if isinstance(event, GrammarDone):
             self._requests.go_on(event, now_s)
             return
@@ -150,16 +159,32 @@ class FrontDesk:
         self._send(session, reply, now_s)
 
     def flush(self, now_s: float) -> None:
-        """Send slow clients what their sockets take now; cut off who took nothing for long."""
+        """Send slow clients what their sockets take now; cut off who took nothing for long.
+
+        After that a drain may be over.
+        """
         for session in list(self.sessions.slow.values()):
             self._flush(session, now_s)
+        self.drain.go_on(now_s)
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When `end_overdue` has something to do; infinity if nothing has a deadline."""
+        return self._requests.deadlines.next_s
+
+    def end_overdue(self, now_s: float) -> None:
+        """End requests whose `timeout_s` has passed."""
+        self._requests.end_overdue(now_s)
 
     def check_sessions(self, now_s: float) -> None:
         """PING every client and close the silent ones' sessions; log what was closed lately."""
         self._log_closed()
         for session in list(self.sessions.by_peer.values()):
+            session.num_silent_checks += 1
             if now_s - session.last_seen_s > SESSION_TIMEOUT_S:
                 self._close(session, f"no word from the client for {SESSION_TIMEOUT_S} s")
+            elif session.is_given_up:
+                self._close(session, "no word from the client for as long as it asked for")
             else:
                 self._send(session, Ping(), now_s)
 
@@ -198,15 +223,23 @@ class FrontDesk:
             return
         self._peers.admit(routing_id)
         session = self.sessions.open(routing_id, now_s)
-        self._send(session, self._reception.welcome(message, session.session_id), now_s)
+        welcome = self._reception.welcome(message, session.session_id)
+        session.minor = welcome.protocol[1]
+        self._send(session, welcome, now_s)
+        if self.sessions.has(session):
+            self.drain.tell(session, now_s)
 
     def _handle(self, session: Session, message: Message, now_s: float) -> None:
+        if self.drain.handle(session, message, now_s):
+            return
         match message:
             case Submit():
                 self._requests.submit(session, message, now_s)
             case Abort():
                 self._requests.abort(session, message, now_s)
-            case Ping(nonce=nonce):
+            case Ping(nonce=nonce, session_timeout_ms=timeout_ms):
+                if timeout_ms is not None:
+                    session.patience = patience(timeout_ms)
                 num_steps, age_ms = self._num_steps(), self._step_age_ms()
                 pong = Pong(nonce=nonce, num_steps=num_steps, step_age_ms=age_ms)
                 self._send(session, pong, now_s)

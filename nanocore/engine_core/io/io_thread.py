@@ -31,7 +31,7 @@ class IoThread(threading.Thread):
         socket: bound; the thread takes it over and closes it. max_connections: to it.
         desk: whose peers are the socket's.
         inbox, outbox: shared with the step loop.
-        clock: monotonic, in seconds.
+        clock: monotonic, in seconds. cpu_clock: seconds for which the thread has computed.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class IoThread(threading.Thread):
         inbox: Inbox,
         outbox: Outbox,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         super().__init__(name="io", daemon=True)
         self._socket = socket
@@ -49,7 +50,7 @@ class IoThread(threading.Thread):
         self._desk = desk
         self._inbox, self._outbox = inbox, outbox
         self._clock = clock
-        self._throttle = ReceiveThrottle(clock)
+        self._throttle = ReceiveThrottle(clock, cpu_clock)
 
     def run(self) -> None:
         """The thread's body. Its failure is the engine's: a deaf engine must not live on."""
@@ -64,13 +65,14 @@ class IoThread(threading.Thread):
         next_check_s = self._clock() + PING_INTERVAL_S
         farewell = None
         while farewell is None:
-            self._wait(next_check_s)
+            self._wait(min(next_check_s, self._desk.next_deadline_s))
             farewell = self._deliver()
             self._receive_batch()
             for routing_id in self._socket.take_gone():
                 self._desk.peer_gone(routing_id)
             now_s = self._clock()
             self._desk.flush(now_s)
+            self._desk.end_overdue(now_s)
             if now_s >= next_check_s:
                 next_check_s = now_s + PING_INTERVAL_S
                 self._desk.check_sessions(now_s)
@@ -83,7 +85,8 @@ class IoThread(threading.Thread):
             self._outbox.wait(rest_s)
         else:
             is_slow = bool(self._desk.sessions.slow)
-            wait_s = BACKLOG_RETRY_S if is_slow else max(0.0, next_check_s - self._clock())
+            next_s = min(next_check_s, self._desk.drain.next_look_s)
+            wait_s = BACKLOG_RETRY_S if is_slow else max(0.0, next_s - self._clock())
             self._socket.wait(int(wait_s * 1e3) + 1)
 
     def _deliver(self) -> Farewell | None:

@@ -2,7 +2,8 @@
 
 Steps run in the same process and need its interpreter. A flood of messages, taken as it comes,
 would leave them little of it, and outputs would wait; so a flood gets half of the time at most, and
-what is not taken yet waits in its sender's socket.
+what is not taken yet waits in its sender's socket. Turns are measured in what the thread computes:
+one that was kept waiting for a core or the interpreter took nothing from the steps meanwhile.
 """
 
 from __future__ import annotations
@@ -16,10 +17,17 @@ MAX_REST_S: Final = 0.05  # after a message that took long
 
 
 class ReceiveThrottle:
-    """Says when messages may be taken. Belongs to the io thread. clock: monotonic, in seconds."""
+    """Says when messages may be taken. Belongs to the io thread.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    clock: monotonic, in seconds. cpu_clock: seconds for which this thread has computed.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock, self._cpu_clock = clock, cpu_clock
         self._start_s = 0.0
         self._rest_until_s = 0.0
 
@@ -30,14 +38,13 @@ class ReceiveThrottle:
 
     def begin(self) -> bool:
         """Begin a turn; False if it is too soon."""
-        self._start_s = self._clock()
-        return self._start_s >= self._rest_until_s
+        self._start_s = self._cpu_clock()
+        return self._clock() >= self._rest_until_s
 
     def is_over(self) -> bool:
         """Whether the turn's time is up; the rest is as long as the turn was."""
-        now_s = self._clock()
-        length_s = now_s - self._start_s
+        length_s = self._cpu_clock() - self._start_s
         if length_s < MAX_TURN_S:
             return False
-        self._rest_until_s = now_s + min(length_s, MAX_REST_S)
+        self._rest_until_s = self._clock() + min(length_s, MAX_REST_S)
         return True

@@ -6,6 +6,7 @@ from typing import Final
 
 from nanocore.engine_core.io.client_limit import ClientLimit
 from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.io.session_turnover import SessionTurnover
 from nanocore.protocol.messages import (
     PROTOCOL_VERSION,
     Capability,
@@ -19,7 +20,17 @@ from nanocore.protocol.sockets import MAX_FRAME_BYTES
 
 PING_INTERVAL_S: Final = 1.0
 SESSION_TIMEOUT_S: Final = 30.0
-RETRY_AFTER_S: Final = 1.0
+MIN_PATIENCE: Final = 2
+"""Checks in a row: at each, the answer to the PING of the one before has had a whole interval."""
+
+
+def patience(session_timeout_ms: int) -> int:
+    """How many checks in a row may hear nothing of a client that wants to be waited for so long.
+
+    The first of them comes up to an interval after its last word, and the last one closes.
+    """
+    timeout_ms = min(session_timeout_ms, int(SESSION_TIMEOUT_S * 1e3))
+    return max(MIN_PATIENCE, timeout_ms // int(PING_INTERVAL_S * 1e3))
 
 
 class Reception:
@@ -41,6 +52,7 @@ class Reception:
             max_num_seqs=max_num_seqs,
             max_num_queued_reqs=queue_limit.max_num_queued_reqs,
             max_num_queued_tokens=queue_limit.max_num_queued_tokens,
+            max_num_queued_bytes=queue_limit.max_num_queued_bytes,
             ping_interval_ms=int(PING_INTERVAL_S * 1e3),
             session_timeout_ms=int(SESSION_TIMEOUT_S * 1e3),
             max_num_clients=client_limit.max_num_clients,
@@ -48,6 +60,7 @@ class Reception:
         )
         self._capabilities: list[str] = [*capabilities]
         self._instance = instance
+        self._turnover = SessionTurnover()
 
     def refusal(self, hello: Hello, num_sessions: int) -> Refused | None:
         """Why this client gets no session now. num_sessions: that are open."""
@@ -65,10 +78,12 @@ class Reception:
             f"this engine serves {most} clients at once and has as many: try again later, or start "
             "it with a higher --max-num-clients"
         )
-        return Refused(message=text, supported=[PROTOCOL_VERSION], retry_after_s=RETRY_AFTER_S)
+        retry_s = self._turnover.retry_after_s(num_sessions)
+        return Refused(message=text, supported=[PROTOCOL_VERSION], retry_after_s=retry_s)
 
     def welcome(self, hello: Hello, session_id: str) -> Welcome:
         """What the client of a new session is told."""
+        self._turnover.opened()
         return Welcome(
             protocol=min(PROTOCOL_VERSION, hello.protocol),
             session=session_id,

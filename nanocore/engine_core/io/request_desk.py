@@ -2,7 +2,8 @@
 
 A request is given to the step loop when it is accepted. One with a structured output that is not
 known yet waits here until it is compiled, and keeps the place in line of its SUBMIT: it has its
-handles and its arrival from then. Whatever ends it before, the step loop never knew it.
+handles and its arrival from then. Whatever ends it before, the step loop never knew it. A deadline
+counts from the SUBMIT, too, wherever the request is by then.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterable
 
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.compiling_requests import CompilingRequests
+from nanocore.engine_core.io.deadlines import Deadlines
+from nanocore.engine_core.io.resumed_outputs import end_by_outputs
 from nanocore.engine_core.io.session import Session
 from nanocore.engine_core.io.session_table import SessionTable
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, GrammarDone, Inbox
@@ -23,7 +26,7 @@ from nanocore.protocol.errors import (
     ErrorCode,
     InvalidRequestError,
 )
-from nanocore.protocol.messages import Abort, Accepted, Error, Event, Message, Submit
+from nanocore.protocol.messages import Abort, Accepted, Error, Event, FinishReason, Message, Submit
 
 
 class RequestDesk:
@@ -46,6 +49,7 @@ class RequestDesk:
         send_output: Callable[[Session, ClientOutput, float], None],
     ) -> None:
         self.compiling = compiling
+        self.deadlines = Deadlines(sessions.request_ids)
         self._sessions = sessions
         self._inbox = inbox
         self._admission = admission
@@ -62,17 +66,20 @@ class RequestDesk:
             self._send(session, Error(code=code, message=text, request_id=submit.request_id), now_s)
             return
         try:
-            request = self._admission.build(submit, self._num_handles + 1, session.client)
+            handle, is_only = self._num_handles + 1, not session.requests
+            request = self._admission.build(submit, handle, session.client, is_only)
         except (EngineOverloadedError, InvalidRequestError) as error:
             self._refuse(session, submit.request_id, error, now_s)
             return
         handles = [sample.handle for sample in request.samples]
         self._num_handles = handles[-1]
         self._sessions.add_request(session, submit.request_id, handles)
+        if submit.timeout_s is not None:
+            self.deadlines.add(handles, now_s + submit.timeout_s)
         if request.awaits_grammar:
             self.compiling.add(request, self._num_steps())
         else:
-            self._accept(session, AddRequest(request), now_s)
+            self._start(session, AddRequest(request), now_s)
 
     def go_on(self, event: GrammarDone, now_s: float) -> None:
         """Answer the SUBMIT of a request whose grammar is compiled, or cannot be."""
@@ -87,13 +94,13 @@ class RequestDesk:
             self._refuse(session, request.request_id, event.compiled, now_s)
         else:
             request.follow(event.compiled)
-            self._accept(session, AddRequest(request, arrival), now_s)
+            self._start(session, AddRequest(request, arrival), now_s)
 
     def abort(self, session: Session, message: Abort, now_s: float) -> None:
         """End what an ABORT names, as far as it is the session's and has not ended."""
         single = abort_handles(message)
         own = [handle for i in message.request_ids for handle in session.requests.get(i, ())]
-        self._end_compiling(session, own, None, now_s)
+        self._end_compiling(own, "abort", None, now_s)
         # Nobody was told the handles of one that waits: alone they name nothing.
         named = [
             handle for handle in dict.fromkeys([*own, *single]) if handle not in self.compiling
@@ -110,25 +117,55 @@ class RequestDesk:
     def end_compiling(self, session: Session, message: str, now_s: float) -> None:
         """End the session's requests that wait to be compiled, as the step loop ends its own."""
         handles = [handle for own in session.requests.values() for handle in own]
-        self._end_compiling(session, handles, message, now_s)
+        self._end_compiling(handles, "abort", message, now_s)
+
+    def end_overdue(self, now_s: float) -> None:
+        """End what has passed its deadline.
+
+        If it ends by itself in the same step, that is decided as with an abort: it ends once.
+        """
+        if not (passed := self.deadlines.take_passed(now_s)):
+            return
+        known = [handle for handle in passed if handle not in self.compiling]
+        self._end_compiling(passed, "timeout", None, now_s)
+        if known:
+            self._inbox.put(AbortRequests(known, "timeout"))
 
     def _end_compiling(
-        self, session: Session, handles: Iterable[int], message: str | None, now_s: float
+        self, handles: Iterable[int], reason: FinishReason, message: str | None, now_s: float
     ) -> None:
-        """Of the requests of these samples, those that wait: they are accepted, and aborted."""
-        ended = self.compiling.abort(handles)
-        for request in ended:
+        """Of the requests of these samples, those that wait: they are accepted, and end."""
+        waited = self.compiling.abort(handles)
+        ended = [(self._sessions.by_client[request.client], request) for request in waited]
+        for session, request in ended:
             self._end(session, request)
-        for request in ended:
-            if self._sessions.has(session):
-                self._send(session, _accepted(request), now_s)
+        for session, request in ended:
             events = [
-                (request.client, Event(handle=one.handle, finish_reason="abort", message=message))
+                Event(handle=one.handle, finish_reason=reason, message=message)
                 for one in request.samples
             ]
-            for output in split_events(events):
-                if self._sessions.has(session):
-                    self._send_output(session, output, now_s)
+            self._tell_end(session, request, events, now_s)
+
+    def _tell_end(
+        self, session: Session, request: Request, events: list[Event], now_s: float
+    ) -> None:
+        """Of a request that the step loop does not get: it is accepted, and its samples end."""
+        if self._sessions.has(session):
+            self._send(session, _accepted(request), now_s)
+        for output in split_events([(request.client, event) for event in events]):
+            if self._sessions.has(session):
+                self._send_output(session, output, now_s)
+
+    def _start(self, session: Session, added: AddRequest, now_s: float) -> None:
+        """Give a request to the step loop, unless the outputs that it came with have ended it."""
+        request = added.request
+        ended = end_by_outputs(request)
+        if ended is None:
+            self._accept(session, added, now_s)
+            return
+        self.compiling.leave_queue(request)
+        self._end(session, request)
+        self._tell_end(session, request, [ended], now_s)
 
     def _accept(self, session: Session, added: AddRequest, now_s: float) -> None:
         # In this order: that the client is gone may come out when it is told.

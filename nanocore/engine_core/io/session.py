@@ -111,7 +111,10 @@ class Session:
 
     client: number in the engine, never reused. requests: by request id, of those not ended, the
     handles of the samples that have not.
-    num_calls: CONTROLs that the step loop has yet to answer. has_paused: it may hold a pause.
+    num_calls: CONTROLs that the step loop has yet to answer. has_paused: it holds a pause.
+    minor: version of the protocol that is spoken. patience: how many checks in a row may find that
+    nothing was heard, while it has requests; None: as the engine has it. num_silent_checks: that
+    have, since something was heard.
     """
 
     routing_id: bytes
@@ -121,7 +124,20 @@ class Session:
     requests: dict[str, list[int]] = field(default_factory=dict)
     num_calls: int = 0
     has_paused: bool = False
+    minor: int = 0
+    patience: int | None = None
+    num_silent_checks: int = 0
     backlog: Backlog | None = None
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it was silent for longer than it wants to be waited for.
+
+        Checks are counted, and not the clock's time: an engine that stood still itself, and hears
+        only now what was sent meanwhile, closes nobody's session for it.
+        """
+        is_served = bool(self.requests) and not self.has_paused
+        return self.patience is not None and is_served and self.num_silent_checks >= self.patience
 
 
 def over_limit(slow: Iterable[Session], max_bytes: int = MAX_BACKLOGS_BYTES) -> Session | None:

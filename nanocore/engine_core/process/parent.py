@@ -3,18 +3,20 @@
 Two independent ties, armed before anything heavy is imported: the kernel signals us when the parent
 dies, and a socket pair closes with it. Over the same pair the engine says that it is ready, or why
 it could not start, so that a failure reaches the launching client with its cause, and the client
-names the directory that it has made for this engine, which goes with either.
+names the directory that it has made for its engines: the one that outlives it removes that.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import select
 import shutil
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Final
 
 import msgspec
@@ -38,7 +40,9 @@ class ParentLink:
         self._socket = socket.socket(fileno=fd)
         self._socket.set_inheritable(False)
         self._heard = b""  # the directory's path and a zero
-        atexit.register(self._remove_directory)
+        atexit.register(self._leave)
+        self._grace_s = 0.0
+        """For the parent to be gone, of which we know that it goes."""
         self._on_orphaned: Callable[[], None] = lambda: None
         # Not SIGTERM, of which a second one would mean "at once": the kernel sends this one each
         # time a thread of the dying parent hands us on to the next.
@@ -46,12 +50,18 @@ class ParentLink:
         threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
 
     def on_orphaned(self, shut_down: Callable[[], None]) -> None:
-        """What to try when the parent is gone, before leaving the hard way."""
+        """What to try when the parent is gone, before leaving the hard way. For the main thread."""
         self._on_orphaned = shut_down
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(signal.SIGHUP, self._on_hang_up)
 
     def report_ready(self) -> None:
         """Tell the parent that the engine serves."""
         self._send(StartReport())
+
+    def report_standing_by(self) -> None:
+        """Tell the parent that all is loaded, and that another engine serves yet."""
+        self._send(StartReport(standing_by=True))
 
     def report_failure(self, error: StartError) -> None:
         """Tell the parent why there will be no engine."""
@@ -72,8 +82,19 @@ class ParentLink:
         self._remove_directory()
         os._exit(StartError.exit_code)
 
+    def _on_hang_up(self, _number: int, _frame: FrameType | None) -> None:
+        """A thread of the parent has ended; as a rule it is the parent that ends."""
+        self._grace_s = GRACE_S
+        self._on_orphaned()
+
+    def _leave(self) -> None:
+        """A parent that lives on may start another engine in its directory, and removes it."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        if poll.poll(self._grace_s * 1e3):
+            self._remove_directory()
+
     def _remove_directory(self) -> None:
-        """The client does the same, if it is still there."""
         if self._heard.endswith(b"\0"):
             shutil.rmtree(self._heard[:-1], ignore_errors=True)
 

@@ -35,9 +35,11 @@ from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.reception import Reception
-from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
+from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
+from nanocore.engine_core.process.occupied import occupy
 from nanocore.engine_core.process.parent import ParentLink
+from nanocore.engine_core.process.standby import stand_by
 from nanocore.engine_core.process.vocabulary_load import VocabularyLoad
 from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
 from nanocore.engine_core.scheduling.scheduler import Scheduler
@@ -47,7 +49,6 @@ from nanocore.engine_core.structured.mask_filler import MaskFiller
 from nanocore.engine_core.structured.matcher import GrammarSource
 from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.kv_cache import KVCacheManager
-from nanocore.protocol.endpoint import TcpAddress
 from nanocore.protocol.errors import (
     CacheMemoryError,
     ConfigError,
@@ -58,8 +59,7 @@ from nanocore.protocol.errors import (
     shorten,
 )
 from nanocore.protocol.messages import ModelCard, ModelFile
-from nanocore.protocol.sockets import EngineKeys, EngineSocket
-from nanocore.system.endpoint_lock import EndpointLock
+from nanocore.protocol.sockets import EngineSocket
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import select_device
 from nanocore.worker.executors.executor import Executor, StepExecutor
@@ -87,16 +87,12 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
     config = config.for_device(select_device(config.device).type)
     with ExitStack() as stack:
         # Addresses and files first: one in use is told before the model takes time and memory.
-        socket = stack.enter_context(_engine_socket(config))
-        publisher = _kv_event_publisher(config)
-        if publisher is not None:
-            stack.enter_context(closing(publisher))
-        trace = StepTrace(config.step_trace) if config.step_trace else None
-        if trace is not None:
-            stack.enter_context(closing(trace))
+        places = stack.enter_context(ExitStack())
+        occupied = None if config.standby else occupy(config, places)
         folder = find_model(config)
         model_config = load_model_config(folder, config.hf_overrides)
         max_model_len = longest_request(config, model_config)
+        files = ModelFiles(folder)
         _log_beginning(config, folder, model_config, imports_s)
         vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
         stack.callback(vocabulary.close)
@@ -104,6 +100,14 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         stack.callback(executor.close)
         with phase("load") as notes:
             executor.load_model()
+            notes.append("weights")
+        if occupied is None:
+            lock = stand_by(config.endpoint, executor, parent)
+            if isinstance(lock, int):
+                return lock
+            started_s = time.monotonic()
+            occupied = occupy(config, places, lock)
+        with phase("profile") as notes:
             ranks = executor.profile()
             num_bytes = sum(rank.weight_bytes for rank in ranks)
             notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
@@ -119,11 +123,10 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         with phase("structured outputs") as notes:
             grammars = stack.enter_context(closing(vocabulary.wait(notes)))
         _log_generation_defaults(model_config)
-        files = ModelFiles(folder)
         sizes = num_blocks, max_model_len
         card = _model_card(config, folder, model_config, ranks, *sizes, files.entries)
-        ready = (executor, started_s, publisher, parent, trace, grammars)
-        return serve(config, socket, card, files, *ready)
+        ready = (executor, started_s, occupied.publisher, parent, occupied.trace, grammars)
+        return serve(config, occupied.socket, card, files, *ready)
 
 
 def serve(
@@ -160,7 +163,7 @@ def serve(
     core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch), masks)
     io_thread = _io_thread(config, socket, card, files, core, inbox, outbox, grammars)
     watchdog = Watchdog(core, config.step_timeout_s, core.blame, outbox, io_thread)
-    interrupted = handle_signals(inbox)
+    interrupted = handle_signals(inbox, outbox)
     if parent is not None:
         parent.on_orphaned(lambda: inbox.put(Shutdown("the launching client is gone")))
     gc.collect()
@@ -218,7 +221,12 @@ def _io_thread(
 ) -> IoThread:
     """Made of its parts and not started; arguments as in `serve`."""
     counters, clock = core.scheduler.counters, core.clock
-    queue_limit = QueueLimit(config.max_num_queued_reqs, config.max_num_queued_tokens, counters)
+    queue_limit = QueueLimit(
+        config.max_num_queued_reqs,
+        config.max_num_queued_tokens,
+        counters,
+        config.max_num_queued_bytes,
+    )
     client_limit = ClientLimit.of_this_process(config.max_num_clients)
     capabilities = config.capabilities
     if not isinstance(grammars, NoGrammars):
@@ -241,6 +249,7 @@ def _io_thread(
         ControlHandler(inbox, files),
         num_steps=lambda: counters.num_steps,
         step_age_ms=lambda: clock.age_ms,
+        shutdown_timeout_s=config.shutdown_timeout,
     )
     return IoThread(socket, client_limit.max_connections, desk, inbox, outbox)
 
@@ -268,45 +277,11 @@ def run_core(core: EngineCore) -> tuple[Farewell, int]:
     return Farewell(shutdown.reason, shutdown.failure), exit_code
 
 
-@contextmanager
-def _engine_socket(config: EngineConfig) -> Iterator[EngineSocket]:
-    """The engine's socket, and what guards its endpoint. Clients that connect now wait."""
-    with ExitStack() as stack:
-        keys = None
-        address = config.address
-        if isinstance(address, TcpAddress):
-            assert config.curve_dir is not None, "the configuration was checked"
-            keys = EngineKeys.load(Path(config.curve_dir))
-            if address.is_every_interface:
-                logger.warning(
-                    "%s is every network that this machine is in; only clients with a key in %s "
-                    "are served",
-                    config.endpoint,
-                    keys.clients,
-                )
-        else:
-            stack.callback(EndpointLock(config.endpoint).release)
-        socket = stack.enter_context(closing(EngineSocket(config.endpoint, keys)))
-        ClientLimit.of_this_process(config.max_num_clients)  # an error is told before the load
-        yield socket
+def handle_signals(inbox: Inbox, outbox: Outbox) -> list[int]:
+    """Let SIGTERM and SIGINT begin a drain, and a second one end the process.
 
-
-def _kv_event_publisher(config: EngineConfig) -> KVEventPublisher | None:
-    """Bound and not started; None if nobody asked for events."""
-    if config.kv_events_endpoint is None:
-        return None
-    return KVEventPublisher(
-        config.kv_events_endpoint,
-        config.kv_events_replay_endpoint,
-        config.kv_events_topic,
-        medium="GPU" if select_device(config.device).type == "cuda" else "CPU",
-    )
-
-
-def handle_signals(inbox: Inbox) -> list[int]:
-    """Let signals end the step loop, and a second SIGTERM or SIGINT the process.
-
-    Returns the SIGINTs seen. SIGHUP says that the terminal or the launching client is gone.
+    Returns the SIGINTs seen. SIGHUP, which ends the step loop, says that the terminal or the
+    launching client is gone.
     """
     seen: list[int] = []
     interrupts: list[int] = []
@@ -317,7 +292,7 @@ def handle_signals(inbox: Inbox) -> list[int]:
         seen.append(number)
         if number == signal.SIGINT:
             interrupts.append(number)
-        inbox.put(Shutdown(signal.Signals(number).name))
+        outbox.put(BeginDrain(signal.Signals(number).name))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)

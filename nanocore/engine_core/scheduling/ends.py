@@ -79,6 +79,17 @@ def ends_by_length(table: RowTable, rows: list[int]) -> dict[int, End]:
     return ends
 
 
+def end_by_stop(request: Request, token_id: int, number: int) -> Event | None:
+    """What output token `number`, from 1, ends a request with, if it is one to stop at."""
+    if number <= request.sampling.min_tokens:
+        return None
+    is_eos = token_id in request.eos_token_ids
+    if is_eos or token_id in request.sampling.stop_token_ids:
+        stop_reason = None if is_eos else token_id
+        return Event(handle=request.handle, finish_reason="stop", stop_reason=stop_reason)
+    return None
+
+
 def _end(
     table: RowTable, row: int, token_id: int, place: int, embedding: bytes | None
 ) -> Event | None:
@@ -92,13 +103,7 @@ def _end(
         if np.isfinite(np.frombuffer(embedding, "<f4")).all():
             return Event(handle=request.handle, finish_reason="stop", embedding=embedding)
         return Event(handle=request.handle, finish_reason="error", message=_NOT_FINITE)
-    if number <= request.sampling.min_tokens:
-        return None
-    is_eos = token_id in request.eos_token_ids
-    if is_eos or token_id in request.sampling.stop_token_ids:
-        stop_reason = None if is_eos else token_id
-        return Event(handle=request.handle, finish_reason="stop", stop_reason=stop_reason)
-    return None
+    return end_by_stop(request, token_id, number)
 
 
 def _why_no_token(sampling: EngineSamplingParams, number: int) -> str:

@@ -30,7 +30,9 @@ class Request:
     handle: its name inside the engine, unique in an engine's life and growing. request_id: the
     client's name for it, used in the step trace; of the i-th sample with "#i". client: number of
     the session that gets its output. token_ids: int32 [num_tokens], prompt and outputs, while it
-    waits; None once it has a row. max_num_tokens: prompt and output together, at most.
+    waits; None once it has a row. num_resumed_tokens: the last of those that it came with, outputs
+    of an earlier run. max_num_tokens: prompt and output together, at most.
+    num_bytes: that it holds while it waits, with all its samples, about.
     eos_token_ids: empty if EOS is ignored. key_chain: block keys of the full blocks of its tokens
     known.
     priority: lower values go first, where the policy heeds them. arrival: the step before which it
@@ -55,6 +57,8 @@ class Request:
     priority: int = 0
     arrival: int = 0
     arrival_s: float = 0.0
+    num_resumed_tokens: int = 0
+    num_bytes: int = 0
     num_prompt_tokens: int = field(init=False)
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int = 0
@@ -65,7 +69,12 @@ class Request:
     matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = self.num_tokens
+        self.num_prompt_tokens = self.num_tokens - self.num_resumed_tokens
+
+    @property
+    def num_submitted_tokens(self) -> int:
+        """Tokens that it came with."""
+        return self.num_prompt_tokens + self.num_resumed_tokens
 
     @property
     def num_tokens(self) -> int:

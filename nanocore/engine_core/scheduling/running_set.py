@@ -216,7 +216,7 @@ class RunningSet:
         if resumed:
             plan.resumed.append(request)
         else:
-            request.num_cached_tokens = num_cached
+            request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
             plan.new.append(request)
         if num_cached:
             plan.cached[request.request_id] = num_cached
@@ -376,7 +376,7 @@ class RunningSet:
             return
         table.prefilling.remove(row)
         plan.completed.append(row)
-        if end == request.num_prompt_tokens:
+        if end == request.num_submitted_tokens:
             plan.first.append(row)
         if end == request.max_num_tokens - 1:
             plan.last.append(row)

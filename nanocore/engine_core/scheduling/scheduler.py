@@ -54,7 +54,7 @@ class Scheduler:
         self.config = config
         self.kv_cache = kv_cache
         self.precedence = precedence_key(config.policy, config.priority_aging_s)
-        self.waiting = WaitingQueue(self.precedence)
+        self.waiting = WaitingQueue(self.precedence, config.policy == "priority")
         self.running = RunningSet(config, kv_cache, self.precedence)
         self._urgency: Urgency | None = None
         if config.policy == "priority":
@@ -151,7 +151,7 @@ class Scheduler:
             return None
         if request.row < 0:
             self.waiting.leave(request)
-            self._count_dequeued(request)
+            self.counters.count_dequeued(request)
         self._ended.append(request)
         self._end(request)
         return request
@@ -271,7 +271,7 @@ class Scheduler:
                     return  # a later step has room for it whole
                 self.waiting.step_aside(request)
             elif self._fits(request, hits):
-                self.waiting.remove(request)
+                self.waiting.admit(request, num_uncached)
                 self._admit(plan, request, hits, count)
                 budget -= count
                 num_rows -= 1
@@ -319,16 +319,10 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
         """Give a waiting request a row and its first tokens."""
-        self._count_dequeued(request)
+        self.counters.count_dequeued(request)
         self.running.admit(plan, request, hits, count)
         if self._urgency is not None:
             self._urgency.admitted(request)
-
-    def _count_dequeued(self, request: Request) -> None:
-        if request.num_cached_tokens is None:  # else it was when first admitted
-            self.counters.dequeued_reqs += 1
-            if request.sample == 0:
-                self.counters.dequeued_tokens += request.num_prompt_tokens
 
     def _end(self, request: Request, keeps_blocks: bool = True) -> None:
         """Forget a request; its blocks stay findable by their content, unless it is damaged."""

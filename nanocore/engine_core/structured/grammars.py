@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from nanocore.engine_core.structured.compilation import CompiledGrammar, compile_text
 from nanocore.engine_core.structured.fair_queue import FairQueue
+from nanocore.engine_core.structured.followed_grammar import followed
 from nanocore.engine_core.structured.grammar_cache import GrammarCache, digest
 from nanocore.engine_core.structured.matcher import Compiled
 from nanocore.engine_core.structured.threads import give_way, join_threads, start_thread
@@ -48,6 +49,7 @@ class TrialRunner(Protocol):
 class _Asker:
     client: int
     done: Callable[[Compiled], None]
+    output: Sequence[int]
 
 
 @dataclass(eq=False)
@@ -102,10 +104,14 @@ class Grammars:
             return known
 
     def compile(
-        self, wanted: StructuredOutputs, done: Callable[[Compiled], None], client: int = 0
+        self,
+        wanted: StructuredOutputs,
+        done: Callable[[Compiled], None],
+        client: int = 0,
+        output: Sequence[int] = (),
     ) -> Callable[[], None]:
         """Begin to compile it, or join those that wait for the same; see `GrammarSource`."""
-        key, asker = digest(wanted), _Asker(client, done)
+        key, asker = digest(wanted), _Asker(client, done, output)
         with self._changed:
             job = self._jobs.setdefault(key, _Job(key, wanted))
             job.askers.append(asker)
@@ -200,8 +206,11 @@ class Grammars:
                 self._cache.put(job.key, result)
             del self._jobs[job.key]
             askers, job.askers = job.askers, []  # who is told may withdraw at once
-        for asker in askers:
-            asker.done(result)
+        for asker in sorted(askers, key=lambda one: len(one.output)):
+            if asker.output and isinstance(result, CompiledGrammar):
+                asker.done(followed(result, asker.output))
+            else:
+                asker.done(result)
 
     def _refuse(self, key: bytes, reason: str) -> None:
         """Of a grammar that turned out to be too slow."""

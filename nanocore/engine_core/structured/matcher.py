@@ -6,7 +6,7 @@ through preemption, and a resumed one is the same after the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -56,11 +56,17 @@ class GrammarSource(Protocol):
         ...
 
     def compile(
-        self, wanted: StructuredOutputs, done: Callable[[Compiled], None], client: int = 0
+        self,
+        wanted: StructuredOutputs,
+        done: Callable[[Compiled], None],
+        client: int = 0,
+        output: Sequence[int] = (),
     ) -> Callable[[], None]:
         """Begin to compile it; done is called once, from another thread.
 
-        Clients are served by turns. Returns what withdraws it: done need not be called then.
+        output: of its one sample, tokens that an earlier run has produced, which the grammar's one
+        matcher is to have taken in. Clients are served by turns. Returns what withdraws it: done
+        need not be called then.
         """
         ...
 

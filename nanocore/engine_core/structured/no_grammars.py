@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nanocore.engine_core.structured.matcher import Compiled
 from nanocore.protocol.errors import InvalidRequestError
@@ -19,7 +19,11 @@ class NoGrammars:
         return InvalidRequestError(self._reason)
 
     def compile(
-        self, wanted: StructuredOutputs, done: Callable[[Compiled], None], client: int = 0
+        self,
+        wanted: StructuredOutputs,
+        done: Callable[[Compiled], None],
+        client: int = 0,
+        output: Sequence[int] = (),
     ) -> Callable[[], None]:
         done(self.find(wanted))
         return lambda: None

@@ -63,17 +63,22 @@ class TokenMatcher:
         if not self._noted and self._matcher is None:
             words_W[:] = self._first_words_W
             return
+        matcher = self.take_in()
+        if self.failure is not None:
+            return
+        if self._is_ended or matcher.is_stopped():
+            words_W[:] = self._vocabulary.eos_words
+            return
+        if write_mask(matcher, self._vocabulary, words_W) is not None:
+            self.failure = _failure(matcher)
+
+    def take_in(self) -> llguidance.LLMatcher:
+        """Take in what was noted, whatever it takes; returns llguidance's matcher."""
         if self._matcher is None:
             self._matcher = self._beginning.deep_copy()
         tokens, self._noted = self._noted, []
         self._consume(self._matcher, tokens)
-        if self.failure is not None:
-            return
-        if self._is_ended or self._matcher.is_stopped():
-            words_W[:] = self._vocabulary.eos_words
-            return
-        if write_mask(self._matcher, self._vocabulary, words_W) is not None:
-            self.failure = _failure(self._matcher)
+        return self._matcher
 
     def _consume(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> None:
         """Take in tokens; after an EOS there are only such, and the matcher need not know."""
