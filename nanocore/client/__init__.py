@@ -1,19 +1,21 @@
 """The SDK: text in, text out, over the wire. Needs no torch; imports only `nanocore.protocol`."""
 
 from nanocore.client.async_client import AsyncEngineClient
+from nanocore.client.calls import EngineHealth
 from nanocore.client.chat.answer import ChatAnswer, ToolCall, collect
 from nanocore.client.chat.renderer import RenderProcessError
-from nanocore.client.connection import EngineHealth
 from nanocore.client.embedding import EmbeddingOutput
 from nanocore.client.llm import LLM
 from nanocore.client.logprobs import Logprob
 from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanocore.client.resume import Resume
 from nanocore.client.scoring import ScoreOutput
 from nanocore.protocol.errors import (
     ClientStateError,
     ConfigError,
     ContextLengthError,
     EngineDeadError,
+    EngineDrainingError,
     EngineOverloadedError,
     EngineStartError,
     InvalidRequestError,
@@ -35,6 +37,7 @@ __all__ = [
     "ContextLengthError",
     "EmbeddingOutput",
     "EngineDeadError",
+    "EngineDrainingError",
     "EngineHealth",
     "EngineOverloadedError",
     "EngineStartError",
@@ -47,6 +50,7 @@ __all__ = [
     "RenderProcessError",
     "RequestMetrics",
     "RequestOutput",
+    "Resume",
     "SamplingParams",
     "ScoreOutput",
     "Stats",

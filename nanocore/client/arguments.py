@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
+from nanocore.protocol.messages import MAX_TIMEOUT_S
 from nanocore.protocol.sampling import SamplingParams
 
 
@@ -53,6 +54,15 @@ def check_timeout(name: str, seconds: object) -> float:
     raise ConfigError(f"{name}={seconds!r}: seconds above 0")
 
 
+def check_request_timeout(seconds: object) -> None:
+    """Raises InvalidRequestError unless it is None, or a number of seconds that a request has."""
+    if seconds is None:
+        return
+    if isinstance(seconds, (int, float)) and seconds is not True and 0 < seconds <= MAX_TIMEOUT_S:
+        return
+    raise InvalidRequestError(f"timeout_s={seconds!r}: above 0, and at most {MAX_TIMEOUT_S:g}")
+
+
 def check_endpoint(endpoint: object) -> str:
     """The endpoint, if it can be one; whether it is one, the socket says.
 
@@ -62,6 +72,26 @@ def check_endpoint(endpoint: object) -> str:
     if isinstance(endpoint, str) and "\0" not in endpoint:
         return endpoint
     raise ConfigError(f"endpoint={endpoint!r}: a str, as in ipc:///path/engine.sock")
+
+
+def check_endpoints(endpoints: object) -> list[str]:
+    """One endpoint, or a sequence of them, each once.
+
+    Raises:
+        ConfigError: one of them can be none, or there is none.
+    """
+    if not isinstance(endpoints, (list, tuple)):
+        return [check_endpoint(endpoints)]
+    if not endpoints:
+        raise ConfigError("endpoint=[]: name one or more, as in ipc:///path/engine.sock")
+    return list(dict.fromkeys(map(check_endpoint, endpoints)))
+
+
+def check_count(name: str, number: object) -> int:
+    """Raises ConfigError unless it is an int, 0 or more."""
+    if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+        return number
+    raise ConfigError(f"{name}={number!r}: a whole number, 0 or more")
 
 
 def folder_path(name: str, folder: object) -> Path:

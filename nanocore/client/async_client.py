@@ -8,19 +8,21 @@ it is entered; in every other one it says so.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar, Unpack
 
 from nanocore.client.arguments import (
     check_request_id,
+    check_request_timeout,
     check_sampling_params,
 )
+from nanocore.client.calls import EngineHealth
 from nanocore.client.chat.event_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent
 from nanocore.client.chat.parsing.reasoning import PlainTextParser
 from nanocore.client.chat.request import ChatOptions, prepare_chat
-from nanocore.client.connection import EngineHealth
 from nanocore.client.embedding import EmbeddingOutput, embedding_params
 from nanocore.client.linked_client import LinkedClient
 from nanocore.client.outputs import RequestOutput
@@ -39,8 +41,9 @@ Result = TypeVar("Result")
 class AsyncEngineClient(LinkedClient):
     """A client of one engine; use `launch` or `connect`, and `async with`.
 
-    If the session with the engine is lost, what was open in it fails, and the next call opens a new
-    one, with whichever engine serves at the endpoint then.
+    If the session with the engine is lost, the next one, with whichever engine serves then, goes on
+    with the requests that were open in it, token for token; other calls fail, and are to be made
+    again. `RequestOutput.resumes` tells. With `resume=False` requests fail, too.
 
     Every method raises ClientStateError before the client is entered, after it is closed, and in
     another event loop than the one in which it was entered.
@@ -55,6 +58,7 @@ class AsyncEngineClient(LinkedClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a completion; each output holds everything so far and what is new.
 
@@ -67,12 +71,15 @@ class AsyncEngineClient(LinkedClient):
             priority: lower values go first, in engines with --scheduling-policy priority; others
                 refuse all but 0.
             cache_salt: share cached prefixes only with requests of the same salt.
+            timeout_s: after so long it ends, with finish_reason "timeout", even if it only waits.
 
         Raises:
             InvalidRequestError, ContextLengthError: the request cannot be served as it is.
             EngineDeadError: the engine is gone.
         """
-        stream = await self._submit(prompt, sampling_params, request_id, priority, cache_salt)
+        stream = await self._submit(
+            prompt, sampling_params, request_id, priority, cache_salt, timeout_s=timeout_s
+        )
         try:
             while not stream.finished:  # `async for` would cost a coroutine for each token
                 output = stream.read()
@@ -93,6 +100,7 @@ class AsyncEngineClient(LinkedClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[ChatEvent, None]:
         """Stream the assistant's answer to a conversation, by the model's chat template.
@@ -103,7 +111,13 @@ class AsyncEngineClient(LinkedClient):
             options: see `ChatOptions`: tools, tool_choice, response_format and others.
         """
         answer = await self.submit_chat(
-            messages, sampling_params, request_id, priority, cache_salt, **options
+            messages,
+            sampling_params,
+            request_id,
+            priority,
+            cache_salt,
+            timeout_s=timeout_s,
+            **options,
         )
         events = answer.events()
         async with aclosing(events):  # who leaves us leaves the request at once
@@ -118,6 +132,7 @@ class AsyncEngineClient(LinkedClient):
         priority: int = 0,
         cache_salt: str | None = None,
         fit_max_tokens: bool = False,
+        timeout_s: float | None = None,
     ) -> AnswerStream:
         """Send a completion; its answer is read as it comes, in the manner of a chat's: all text.
 
@@ -126,10 +141,17 @@ class AsyncEngineClient(LinkedClient):
         Args:
             fit_max_tokens: cut max_tokens to the room that the prompt leaves in max_model_len.
         """
-        session = await self._session()
+        session = await self._session(_patience_s(timeout_s))
         tokenizer = await session.tokenizer.get()
         stream = await submit(
-            session, prompt, sampling_params, request_id, priority, cache_salt, fit_max_tokens
+            session,
+            prompt,
+            sampling_params,
+            request_id,
+            priority,
+            cache_salt,
+            fit_max_tokens,
+            timeout_s,
         )
         return AnswerStream(stream, PlainTextParser, tokenizer)
 
@@ -141,6 +163,7 @@ class AsyncEngineClient(LinkedClient):
         priority: int = 0,
         cache_salt: str | None = None,
         fit_max_tokens: bool = False,
+        timeout_s: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> AnswerStream:
         """Send a conversation; its answer is read as it comes. Arguments as `chat` and `submit`."""
@@ -148,7 +171,7 @@ class AsyncEngineClient(LinkedClient):
         if params is None:
             params = SamplingParams.from_engine(self.model_card.default_sampling)
         check_sampling_params(params)
-        session = await self._session()
+        session = await self._session(_patience_s(timeout_s))
         chat = await session.tokenizer.run(
             lambda tokenizer: prepare_chat(messages, options, tokenizer, params)
         )
@@ -160,6 +183,7 @@ class AsyncEngineClient(LinkedClient):
             priority,
             cache_salt,
             fit_max_tokens,
+            timeout_s,
         )
         tokenizer = await session.tokenizer.get()
         return AnswerStream(stream, chat.new_parser, tokenizer, chat.reasoning_end)
@@ -171,9 +195,12 @@ class AsyncEngineClient(LinkedClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        timeout_s: float | None = None,
     ) -> RequestOutput:
-        """The last output of a completion."""
-        stream = await self._submit(prompt, sampling_params, request_id, priority, cache_salt)
+        """The last output of a completion. Arguments as `generate`."""
+        stream = await self._submit(
+            prompt, sampling_params, request_id, priority, cache_salt, timeout_s=timeout_s
+        )
         try:
             return await stream.final()
         finally:
@@ -279,7 +306,7 @@ class AsyncEngineClient(LinkedClient):
             ContextLengthError: together they have more tokens than max_model_len.
             EngineDeadError: the engine is gone.
         """
-        session = await self._session()
+        session = await self._session(math.inf)
         vocab_size = session.connection.welcome.model.vocab_size
         request = await score_request(session.tokenizer, context, continuation, vocab_size)
         output = await self.complete(
@@ -295,6 +322,10 @@ class AsyncEngineClient(LinkedClient):
         """End this session's pause; the engine steps again once nobody has paused it."""
         await self._control("resume")
 
+    async def drain(self) -> None:
+        """Have the engine finish what it has, take nothing new from anybody, and end."""
+        await self._control("drain")
+
     # -- inside -----------------------------------------------------------------------------------
 
     async def _control(self, operation: ControlOperation) -> Reply:
@@ -307,6 +338,15 @@ class AsyncEngineClient(LinkedClient):
         request_id: str | None,
         priority: int,
         cache_salt: str | None,
+        timeout_s: float | None,
     ) -> RequestStream:
-        session = await self._session()
-        return await submit(session, prompt, params, request_id, priority, cache_salt)
+        session = await self._session(_patience_s(timeout_s))
+        return await submit(
+            session, prompt, params, request_id, priority, cache_salt, timeout_s=timeout_s
+        )
+
+
+def _patience_s(timeout_s: float | None) -> float:
+    """How long a request waits for an engine, if its client lets it wait at all."""
+    check_request_timeout(timeout_s)
+    return math.inf if timeout_s is None else timeout_s

@@ -9,13 +9,13 @@ Messages that have piled up are taken in together, so readers find their tokens 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias
 
+from nanocore.client.calls import Calls, EngineHealth
 from nanocore.client.handshake import say_hello
+from nanocore.client.part import Part
 from nanocore.client.sample import Sample
 from nanocore.client.stream import RequestStream
 from nanocore.client.stream_table import StreamTable
@@ -32,8 +32,8 @@ from nanocore.protocol.messages import (
     Abort,
     Accepted,
     Bye,
-    Control,
     ControlOperation,
+    Draining,
     Error,
     Message,
     Output,
@@ -46,53 +46,51 @@ from nanocore.protocol.messages import (
 from nanocore.protocol.sockets import ClientKeys, ClientSocket, ConnectionLostError
 
 ENGINE_TIMEOUT_S: Final = 10.0
+TCP_ENGINE_TIMEOUT_S: Final = 1.8  # where only silence tells that its machine is gone
 GRACE_S: Final = 1.0
 """If the event loop was blocked for long, what arrived meanwhile is read only now."""
 _MAX_BATCH: Final = 64
 _MAX_BATCH_BYTES: Final = 2**18
 """Messages taken in at once, before their readers get a turn."""
 NO_SESSION: Final = "no_session"
-Answer = TypeVar("Answer", bound=Message)
 Explain: TypeAlias = Callable[[NanocoreError], Awaitable[NanocoreError]]
+Rescue: TypeAlias = "Callable[[Part, NanocoreError, EngineConnection], bool]"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineHealth:
-    """An engine's answer to a PING.
-
-    latency_s: there and back. num_steps: its step counter. step_age_s: for how long the step that
-    it is in has been running, 0 if it is in none; None of engines that speak a protocol before 1.4.
-    """
-
-    latency_s: float
-    num_steps: int
-    step_age_s: float | None = None
+class EngineStoppedError(EngineDeadError):
+    """The engine has said BYE."""
 
 
 class EngineConnection:
     """An open session. Made by `open`; ends by `close`, by BYE, by silence, or with its connection.
 
     explain: finds out what has become of an engine that has lost our session; what it returns is
-    told to those who wait, and if nobody does it is not called.
+    told to those who wait, and if nobody does it is not called. rescue: offered what was open.
+
+    is_draining: the engine takes nothing new, and ends when it has finished what it has.
     """
 
     def __init__(
-        self, socket: ClientSocket, welcome: Welcome, explain: Explain | None = None
+        self,
+        socket: ClientSocket,
+        welcome: Welcome,
+        explain: Explain | None = None,
+        rescue: Rescue | None = None,
     ) -> None:
         self.welcome = welcome
+        self.is_draining = False
         self._socket = socket
         self._explain = explain
         self._decoder = client_decoder()
-        self._streams = StreamTable()
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
-        self._pongs: dict[int, asyncio.Future[Pong]] = {}
-        self._call_ids = itertools.count(1)
+        self._streams = StreamTable(rescue and (lambda part, error: rescue(part, error, self)))
+        self._calls = Calls(self._say)
         self._loss: NanocoreError | None = None  # while it is being explained
         self._error: NanocoreError | None = None
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
         self._suspected_s: float | None = None  # the last sign of life when silence was noticed
-        self._timer = self._loop.call_later(ENGINE_TIMEOUT_S, self.check_silence)
+        self._timeout_s = TCP_ENGINE_TIMEOUT_S if socket.is_tcp else ENGINE_TIMEOUT_S
+        self._timer = self._loop.call_later(self._timeout_s, self.check_silence)
         self._task = asyncio.create_task(self._receive_loop(), name="nanocore-receive")
 
     @classmethod
@@ -104,10 +102,11 @@ class EngineConnection:
         *,
         patient: bool = True,
         explain: Explain | None = None,
+        rescue: Rescue | None = None,
     ) -> EngineConnection:
         """Open a session; raises as `say_hello`."""
         socket, welcome = await say_hello(endpoint, timeout_s, keys, patient=patient)
-        return cls(socket, welcome, explain)
+        return cls(socket, welcome, explain, rescue)
 
     @property
     def end(self) -> NanocoreError | None:
@@ -119,12 +118,16 @@ class EngineConnection:
         """The same, as it was first noticed."""
         return self._loss or self._error
 
-    async def submit(self, stream: RequestStream, submit: Submit) -> None:
-        """Send a request; its output, or why there is none, goes to the stream.
+    async def submit(self, stream: RequestStream, submit: Submit, part: Part | None = None) -> None:
+        """Send a request, or a part of one; its output, or why there is none, goes to the stream.
 
         Raises:
             InvalidRequestError: a request of this id is running. EngineDeadError: as it says.
         """
+        if self.end is not None and part is None:
+            lost = Part(submit.request_id, stream, [*stream.samples])
+            if self._streams.offer(lost, self.end):
+                return
         self._check_alive()
         if submit.request_id in self._streams:
             text = f"request_id {submit.request_id!r} is in use: choose another"
@@ -139,37 +142,47 @@ class EngineConnection:
                 f"the request has {num_bytes} bytes, 4 for each token of its prompt: the engine "
                 f"takes at most {limit}"
             )
-        self._streams.add(stream)
+        part = part or Part(submit.request_id, stream, [*stream.samples])
+        self._streams.add(stream, part)
         try:
             await self._send(frames)
-        except BaseException:  # cancelled, perhaps after it was sent
-            self._streams.remove(stream)
-            self.abort([submit.request_id])
+        except BaseException as error:  # cancelled, perhaps after it was sent
+            if isinstance(error, NanocoreError) and not self._streams.holds(part):
+                return  # it has been handed over
+            self._streams.remove(part)
+            self.abort(submit.request_id)
             raise
 
-    def abort(self, request_ids: list[str]) -> None:
-        """End requests, without waiting. Ids that have ended are ignored."""
+    def uses(self, request_id: str) -> bool:
+        """Whether this id is in use."""
+        return request_id in self._streams
+
+    def abort(self, request_id: str) -> None:
+        """End a request, without waiting. Ids that have ended are ignored."""
         if self.end is None:
-            self._socket.post(encode(Abort(request_ids=request_ids)))
+            self._socket.post(encode(Abort(request_ids=self._streams.wire_ids(request_id))))
 
     def leave(self, stream: RequestStream, sample: Sample | None) -> None:
-        """Forget a stream, or a sample of it, that is not read to its end, and abort it."""
-        if sample is None:
-            self.abort([stream.request_id])
-        elif self.end is None:
-            assert sample.handle is not None, "it has tokens"
-            handles = pack_uint32([sample.handle])
-            self._socket.post(encode(Abort(request_ids=[], handles=handles)))
+        """Forget a stream, or a sample of it, that is not read to its end, and abort it.
+
+        What of it is not in this session is left alone.
+        """
+        samples = [one for one in stream.samples if self._streams.has(one)]
+        if sample is None and samples:
+            self.abort(stream.request_id)
+        elif sample is not None and sample in samples and self.end is None:
+            # Without a handle it has been sent again, alone, and is not answered yet.
+            name: dict[str, Any] = {"request_ids": [sample.request_id]}
+            if sample.handle is not None:
+                name = {"request_ids": [], "handles": pack_uint32([sample.handle])}
+            self._socket.post(encode(Abort(**name)))
         self._streams.leave(stream, sample)
 
     async def control(
         self, operation: ControlOperation, file: str | None = None, offset: int = 0
     ) -> Reply:
         """Run a CONTROL operation and wait for its reply. file, offset: of read_file."""
-        return await self._call(
-            self._replies,
-            lambda call_id: Control(call_id=call_id, operation=operation, file=file, offset=offset),
-        )
+        return await self._calls.control(operation, file, offset)
 
     async def ping(self, timeout_s: float) -> EngineHealth:
         """Ask for a sign of life.
@@ -180,7 +193,7 @@ class EngineConnection:
         start_s = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
-                pong = await self._call(self._pongs, lambda nonce: Ping(nonce=nonce))
+                pong = await self._calls.ping()
         except TimeoutError:
             raise EngineDeadError(f"the engine did not answer within {timeout_s} s") from None
         age_ms = pong.step_age_ms
@@ -190,6 +203,11 @@ class EngineConnection:
             step_age_s=None if age_ms is None else age_ms / 1e3,
         )
 
+    def ask_for_session_timeout(self, milliseconds: int) -> None:
+        """Have the engine end our requests after so long a silence, if it knows how to."""
+        if self.welcome.protocol >= (1, 9):
+            self._socket.post(encode(Ping(session_timeout_ms=milliseconds)))
+
     def fail(self, error: NanocoreError) -> None:
         """End the session because of an error: everyone who waits gets it. The first one counts."""
         if self._error is not None:
@@ -198,11 +216,7 @@ class EngineConnection:
         self._task.cancel()
         self.release()
         self._streams.fail(error)
-        waiting: list[asyncio.Future[Any]] = [*self._replies.values(), *self._pongs.values()]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # looked at: a call that could not be sent awaits it no more
+        self._calls.fail(error)
 
     async def close(self) -> None:
         """Say BYE and close. Idempotent."""
@@ -220,17 +234,9 @@ class EngineConnection:
         if self.end is not None:
             raise self.end
 
-    async def _call(
-        self, waiting: dict[int, asyncio.Future[Answer]], make_message: Callable[[int], Message]
-    ) -> Answer:
+    async def _say(self, message: Message) -> None:
         self._check_alive()
-        call_id = next(self._call_ids)
-        waiting[call_id] = asyncio.get_running_loop().create_future()
-        try:
-            await self._send(encode(make_message(call_id)))
-            return await waiting[call_id]
-        finally:
-            del waiting[call_id]
+        await self._send(encode(message))
 
     async def _send(self, frames: list[bytes]) -> None:
         """Send, waiting for room, but not for an engine that is gone."""
@@ -274,15 +280,18 @@ class EngineConnection:
     async def _explained(self, error: NanocoreError) -> NanocoreError:
         """What those who wait are told of this end of the session."""
         is_loss = isinstance(error, ConnectionLostError) or getattr(error, "code", "") == NO_SESSION
-        if not is_loss or self._explain is None or not self._is_awaited:
+        if not is_loss or self._explain is None:
             return error
         self._loss = error
         self.release()
+        self._streams.hand_over(error)
+        if not self._is_awaited:
+            return error
         return await self._explain(error)
 
     @property
     def _is_awaited(self) -> bool:
-        return bool(self._streams or self._replies or self._pongs)
+        return bool(self._streams or self._calls)
 
     def take(self, frames: list[bytes]) -> None:
         """A message of the engine, which is a sign of life, too.
@@ -295,14 +304,14 @@ class EngineConnection:
 
     def check_silence(self) -> None:
         """The timer's call: take an engine that has not been heard of for dead."""
-        deadline_s = self._heard_s + ENGINE_TIMEOUT_S
+        deadline_s = self._heard_s + self._timeout_s
         if self._loop.time() < deadline_s:
             self._timer = self._loop.call_at(deadline_s, self.check_silence)
         elif self._suspected_s != self._heard_s:
             self._suspected_s = self._heard_s
             self._timer = self._loop.call_later(GRACE_S, self.check_silence)
         else:
-            text = f"the engine has not been heard of for {ENGINE_TIMEOUT_S:.0f} s"
+            text = f"the engine has not been heard of for {self._timeout_s:g} s"
             self.fail(EngineDeadError(text))
 
     def _handle(self, message: Message) -> None:
@@ -315,12 +324,12 @@ class EngineConnection:
                 self._handle_error(message)
             case Ping(nonce=nonce):
                 self._socket.post(encode(Pong(nonce=nonce)))
-            case Pong(nonce=nonce):
-                _resolve(self._pongs.get(nonce), message)
-            case Reply(call_id=call_id):
-                _resolve(self._replies.get(call_id), message)
+            case Pong() | Reply():
+                self._calls.answer(message)
+            case Draining():
+                self.is_draining = True
             case Bye(reason=reason):
-                raise EngineDeadError(f"the engine has stopped: {reason}")
+                raise EngineStoppedError(f"the engine has stopped: {reason}")
 
     def _handle_error(self, error: Error) -> None:
         exception = exception_for(error.code, error.message, error.retry_after_s)
@@ -333,8 +342,3 @@ class EngineConnection:
             self._streams.refuse(error.request_id, exception)
             return
         raise exception
-
-
-def _resolve(future: asyncio.Future[Answer] | None, message: Answer) -> None:
-    if future is not None and not future.done():
-        future.set_result(message)

@@ -1,27 +1,39 @@
-"""EngineLink: a client's tie to the engine at one endpoint, over one session and the next.
+"""EngineLink: a client's tie to its engine, over one session and the next.
 
-A session that is lost is not brought back: what was open in it fails, once, and with what became of
-the engine, which one new HELLO finds out. The session which that HELLO opened serves what comes
-next. If nothing was open nobody is told, and the next call opens a session. However many ask for
-it, one opens it. An engine that was launched and has ended is not waited for.
+A session that is lost is not brought back: the next one, with whichever engine serves then at one
+of the endpoints, goes on with the requests that were open (`Resumption`). Without resuming they
+fail, once, and with what became of the engine, which one new HELLO finds out; if nothing was open
+nobody is told, and the next call opens a session. However many ask for it, one opens it. A session
+with an engine that drains stays open beside the next one until its requests have ended.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from dataclasses import dataclass
+import functools
+import math
+import time
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from nanocore.client.connection import NO_SESSION, EngineConnection
+from nanocore.client.engine_keeper import EngineKeeper
 from nanocore.client.file_cache import FileCache
-from nanocore.client.launcher import STOP_TIMEOUT_S, EngineProcess
+from nanocore.client.launcher import STOP_TIMEOUT_S
 from nanocore.client.model_files import ModelFiles
+from nanocore.client.part import Part
+from nanocore.client.resubmission import files_digest
+from nanocore.client.resumption import Resumption
+from nanocore.client.sample import Sample
+from nanocore.client.session import Session
+from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer_loader import TokenizerLoader
 from nanocore.protocol.errors import (
     ClientStateError,
     EngineDeadError,
+    EngineDrainingError,
+    EngineOverloadedError,
     NanocoreError,
     ProtocolError,
 )
@@ -30,44 +42,50 @@ from nanocore.protocol.sockets import ClientKeys
 
 Result = TypeVar("Result")
 REOPEN_TIMEOUT_S: Final = 10.0
+NEXT_ENDPOINT_TIMEOUT_S: Final = 2.0
+"""For an answer, if there is another engine to ask."""
 EXPLAIN_TIMEOUT_S: Final = 0.5
 """Those who wait are told of a loss by then, whether or not its cause is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A connection, and what is read over it: another engine may serve another model."""
-
-    connection: EngineConnection
-    files: ModelFiles
-    tokenizer: TokenizerLoader
+SESSION_TIMEOUT_MS: Final = 3000
+"""Asked for by who can go on after it: an engine is not to work longer for a client that is gone.
+"""
+_RESTART_POLL_S: Final = 0.01
 
 
 class EngineLink:
     """Made by `open`, and lives in its event loop.
 
     Args:
-        endpoint, keys: of the engine. process: its process, if we launched it.
+        endpoints: of engines of one model; the first that answers serves until it is lost.
+        keys: for all of them. keeper: of the engine, if we launched it.
         tokenizer_folder: where the user has the tokenizer's files; None reads them from the engine.
+        resume_timeout_s: how long requests wait for an engine to go on with; None: they fail.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        endpoints: Sequence[str],
         keys: ClientKeys | None,
         tokenizer_folder: Path | None,
-        process: EngineProcess | None,
+        keeper: EngineKeeper | None,
+        resume_timeout_s: float | None,
     ) -> None:
-        self.endpoint = endpoint
+        self._endpoints = endpoints
         self._keys = keys
         self._tokenizer_folder = tokenizer_folder
+        self._keeper = keeper
+        self._resume_timeout_s = resume_timeout_s
         self._session: Session | None = None
+        self._draining: list[Session] = []  # whose requests have not ended, for all we know
         self._ended: NanocoreError | None = None  # for good
         self._opening: asyncio.Task[Session] | None = None
         self._background: set[asyncio.Task[Any]] = set()
-        self._exit: asyncio.Task[None] | None = None
-        if process is not None:
-            self._exit = self._start(self._watch(process))
+        resumed = keeper.progress if keeper is not None else lambda: None
+        # Others than us may have sent what a shared engine died of.
+        num_fatal_deaths = 3 if keeper is not None else 4
+        self._resumption = Resumption(self._usable_session, self._left_s, resumed, num_fatal_deaths)
+        if keeper is not None:
+            keeper.on_ended(self._engine_ended)
 
     async def open(self, timeout_s: float) -> None:
         """Open the first session; waits for an engine to listen, unless ours does so already.
@@ -76,9 +94,14 @@ class EngineLink:
             NanocoreError: as `handshake.say_hello`.
         """
         try:
-            self._session = await self._new_session(timeout_s, patient=self._exit is None)
+            self._session = await self._first_session(timeout_s)
         except EngineDeadError as error:
             raise await self._last_word(error) from None
+
+    @property
+    def endpoint(self) -> str:
+        """Where the last session's engine listens."""
+        return self._last.endpoint
 
     @property
     def welcome(self) -> Welcome:
@@ -90,14 +113,90 @@ class EngineLink:
         """Whether the last session goes on; the next call opens another if not."""
         return self._last.connection.end is None
 
-    async def session(self) -> Session:
+    @property
+    def is_draining(self) -> bool:
+        """Whether the last session's engine is about to end; with several, the next call moves."""
+        return self._last.connection.is_draining and len(self._endpoints) == 1
+
+    async def session(self, patience_s: float = 0.0) -> Session:
         """An open session: the last one, or a new one if that has ended.
+
+        patience_s: how long to wait for an engine at most, as requests do that have lost theirs.
 
         Raises:
             EngineDeadError: there is no engine any more, or it does not answer.
             NanocoreError: as `handshake.say_hello`.
         """
-        if self.session_is_open:
+        since_s = time.monotonic()
+        until_s = since_s + patience_s if 0.0 < patience_s < math.inf else None
+        try:
+            async with asyncio.timeout_at(until_s):
+                while (session := await self._try_session(since_s, patience_s > 0.0)) is None:
+                    await asyncio.sleep(_RESTART_POLL_S)
+                return session
+        except TimeoutError:
+            text = f"no engine has served within the request's timeout_s={patience_s:g}"
+            raise EngineDeadError(text) from None
+
+    async def _try_session(self, since_s: float, is_patient: bool) -> Session | None:
+        """As `session`; None: there may be one later, and it is worthwhile to wait."""
+        await self._resumption.settle()
+        try:
+            return await self._usable_session()
+        except (EngineDeadError, EngineOverloadedError) as error:
+            if self.session_is_open:  # it drains, and there is no other
+                return self._last
+            may_wait = is_patient and self._left_s(time.monotonic() - since_s) > 0
+            if may_wait and isinstance(error, EngineDeadError):
+                return None
+            raise
+
+    def abort(self, request_id: str) -> None:
+        """End a request; those of sessions that are over have ended, or wait for an engine."""
+        for session in self._sessions():
+            session.connection.abort(request_id)
+        self._resumption.abort(request_id)
+
+    def leave(self, stream: RequestStream, sample: Sample | None) -> None:
+        """Nobody reads a request, or this sample of it, any more: it is aborted where it is."""
+        for session in self._sessions():
+            session.connection.leave(stream, sample)
+        self._resumption.leave(stream, sample)
+
+    async def close(self) -> None:
+        """Say BYE, and end everything that goes on. Idempotent."""
+        self._ended = ClientStateError("this client was closed")
+        if self._opening is not None:
+            self._opening.cancel()
+        await self._resumption.close(self._ended)
+        for session in self._sessions():
+            await session.connection.close()
+            self._close_tokenizer(session)
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    def release(self) -> None:
+        """Free the sockets, when the event loop that would close them in order is over."""
+        for session in self._sessions():
+            session.connection.release()
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    @property
+    def _last(self) -> Session:
+        if self._session is None:
+            raise ClientStateError("this client is not open yet: wait until it is entered")
+        return self._session
+
+    def _sessions(self) -> Iterator[Session]:
+        """Those that may be open."""
+        if self._session is not None:
+            yield self._session
+        yield from self._draining
+
+    async def _usable_session(self) -> Session:
+        """One whose engine takes new requests, as far as there is another."""
+        last = self._last.connection
+        if last.end is None and not (last.is_draining and len(self._endpoints) > 1):
             return self._last
         if self._ended is not None:
             raise self._ended
@@ -109,41 +208,53 @@ class EngineLink:
                 raise self._ended from None
             raise
 
-    def abort(self, request_id: str) -> None:
-        """End a request; those of sessions that are over have ended."""
-        self._last.connection.abort([request_id])
+    async def _first_session(self, timeout_s: float) -> Session:
+        """With the first engine that answers; waits for one, if there is but one to ask."""
+        if len(self._endpoints) == 1:
+            patient = self._keeper is None
+            return await self._new_session(self._endpoints[0], timeout_s, patient)
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                return await self._session_of_any(self._endpoints, timeout_s)
+            except EngineDeadError:
+                if time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(_RESTART_POLL_S)
 
-    async def close(self) -> None:
-        """Say BYE, and end everything that goes on. Idempotent."""
-        self._ended = ClientStateError("this client was closed")
-        for task in (self._exit, self._opening):
-            if task is not None:
-                task.cancel()
-        if self._session is not None:
-            await self._session.connection.close()
-            self._close_tokenizer(self._session)
-        await asyncio.gather(*self._background, return_exceptions=True)
+    async def _session_of_any(self, endpoints: Sequence[str], timeout_s: float) -> Session:
+        """With the first of them that answers now."""
+        errors: list[NanocoreError] = []
+        if len(endpoints) > 1:
+            timeout_s = min(timeout_s, NEXT_ENDPOINT_TIMEOUT_S)
+        for endpoint in endpoints:
+            try:
+                return await self._new_session(endpoint, timeout_s, patient=False)
+            except (EngineDeadError, EngineOverloadedError) as error:
+                errors.append(error)
+        if len(errors) == 1:
+            raise errors[0]
+        raise EngineDeadError("; ".join(map(str, errors)))
 
-    def release(self) -> None:
-        """Free the socket, when the event loop that would close it in order is over."""
-        if self._session is not None:
-            self._session.connection.release()
-
-    # -- inside -----------------------------------------------------------------------------------
-
-    @property
-    def _last(self) -> Session:
-        if self._session is None:
-            raise ClientStateError("this client is not open yet: wait until it is entered")
-        return self._session
-
-    async def _new_session(self, timeout_s: float, patient: bool) -> Session:
+    async def _new_session(self, endpoint: str, timeout_s: float, patient: bool) -> Session:
         connection = await EngineConnection.open(
-            self.endpoint, timeout_s, self._keys, patient=patient, explain=self._explain
+            endpoint,
+            timeout_s,
+            self._keys,
+            patient=patient,
+            explain=functools.partial(self._explain, endpoint),
+            rescue=self._rescue,
         )
-        files = ModelFiles(connection, FileCache())
-        model = connection.welcome.model.model
-        return Session(connection, files, TokenizerLoader(self._tokenizer_folder, files, model))
+        if self._resume_timeout_s is not None:
+            connection.ask_for_session_timeout(SESSION_TIMEOUT_MS)
+        files, card = ModelFiles(connection, FileCache()), connection.welcome.model
+        tokenizer = TokenizerLoader(self._tokenizer_folder, files, card.model)
+        old = self._session
+        if old is not None and old.tokenizer.is_loaded:
+            before = old.connection.welcome.model
+            if (before.model, files_digest(before)) == (card.model, files_digest(card)):
+                tokenizer = old.tokenizer  # to load it again may take a second
+        return Session(endpoint, connection, files, tokenizer, self.leave)
 
     def _reopen(self) -> asyncio.Task[Session]:
         """The task that opens the next session."""
@@ -153,28 +264,80 @@ class EngineLink:
 
     async def _open_next(self) -> Session:
         old = self._last
+        at = self._endpoints.index(old.endpoint)
+        endpoints = [*self._endpoints[at + 1 :], *self._endpoints[:at]]
+        if not old.connection.is_draining or not endpoints:
+            endpoints.insert(0, old.endpoint)
         try:
-            self._session = await self._new_session(REOPEN_TIMEOUT_S, patient=False)
+            self._session = await self._session_of_any_or_ours(endpoints)
         except EngineDeadError as error:
-            text = f"{old.connection.cause}; {error}"
+            cause = old.connection.cause
+            text = str(error) if cause is None else f"{cause}; {error}"
             raise await self._last_word(EngineDeadError(text)) from None
-        self._close_tokenizer(old)
+        self._draining = [one for one in self._draining if one.connection.end is None]
+        if old.connection.end is None:
+            self._draining.append(old)
+        if self._session.tokenizer is not old.tokenizer:
+            self._close_tokenizer(old)
         return self._session
 
-    async def _explain(self, loss: NanocoreError) -> NanocoreError:
+    async def _session_of_any_or_ours(self, endpoints: Sequence[str]) -> Session:
+        """Waits for the engine that we keep as long as it is being restarted."""
+        since_s = time.monotonic()
+        while True:
+            try:
+                return await self._session_of_any(endpoints, REOPEN_TIMEOUT_S)
+            except EngineDeadError:
+                if self._keeper is None or self._ended is not None:
+                    raise
+                is_noticed = self._keeper.is_restarting
+                if not is_noticed and time.monotonic() - since_s > STOP_TIMEOUT_S:
+                    raise
+            await asyncio.sleep(_RESTART_POLL_S)
+
+    def _rescue(self, part: Part, error: NanocoreError, connection: EngineConnection) -> bool:
+        """Whether this part of a request goes on with another engine, or nobody wants it."""
+        stream = part.stream
+        if stream.finished:
+            return True
+        if self._resume_timeout_s is None or self._ended is not None:
+            return False
+        if isinstance(error, EngineOverloadedError):
+            # Accepted once, it does not fail of this; else there is another, or its caller waits.
+            has_other = isinstance(error, EngineDrainingError) and len(self._endpoints) > 1
+            is_ours = has_other or bool(stream.resumes)
+        else:
+            is_ours = isinstance(error, EngineDeadError) or (
+                isinstance(error, ProtocolError) and error.code == NO_SESSION
+            )
+        if is_ours:
+            self._resumption.take(part, error, connection)
+        return is_ours
+
+    def _left_s(self, seconds: float) -> float:
+        """How long requests wait on for an engine, so many seconds after they lost theirs."""
+        if self._ended is not None or self._resume_timeout_s is None:
+            return 0.0
+        if self._keeper is not None and self._keeper.is_restarting:
+            return math.inf
+        return self._resume_timeout_s - seconds
+
+    async def _explain(self, endpoint: str, loss: NanocoreError) -> NanocoreError:
         """What became of the engine of the session that is lost; see `EngineConnection`."""
         old = self.welcome
         try:
             async with asyncio.timeout(EXPLAIN_TIMEOUT_S):
                 new = (await asyncio.shield(self._reopen())).connection.welcome
         except TimeoutError:
-            error = EngineDeadError(f"{loss}; {self.endpoint} has not answered since")
+            error = EngineDeadError(f"{loss}; {endpoint} has not answered since")
             return await self._last_word(error)
         except EngineDeadError as gone:
             return gone
         except NanocoreError as refusal:
             return EngineDeadError(f"{loss}; {refusal}")
         again = "send the requests that were open again"
+        if self._resume_timeout_s is not None:
+            again = "requests go on, send other calls again"
         if new.engine_instance != old.engine_instance:
             return EngineDeadError(
                 f"the engine is gone, and a new engine serves at {self.endpoint}, which knows "
@@ -190,16 +353,20 @@ class EngineLink:
 
     async def _last_word(self, error: NanocoreError) -> NanocoreError:
         """Of an engine that does not listen any more; if it is ours, its exit code says more."""
-        if self._exit is not None:
-            await asyncio.wait({self._exit}, timeout=STOP_TIMEOUT_S)
+        if self._keeper is not None:
+            deadline_s = time.monotonic() + STOP_TIMEOUT_S
+            while not (self._ended or self._keeper.is_restarting):
+                if time.monotonic() > deadline_s:
+                    break
+                await asyncio.sleep(_RESTART_POLL_S)
         return self._ended or error
 
-    async def _watch(self, process: EngineProcess) -> None:
-        """Tell everyone who waits when our engine dies, by whatever cause."""
-        code = await process.wait_exit()
-        self._ended = EngineDeadError(f"the engine process exited with code {code}")
-        if self._session is not None:
-            self._session.connection.fail(self._ended)
+    def _engine_ended(self, error: NanocoreError) -> None:
+        """The keeper's call: there will be none any more. Tells everyone who waits."""
+        if self._ended is None:
+            self._ended = error
+            if self._session is not None:
+                self._session.connection.fail(error)
 
     def _close_tokenizer(self, session: Session) -> None:
         self._start(session.tokenizer.close())

@@ -76,6 +76,8 @@ async def _ask(socket: ClientSocket) -> Message:
 
 def _welcome(answer: Message) -> Welcome:
     if isinstance(answer, Welcome):
+        if answer.protocol[0] != PROTOCOL_VERSION[0]:
+            raise ProtocolError(f"the engine speaks protocol {answer.protocol} to us, of 1.x")
         return answer
     if not isinstance(answer, Refused):
         raise ProtocolError(f"the engine answered HELLO with {answer.op.name}")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from types import NoneType, TracebackType
 from typing import Final, Self
 
-from nanocore.client.arguments import check_endpoint, check_timeout, folder_path
+from nanocore.client.arguments import check_count, check_endpoints, check_timeout, folder_path
 from nanocore.client.engine_flags import EngineArgument, engine_flags
-from nanocore.client.engine_link import EngineLink, Session
-from nanocore.client.launcher import EngineProcess
+from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.client.engine_link import EngineLink
+from nanocore.client.session import Session
 from nanocore.protocol.errors import ClientStateError, ConfigError
-from nanocore.protocol.messages import ModelCard
+from nanocore.protocol.messages import Limits, ModelCard
 from nanocore.protocol.sockets import ClientKeys, client_keys
 from nanocore.system.endpoint_lock import own_default_endpoint
 
@@ -29,19 +30,21 @@ class LinkedClient:
     def __init__(
         self,
         *,
-        endpoint: str | None,
-        engine_flags: Sequence[str],
+        endpoints: Sequence[str],
         tokenizer: str | PathLike[str] | None,
         timeout_s: float,
+        resume_timeout_s: float | None,
         keys: ClientKeys | None = None,
+        new_keeper: Callable[[], EngineKeeper] | None = None,
     ) -> None:
-        self._endpoint = endpoint  # None: we launch an engine
+        self._endpoints = endpoints
         self._keys = keys
-        self._engine_flags = engine_flags
+        self._new_keeper = new_keeper  # if we launch an engine
+        self._resume_timeout_s = resume_timeout_s
         self._tokenizer_folder = None if tokenizer is None else folder_path("tokenizer", tokenizer)
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None  # while it is entered
-        self._process: EngineProcess | None = None
+        self._keeper: EngineKeeper | None = None
         self._link: EngineLink | None = None
 
     @classmethod
@@ -51,14 +54,24 @@ class LinkedClient:
         *,
         tokenizer: str | PathLike[str] | None = None,
         start_timeout_s: float = 600.0,
+        resume: bool = True,
+        max_restarts: int = 5,
+        standby: bool = False,
         **engine_args: EngineArgument,
     ) -> Self:
         """A client with an engine process of its own, which ends with it.
+
+        If the engine dies it is started again, and requests go on where they stopped.
 
         Args:
             model: model folder, or id on the hub; None is the bundled demo model.
             tokenizer: folder with the tokenizer's files; None reads them from the engine.
             start_timeout_s: how long the engine may take to load.
+            resume: False lets requests fail with the engine, for good.
+            max_restarts: in a row: without a request that has got on with one of them, and without
+                one that has served for 30 s.
+            standby: keep a second engine process that has loaded its model and waits for the first
+                one's death: that takes the memory of the weights twice.
             engine_args: flags of `nanocore-engine`, e.g. max_num_seqs=8; False is --no-flag, and
                 None leaves a flag out.
 
@@ -69,31 +82,41 @@ class LinkedClient:
         """
         if not isinstance(model, (str, PathLike, NoneType)):
             raise ConfigError(f"model={model!r}: a folder, an id on the hub, or None")
+        flags = engine_flags({"model": model, **engine_args})
+        timeout_s = check_timeout("start_timeout_s", start_timeout_s)
+        max_restarts = check_count("max_restarts", max_restarts) if resume else 0
         return cls(
-            endpoint=None,
-            engine_flags=engine_flags({"model": model, **engine_args}),
+            endpoints=(),
             tokenizer=tokenizer,
-            timeout_s=check_timeout("start_timeout_s", start_timeout_s),
+            timeout_s=timeout_s,
+            resume_timeout_s=timeout_s if resume else None,
+            new_keeper=lambda: EngineKeeper(flags, max_restarts, standby),
         )
 
     @classmethod
     def connect(
         cls,
-        endpoint: str | None = None,
+        endpoint: str | Sequence[str] | None = None,
         *,
         curve_dir: str | PathLike[str] | None = None,
         tokenizer: str | PathLike[str] | None = None,
         timeout_s: float = 10.0,
+        resume: bool = True,
+        resume_timeout_s: float = 60.0,
     ) -> Self:
         """A client of a running engine, by default the user's default one.
 
-        Nothing of the model needs to be on this machine: see `get_tokenizer`.
+        Nothing of the model needs to be on this machine: see `get_tokenizer`. If the engine is lost
+        its requests go on with the next one at the endpoint, or at another one of several.
 
         Args:
-            endpoint: ipc:///path/engine.sock or tcp://host:port.
+            endpoint: ipc:///path/engine.sock or tcp://host:port; or several, of engines that serve
+                the same model, of which one is used as long as it serves.
             curve_dir: folder with this client's keys and the engine's, for tcp alone.
             tokenizer: folder with the tokenizer's files; None reads them from the engine.
             timeout_s: how long entering waits for an engine to listen there, and to answer.
+            resume: False lets requests fail with their session.
+            resume_timeout_s: how long they wait for an engine to go on with.
 
         Raises (at once):
             ConfigError: tcp without keys, or a default endpoint in another user's directory.
@@ -102,14 +125,15 @@ class LinkedClient:
             EngineDeadError: nobody answers. ProtocolError: the engine speaks another version.
             EngineOverloadedError: it has as many clients as it serves.
         """
-        endpoint = own_default_endpoint() if endpoint is None else check_endpoint(endpoint)
+        endpoints = [own_default_endpoint()] if endpoint is None else check_endpoints(endpoint)
+        resume_timeout_s = check_timeout("resume_timeout_s", resume_timeout_s)
         folder = None if curve_dir is None else folder_path("curve_dir", curve_dir)
         return cls(
-            endpoint=endpoint,
-            engine_flags=(),
+            endpoints=endpoints,
             tokenizer=tokenizer,
             timeout_s=check_timeout("timeout_s", timeout_s),
-            keys=client_keys(endpoint, folder),
+            resume_timeout_s=resume_timeout_s if resume else None,
+            keys=[client_keys(one, folder) for one in endpoints][-1],
         )
 
     async def __aenter__(self) -> Self:
@@ -117,12 +141,14 @@ class LinkedClient:
             raise ClientStateError("this client is open already: enter it once")
         self._loop = asyncio.get_running_loop()
         try:
-            endpoint = self._endpoint
-            if endpoint is None:
-                self._process = EngineProcess(self._engine_flags)
-                await self._process.wait_ready(self._timeout_s)
-                endpoint = self._process.endpoint
-            link = EngineLink(endpoint, self._keys, self._tokenizer_folder, self._process)
+            endpoints = self._endpoints
+            if self._new_keeper is not None:
+                self._keeper = self._new_keeper()
+                await self._keeper.start(self._timeout_s)
+                endpoints = [self._keeper.endpoint]
+            link = EngineLink(
+                endpoints, self._keys, self._tokenizer_folder, self._keeper, self._resume_timeout_s
+            )
             self._link = link
             await link.open(self._timeout_s)
         except BaseException:
@@ -145,21 +171,23 @@ class LinkedClient:
         elsewhere = asyncio.get_running_loop() is not self._loop
         if elsewhere and self._loop.is_running():
             raise ClientStateError(_ELSEWHERE)
-        link, process = self._link, self._process
-        self._loop = self._link = self._process = None
+        link, keeper = self._link, self._keeper
+        self._loop = self._link = self._keeper = None
         try:
             if link is not None:
                 link.release() if elsewhere else await link.close()
         finally:
-            if process is not None:
-                await process.stop()
+            if keeper is not None:
+                await keeper.stop()
         if elsewhere:
             raise ClientStateError(f"{_ELSEWHERE}; it is closed now")
 
     @property
     def endpoint(self) -> str:
         """Where the engine listens, as ipc:// or tcp://; of a launched one, a private place."""
-        return self._endpoint or self._entered().endpoint
+        if self._link is None and self._endpoints:
+            return self._endpoints[0]
+        return self._entered().endpoint
 
     @property
     def model_card(self) -> ModelCard:
@@ -167,14 +195,19 @@ class LinkedClient:
         return self._entered().welcome.model
 
     @property
-    def max_num_seqs(self) -> int:
-        """Requests that the engine runs at once; more of them wait."""
-        return self._entered().welcome.limits.max_num_seqs
+    def limits(self) -> Limits:
+        """What the engine refuses to exceed; max_num_seqs: requests that it runs at once."""
+        return self._entered().welcome.limits
 
     @property
     def is_connected(self) -> bool:
         """Whether a session is open; if not, the next call opens one."""
         return self._entered().session_is_open
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the engine takes no new requests, and no other is known that would."""
+        return self._entered().is_draining
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -190,5 +223,5 @@ class LinkedClient:
             raise ClientStateError(_ELSEWHERE)
         return link
 
-    async def _session(self) -> Session:
-        return await self._check_loop().session()
+    async def _session(self, patience_s: float = 0.0) -> Session:
+        return await self._check_loop().session(patience_s)

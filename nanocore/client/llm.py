@@ -54,7 +54,7 @@ class LLM:
         **engine_args: EngineArgument,
     ) -> None:
         self._client = AsyncEngineClient.launch(
-            model, tokenizer=tokenizer, start_timeout_s=start_timeout_s, **engine_args
+            model, tokenizer=tokenizer, start_timeout_s=start_timeout_s, **cast("Any", engine_args)
         )
         self._requests = StepwiseRequests(self._client)
         self._loop = asyncio.new_event_loop()
@@ -255,7 +255,7 @@ class LLM:
         self, calls: Sequence[Callable[[], Awaitable[Result]]], use_tqdm: bool
     ) -> list[Result]:
         """What they return, in their order; as many at once as keep the engine busy."""
-        in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.max_num_seqs)
+        in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.limits.max_num_seqs)
         with tqdm(total=len(calls), unit="request", disable=not use_tqdm) as progress:
 
             async def one(call: Callable[[], Awaitable[Result]]) -> Result:

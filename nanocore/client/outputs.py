@@ -15,6 +15,7 @@ import msgspec
 
 from nanocore.client.logprobs import PromptLogprobs, SampleLogprobs
 from nanocore.client.progress import Progress
+from nanocore.client.resume import Resume
 from nanocore.protocol.messages import FinishReason
 
 
@@ -34,9 +35,10 @@ class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     """One generated sample of a request, as of one moment.
 
     delta: text that is new in this output. finish_reason: None while it runs, then "stop",
-    "length", "abort" or "error". stop_reason: which of stop_token_ids (an int) or which stop string
-    (a str) ended it; None if anything else did, EOS included. message: the cause of an "error", and
-    of an "abort" that the caller did not ask for. index: which of the request's n samples.
+    "length", "abort", "timeout" or "error". stop_reason: which of stop_token_ids (an int) or which
+    stop string (a str) ended it; None if anything else did, EOS included. message: the cause of an
+    "error", and of an "abort" that the caller did not ask for. index: which of the request's n
+    samples.
     logprobs: of each of token_ids a dict of candidates, if logprobs were asked for.
     """
 
@@ -84,6 +86,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     prompt_logprobs: of each prompt token a dict of candidates, if they were asked for; of the first
     one None. Complete with the first token.
     embedding: with the end of a request with `pooling`, as the engine has it, float32.
+    resumes: how often, and how, it has gone on with another engine.
     """
 
     request_id: str
@@ -95,6 +98,7 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     _progress: Progress
     prompt_logprobs: PromptLogprobs | None = None
     embedding: array[float] | None = None
+    resumes: Sequence[Resume] = ()
 
     @property
     def metrics(self) -> RequestMetrics:

@@ -30,6 +30,7 @@ class Progress:
         self._listener: Callable[[], None] | None = None
         self._over: asyncio.Future[None] | None = None
         self._at_end: Callable[[], None] | None = None
+        self._at_next: Callable[[], None] | None = None
 
     def news(self) -> asyncio.Future[None]:
         """Done when something has arrived from now on."""
@@ -46,6 +47,11 @@ class Progress:
         """Have this called once, when nothing more will come."""
         self._at_end = callback
 
+    def at_next(self, callback: Callable[[], None]) -> None:
+        """Have this called once, when the next token comes, or nothing more will."""
+        self._at_next = callback
+        self.is_awaited = True
+
     def over(self) -> asyncio.Future[None]:
         """Done when nothing more will come."""
         self._over = asyncio.Future()
@@ -53,6 +59,8 @@ class Progress:
 
     def token_came(self) -> None:
         """To be called while `is_awaited`."""
+        if self._at_next is not None:
+            self._tell_next()
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
         elif self._listener is not None:  # a listener is all who waits
@@ -72,10 +80,16 @@ class Progress:
 
     def wake_all(self) -> None:
         """Nothing more will come."""
+        self._tell_next()
         self.wake()
         if self._over is not None and not self._over.done():
             self._over.set_result(None)
         callback, self._at_end = self._at_end, None
+        if callback is not None:
+            callback()
+
+    def _tell_next(self) -> None:
+        callback, self._at_next = self._at_next, None
         if callback is not None:
             callback()
 

@@ -30,9 +30,10 @@ class Sample:
         tokenizer: None if the request wants no text.
         progress: of the request.
 
-    handle: the engine's name for it, once the request is accepted. logprobs, prompt_logprobs: None
-    if nobody asked; the first sample alone has the prompt's. embedding: with the end, if it is
-    asked for. delta: the text that the last `read` has brought. finished: that is all.
+    request_id: under which it was submitted. handle: the engine's name for it, once accepted.
+    logprobs, prompt_logprobs: None if nobody asked; the first sample alone has the prompt's.
+    embedding: with the end, if it is asked for. delta: the text that the last `read` has brought.
+    finished: that is all.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Sample:
         self.handle: int | None = None
         self._progress = progress
         self._num_prompt_tokens = len(prompt_token_ids)
+        self._tokenizer = tokenizer
         self._text: SampleText | None = None
         self._push: Callable[[int], str] | None = None  # the short way, from the second read on
         if tokenizer is not None:
@@ -124,7 +126,7 @@ class Sample:
         Raises:
             ProtocolError: it ended without the embedding that was asked for.
         """
-        if event.num_cached_tokens is not None:
+        if event.num_cached_tokens is not None and self.num_cached_tokens is None:
             self.num_cached_tokens = event.num_cached_tokens
         if event.finish_reason is not None and not self.ended:
             if self._pools and event.finish_reason == "stop":
@@ -136,6 +138,18 @@ class Sample:
                 self.embedding = unpack_float32(column)
             self._end = event
             self._set_ended()
+
+    # -- when another engine goes on with it ------------------------------------------------------
+
+    @property
+    def arrived_token_ids(self) -> list[int]:
+        """Those that have come, read or not. Not to be changed."""
+        return self._token_ids
+
+    def begin_again(self) -> None:
+        """What another engine will say of the prompt is to be taken as the first."""
+        if self.prompt_logprobs is not None and not self._token_ids:
+            self.prompt_logprobs = LogprobColumns(self._tokenizer)
 
     # -- called by the stream ---------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class StepwiseRequests:
     async def add(self, prompt: Prompt, params: SamplingParams | None) -> str:
         """Begin a request; returns its id."""
         if self._in_flight is None:
-            self._in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.max_num_seqs)
+            self._in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.limits.max_num_seqs)
         request_id, request = str(next(self._ids)), _Request()
         self._requests[request_id] = request
         outputs = self._generate(prompt, params, request_id)

@@ -14,9 +14,11 @@ from typing import TypeAlias
 from nanocore.client.logprobs import PromptLogprobs
 from nanocore.client.outputs import RequestOutput
 from nanocore.client.progress import Progress
+from nanocore.client.resume import Resume
 from nanocore.client.sample import Sample
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import NanocoreError
+from nanocore.protocol.messages import Submit
 from nanocore.protocol.sampling import SamplingParams
 
 
@@ -31,6 +33,8 @@ class RequestStream:
 
     finished: everything was read. num_output_tokens: so many were, of all samples. seed: the first
     sample's, once the request is accepted.
+    message: with which it was sent. deadline_s: by the monotonic clock, if its time is limited.
+    resumes: how it has changed its engine.
     """
 
     def __init__(
@@ -56,6 +60,14 @@ class RequestStream:
         self.finished = False
         self.num_output_tokens = 0
         self.seed: int | None = None
+        self.message: Submit | None = None
+        self.deadline_s: float | None = None
+        self.resumes: list[Resume] = []
+
+    @property
+    def num_arrived(self) -> int:
+        """Output tokens that have come, of all samples, read or not."""
+        return sum(len(sample.arrived_token_ids) for sample in self.samples)
 
     @property
     def is_running(self) -> bool:
@@ -139,6 +151,7 @@ class RequestStream:
             self.progress,
             self.prompt_logprobs,
             first.embedding if self.finished else None,
+            tuple(self.resumes) if self.resumes else (),
         )
 
     def advance(self) -> bool:

@@ -6,6 +6,7 @@ and words that it cannot tokenize. All else is for its admission, see `arguments
 
 from __future__ import annotations
 
+import time
 import uuid
 from array import array
 from collections.abc import Sequence
@@ -13,9 +14,13 @@ from typing import Final, TypeAlias, TypedDict
 
 from msgspec.structs import replace
 
-from nanocore.client.arguments import check_request_id, check_sampling_params
+from nanocore.client.arguments import (
+    check_request_id,
+    check_request_timeout,
+    check_sampling_params,
+)
 from nanocore.client.bad_words import bad_words_token_ids
-from nanocore.client.engine_link import Session
+from nanocore.client.session import Session
 from nanocore.client.stream import RequestStream
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.errors import InvalidRequestError
@@ -44,10 +49,11 @@ async def submit(
     priority: int,
     cache_salt: str | None,
     fit_max_tokens: bool = False,
+    timeout_s: float | None = None,
 ) -> RequestStream:
     """Send a request; its output, or why there is none, goes to the stream.
 
-    fit_max_tokens: cut them to the room that the prompt leaves.
+    fit_max_tokens: cut them to the room that the prompt leaves. timeout_s: of all of it.
 
     Raises:
         InvalidRequestError: it cannot be sent. EngineDeadError: the engine is gone.
@@ -59,6 +65,7 @@ async def submit(
     if request_id is None:
         request_id = uuid.uuid4().hex
     check_sampling_params(params)
+    check_request_timeout(timeout_s)
     check_request_id(request_id, welcome.limits.max_request_id_chars)
     text, token_ids = await _tokenize(session, prompt)
     if fit_max_tokens:
@@ -67,31 +74,38 @@ async def submit(
     if params.bad_words:
         words = await bad_words_token_ids(await session.tokenizer.get(), params.bad_words)
     sampling = params.for_engine(words)
-    _check_version(sampling, welcome.protocol)
-    if sampling.structured_outputs is not None and _STRUCTURED not in welcome.capabilities:
-        raise InvalidRequestError(
-            "this engine cannot do structured_outputs with its model, and its log says why: leave "
-            "them out, or use a model with a byte-level tokenizer.json and an EOS token"
-        )
-    if sampling.pooling is not None and _EMBEDDINGS not in welcome.capabilities:
-        raise InvalidRequestError("this engine gives no embeddings: use another one")
+    _check_version(sampling, welcome.protocol, timeout_s)
+    _check_capabilities(sampling, welcome.capabilities)
     stream = RequestStream(
         request_id,
         text,
         token_ids,
         params,
         await session.tokenizer.get() if params.detokenize else None,
-        leave=connection.leave,
+        leave=session.leave,
     )
-    message = Submit(
+    stream.message = message = Submit(
         request_id=request_id,
         prompt_token_ids=pack_int32(token_ids),
         sampling=sampling,
         priority=priority,
         cache_salt=cache_salt,
+        timeout_s=timeout_s,
     )
+    if timeout_s is not None:
+        stream.deadline_s = time.monotonic() + timeout_s
     await connection.submit(stream, message)
     return stream
+
+
+def _check_capabilities(sampling: EngineSamplingParams, capabilities: Sequence[str]) -> None:
+    if sampling.structured_outputs is not None and _STRUCTURED not in capabilities:
+        raise InvalidRequestError(
+            "this engine cannot do structured_outputs with its model, and its log says why: leave "
+            "them out, or use a model with a byte-level tokenizer.json and an EOS token"
+        )
+    if sampling.pooling is not None and _EMBEDDINGS not in capabilities:
+        raise InvalidRequestError("this engine gives no embeddings: use another one")
 
 
 def _fitted(params: SamplingParams, room: int) -> SamplingParams:
@@ -122,7 +136,9 @@ def given_token_ids(prompt: list[int] | array[int] | TokensPrompt) -> list[int] 
     )
 
 
-def _check_version(sampling: EngineSamplingParams, protocol: tuple[int, int]) -> None:
+def _check_version(
+    sampling: EngineSamplingParams, protocol: tuple[int, int], timeout_s: float | None
+) -> None:
     """Refuse what came later than the session's protocol; defaults are not sent at all."""
     major, spoken = protocol
     newer = [
@@ -133,6 +149,8 @@ def _check_version(sampling: EngineSamplingParams, protocol: tuple[int, int]) ->
     wanted = sampling.structured_outputs
     if wanted is not None and wanted.reasoning is not None and spoken < 7:
         newer.append(("structured_outputs.reasoning", 7))
+    if timeout_s is not None and spoken < 9:
+        newer.append(("timeout_s", 9))
     if newer:
         name, minor = newer[0]
         raise InvalidRequestError(

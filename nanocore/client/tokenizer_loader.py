@@ -35,6 +35,14 @@ class TokenizerLoader:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanocore-chat")
         self._is_closed = False
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it is there, and can be used for long."""
+        loading = self._loading
+        if loading is None or not loading.done() or loading.cancelled():
+            return False
+        return loading.exception() is None and not self._is_closed
+
     async def get(self) -> Tokenizer:
         """The tokenizer.
 

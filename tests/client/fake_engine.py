@@ -28,6 +28,7 @@ from nanocore.protocol.messages import (
     Message,
     ModelFile,
     Output,
+    Ping,
     Reply,
     Submit,
     Welcome,
@@ -68,8 +69,14 @@ class FakeEngine:
         self._client = b""
 
     async def receive(self, expected: type[Expected]) -> Expected:
-        """The client's next message, which must be of this type."""
-        message = self._decoder.decode(await asyncio.to_thread(self._next_frames))
+        """The client's next message, which must be of this type.
+
+        How long its session may be silent is not looked at.
+        """
+        while True:
+            message = self._decoder.decode(await asyncio.to_thread(self._next_frames))
+            if not isinstance(message, Ping) or message.session_timeout_ms is None:
+                break
         assert isinstance(message, expected), f"expected {expected.__name__}, got {message}"
         return message
 
@@ -146,11 +153,15 @@ class FakeEngine:
 async def connected(
     endpoint: str, welcome: Message | None = None, **options: Any
 ) -> AsyncIterator[tuple[FakeEngine, AsyncEngineClient]]:
-    """A fake engine and a client with an open session. options: of `AsyncEngineClient.connect`."""
+    """A fake engine and a client with an open session. options: of `AsyncEngineClient.connect`.
+
+    Nothing comes after this engine, so its client does not wait for another, unless it is to.
+    """
     engine = FakeEngine(endpoint)
+    options = {"timeout_s": PATIENCE_S, "resume": False, **options}
     try:
         welcoming = asyncio.create_task(engine.welcome(welcome))
-        async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S, **options) as client:
+        async with AsyncEngineClient.connect(endpoint, **options) as client:
             await welcoming
             yield engine, client
     finally:

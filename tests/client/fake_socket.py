@@ -19,6 +19,7 @@ class FakeSocket:
     """
 
     is_accepted = is_connected = True
+    is_tcp = False
 
     def __init__(self, endpoint: str = "") -> None:
         self.messages: list[Message] = []

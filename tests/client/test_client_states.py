@@ -35,6 +35,7 @@ CALLS: dict[str, Callable[[AsyncEngineClient], Any]] = {
     "reset_prefix_cache": lambda client: client.reset_prefix_cache(),
     "pause": lambda client: client.pause(),
     "resume": lambda client: client.resume(),
+    "drain": lambda client: client.drain(),
 }
 
 
@@ -62,7 +63,7 @@ def test_a_client_that_is_not_entered_or_closed_says_so(endpoint: str, call: str
         client = AsyncEngineClient.connect(endpoint)
         with pytest.raises(ClientStateError, match="inside `async with`"):
             await _call(call, client)
-        for name in ("model_card", "max_num_seqs"):
+        for name in ("model_card", "limits"):
             with pytest.raises(ClientStateError, match="inside `async with`"):
                 getattr(client, name)
         with pytest.raises(ClientStateError, match="inside `async with`"):
@@ -79,7 +80,7 @@ def test_a_client_of_another_threads_loop_says_so(endpoint: str, call: str) -> N
             for wrong in (_call(call, client), client.close()):
                 with pytest.raises(ClientStateError, match="another one: enter and use it within"):
                     await asyncio.to_thread(run, wrong)
-            assert client.max_num_seqs == 2, "it is as it was"
+            assert client.limits.max_num_seqs == 2, "it is as it was"
 
     run(scenario())
 
@@ -128,7 +129,7 @@ def test_a_client_is_entered_once_at_a_time_and_may_be_entered_again(endpoint: s
         async with connected(endpoint) as (engine, client):
             with pytest.raises(ClientStateError, match="open already"):
                 await client.__aenter__()
-            assert client.max_num_seqs == 2
+            assert client.limits.max_num_seqs == 2
             await client.close()
             welcoming = asyncio.create_task(_welcome_again(engine))
             async with client:

@@ -32,8 +32,8 @@ def started(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> Iterator[list[
     processes: list[EngineProcess] = []
     make = EngineProcess.__init__
 
-    def start(self: EngineProcess, flags: Any) -> None:
-        make(self, flags)
+    def start(self: EngineProcess, *arguments: Any) -> None:
+        make(self, *arguments)
         processes.append(self)
 
     monkeypatch.setattr(EngineProcess, "__init__", start)

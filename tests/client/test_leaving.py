@@ -93,7 +93,7 @@ def test_cancelling_aborts_however_soon_after_the_submit_it_comes(
     monkeypatch.setattr("nanocore.client.handshake.ClientSocket", lambda *_, **__: socket)
 
     async def scenario() -> None:
-        async with AsyncEngineClient.connect("ipc:///fake") as client:
+        async with AsyncEngineClient.connect("ipc:///fake", resume=False) as client:
             request = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
             while not isinstance(socket.messages[-1], Submit):
                 await asyncio.sleep(0)

@@ -92,7 +92,7 @@ def test_a_tcp_connection_that_ends_is_told_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = FakeEngine(endpoint, keys.engine_keys)
         welcoming = asyncio.create_task(engine.welcome())
-        async with AsyncEngineClient.connect(endpoint, curve_dir=folder) as client:
+        async with AsyncEngineClient.connect(endpoint, curve_dir=folder, resume=False) as client:
             await welcoming
             request = asyncio.create_task(client.complete([1], NO_TEXT))
             await engine.accept(1)
@@ -200,7 +200,7 @@ def test_a_connection_that_broke_is_not_taken_for_the_engines_death(
         engine = FakeEngine(endpoint)
         async with _relayed(endpoint, short_path) as (relay, cut):
             welcoming = asyncio.create_task(engine.welcome())
-            async with AsyncEngineClient.connect(relay) as client:
+            async with AsyncEngineClient.connect(relay, resume=False) as client:
                 await welcoming
                 request = asyncio.create_task(client.complete([1], NO_TEXT))
                 await engine.accept(1)
@@ -330,7 +330,7 @@ def test_closing_ends_the_wait_for_the_next_session(endpoint: str) -> None:
 def test_the_limits_are_those_of_the_engine_that_serves_now(endpoint: str) -> None:
     async def scenario() -> None:
         async with connected(endpoint) as (old, client):
-            assert client.max_num_seqs == MAX_NUM_SEQS
+            assert client.limits.max_num_seqs == MAX_NUM_SEQS
             request = asyncio.create_task(client.stats())
             await old.receive(Message)
             old.close()
@@ -338,7 +338,7 @@ def test_the_limits_are_those_of_the_engine_that_serves_now(endpoint: str) -> No
             welcome = _welcome("new")
             await new.welcome(replace(welcome, limits=replace(welcome.limits, max_num_seqs=77)))
             await asyncio.gather(request, return_exceptions=True)
-            assert client.max_num_seqs == 77
+            assert client.limits.max_num_seqs == 77
             new.close()
 
     run(scenario())

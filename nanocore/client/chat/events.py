@@ -15,7 +15,7 @@ import msgspec
 from nanocore.client.logprobs import Logprob, PromptLogprobs
 from nanocore.protocol.errors import NanocoreError
 
-ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "error"]
+ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "timeout", "error"]
 
 
 class Started(msgspec.Struct, frozen=True, gc=False):
