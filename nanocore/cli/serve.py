@@ -71,7 +71,7 @@ def log_to_stderr(name: str) -> None:
 
 def _serve(options: ServeOptions) -> int:
     _require(_PACKAGES, "serving HTTP needs", "pip install '.[server]'")
-    if options.endpoint is None:
+    if not options.endpoints:
         _require(
             _ENGINE_PACKAGES,
             "an engine needs",

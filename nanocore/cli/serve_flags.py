@@ -23,6 +23,7 @@ from nanocore.cli.api_keys import api_keys
 from nanocore.cli.serve_options import (
     JOIN_TIMEOUT_S,
     LAUNCH_TIMEOUT_S,
+    MAX_RESTARTS,
     SHUTDOWN_TIMEOUT_S,
     ServeOptions,
     connection_limit,
@@ -64,13 +65,18 @@ def parse(arguments: list[str], environment: MutableMapping[str, str]) -> ServeO
     named = arguments[0] if arguments and not arguments[0].startswith("-") else None
     given, others = parser.parse_known_args(arguments[named is not None :])
     model = _model(named, given.model)
-    hint = _check_others(parser, others, given.endpoint, model)
-    if given.endpoint is not None and model is not None:
+    joined = bool(given.endpoint)
+    hint = _check_others(parser, others, joined, model)
+    if joined and model is not None:
         raise ConfigError(
-            f"--endpoint {given.endpoint} joins an engine that runs, with the model that it has: "
-            f"leave {model} out"
+            f"--endpoint {given.endpoint[0]} joins an engine that runs, with the model that it "
+            f"has: leave {model} out"
         )
-    if given.endpoint is None and given.curve_dir is not None:
+    if joined and (given.max_restarts, given.standby) != (None, None):
+        raise ConfigError(
+            "--max-restarts and --standby are for an engine that is launched, not with --endpoint"
+        )
+    if not joined and given.curve_dir is not None:
         raise ConfigError(f"--curve-dir {given.curve_dir}: keys are for --endpoint tcp://HOST:PORT")
     for name in ("keyfile", "keyfile_password", "ca_certs", "cert_reqs"):
         if getattr(given, f"ssl_{name}") is not None and given.ssl_certfile is None:
@@ -108,13 +114,13 @@ def _model(named: str | None, flag: str | None) -> str | None:
 
 
 def _check_others(
-    parser: argparse.ArgumentParser, others: list[str], endpoint: str | None, model: str | None
+    parser: argparse.ArgumentParser, others: list[str], joined: bool, model: str | None
 ) -> str:
     """Refuse what no engine is launched with; what may have been meant with the rest, or ''."""
     for other in others:
         if reason := _NOT_OURS.get(other.partition("=")[0]):
             raise ConfigError(f"{other} is no flag of a server: {reason}")
-    if model is None and others and not others[0].startswith("-") and endpoint is None:
+    if model is None and others and not others[0].startswith("-") and not joined:
         raise ConfigError(f"{others[0]}: MODEL comes first: nanocore serve {others[0]} [flags]")
     hints = [
         f"`nanocore serve` has {near}, and {other} went to the engine"
@@ -124,7 +130,7 @@ def _check_others(
     values = [not other.startswith("-") for other in others]
     if model is None and any(map(all, pairwise(values))):  # no flag takes two
         hints.append("MODEL comes first: nanocore serve MODEL [flags]")
-    if others and endpoint is not None:
+    if others and joined:
         near = _near_match(parser, others[0])
         raise ConfigError(
             f"unknown: {' '.join(others)}"
@@ -168,7 +174,7 @@ def _options(
         allowed_origins=tuple(map(read_origin, given.allowed_origins)),
         allowed_hosts=read_hosts(given.host, given.allowed_hosts) if given.uds is None else None,
     )
-    launched = given.endpoint is None
+    launched = not given.endpoint
     return ServeOptions(
         app=app,
         server=_server_settings(given),
@@ -177,7 +183,9 @@ def _options(
         uds=given.uds,
         engine_flags=(*(() if model is None else (f"--model={model}",)), *others),
         hint=hint,
-        endpoint=given.endpoint,
+        max_restarts=MAX_RESTARTS if given.max_restarts is None else given.max_restarts,
+        standby=bool(given.standby),
+        endpoints=tuple(given.endpoint),
         curve_dir=given.curve_dir,
         tokenizer=given.tokenizer,
         start_timeout_s=given.start_timeout or (LAUNCH_TIMEOUT_S if launched else JOIN_TIMEOUT_S),
@@ -257,7 +265,9 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--model", help="the same as MODEL")
-    add("--endpoint", help="join the engine that runs there (ipc:// or tcp://), and launch none")
+    add("--endpoint", action="append", default=[],
+        help="join the engine that runs there (ipc:// or tcp://), and launch none; repeat it for "
+        "engines of the same model, of which one is used as long as it serves")  # fmt: skip
     add("--curve-dir", metavar="DIR", help="with --endpoint tcp://: keys of nanocore-keygen")
     add("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the engine's)")
     add(
@@ -267,6 +277,11 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help=f"seconds that the engine may take to load (default: {LAUNCH_TIMEOUT_S:g}, and "
         f"{JOIN_TIMEOUT_S:g} to answer with --endpoint)",
     )
+    add("--max-restarts", type=_at_least(0), metavar="N",
+        help="of an engine that dies, in a row; then, and with 0, the server ends with it "
+        f"(default: {MAX_RESTARTS})")  # fmt: skip
+    add("--standby", action=argparse.BooleanOptionalAction,
+        help="keep a second engine loaded, which takes over at once (default: no)")  # fmt: skip
     add("--http-workers", type=_at_least(1, MAX_HTTP_WORKERS), default=1, metavar="N",
         help=f"processes that share the port, {MAX_HTTP_WORKERS} at most (default: 1)")  # fmt: skip
 

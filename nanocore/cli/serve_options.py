@@ -12,6 +12,7 @@ from nanocore.http.settings import AppSettings
 
 LAUNCH_TIMEOUT_S: Final = 600.0
 JOIN_TIMEOUT_S: Final = 10.0
+MAX_RESTARTS: Final = 5
 SHUTDOWN_TIMEOUT_S: Final = 25.0
 """Five seconds less than Kubernetes gives a process: the engine ends in them."""
 RESERVED_DESCRIPTORS: Final = 128
@@ -22,7 +23,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked each for itself.
 
     uds: in place of host and port. engine_flags: of a launched engine. hint: what to add if it
-    refuses them. endpoint, curve_dir: of an engine to join; no endpoint: one is launched.
+    refuses them. max_restarts, standby: of a launched engine, see `EngineKeeper`.
+    endpoints, curve_dir: of the engines to join; no endpoint: one is launched.
     """
 
     app: AppSettings
@@ -32,7 +34,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     uds: str | None
     engine_flags: tuple[str, ...]
     hint: str
-    endpoint: str | None
+    max_restarts: int
+    standby: bool
+    endpoints: tuple[str, ...]
     curve_dir: str | None
     tokenizer: str | None
     start_timeout_s: float

@@ -1,8 +1,9 @@
 """Supervisor: a server's processes and its engine, from their start to their end.
 
 One process serves HTTP itself; for several it keeps workers. An engine that was launched here ends
-with the server, and the server with it; one that was joined is none of ours. A first signal lets
-responses that run come to their end, a second one leaves at once: the kernel ends what is left.
+with the server, is replaced when it dies, and takes the server with it when it has ended for good;
+one that was joined is none of ours. A first signal lets responses that run come to their end, a
+second one leaves at once: the kernel ends what is left.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import uvloop
 from nanocore import __version__
 from nanocore.cli.serve_options import ServeOptions
 from nanocore.cli.worker_pool import WorkerPool
-from nanocore.client.launcher import EngineProcess
+from nanocore.client.engine_keeper import EngineKeeper
 from nanocore.http.service import EngineAddress, HttpService, freeze_startup
-from nanocore.protocol.errors import EngineDeadError
+from nanocore.protocol.errors import EngineDeadError, NanocoreError
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ class Supervisor:
         else:
             HttpService(options.app, options.server)  # what is wrong with TLS is said here and once
             self._front = WorkerPool(options.app, options.server, options.shutdown_timeout_s)
-        self._engine: EngineProcess | None = None
-        self._engine_exit: asyncio.Task[int] | None = None
+        self._engine: EngineKeeper | None = None
+        self._engine_end: asyncio.Future[NanocoreError]
         self._signal: asyncio.Future[int]
 
     def run(self) -> int:
@@ -72,7 +73,7 @@ class Supervisor:
             engine = await self._start_engine()
             card = await self._unless_over(self._front.connect(engine, self._connect_timeout_s))
             freeze_startup()
-            logger.info("ready: %s at %s | engine %s", card.model, url, engine.endpoint)
+            logger.info("ready: %s at %s | engine %s", card.model, url, ", ".join(engine.endpoints))
             await self._unless_over(asyncio.Event().wait())
             raise AssertionError
         except _SignalError:
@@ -85,8 +86,6 @@ class Supervisor:
         finally:
             await self._front.close()
             if self._engine is not None:
-                if self._engine_exit is not None:
-                    self._engine_exit.cancel()
                 await self._engine.stop()
 
     @property
@@ -101,29 +100,36 @@ class Supervisor:
 
     async def _start_engine(self) -> EngineAddress:
         options = self._options
-        endpoint = options.endpoint
-        if endpoint is None:
+        endpoints = options.endpoints
+        if not endpoints:
             logger.info("launching an engine: %s", " ".join(options.engine_flags) or "no flags")
-            self._engine = EngineProcess(options.engine_flags)
-            await self._unless_over(self._engine.wait_ready(options.start_timeout_s))
-            self._engine_exit = asyncio.create_task(self._engine.wait_exit())
-            endpoint = self._engine.endpoint
+            keeper = EngineKeeper(options.engine_flags, options.max_restarts, options.standby)
+            keeper.on_ready(self._on_ready)
+            keeper.on_ended(self._engine_end.set_result)
+            self._engine = keeper
+            await self._unless_over(keeper.start(options.start_timeout_s))
+            endpoints = (keeper.endpoint,)
         return EngineAddress(
-            endpoint=endpoint, curve_dir=options.curve_dir, tokenizer=options.tokenizer
+            endpoints=endpoints, curve_dir=options.curve_dir, tokenizer=options.tokenizer
         )
 
+    def _on_ready(self) -> None:
+        keeper = self._engine
+        assert keeper is not None, "it has started"
+        gap_s = keeper.last_ready_s - keeper.last_death_s
+        logger.info("ready: an engine serves again, %.2f s after the end of the last one", gap_s)
+
     async def _unless_over(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Its result; but a signal, or the end of our engine, comes before it."""
+        """Its result; but a signal, or the end of our engine for good, comes before it."""
         task = asyncio.create_task(coroutine)
-        ends: set[asyncio.Future[Any]] = {self._signal}
-        if self._engine_exit is not None:
-            ends.add(self._engine_exit)
+        ends: set[asyncio.Future[Any]] = {self._signal, self._engine_end}
         try:
             await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
             if self._signal.done():
                 raise _SignalError
-            if self._engine_exit is not None and self._engine_exit.done():
-                raise EngineDeadError(_obituary(self._engine_exit.result()))
+            if self._engine_end.done():
+                why = self._engine_end.result()
+                raise EngineDeadError(f"{why}, and the server ends with it; its log says more")
             return await task
         finally:
             if not task.done():
@@ -147,6 +153,7 @@ class Supervisor:
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         self._signal = loop.create_future()
+        self._engine_end = loop.create_future()
 
         def on_signal(number: int) -> None:
             if self._signal.done():
@@ -166,10 +173,3 @@ class Supervisor:
         port = self._sockets[0][0].getsockname()[1]
         host = f"[{options.host}]" if ":" in options.host else options.host
         return f"{options.server.scheme}://{host}:{port}"
-
-
-def _obituary(exit_code: int) -> str:
-    how = f"with exit code {exit_code}"
-    if exit_code < 0:
-        how = f"by {signal.Signals(-exit_code).name}"
-    return f"the engine has ended {how}, and the server ends with it; its log says more"

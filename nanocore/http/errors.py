@@ -17,6 +17,7 @@ import msgspec
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineDeadError,
+    EngineDrainingError,
     EngineOverloadedError,
     InvalidRequestError,
     NanocoreError,
@@ -42,6 +43,7 @@ RETRY_S: Final = 1.0
 RETRY_LATER_S: Final = 5.0
 """Of a server that ends, or begins."""
 ENGINE_GONE: Final = "the engine is gone, or stopping: send the request again, later"
+DRAINING: Final = "the engine finishes what it has, and takes nothing new: try again, later"
 TOO_LONG: Final = "context_length_exceeded"
 
 
@@ -81,6 +83,8 @@ def http_error(error: NanocoreError) -> HttpError:
         return HttpError(400, str(error), TOO_LONG)
     if isinstance(error, InvalidRequestError):
         return HttpError(400, str(error))
+    if isinstance(error, EngineDrainingError):
+        return unavailable(DRAINING, RETRY_LATER_S)
     if isinstance(error, EngineOverloadedError):
         headers = _retry_after(error.retry_after_s)
         return HttpError(429, str(error), "rate_limit_exceeded", headers=headers)

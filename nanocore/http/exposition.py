@@ -24,7 +24,7 @@ _COUNTERS: Final = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found there.",
     "num_preemptions": "Preemptions.",
-    "num_aborts": "Requests ended by their clients.",
+    "num_aborts": "Requests ended by their clients, or by their time.",
     "prompt_tokens": "Prompt tokens of requests that were accepted.",
     "generation_tokens": "Tokens that were sampled.",
     "num_steps": "Steps.",

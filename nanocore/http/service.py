@@ -25,9 +25,12 @@ FLUSH_TIMEOUT_S: Final = 1.0
 
 
 class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the engine is, and what its clients need. It travels to worker processes as JSON."""
+    """Where the engine is, and what its clients need. It travels to worker processes as JSON.
 
-    endpoint: str
+    endpoints: of one engine, or of several that serve the same model; one of them is used.
+    """
+
+    endpoints: tuple[str, ...]
     curve_dir: str | None = None
     tokenizer: str | None = None
 
@@ -38,7 +41,7 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: the endpoint or its keys cannot be used.
         """
         return AsyncEngineClient.connect(
-            self.endpoint,
+            self.endpoints,
             curve_dir=self.curve_dir,
             tokenizer=self.tokenizer,
             timeout_s=timeout_s,

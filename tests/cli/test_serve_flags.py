@@ -22,6 +22,7 @@ def test_defaults() -> None:
     assert given.app.api_keys == ()
     assert given.app.stored_responses_bytes > 0
     assert given.start_timeout_s == LAUNCH_TIMEOUT_S
+    assert (given.max_restarts, given.standby) == (5, False)
     assert not given.server.access_log
     assert given.server.limits.max_header_bytes == 65536
 
@@ -37,6 +38,7 @@ def test_defaults() -> None:
          ["--model=m", "--tp=2", "--max-num-seqs", "8"]),
         (["--served-model-name", "a", "b", "--no-enable-prefix-caching"],
          ["--no-enable-prefix-caching"]),
+        (["--standby", "--max-restarts", "0", "--no-standby"], []),
         (["--x", '{"a": -1}', "--y", "-5"], ["--x", '{"a": -1}', "--y", "-5"]),
     ],
 )  # fmt: skip
@@ -64,6 +66,9 @@ def test_what_is_not_ours_is_the_engines(arguments: list[str], flags: list[str])
         (["m", "--endpoint", "ipc:///e"], "leave m out"),
         (["--endpoint", "ipc:///e", "--prot", "1"], "unknown: --prot 1; did you mean --port?"),
         (["--endpoint", "ipc:///e", "--tp", "2"], "the engine runs already"),
+        (["--endpoint", "ipc:///e", "--standby"], "for an engine that is launched"),
+        (["--endpoint", "ipc:///e", "--max-restarts", "1"], "for an engine that is launched"),
+        (["--max-restarts", "-1"], "no whole number from 0 on"),
         (["--listen", "ipc:///e"], "--endpoint ENDPOINT"),
         (["--listen=ipc:///e"], "--endpoint ENDPOINT"),
         (["--check"], "nanocore-engine --check"),

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 from typing import Any
 
 import pytest
 
+from nanocore.client import SamplingParams
 from nanocore.http.app import App
 from nanocore.http.routes import ROUTES
 from nanocore.http.settings import AppSettings
 from tests.client.fake_engine import connected
 from tests.client.running import run
+from tests.end_to_end import forked
 from tests.http.asgi import Connection, scope
+from tests.http.conftest import DEMO_MODEL
+from tests.http.in_process import app_of
 
 CHAT = "/v1/chat/completions"
 
@@ -259,3 +266,25 @@ def test_without_keys_only_pages_of_its_own_may_use_a_server(
     ):
         assert ask(App(settings), "GET", "/v1/models", **headers).status == expected
         assert ask(App(settings), "GET", "/livez", **headers).status == 200
+
+
+def test_a_server_whose_engine_drains_is_not_ready() -> None:
+    async def scenario(pid: int, endpoint: str) -> None:
+        async with app_of(endpoint) as (app, http):
+            client = app.state.client
+            assert client is not None
+            assert (await http.get("/readyz")).status_code == 200
+            params = SamplingParams(n=64, max_tokens=2000, ignore_eos=True)  # for long enough
+            request = client.generate([5], params)
+            await anext(request)
+            os.kill(pid, signal.SIGTERM)
+            while not client.is_draining:
+                await asyncio.sleep(0)
+            for path in ("/readyz", "/health"):
+                answer = await http.get(path)
+                assert answer.status_code == 503
+                assert "takes nothing new" in answer.text
+            await request.aclose()
+
+    with forked.engine(DEMO_MODEL) as running:
+        run(scenario(running.pid, running.endpoint))

@@ -12,6 +12,8 @@ import pytest
 
 from nanocore.client import AsyncEngineClient, SamplingParams
 from tests.client.running import run
+from tests.end_to_end import forked
+from tests.end_to_end.test_trials import DEMO_MODEL as DEMO
 from tests.http.in_process import app_of, openai_client
 
 PROMPT = "<|im_start|>user\nWhat is 12 + 13?<|im_end|>\n<|im_start|>assistant\n"
@@ -185,6 +187,16 @@ def test_what_cannot_be_served_is_refused(
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert field is None or error["param"] == field
+
+
+def test_a_batch_that_an_idle_engine_would_refuse_is_no_overload() -> None:
+    with forked.engine(DEMO, "--max-num-queued-reqs", "4") as running:
+        body = {"prompt": ["a"] * 2, "n": 3, "max_tokens": 1}
+        answer = post(running.endpoint, body)
+        assert answer.status_code == 400
+        assert "6 samples" in answer.json()["error"]["message"]
+        assert post(running.endpoint, {**body, "n": 2}).status_code == 200
+        assert post(running.endpoint, {**body, "prompt": "a", "n": 6}).status_code == 200
 
 
 def test_a_refused_prompt_takes_its_batch_along(demo_endpoint: str) -> None:

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from nanocore.http.errors import ENGINE_GONE, anthropic_body, http_error, openai_body
+from nanocore.http.errors import DRAINING, ENGINE_GONE, anthropic_body, http_error, openai_body
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineDeadError,
+    EngineDrainingError,
     EngineOverloadedError,
     InvalidRequestError,
     NanocoreError,
@@ -23,6 +24,7 @@ from nanocore.protocol.errors import (
         (InvalidRequestError("no"), 400, None, "invalid_request_error", "invalid_request_error"),
         (EngineOverloadedError("no", 0.2), 429, b"1", "rate_limit_error", "rate_limit_error"),
         (EngineOverloadedError("no", 7.1), 429, b"8", "rate_limit_error", "rate_limit_error"),
+        (EngineDrainingError("no", 3.0), 503, b"5", "server_error", "overloaded_error"),
         (EngineDeadError("no"), 503, b"1", "server_error", "overloaded_error"),
         (ProtocolError("no"), 500, None, "server_error", "api_error"),
     ],
@@ -33,7 +35,8 @@ def test_errors_of_the_client_have_a_status_and_a_kind(
     found = http_error(error)
     assert (found.status, found.headers.get(b"retry-after")) == (status, retry)
     body = json.loads(openai_body(found))["error"]
-    message = ENGINE_GONE if status == 503 else "no"  # clients cannot help what is said of sockets
+    # What is said of sockets and engines is not for clients, who cannot help it.
+    message = {EngineDeadError: ENGINE_GONE, EngineDrainingError: DRAINING}.get(type(error), "no")
     assert (body["type"], body["message"]) == (of_openai, message)
     whole = json.loads(anthropic_body(found))
     assert whole == {"type": "error", "error": {"type": of_anthropic, "message": message}}

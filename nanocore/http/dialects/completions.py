@@ -148,6 +148,8 @@ async def _submit(
     request: CompletionRequest,
 ) -> list[AnswerStream]:
     """All of them, or none."""
+    if len(prompts) > 1:
+        _check_batch(client, len(prompts) * params.n)
     answers: list[AnswerStream] = []
     try:
         for prompt in prompts:
@@ -163,6 +165,17 @@ async def _submit(
             answer.close()
         raise
     return answers
+
+
+def _check_batch(client: AsyncEngineClient, num_samples: int) -> None:
+    """Refuse what would be too much for an engine that has nothing else to do."""
+    most = client.limits.max_num_queued_reqs
+    if most is not None and num_samples > most:
+        raise bad_request(
+            f"{num_samples} samples, of all prompts together, are more than the {most} that wait "
+            "for the engine at most: send fewer prompts at once",
+            "prompt",
+        )
 
 
 async def _echoes(

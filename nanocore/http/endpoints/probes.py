@@ -6,7 +6,7 @@ import asyncio
 from typing import Final
 
 from nanocore import __version__
-from nanocore.http.errors import RETRY_LATER_S, unavailable
+from nanocore.http.errors import DRAINING, RETRY_LATER_S, unavailable
 from nanocore.http.exchange import Exchange
 from nanocore.http.exposition import CONTENT_TYPE, exposition
 from nanocore.protocol.errors import NanocoreError
@@ -52,6 +52,8 @@ async def metrics(exchange: Exchange) -> None:
 async def _check_serving(exchange: Exchange) -> None:
     if exchange.state.is_draining:
         raise unavailable("the server is shutting down", RETRY_LATER_S)
+    if exchange.client.is_draining:
+        raise unavailable(DRAINING, RETRY_LATER_S)
     if not exchange.client.is_connected:  # who is not ready gets no requests that would find it
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
