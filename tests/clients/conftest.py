@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -23,6 +24,9 @@ ROOT = Path(__file__).parents[2]
 VECTORS = ROOT / "nanocore" / "conformance" / "vectors.jsonl"
 QUESTION = "What is 123 + 456?"
 MAX_TOKENS = 32
+MANY_TOKENS = 1500
+"""As many as take so long that an engine can be killed before it has given them."""
+DEMO_MODEL = Path(str(resources.files("nanocore") / "demo_model"))
 _COMMENT = re.compile(r'(?P<text>"(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
@@ -49,7 +53,7 @@ def chat() -> Iterator[Chat]:
         answer = output.outputs[0]
         return Chat(endpoint, prompt, list(answer.token_ids), answer.text)
 
-    with engine(Path(str(resources.files("nanocore") / "demo_model"))) as running:
+    with engine(DEMO_MODEL) as running:
         yield asyncio.run(ask(running.endpoint))
 
 
@@ -89,6 +93,61 @@ def num_words(sources: Iterable[Path]) -> int:
 
 def _text(found: re.Match[str]) -> str:
     return found["text"] or " "
+
+
+def resumed(command: list[str]) -> tuple[list[str], list[str]]:
+    """What a client's `resume` example prints, and what it does if its engine is killed meanwhile.
+
+    command: without its arguments. Another engine serves the endpoint next.
+    """
+    with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as folder:
+        endpoint = f"ipc://{folder}/e/engine.sock"
+        command = [*command, endpoint, "1,387,317", str(MANY_TOKENS)]
+        with engine(DEMO_MODEL, endpoint=endpoint) as first:
+            asyncio.run(_num_tokens(endpoint))  # waits until it serves
+            whole = subprocess.run(command, stdout=subprocess.PIPE, timeout=120, check=True)
+            # Without a buffer, or `communicate` would lose what that holds.
+            running = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
+            assert running.stdout is not None
+            begun = [running.stdout.readline() for _ in range(5)]
+            first.process.kill()
+        with engine(DEMO_MODEL, endpoint=endpoint):
+            rest, _ = running.communicate(timeout=120)
+            assert running.returncode == 0
+            assert 0 < asyncio.run(_num_tokens(endpoint)) < 2 * MANY_TOKENS
+    disturbed = b"".join(begun) + rest
+    # Of several samples, those of one come in their order.
+    return sorted(whole.stdout.decode().splitlines(), key=_sample), sorted(
+        disturbed.decode().splitlines(), key=_sample
+    )
+
+
+def last_words(command: list[str]) -> str:
+    """What a client's `stream` example says on stderr if its engine is killed meanwhile, for good.
+
+    command: without its arguments.
+    """
+    with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as folder:
+        endpoint = f"ipc://{folder}/e/engine.sock"
+        with engine(DEMO_MODEL, endpoint=endpoint) as running:
+            asyncio.run(_num_tokens(endpoint))  # waits until it serves
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+            client = subprocess.Popen([*command, endpoint, "1,387,317", "2000"], **pipes)
+            assert client.stdout is not None
+            client.stdout.readline()
+            running.process.kill()
+        _, said = client.communicate(timeout=120)
+        assert client.returncode == 1
+        return said.decode()
+
+
+def _sample(line: str) -> str:
+    return line.partition(" ")[0]
+
+
+async def _num_tokens(endpoint: str) -> int:
+    async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
+        return (await client.stats()).generation_tokens
 
 
 def assert_conforms(*command: str) -> None:

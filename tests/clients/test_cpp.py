@@ -19,7 +19,9 @@ from tests.clients.conftest import (
     WANTED,
     Chat,
     assert_conforms,
+    last_words,
     num_words,
+    resumed,
     text_of,
 )
 
@@ -103,7 +105,7 @@ def test_the_codec_agrees_with_every_vector(programs: Path) -> None:
 def test_the_library_is_one_small_header() -> None:
     headers = list((SOURCE / "include").rglob("*.hpp"))
     assert [path.name for path in headers] == ["client.hpp"]
-    assert 0 < num_words(headers) <= 1700
+    assert 0 < num_words(headers) <= 2200
 
 
 def test_a_wrong_vector_is_noticed(programs: Path, tmp_path: Path) -> None:
@@ -145,6 +147,19 @@ def test_an_endpoint_that_cannot_be_used_is_an_error(programs: Path, endpoint: s
 @pytest.mark.timeout(600)
 def test_it_conforms(programs: Path) -> None:
     assert_conforms(str(programs / "stream"))
+
+
+@pytest.mark.timeout(600)
+def test_the_death_of_an_engine_is_noticed_by_its_connection(programs: Path) -> None:
+    """Not by its silence, which would take 10 s."""
+    assert "closed" in last_words([str(programs / "stream")])
+
+
+@pytest.mark.timeout(600)
+def test_a_stream_outlives_its_engine(programs: Path) -> None:
+    whole, disturbed = resumed([str(programs / "resume")])
+    assert whole[-1] == "1 finish_reason: length"
+    assert disturbed == whole
 
 
 def test_several_requests_run_at_once_and_one_left_early_is_aborted_once(

@@ -21,7 +21,9 @@ from tests.clients.conftest import (
     WANTED,
     Chat,
     assert_conforms,
+    last_words,
     num_words,
+    resumed,
     text_of,
 )
 
@@ -269,6 +271,17 @@ def test_the_example_streams_a_structured_output(told_chat: Chat) -> None:
     assert text_of(map(int, token_ids)) in ('"red"', "5")
 
 
+def test_the_death_of_an_engine_is_noticed_by_its_connection() -> None:
+    """Not by its silence, which would take 10 s."""
+    assert "closed" in last_words(["node", str(PACKAGE / "examples" / "stream.mjs")])
+
+
+def test_a_stream_outlives_its_engine() -> None:
+    whole, disturbed = resumed(["node", str(PACKAGE / "examples" / "resume.mjs")])
+    assert whole[-1] == "1 finish_reason: length"
+    assert disturbed == whole
+
+
 def test_an_error_is_typed(chat: Chat) -> None:
     error = script(
         chat,
@@ -298,7 +311,7 @@ def test_the_package_holds_what_was_compiled_and_names_no_registry() -> None:
 
 
 def test_the_library_is_small() -> None:
-    assert 0 < num_words(PACKAGE.glob("src/*")) <= 1700
+    assert 0 < num_words(PACKAGE.glob("src/*")) <= 2200
 
 
 @pytest.mark.timeout(300)

@@ -23,7 +23,8 @@ using std::string, std::vector;
 
 namespace {
 
-const std::set<string> bin_fields{"prompt_token_ids", "handles", "tokens", "counts", "data", "embedding"};
+const std::set<string> bin_fields{"prompt_token_ids", "output_token_ids", "handles", "tokens",
+                                  "counts",           "data",             "embedding"};
 
 // Beside these, whatever stands in a map of log probabilities is a bin.
 bool is_bin(const string& name, const ordered_json& value) {

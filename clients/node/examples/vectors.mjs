@@ -7,7 +7,7 @@ import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { decode, encode, EngineError, Op, unpackOutput } from "nanocore-client";
 
-const BIN = new Set(["prompt_token_ids", "handles", "tokens", "counts", "data", "embedding"]);
+const BIN = new Set(["prompt_token_ids", "output_token_ids", "handles", "tokens", "counts", "data", "embedding"]);
 
 const bytes = (hex) => new Uint8Array(Buffer.from(hex, "hex"));
 const hex = (bytes) => Buffer.from(bytes).toString("hex");

@@ -4,7 +4,7 @@
  */
 import { decode as unpackBody, encode as packBody } from "@msgpack/msgpack";
 
-export const PROTOCOL_VERSION = [1, 6];
+export const PROTOCOL_VERSION = [1, 9];
 export enum Op {
   HELLO = 0x01,
   WELCOME = 0x02,
@@ -18,6 +18,7 @@ export enum Op {
   PONG = 0x21,
   CONTROL = 0x30,
   REPLY = 0x31,
+  DRAINING = 0x40,
   BYE = 0x41,
 }
 
@@ -30,6 +31,8 @@ export interface StructuredOutputs {
   json_object?: boolean;
   structural_tag?: { structures: { begin: string; schema: string; end: string }[]; triggers: string[] };
   disable_any_whitespace?: boolean;
+  reasoning?: { begin?: string; end: string } | null;
+  free_prefixes?: string[];
 }
 export interface SamplingParams {
   temperature?: number;
@@ -52,15 +55,22 @@ export interface SamplingParams {
   logit_bias?: [token_id: number, bias: number][];
   bad_words_token_ids?: number[][];
   structured_outputs?: StructuredOutputs | null;
+  pooling?: "last" | "mean" | null;
 }
-/** What engines before 1.5 know. */
-const OLD_PARAMS =
-  "temperature top_p top_k min_p seed max_tokens stop_token_ids ignore_eos skip_reading_prefix_cache".split(" ");
-/** Which sampling parameter an engine does not know, and which it needs; undefined if there is none. */
-export function tooNew({ protocol: [, minor] }: Welcome, sampling: object = {}) {
-  const since = (name: string) => (name === "structured_outputs" ? 6 : OLD_PARAMS.includes(name) ? 0 : 5);
-  const found = Object.entries(sampling).find(([name, value]) => value !== undefined && minor < since(name));
-  return found && `${found[0]} needs an engine of protocol 1.${since(found[0])}`;
+/** The minor versions that brought fields of a request. */
+const SINCE: Record<string, number> = { structured_outputs: 6, pooling: 7, reasoning: 7, free_prefixes: 8 };
+for (const name of ["output_token_ids", "timeout_s"]) SINCE[name] = 9;
+for (const name of (
+  "n min_tokens presence_penalty frequency_penalty repetition_penalty allowed_token_ids logprobs prompt_logprobs " +
+  "logit_bias bad_words_token_ids"
+).split(" "))
+  SINCE[name] = 5;
+/** Which field of a request an engine does not know, and which it needs; undefined if there is none. */
+export function tooNew({ protocol: [, minor] }: Welcome, sampling: SamplingParams = {}, fields: object = {}) {
+  const found = Object.entries({ ...sampling, ...sampling.structured_outputs, ...fields }).find(
+    ([name, value]) => value !== undefined && minor < (SINCE[name] ?? 0),
+  );
+  return found && `${found[0]} needs an engine of protocol 1.${SINCE[found[0]]}`;
 }
 export interface ModelCard {
   model: string;
@@ -73,6 +83,9 @@ export interface ModelCard {
   num_blocks: number;
   default_sampling?: SamplingParams;
   files?: { name: string; num_bytes: number; sha256: string }[];
+  hidden_size?: number | null;
+  /** Engines with the same one give a request the same tokens. */
+  numerics_fingerprint?: string | null;
 }
 export interface Welcome {
   protocol: [number, number];
@@ -102,12 +115,14 @@ export interface Output {
   num_cached_tokens?: number | null;
   stop_reason?: number | null;
   message?: string | null;
-  finish_reason?: "stop" | "length" | "abort" | "error" | null;
+  finish_reason?: "stop" | "length" | "abort" | "error" | "timeout" | null;
+  /** With `pooling`: the prompt's. */
+  embedding?: number[];
 }
 /** A message of an engine: its op, and the fields of its body. */
 export type EngineMessage = { op: Op; [field: string]: any };
 
-/** What this package throws. code: section 12 of PROTOCOL.md. retryAfterS: if "overloaded", when to try again. */
+/** What this package throws. code: section 12 of PROTOCOL.md. retryAfterS: if "overloaded" or "draining", when to try again. */
 export class EngineError extends Error {
   override readonly name = "EngineError";
   constructor(
@@ -141,6 +156,7 @@ const CHECKS: Partial<Record<Op, (body: any) => boolean>> = {
   [Op.PING]: ({ nonce = 0 }) => isCount(nonce),
   [Op.PONG]: () => true,
   [Op.REPLY]: ({ call_id, data }) => isCount(call_id) && (data ?? EMPTY) instanceof Uint8Array,
+  [Op.DRAINING]: () => true,
   [Op.BYE]: () => true,
 };
 
@@ -226,7 +242,9 @@ export function unpackOutput({
       const output = outputs.get(handle) ?? { token_ids: [] };
       outputs.set(handle, { ...output, [name]: [...(output[name] ?? []), entry] });
     }
-  for (const { handle, ...event } of events)
+  for (const { handle, embedding, ...event } of events) {
+    if (isColumn(embedding)) event.embedding = unpackColumn(embedding, "getFloat32");
     outputs.set(handle, { token_ids: [], ...outputs.get(handle), ...event });
+  }
   return outputs;
 }

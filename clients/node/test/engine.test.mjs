@@ -13,7 +13,7 @@ async function collect(outputs) {
 
 test("the session opens with HELLO and tells what the engine said of itself", async (context) => {
   const { played, engine } = await open(context);
-  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 6]);
+  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 9]);
   assert.equal(engine.welcome.model.vocab_size, 8);
   await engine.close();
   assert.equal(await played.count(Op.BYE), 1);
@@ -255,7 +255,7 @@ const ends = {
     "unknown_op",
   ],
   "a malformed message": [(played) => played.sayFrames([Uint8Array.of(0x12)]), "protocol_error"],
-  "an unknown op": [(played) => played.say(0x40, {}), "protocol_error"],
+  "an unknown op": [(played) => played.say(0x42, {}), "protocol_error"],
 };
 for (const [name, [end, code]] of Object.entries(ends)) {
   test(`${name} fails everything open, after what has arrived was read`, async (context) => {
@@ -335,4 +335,79 @@ test("CURVE keys open a session over TCP, and without them there is none", async
   assert.equal(engine.welcome.session, "s");
   await engine.close();
   await assert.rejects(Engine.connect(endpoint), { code: "invalid_request", message: /CURVE/ });
+});
+
+/** A session that goes on with the next one, and a stream whose first token is 5. */
+async function begun(context) {
+  const played = await PlayedEngine.start(context, { welcome: { ...welcome(), protocol: [1, 9] } });
+  const engine = await Engine.connect(played.endpoint, { resumeMs: 60_000 });
+  const outputs = engine.generate([1], { max_tokens: 3, n: 1, prompt_logprobs: 0 }, { priority: 2 });
+  const first = outputs.next();
+  await played.accept(7);
+  played.say(Op.OUTPUT, { handles: column(7), tokens: column(5) });
+  assert.deepEqual((await first).value.token_ids, [5]);
+  return { played, engine, outputs };
+}
+
+test("a stream goes on behind its tokens, in the next session", async (context) => {
+  const { played, engine, outputs } = await begun(context);
+  const next = outputs.next();
+  played.say(Op.DRAINING, { deadline_ms: 0 });
+  played.say(Op.OUTPUT, { events: [{ handle: 7, finish_reason: "abort", message: "SIGTERM" }] });
+  played.say(Op.BYE, {});
+  await played.accept(9, 1);
+  const { request_id, ...submit } = await played.message(Op.SUBMIT, 1);
+  assert.match(request_id, /\.0$/);
+  assert.deepEqual(submit, {
+    prompt_token_ids: Buffer.from(column(1)),
+    output_token_ids: Buffer.from(column(5)),
+    sampling: { max_tokens: 3, seed: 1 },
+    priority: 2,
+  });
+  const events = [{ handle: 9, finish_reason: "timeout" }];
+  played.say(Op.OUTPUT, { handles: column(9), tokens: column(6), events });
+  const { value } = await next;
+  assert.deepEqual([value.token_ids, value.finish_reason], [[6], "timeout"]);
+  assert.equal((await outputs.next()).done, true);
+  await engine.close();
+});
+
+test("what an engine that drains refuses is submitted to the next one", async (context) => {
+  const { played, engine } = await begun(context);
+  const outputs = collect(engine.generate([2]));
+  const { request_id } = await played.message(Op.SUBMIT, 1);
+  played.say(Op.ERROR, { code: "draining", message: "", request_id, retry_after_s: 1 });
+  played.say(Op.BYE, {});
+  const other = await played.message(Op.SUBMIT, 2);
+  assert.deepEqual(other, await played.message(Op.SUBMIT, 1));
+  await played.accept(9, 2);
+  played.say(Op.OUTPUT, { events: [{ handle: 9, finish_reason: "stop" }] });
+  assert.equal((await outputs).length, 1);
+  await engine.close();
+});
+
+test("a stream that gets nothing from three engines in a row fails", async (context) => {
+  const { played, engine, outputs } = await begun(context);
+  const failing = assert.rejects(outputs.next(), { code: "engine_dead" });
+  for (const skip of [1, 2]) {
+    played.say(Op.BYE, {});
+    await played.accept(9, skip);
+  }
+  played.say(Op.BYE, {});
+  await failing;
+  await engine.close();
+});
+
+test("a stream that an engine before 1.9 cannot go on with fails", async (context) => {
+  const { played, engine } = await open(context);
+  await engine.close();
+  const resuming = await Engine.connect(played.endpoint, { resumeMs: 60_000 });
+  const outputs = resuming.generate([1]);
+  const first = outputs.next();
+  await played.accept(7);
+  played.say(Op.OUTPUT, { handles: column(7), tokens: column(5) });
+  await first;
+  played.say(Op.BYE, {});
+  await assert.rejects(outputs.next(), { message: "output_token_ids needs an engine of protocol 1.9" });
+  await resuming.close();
 });

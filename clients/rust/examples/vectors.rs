@@ -44,7 +44,7 @@ fn is_canonical(vector: &Vector) -> bool {
 /// Encodes a client's message as a session does: with sorted keys, otherwise in the shortest forms.
 fn check_clients(vector: &Vector) -> Result<&'static str, String> {
     let mut raw: Raw = serde_json::from_value(vector.json["message"].clone()).expect("JSON is raw");
-    for name in ["prompt_token_ids", "handles"] {
+    for name in ["prompt_token_ids", "output_token_ids", "handles"] {
         if let (Raw::Map(map), Some(hex)) = (&mut raw, vector.json["message"][name].as_str()) {
             map.insert(name.into(), Raw::Bin(unhex(hex)));
         }

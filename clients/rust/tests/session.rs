@@ -87,7 +87,7 @@ fn session_at(
             router,
             client: Vec::new(),
         };
-        assert_eq!(peer.expect(0x01)["protocol"], json!([1, 6]));
+        assert_eq!(peer.expect(0x01)["protocol"], json!([1, 9]));
         peer.send(WELCOME, welcome);
         script(&mut peer);
     });
@@ -504,4 +504,105 @@ fn silence_ends_it() {
         .err()
         .unwrap();
     assert_eq!(error.code, "silence");
+}
+
+/// A script's start: a stream with one token, whose engine then stops.
+fn stop_in_the_middle(peer: &mut Peer) {
+    peer.accept(7);
+    peer.send(OUTPUT, tokens(&[7], &[5], None));
+    peer.send(0x40, json!({ "deadline_ms": 0 }));
+    let stops = json!({ "handle": 7, "finish_reason": "abort", "message": "SIGTERM" });
+    peer.send(OUTPUT, json!({ "events": [stops] }));
+    peer.send(0x41, json!({}));
+}
+
+fn of_1_9() -> Value {
+    let mut welcome = welcome();
+    welcome["protocol"] = json!([1, 9]);
+    welcome
+}
+
+#[test]
+fn a_stream_goes_on_behind_its_tokens_in_the_next_session() {
+    let (engine, peer) = session_at("ipc://*", router(), None, of_1_9(), |peer| {
+        stop_in_the_middle(peer);
+        peer.expect(0x01);
+        peer.send(WELCOME, of_1_9());
+        let submit = peer.accept(9);
+        assert_eq!(submit["request_id"], json!("1.0"));
+        assert_eq!(submit["output_token_ids"], json!([5, 0, 0, 0]));
+        assert_eq!(submit["sampling"]["seed"], json!(0)); // as accepted
+        assert_eq!(submit["sampling"]["max_tokens"], json!(3));
+        peer.send(OUTPUT, tokens(&[9], &[6], None));
+        let end = json!({ "handle": 9, "finish_reason": "timeout" });
+        peer.send(OUTPUT, json!({ "events": [end] }));
+        peer.expect(0x41);
+    });
+    let mut engine = engine.resuming(60).expect("a session");
+    let fields = json!({ "sampling": { "max_tokens": 3 } });
+    let request = engine.submit(&[1], fields).expect("a request");
+    let mut seen = Vec::new();
+    while let Some(news) = engine.next(&request).expect("news") {
+        seen.push((news.token_ids, news.finish_reason));
+    }
+    let end = (vec![], Some("timeout".to_string()));
+    assert_eq!(seen, [(vec![5], None), (vec![6], None), end]);
+    drop(engine);
+    peer.join().expect("all as expected");
+}
+
+#[test]
+fn what_an_engine_that_drains_refuses_is_submitted_to_the_next_one() {
+    let (engine, peer) = session_at("ipc://*", router(), None, of_1_9(), |peer| {
+        let submit = peer.expect(0x10);
+        let request_id = &submit["request_id"];
+        let why = json!({ "code": "draining", "message": "", "request_id": request_id });
+        peer.send(ERROR, why);
+        peer.send(0x41, json!({}));
+        peer.expect(0x01);
+        peer.send(WELCOME, of_1_9());
+        assert_eq!(peer.accept(9), submit);
+        peer.send(OUTPUT, ends(&[9]));
+    });
+    let mut engine = engine.resuming(60).expect("a session");
+    let request = engine.submit(&[1], json!({})).expect("a request");
+    let news = engine.next(&request).expect("news").expect("an end");
+    assert!(news.finish_reason.is_some());
+    peer.join().expect("all as expected");
+}
+
+#[test]
+fn a_stream_that_gets_nothing_from_three_engines_in_a_row_fails() {
+    let (engine, peer) = session_at("ipc://*", router(), None, of_1_9(), |peer| {
+        stop_in_the_middle(peer);
+        for handle in [8, 9] {
+            peer.expect(0x01);
+            peer.send(WELCOME, of_1_9());
+            peer.accept(handle);
+            peer.send(0x41, json!({}));
+        }
+        peer.expect(0x01);
+        peer.send(WELCOME, of_1_9());
+    });
+    let mut engine = engine.resuming(60).expect("a session");
+    let request = engine.submit(&[1], json!({})).expect("a request");
+    engine.next(&request).expect("news");
+    let error = engine.next(&request).expect_err("it is lost");
+    assert_eq!(error.code, "engine_dead");
+    peer.join().expect("all as expected");
+}
+
+#[test]
+fn a_stream_that_an_engine_before_1_9_cannot_go_on_with_fails() {
+    let (engine, peer) = session_at("ipc://*", router(), None, of_1_9(), |peer| {
+        stop_in_the_middle(peer);
+        peer.expect(0x01);
+        peer.send(WELCOME, welcome());
+    });
+    let mut engine = engine.resuming(60).expect("a session");
+    let request = engine.submit(&[1], json!({})).expect("a request");
+    engine.next(&request).expect("news");
+    let error = engine.next(&request).expect_err("it is lost");
+    assert_eq!(error.message, "output_token_ids needs protocol 1.9");
+    peer.join().expect("all as expected");
 }

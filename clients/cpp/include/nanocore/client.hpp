@@ -1,4 +1,4 @@
-// A client of nanocore engines (PROTOCOL.md 1.6) on cppzmq and msgpack-c. An Engine is a session.
+// A client of nanocore engines (PROTOCOL.md 1.9) on cppzmq and msgpack-c. An Engine is a session.
 // It and its Streams, which must go first, belong to one thread: whoever waits takes in what
 // arrives for all and answers PINGs. A program that waits for nothing calls Engine::poll, or the
 // engine ends the session after 30 s.
@@ -8,6 +8,7 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <thread>
 #include <msgpack.hpp>
 #include <zmq_addon.hpp>
 
@@ -29,6 +30,7 @@ enum class Op : unsigned char {
     pong = 0x21,
     control = 0x30,
     reply = 0x31,
+    draining = 0x40,
     bye = 0x41,
 };
 
@@ -57,12 +59,18 @@ struct EngineError : Error {
 struct Map {
     template <class T>
     Map& put(const string& name, const T& value) {
-        fields_.emplace_back(name, msgpack::object(value, *memory_));
+        // Twice, because the first only refers to bytes, which may not live as long as this.
+        fields_.emplace_back(name, msgpack::object(msgpack::object(value, *memory_), *memory_));
         return *this;
     }
     template <class T>
     Map& put(const string& name, const optional<T>& value) {  // nullopt is left out
         return value ? put(name, *value) : *this;
+    }
+    Map& drop(const string& name) {
+        const auto is_named = [&](const auto& field) { return field.first == name; };
+        fields_.erase(std::remove_if(fields_.begin(), fields_.end(), is_named), fields_.end());
+        return *this;
     }
     bool has(const string& name) const { return !find(name).is_nil(); }
     template <class T>
@@ -141,22 +149,26 @@ inline vector<std::pair<uint32_t, TokenLogprobs>> entries(const Map& output, con
 struct CurveKeys {
     string server_public, client_public, client_secret;
 };
-/// Sampling parameters that older engines refuse: the first came with 1.6, the others with 1.5.
-constexpr const char* new_parameters[]{"structured_outputs",  "n",
-                                       "min_tokens",          "presence_penalty",
-                                       "frequency_penalty",   "repetition_penalty",
-                                       "logit_bias",          "logprobs",
-                                       "prompt_logprobs",     "bad_words_token_ids",
-                                       "allowed_token_ids"};
+/// Sampling parameters that older engines refuse, and the minor version that brought them.
+constexpr std::pair<const char*, int> new_parameters[]{
+    {"pooling", 7},           {"structured_outputs", 6}, {"n", 5},
+    {"min_tokens", 5},        {"presence_penalty", 5},   {"frequency_penalty", 5},
+    {"logit_bias", 5},        {"repetition_penalty", 5}, {"logprobs", 5},
+    {"prompt_logprobs", 5},   {"allowed_token_ids", 5},  {"bad_words_token_ids", 5},
+};
+/// How often in a row a stream may be lost without a token: it may be what ends engines.
+constexpr int max_lost = 3;
 class Engine {
 public:
     /// The output of a sample of a request, which is aborted if its Stream goes before it has ended.
     struct Stream {
-        const string request_id;
+        string request_id;    // another one after each engine that it outlives
+        TokenIds token_ids;   // all so far
+        vector<float> embedding;  // with `pooling`
         optional<uint64_t> seed, num_cached_tokens, stop_reason;  // once the engine has told them
         optional<string> finish_reason, message;
         vector<TokenLogprobs> logprobs, prompt_logprobs;  // of all tokens so far, if asked for
-        Stream(Engine& engine, const string& id) : request_id(id), engine_(engine) {}
+        explicit Stream(Engine& engine) : engine_(engine) {}
         Stream(const Stream&) = delete;
         ~Stream() {
             if (finish_reason || error_) return;
@@ -182,23 +194,19 @@ public:
         TokenIds unread_;
         bool is_one_of_several_ = false;
         optional<uint32_t> handle_;  // of one of several samples
+        Map submit_;
+        optional<steady_clock::time_point> deadline_;
+        bool is_first_ = true;
+        int num_lost_ = 0;
     };
-    /// Opens a session; tcp:// needs keys.
-    explicit Engine(const string& endpoint, const optional<CurveKeys>& keys = {}) {
+    /// Opens a session; tcp:// needs keys. Streams outlive their engine if another one serves the
+    /// endpoint within `resume`: they go on with it.
+    explicit Engine(const string& endpoint, const optional<CurveKeys>& keys = {},
+                    milliseconds resume = milliseconds(0))
+        : endpoint_(endpoint), keys_(keys), resume_(resume) {
         if (!keys && endpoint.rfind("tcp://", 0) == 0)
             throw Error("tcp:// needs keys: anybody could answer");
-        if (keys) {
-            socket_.set(zmq::sockopt::curve_serverkey, keys->server_public);
-            socket_.set(zmq::sockopt::curve_publickey, keys->client_public);
-            socket_.set(zmq::sockopt::curve_secretkey, keys->client_secret);
-        }
-        socket_.set(zmq::sockopt::maxmsgsize, int64_t{16} << 20);
-        socket_.set(zmq::sockopt::sndtimeo, 10'000);
-        socket_.set(zmq::sockopt::linger, 200);  // an ABORT or BYE just sent still leaves
-        socket_.connect(endpoint);
-        send(Op::hello,
-             Map().put("protocol", std::pair(1, 6)).put("client", string("nanocore-cpp")));
-        while (!welcome_) poll();
+        open();
     }
     ~Engine() {
         try_send(Op::bye, Map(), ZMQ_DONTWAIT);
@@ -208,35 +216,35 @@ public:
     std::shared_ptr<Stream> submit(const TokenIds& prompt_token_ids,
                                    const optional<Map>& sampling = {},
                                    optional<int32_t> priority = {},
-                                   optional<string> cache_salt = {}) {
-        return submit_samples(prompt_token_ids, sampling, priority, cache_salt).front();
+                                   optional<string> cache_salt = {},
+                                   optional<double> timeout_s = {}) {
+        return submit_samples(prompt_token_ids, sampling, priority, cache_salt, timeout_s).front();
     }
     /// Likewise, of a request with `n` in `sampling`: a Stream for each sample.
     vector<std::shared_ptr<Stream>> submit_samples(const TokenIds& prompt_token_ids,
                                                    const optional<Map>& sampling = {},
                                                    optional<int32_t> priority = {},
-                                                   optional<string> cache_salt = {}) {
-        const auto minor = welcome_->get<std::pair<int, int>>("protocol").second;
-        for (const auto& name : new_parameters) {
-            const auto since = name == *new_parameters ? 6 : 5;
-            if (sampling && minor < since && sampling->has(name))
+                                                   optional<string> cache_salt = {},
+                                                   optional<double> timeout_s = {}) {
+        for (const auto& [name, since] : new_parameters)
+            if (sampling && minor() < since && sampling->has(name))
                 throw Error(name + (" needs protocol 1." + std::to_string(since)));
-        }
-        const auto id = "cpp-" + std::to_string(++num_requests_);
+        if (timeout_s && minor() < 9) throw Error("timeout_s needs protocol 1.9");
+        const auto body = Map()
+                              .put("prompt_token_ids", bin(prompt_token_ids))
+                              .put("sampling", sampling)
+                              .put("priority", priority)
+                              .put("cache_salt", cache_salt)
+                              .put("timeout_s", timeout_s);
         vector<std::shared_ptr<Stream>> streams(sampling ? sampling->get("n", 1) : 1);
         for (auto& stream : streams) {
-            stream = std::make_shared<Stream>(*this, id);
-            stream->is_one_of_several_ = streams.size() > 1;
+            stream = std::make_shared<Stream>(*this);
+            stream->submit_ = body;
+            stream->is_first_ = stream == streams.front();
+            if (timeout_s)
+                stream->deadline_ = steady_clock::now() + milliseconds(int64_t(1e3 * *timeout_s));
         }
-        const Bin prompt(reinterpret_cast<const char*>(prompt_token_ids.data()),
-                         4 * prompt_token_ids.size());
-        send(Op::submit, Map()
-                             .put("request_id", id)
-                             .put("prompt_token_ids", prompt)
-                             .put("sampling", sampling)
-                             .put("priority", priority)
-                             .put("cache_salt", cache_salt));
-        unanswered_[id] = {streams.begin(), streams.end()};
+        request({streams.begin(), streams.end()}, body);
         return streams;
     }
     /// The REPLY to an operation. Throws Error if it was not done.
@@ -247,7 +255,11 @@ public:
                               .put("operation", operation)
                               .put("file", file)
                               .put("offset", offset));
-        for (reply_.reset(); !reply_;) poll();
+        const auto num_sessions = num_sessions_;
+        for (reply_.reset(); !reply_;) {
+            poll();
+            if (num_sessions != num_sessions_) throw EngineDead(operation + ": the session ended");
+        }
         if (!reply_->get("ok", true))
             throw Error(operation + ": " + reply_->get<string>("message", ""));
         return *reply_;
@@ -265,13 +277,108 @@ public:
     /// session.
     bool poll(milliseconds timeout = milliseconds(1000)) {
         if (failure_) std::rethrow_exception(failure_);
-        zmq::pollitem_t item{socket_.handle(), 0, ZMQ_POLLIN, 0};
-        const bool arrived = zmq::poll(&item, 1, timeout) > 0;
+        try {
+            return take_in(timeout);
+        } catch (const EngineDead&) {
+            if (resume_.count() == 0) throw;
+        }
+        go_on();
+        return true;
+    }
+
+private:
+    using Samples = vector<std::weak_ptr<Stream>>;  // of one SUBMIT
+    int minor() const { return welcome_->get<std::pair<int, int>>("protocol").second; }
+    static Bin bin(const TokenIds& ids) {
+        return Bin(reinterpret_cast<const char*>(ids.data()), 4 * ids.size());
+    }
+    void open() {
+        socket_ = zmq::socket_t{context_, zmq::socket_type::dealer};
+        if (keys_) {
+            socket_.set(zmq::sockopt::curve_serverkey, keys_->server_public);
+            socket_.set(zmq::sockopt::curve_publickey, keys_->client_public);
+            socket_.set(zmq::sockopt::curve_secretkey, keys_->client_secret);
+        }
+        socket_.set(zmq::sockopt::maxmsgsize, int64_t{16} << 20);
+        socket_.set(zmq::sockopt::sndtimeo, 10'000);
+        socket_.set(zmq::sockopt::linger, 200);  // an ABORT or BYE just sent still leaves
+        const auto watch = "inproc://" + std::to_string(++num_sessions_);
+        zmq_socket_monitor(socket_.handle(), watch.c_str(), ZMQ_EVENT_DISCONNECTED);
+        watch_ = zmq::socket_t{context_, zmq::socket_type::pair};
+        watch_.connect(watch);
+        socket_.connect(endpoint_);
+        failure_ = nullptr;
+        heard_ = steady_clock::now();
+        send(Op::hello,
+             Map().put("protocol", std::pair(1, 9)).put("client", string("nanocore-cpp")));
+        for (welcome_.reset(); !welcome_;) take_in(milliseconds(1000));
+    }
+    bool try_open(bool is_last) try {
+        open();
+        return true;
+    } catch (const Error&) {
+        return is_last ? throw : false;
+    }
+    void request(const Samples& samples, Map body) {
+        const auto id = "cpp-" + std::to_string(++num_requests_);
+        for (const auto& sample : samples)
+            if (const auto stream = sample.lock()) {
+                stream->request_id = id;
+                stream->is_one_of_several_ = samples.size() > 1;
+                stream->handle_.reset();
+            }
+        send(Op::submit, body.put("request_id", id));
+        unanswered_[id] = samples;
+    }
+    /// Submits all that has not ended in a new session: behind its tokens, if it was accepted.
+    void go_on() {
+        auto lost = std::exchange(lost_, {});
+        for (auto& [id, samples] : std::exchange(unanswered_, {})) lost.push_back(samples);
+        for (auto& [handle, sample] : std::exchange(streams_, {})) lost.push_back({sample});
+        const auto defaults = welcome_->get<Map>("model").get("default_sampling", Map());
+        const auto end = steady_clock::now() + resume_;
+        while (!try_open(steady_clock::now() > end))
+            std::this_thread::sleep_for(milliseconds(100));
+        for (const auto& samples : lost)
+            for (const auto& sample : samples)
+                if (const auto stream = sample.lock()) {
+                    if (resume(*stream, defaults)) request(samples, stream->submit_);
+                    break;
+                }
+    }
+    /// Has its SUBMIT say where it stopped; false if it cannot go on.
+    bool resume(Stream& stream, const Map& defaults) {
+        auto& submit = stream.submit_;
+        if (stream.deadline_)
+            submit.drop("timeout_s")
+                .put("timeout_s", std::max(1e-3, std::chrono::duration<double>(
+                                                     *stream.deadline_ - steady_clock::now())
+                                                     .count()));
+        if (!stream.seed) return true;  // was not accepted
+        const bool is_begun = !stream.token_ids.empty();
+        if (++stream.num_lost_ == max_lost)
+            stream.error_ = EngineError("lost several times in a row", "engine_dead", {});
+        else if (is_begun && minor() < 9)
+            stream.error_ = EngineError("output_token_ids needs protocol 1.9", "refused", {});
+        auto sampling = submit.get("sampling", defaults);
+        sampling.drop("n").drop("seed").put("seed", *stream.seed);
+        stream.prompt_logprobs.resize(is_begun ? stream.prompt_logprobs.size() : 0);
+        if (is_begun || !stream.is_first_) sampling.drop("prompt_logprobs");
+        submit.drop("sampling").put("sampling", sampling).drop("output_token_ids");
+        if (is_begun) submit.put("output_token_ids", bin(stream.token_ids));
+        return !stream.error_;
+    }
+    bool take_in(milliseconds timeout) {
+        zmq::pollitem_t items[] = {{socket_, 0, ZMQ_POLLIN, 0}, {watch_, 0, ZMQ_POLLIN, 0}};
+        zmq::poll(items, 2, timeout);
+        const bool arrived = zmq::poll(items, 1, milliseconds(0)) > 0;  // what came before that
         try {
             if (arrived)
                 receive();
             else if (steady_clock::now() - heard_ > milliseconds(10'000))
                 throw EngineDead("silent for 10 s");
+            else if (items[1].revents)
+                throw EngineDead("its connection closed");
             return arrived;
         } catch (const Error&) {
             failure_ = std::current_exception();
@@ -281,8 +388,6 @@ public:
         }
         std::rethrow_exception(failure_);
     }
-
-private:
     void send(Op op, const Map& map, int flags = 0) {
         msgpack::sbuffer body;
         msgpack::pack(body, map);
@@ -343,14 +448,19 @@ private:
                 const EngineError error(message, code,
                                         body.get<optional<double>>("retry_after_s", {}));
                 if (!body.get<optional<string>>("request_id", {})) throw error;
-                if (const auto node = unanswered_.extract(body.get<string>("request_id")))
-                    for (const auto& sample : node.mapped())
-                        if (const auto stream = sample.lock()) stream->error_ = error;
+                if (const auto node = unanswered_.extract(body.get<string>("request_id"))) {
+                    if (resume_.count() && code == "draining")
+                        lost_.push_back(node.mapped());  // to the next engine
+                    else
+                        for (const auto& sample : node.mapped())
+                            if (const auto stream = sample.lock()) stream->error_ = error;
+                }
                 return;
             }
             case Op::ping:
                 return send(Op::pong, Map().put("nonce", body.get<uint64_t>("nonce", 0)));
             case Op::pong:
+            case Op::draining:
                 return;
             case Op::reply:
                 body.get<Bin>("data",
@@ -376,8 +486,11 @@ private:
             throw ProtocolError("malformed message: columns do not fit together");
         auto token = tokens.begin();
         for (size_t i = 0; i < handles.size(); token += counts[i++])
-            if (const auto stream = find(handles[i]))
-                stream->unread_.insert(stream->unread_.end(), token, token + counts[i]);
+            if (const auto stream = find(handles[i]); stream && counts[i])
+                for (auto* ids : {&stream->unread_, &stream->token_ids}) {
+                    ids->insert(ids->end(), token, token + counts[i]);
+                    stream->num_lost_ = 0;
+                }
         for (auto& [handle, entry] : entries(output, "logprobs"))
             if (const auto stream = find(handle)) stream->logprobs.push_back(std::move(entry));
         for (auto& [handle, entry] : entries(output, "prompt_logprobs"))
@@ -386,23 +499,31 @@ private:
         for (const auto& event : output.get<vector<Map>>("events", {})) {
             const auto handle = event.get<uint32_t>("handle");
             const auto finish_reason = event.get<optional<string>>("finish_reason", {});
-            if (const auto stream = find(handle)) {
+            const bool is_lost = resume_.count() && finish_reason == "abort" && event.has("message");
+            if (is_lost)  // the engine stops
+                lost_.push_back({streams_[handle]});
+            else if (const auto stream = find(handle)) {
                 stream->num_cached_tokens =
                     event.get("num_cached_tokens", stream->num_cached_tokens);
                 stream->stop_reason = event.get("stop_reason", stream->stop_reason);
                 stream->message = event.get("message", stream->message);
                 stream->finish_reason = finish_reason;
+                stream->embedding = column<float>(event, "embedding");
             }
             if (finish_reason) streams_.erase(handle);
         }
     }
+    string endpoint_;
+    optional<CurveKeys> keys_;
+    milliseconds resume_;
     zmq::context_t context_;
-    zmq::socket_t socket_{context_, zmq::socket_type::dealer};
+    zmq::socket_t socket_, watch_;
     steady_clock::time_point heard_ = steady_clock::now();
     optional<Map> welcome_, reply_;
     std::exception_ptr failure_;
-    uint64_t num_requests_ = 0, call_id_ = 0;
-    std::map<string, vector<std::weak_ptr<Stream>>> unanswered_;  // SUBMITs, by request_id
-    std::map<uint32_t, std::weak_ptr<Stream>> streams_;           // by handle
+    uint64_t num_requests_ = 0, call_id_ = 0, num_sessions_ = 0;
+    std::map<string, Samples> unanswered_;               // SUBMITs, by request_id
+    std::map<uint32_t, std::weak_ptr<Stream>> streams_;  // by handle
+    vector<Samples> lost_;  // what the engine has let go, for it stops
 };
 }  // namespace nanocore
