@@ -163,7 +163,8 @@ class CheckedStreams:
         if reason == "error":
             require(bool(event.message), "a message that says why, with 'error'", event)
         if event.message is not None:
-            require(reason in ("error", "abort"), "a message with 'error' or 'abort' only", event)
+            explained = ("error", "abort", "timeout")
+            require(reason in explained, f"a message with {explained} only", event)
         has_embedding = stream.sampling.pooling is not None and reason == "stop"
         expected = "an embedding with the 'stop' of requests with pooling, and with nothing else"
         require((event.embedding is not None) == has_embedding, expected, event)

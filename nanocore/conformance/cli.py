@@ -33,7 +33,7 @@ The client's command is started anew for each scenario, with {endpoint}, {prompt
 decimal, with commas and no spaces: 1,2,3) and {max_tokens} replaced. It must submit one greedy
 request, print each token id on a line of its own as it arrives, and flush it, then
 "finish_reason: REASON", say BYE and exit with 0. When there is no end, it must print a line that
-says why on stderr and exit with 1. An example:
+says why on stderr and exit with 1; so it must not be told to go on with another engine. An example:
 
   nanocore-conformance --client -- node stream.js {endpoint} {prompt} {max_tokens}
 """
@@ -69,6 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also what waits out a time limit of the protocol; "
         "with --client every malformed vector instead of a sample",
+    )
+    parser.add_argument(
+        "--drain", action="store_true", help="with --engine: also what ends the engine, at last"
     )
     parser.add_argument(
         "--patience-s",
@@ -139,12 +142,17 @@ def _chosen(checks: list[Check[Bench]], args: argparse.Namespace) -> list[Check[
             raise ConfigError(f"--rule {name}: there is none of that name; --list names all")
     if args.rule:
         return [check for check in checks if check.name in args.rule]
-    return [check for check in checks if args.slow or args.list or not check.slow]
+    if args.list:
+        return checks
+    checks = [check for check in checks if args.slow or not check.slow]
+    usual = [check for check in checks if not check.flag]
+    return usual + [check for check in checks if check.flag == "drain" and args.drain]
 
 
 def _list(checks: list[Check[Bench]]) -> bool:
     for check in checks:
-        slow = " (with --slow)" if check.slow else ""
+        flag = "slow" if check.slow else check.flag
+        slow = f" (with --{flag})" if flag else ""
         print(f"{check.name}{slow}\n    {check.meaning}\n    PROTOCOL.md, {check.section}")
     return True
 

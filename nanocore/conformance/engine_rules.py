@@ -11,6 +11,7 @@ from nanocore.conformance import (  # noqa: F401 - they add their rules
     engine_messages,
     engine_parameters,
     engine_requests,
+    engine_resumed,
     engine_samples,
     engine_sampling,
     engine_sessions,

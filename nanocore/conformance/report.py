@@ -39,13 +39,17 @@ def require(ok: bool, expected: str, got: object) -> None:
 
 
 class Check(msgspec.Struct, Generic[Tested], frozen=True):
-    """One named check. section: the title in PROTOCOL.md that it stands under."""
+    """One named check. section: the title in PROTOCOL.md that it stands under.
+
+    flag: of the command line, without which it is not run; empty: it always is.
+    """
 
     name: str
     section: str
     meaning: str
     body: Callable[[Tested], None]
     slow: bool = False
+    flag: str = ""
 
 
 class Result(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -83,14 +87,17 @@ class Checks(Generic[Tested]):
         self.all: list[Check[Tested]] = []
 
     def add(
-        self, section: str, *, slow: bool = False
+        self, section: str, *, slow: bool = False, flag: str = ""
     ) -> Callable[[Callable[[Tested], None]], Callable[[Tested], None]]:
-        """section: a title of PROTOCOL.md. slow: it waits out a time limit of the protocol."""
+        """section: a title of PROTOCOL.md. slow: it waits out a time limit of the protocol.
+
+        flag: see `Check`.
+        """
 
         def join(body: Callable[[Tested], None]) -> Callable[[Tested], None]:
             meaning = re.sub(r"\s+", " ", body.__doc__ or "").strip()
             name = body.__name__.replace("_", "-")
-            self.all.append(Check(name, section, meaning, body, slow))
+            self.all.append(Check(name, section, meaning, body, slow, flag))
             return body
 
         return join

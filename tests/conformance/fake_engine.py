@@ -30,6 +30,7 @@ from nanocore.protocol.messages import (
     Accepted,
     Bye,
     Control,
+    Draining,
     Error,
     Event,
     Hello,
@@ -63,9 +64,10 @@ from tests.conformance.fake_model import (
     right_digests,
 )
 from tests.conformance.fake_sampling import LogprobColumns
-from tests.protocol_files.lines import NEW_IN_1_5
+from tests.protocol_files.lines import NEW_IN_1_5, NEW_IN_1_9
 
 NEWER_FIELDS = dict.fromkeys(NEW_IN_1_5, 5) | {"structured_outputs": 6, "pooling": 7}
+NEWER_FIELDS |= dict.fromkeys(NEW_IN_1_9, 9)
 """The minor versions that brought fields of clients' messages."""
 
 
@@ -93,6 +95,7 @@ class FakeEngine(threading.Thread):
         self._stopping = threading.Event()
         self._timeout_s = timeout_s
         self._pauses: set[str] = set()  # session ids
+        self._is_draining = False
         self._num_handles = self._num_sessions = self._num_aborts = 0
         self._num_errors = self._num_steps = self._num_tokens = 0
         self._model = FakeModel(self._defects)
@@ -125,8 +128,11 @@ class FakeEngine(threading.Thread):
                         self._send(client, Ping())
                 if idle:
                     self._compile()
+                self._end_overdue()
                 if not self._pauses or self.has("pause-ignored"):
                     self._step()
+                if self._is_draining and not any(c.requests for c in self._clients.values()):
+                    self._take_leave()
         except BaseException as error:
             self.failure = error
             raise
@@ -182,6 +188,29 @@ class FakeEngine(threading.Thread):
         del self._clients[client.routing_id]
         if not self.has("pause-outlives-session"):
             self._pauses.discard(client.session)
+
+    def _end_overdue(self) -> None:
+        """End the requests whose time is over."""
+        reason: Any = "abort" if self.has("timeout-is-abort") else "timeout"
+        for client in list(self._clients.values()):
+            for request in [*client.requests.values()]:
+                if time.monotonic() > request.deadline_s:
+                    del client.requests[request.handle]
+                    event = Event(handle=request.handle, finish_reason=reason)
+                    self._send(client, Output(events=[event]))
+
+    def _drain(self) -> None:
+        """Take no more requests, and say so."""
+        self._is_draining = not self.has("drain-takes-more")
+        for client in self._clients.values():
+            if client.minor >= 9 and not self.has("drain-untold"):
+                self._send(client, Draining(deadline_ms=30_000))
+
+    def _take_leave(self) -> None:
+        """Say BYE: everything has ended."""
+        for client in list(self._clients.values()):
+            self._send(client, Bye(reason="drained"))
+            self._end_session(client)
 
     def _decode(self, frames: list[bytes]) -> Message:
         if self.has("accepts-unknown-field") and frames[0] == bytes([Op.CONTROL]):
@@ -267,6 +296,11 @@ class FakeEngine(threading.Thread):
                     self._send(client, Pong())
             case Control():
                 self._send(client, self._control(client, message))
+                if message.operation == "drain":
+                    if self.has("drain-aborts"):
+                        for owner in self._clients.values():
+                            self._abort(owner, [r.request_id for r in owner.requests.values()])
+                    self._drain()
             case Bye():
                 if self.has("bye-goes-on"):
                     self._kept[client.routing_id] = client.requests
@@ -292,10 +326,13 @@ class FakeEngine(threading.Thread):
             return
         queued = sum(len(c.requests) for c in self._clients.values())
         code, text = self._model.objection(client, submit, queued)
+        if self._is_draining:
+            code, text = "draining", "the engine is about to end"
         if code:
             if self.has("duplicate-ends-first") and code == "duplicate_request_id":
                 self._abort(client, [submit.request_id])
-            retry = 0.5 if code == "overloaded" and not self.has("retry-untold") else None
+            knows = code in ("overloaded", "draining") and not self.has("retry-untold")
+            retry = 0.5 if knows else None
             self._refuse(client.routing_id, code, text, submit.request_id, retry)
             return
         wanted = submit.sampling and submit.sampling.structured_outputs
@@ -338,6 +375,7 @@ class FakeEngine(threading.Thread):
                 % (2**60 if self.has("seeds-do-not-wrap") else 2**53),
                 index=i,
                 texts=texts,
+                deadline_s=self._model.deadline_s(submit),
             )
             for i in range(sampling.n)
         ]
@@ -349,6 +387,9 @@ class FakeEngine(threading.Thread):
         if self.has("output-before-accepted"):
             self._send(client, early)
         self._send(client, told)
+        if submit.output_token_ids and (end := self._model.bring(samples[0], submit)) is not None:
+            self._send(client, Output(events=[end]))
+            return
         client.requests |= {request.handle: request for request in samples}
 
     def _abort(self, client: Client, ids: list[str]) -> None:
@@ -386,6 +427,8 @@ class FakeEngine(threading.Thread):
         match call.operation:
             case "stats":
                 return Reply(call_id=call_id, stats=self._stats())
+            case "drain":
+                pass
             case "pause":
                 self._pauses.add(client.session)
             case "resume" if self.has("pause-is-shared"):
@@ -516,8 +559,10 @@ def _know_only(message: Message, minor: int) -> None:
     newer = {name for name, since in NEWER_FIELDS.items() if since > minor}
     if isinstance(message, Abort) and message.handles and "handles" in newer:
         raise ProtocolError("ABORT: the map has the unknown field `handles`")
-    if isinstance(message, Submit) and message.sampling is not None:
-        for name in msgspec.to_builtins(message.sampling):
+    if isinstance(message, Submit):
+        names = {*msgspec.to_builtins(message.sampling or EngineSamplingParams())}
+        names |= {name for name in NEW_IN_1_9 if getattr(message, name, None)}
+        for name in names:
             if name in newer:
                 text = f"SUBMIT: the map has the unknown field `{name}`"
                 raise InvalidSubmitError(text, message.request_id)

@@ -17,7 +17,14 @@ from typing import Any
 import msgspec
 
 from nanocore.protocol.codec import unpack_int32
-from nanocore.protocol.messages import Event, Limits, ModelCard, ModelFile, Submit
+from nanocore.protocol.messages import (
+    MAX_TIMEOUT_S,
+    Event,
+    Limits,
+    ModelCard,
+    ModelFile,
+    Submit,
+)
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.conformance.fake_grammar import (
@@ -52,6 +59,8 @@ class Request:
     output: list[int] = field(default_factory=list)
     num_prompt_logprobs: int = 0
     texts: list[str] | None = None
+    deadline_s: float = inf
+    is_told: bool = False  # whether its first token was
 
     @property
     def num_tokens(self) -> int:
@@ -156,6 +165,8 @@ class FakeModel:
             return "invalid_request", "priority must be 0"
         if not prompt or len(prompt) % 4:
             return "invalid_request", "prompt_token_ids"
+        if len(submit.output_token_ids) % 4:
+            return "invalid_request", "output_token_ids"
         size = VOCAB_SIZE + self.has("vocabulary-plus-one")
         named = {"prompt_token_ids": unpack_int32(prompt).tolist()} | _named_ids(sampling)
         for name, token_ids in named.items():
@@ -167,6 +178,10 @@ class FakeModel:
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(sampling, name) or 0) > VOCAB_SIZE and not self.has("logprobs-endless"):
                 return "invalid_request", f"{name} is above max_logprobs={VOCAB_SIZE}"
+        if submit.timeout_s is not None and not 0 < submit.timeout_s <= MAX_TIMEOUT_S:
+            return "invalid_request", "timeout_s is out of range"
+        if (why := self._objection_to_outputs(submit, sampling)) is not None:
+            return why
         most = MAX_MODEL_LEN - len(prompt) // 4 + (1 if self.has("length-plus-one") else 0)
         if (sampling.max_tokens or 1) > most:
             return "context_length_exceeded", "too long"
@@ -174,6 +189,46 @@ class FakeModel:
         if full and not self.has("queue-endless"):
             return "overloaded", "try again"
         return "", ""
+
+    def _objection_to_outputs(
+        self, submit: Submit, sampling: EngineSamplingParams
+    ) -> tuple[str, str] | None:
+        outputs = unpack_int32(submit.output_token_ids).tolist()
+        if not outputs or self.has("outputs-unchecked"):
+            return None
+        eos = [] if sampling.ignore_eos else [EOS_ID]
+        ends = {*sampling.stop_token_ids, *eos} & {*outputs[sampling.min_tokens : -1]}
+        most = sampling.max_tokens or len(outputs)
+        too_large = any(not 0 <= token < VOCAB_SIZE for token in outputs)
+        if sampling.n > 1 or sampling.pooling or too_large or ends or len(outputs) > most:
+            return "invalid_request", "output_token_ids cannot be"
+        if len(submit.prompt_token_ids) // 4 + len(outputs) > MAX_MODEL_LEN:
+            return "context_length_exceeded", "output_token_ids are too many"
+        return None
+
+    def deadline_s(self, submit: Submit) -> float:
+        """When a request that arrives now has to end."""
+        timeout_s = inf if submit.timeout_s is None else submit.timeout_s
+        timeout_s = 0.0 if self.has("timeout-at-once") and submit.timeout_s else timeout_s
+        return time.monotonic() + (inf if self.has("timeout-ignored") else timeout_s)
+
+    def bring(self, request: Request, submit: Submit) -> Event | None:
+        """Put a request behind the outputs that it brings; its end, if they have ended it."""
+        outputs = unpack_int32(submit.output_token_ids).tolist()
+        if self.has("outputs-are-prompt"):
+            request.prompt += outputs
+            return None
+        request.output += outputs
+        if self.has("outputs-forgotten"):
+            request.output.clear()
+        request.seed += self.has("seed-of-its-own")
+        if self.has("min-tokens-start-again"):
+            later = request.sampling.min_tokens + len(outputs)
+            request.sampling = msgspec.structs.replace(request.sampling, min_tokens=later)
+        if request.num_tokens <= request.sampling.min_tokens or self.has("ended-goes-on"):
+            return None
+        end = self._end(request, outputs[-1])
+        return Event(handle=request.handle, **end) if end else None
 
     def texts(self, sampling: EngineSamplingParams) -> list[str] | None:
         """What the output may be; None if nothing is wanted.
@@ -206,7 +261,8 @@ class FakeModel:
         """A request's next token, None if there is none, and what is to be said with it."""
         if request.sampling.pooling is not None:
             return self._embedding(request)
-        sampling, first = request.sampling, request.num_tokens == 0
+        sampling, first = request.sampling, not request.is_told
+        request.is_told = True
         noise = 0 if sampling.greedy or sampling.top_k == 1 else request.seed % 1009
         if self.has("seed-ignored") or (self.has("not-greedy") and sampling.greedy):
             noise = num_steps

@@ -21,7 +21,14 @@ SINCE_1_5 = {
 }
 STRUCTURED = "nanocore.conformance.engine_structured"
 EMBEDDINGS = "embeddings-are-of-the-prompts-tokens"
+RESUMED = "resumed-requests-go-on-as-they-would-have"
 RULES = {rule.name: rule for rule in ENGINE_RULES.all}
+USUAL = [rule.name for rule in ENGINE_RULES.all if not rule.slow and not rule.flag]
+SINCE_1_9 = {
+    rule.name
+    for rule in ENGINE_RULES.all
+    if rule.body.__module__ == "nanocore.conformance.engine_resumed" and not rule.flag
+}
 
 
 def under_test(endpoint: str, patience_s: float = PATIENCE_S) -> EngineUnderTest:
@@ -37,7 +44,7 @@ def endpoint(short_path: Path) -> str:
 def test_a_healthy_engine_passes_every_rule(endpoint: str) -> None:
     with fake_engine(endpoint):
         one = under_test(endpoint)
-        results = [one.run(rule) for rule in RULES.values() if not rule.slow]
+        results = [one.run(RULES[name]) for name in USUAL]
     assert [str(result) for result in results if result.outcome != "pass"] == []
 
 
@@ -48,24 +55,33 @@ def test_an_engine_without_structured_outputs_is_not_asked_for_them(
 ) -> None:
     with fake_engine(endpoint, minor=minor, structured=False):
         one = under_test(endpoint)
-        results = [one.run(rule) for rule in RULES.values() if not rule.slow]
+        results = [one.run(RULES[name]) for name in USUAL]
     assert [str(result) for result in results if result.outcome == "fail"] == []
     skipped = {result.name for result in results if result.outcome == "skip"}
-    assert skipped == {
-        name for name, rule in RULES.items() if rule.body.__module__ == STRUCTURED
-    } - ({"structured-outputs-need-their-capability"} if minor == 6 else set()) | {EMBEDDINGS}
+    assert (
+        skipped
+        == {name for name, rule in RULES.items() if rule.body.__module__ == STRUCTURED}
+        - ({"structured-outputs-need-their-capability"} if minor == 6 else set())
+        | {EMBEDDINGS}
+        | SINCE_1_9
+    )
 
 
 @pytest.mark.campaign
 def test_an_engine_of_1_4_is_not_asked_for_what_came_later(endpoint: str) -> None:
     with fake_engine(endpoint, minor=4):
         one = under_test(endpoint)
-        results = [one.run(rule) for rule in RULES.values() if not rule.slow]
+        results = [one.run(RULES[name]) for name in USUAL]
     assert [str(result) for result in results if result.outcome == "fail"] == []
     skipped = {result.name for result in results if result.outcome == "skip"}
-    assert skipped == {
-        name for name, rule in RULES.items() if rule.body.__module__ in SINCE_1_5 | {STRUCTURED}
-    } | {"mistyped-parameters-are-guessed", EMBEDDINGS}
+    assert (
+        skipped
+        == {
+            name for name, rule in RULES.items() if rule.body.__module__ in SINCE_1_5 | {STRUCTURED}
+        }
+        | {"mistyped-parameters-are-guessed", EMBEDDINGS}
+        | SINCE_1_9
+    )
 
 
 @pytest.fixture(
@@ -92,7 +108,7 @@ def our_engine(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Eng
         yield under_test(running.endpoint)
 
 
-@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if not rule.slow])
+@pytest.mark.parametrize("name", USUAL)
 def test_our_engine_passes(our_engine: EngineUnderTest, name: str) -> None:
     result = our_engine.run(RULES[name])
     assert result.outcome == "pass", str(result)
@@ -254,6 +270,15 @@ DEFECTS = {
     ),
     "compiling-not-aborted": ("abort-reaches-what-is-compiled", "'abort' of both samples"),
     "plain-overtake": ("every-request-is-answered-whatever-is-compiled", "in the order"),
+    "outputs-are-prompt": (RESUMED, "behind 1 tokens"),
+    "outputs-forgotten": (RESUMED, "behind 1 tokens"),
+    "seed-of-its-own": (RESUMED, "behind 1 tokens"),
+    "min-tokens-start-again": ("stop-rules-count-resumed-tokens", "behind 1 tokens"),
+    "ended-goes-on": ("outputs-that-have-ended-end-at-once", "no token and ('length', None)"),
+    "outputs-unchecked": ("outputs-that-cannot-be-are-refused", "'invalid_request'"),
+    "timeout-ignored": ("timeouts-end-requests", "until ['hasty'] have ended"),
+    "timeout-is-abort": ("timeouts-end-requests", "'timeout' abort"),
+    "timeout-at-once": ("timeouts-end-requests", "with a long timeout_s"),
     "no-guesses": ("mistyped-parameters-are-guessed", "names 'temperature'"),
     "wrong-digest": ("files-are-what-the-card-says", "sha256"),
     "offset-ignored": ("files-can-be-read-from-anywhere", "from byte 1 on"),
@@ -293,8 +318,36 @@ def test_the_end_of_a_silent_session_is_seen(endpoint: str, defect: str, words: 
     assert words in f"{result.expected} {result.got}"
 
 
+DRAIN = "drain-finishes-what-runs"
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    ("defect", "words"),
+    [
+        ("", ""),
+        ("drain-untold", "DRAINING"),
+        ("drain-takes-more", "'draining'"),
+        ("drain-aborts", "Bye(reason='drained')"),  # nothing was left to be done
+        ("retry-untold", "retry_after_s None"),
+    ],
+)
+def test_a_drain_is_seen(endpoint: str, defect: str, words: str) -> None:
+    with fake_engine(endpoint, defect):
+        result = under_test(endpoint, SHORT_PATIENCE_S).run(RULES[DRAIN])
+    assert result.outcome == ("fail" if defect else "pass"), str(result)
+    assert words in f"{result.expected} {result.got}"
+
+
+@pytest.mark.campaign
+def test_our_engine_drains(tiny_model: Path) -> None:
+    with engine(tiny_model) as running:
+        result = under_test(running.endpoint).run(RULES[DRAIN])
+    assert result.outcome == "pass", str(result)
+
+
 def test_every_rule_finds_a_defect() -> None:
-    found = {rule for rule, _ in DEFECTS.values()} | {SILENT}
+    found = {rule for rule, _ in DEFECTS.values()} | {SILENT, DRAIN}
     # What these find is a session that does not open, or an engine without a range's end.
     unseen = RULES.keys() - found
     assert unseen == {"every-hello-is-answered", "sampling-ranges-include-their-ends"}

@@ -128,7 +128,7 @@ def test_every_field_is_tried_with_a_value_and_with_wrong_ones() -> None:
 
 def test_every_error_code_that_one_message_can_cause_is_there() -> None:
     codes = {vector.error for vector in ENGINES if vector.error}
-    state = {"duplicate_request_id", "overloaded", "engine_dead"}
+    state = {"duplicate_request_id", "overloaded", "draining", "engine_dead"}
     assert codes == set(ErrorCode.__args__) - state
     sent = {
         vector.message["code"] for vector in CLIENTS if vector.message and "13" in vector.frames
