@@ -23,7 +23,11 @@ def rank_pids(engine_pid: int, num_ranks: int) -> list[int]:
 
 def child_pids(pid: int | None) -> list[int]:
     """Process ids of a process's children: an engine's ranks, and what tries its grammars."""
-    return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        int(child)
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir())
+        for child in (task / "children").read_text().split()
+    ]
 
 
 def _is_rank(pid: int) -> bool:

@@ -173,12 +173,12 @@ def test_offline_chats_take_the_same_options() -> None:
 
 def test_an_engine_that_is_killed_ends_a_chat_with_failed_and_its_error() -> None:
     async def main() -> None:
-        async with AsyncEngineClient.launch() as client:
+        async with AsyncEngineClient.launch(max_restarts=0) as client:
             params = SamplingParams(ignore_eos=True)
             events = client.chat(QUESTION, params)
             assert isinstance(await anext(events), Started)
-            assert client._process is not None
-            os.kill(client._process.pid, signal.SIGKILL)
+            assert client._keeper is not None
+            os.kill(client._keeper.pid, signal.SIGKILL)
             async for event in events:
                 if isinstance(event, Failed):
                     break

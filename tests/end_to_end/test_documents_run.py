@@ -119,7 +119,7 @@ def test_the_readmes_program_prints_what_the_readme_says(tmp_path: Path) -> None
 def programs_of_clients_page() -> tuple[list[tuple[str, str | None]], list[tuple[str, str | None]]]:
     """Those that join the engine at the user's default endpoint, and those that launch one."""
     of_page = programs("docs/client.md")
-    assert [printed is None for _, printed in of_page] == [False] * 9 + [True, False]
+    assert [printed is None for _, printed in of_page] == [False] * 10 + [True, False]
     joining = [program for program in of_page if "connect()" in program[0]]
     return joining, [program for program in of_page if program not in joining]
 

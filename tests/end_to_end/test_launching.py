@@ -20,6 +20,7 @@ EXIT_TIMEOUT_S = 60.0
 SETUP = """
 import asyncio, os, signal, sys, threading
 from nanocore.client import LLM, AsyncEngineClient, SamplingParams
+from nanocore.client.launch_directory import LaunchDirectory
 from nanocore.client.launcher import EngineProcess
 
 def left():
@@ -34,9 +35,9 @@ def threads():
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
 started = EngineProcess.__init__
-def start(self, flags):
+def start(self, *arguments):
     global directory
-    started(self, flags)
+    started(self, *arguments)
     directory = os.path.dirname(self.endpoint.removeprefix("ipc://"))
     print(self.pid, self.endpoint, flush=True)
 EngineProcess.__init__ = start
@@ -102,7 +103,7 @@ threading.Event().wait()
 LOADING = (
     SETUP
     + """
-process = EngineProcess(["--model", sys.argv[1]])
+process = EngineProcess(["--model", sys.argv[1]], LaunchDirectory())
 print("ready", flush=True)
 threading.Event().wait()
 """

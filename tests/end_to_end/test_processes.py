@@ -247,7 +247,7 @@ def test_a_signal_ends_every_request_and_then_the_engine(
     tiny_model: Path, number: signal.Signals, code: int
 ) -> None:
     async def main(endpoint: str, pid: int) -> None:
-        async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
+        async with AsyncEngineClient.connect(endpoint, timeout_s=60, resume=False) as client:
             stream = client.generate([1, 2, 3], LONG)
             await anext(stream)
             os.kill(pid, number)
@@ -257,7 +257,7 @@ def test_a_signal_ends_every_request_and_then_the_engine(
             with pytest.raises(EngineDeadError, match=number.name):
                 await ask_until_it_fails(client)
 
-    with engine(tiny_model) as running:
+    with engine(tiny_model, "--shutdown-timeout", "0") as running:  # else it finishes what runs
         run(main(running.endpoint, running.process.pid))
         assert running.process.wait(30) == code
         assert not Path(running.endpoint.removeprefix("ipc://")).exists()
@@ -284,13 +284,15 @@ def test_the_log_names_each_phase_once(tiny_model: Path) -> None:
 # -- deaths ---------------------------------------------------------------------------------------
 
 
-def test_killing_a_launched_engine_fails_its_requests_at_once(tiny_model: Path) -> None:
+def test_killing_an_engine_without_restarts_fails_its_requests_at_once(
+    tiny_model: Path,
+) -> None:
     async def main() -> None:
-        async with AsyncEngineClient.launch(tiny_model) as client:
+        async with AsyncEngineClient.launch(tiny_model, max_restarts=0) as client:
             stream = client.generate([1, 2, 3], LONG)
             await anext(stream)
-            assert client._process is not None
-            os.kill(client._process.pid, signal.SIGKILL)
+            assert client._keeper is not None
+            os.kill(client._keeper.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="exit"):
                 async for _ in stream:
                     pass
@@ -321,7 +323,7 @@ def test_killing_an_engine_tells_the_clients_that_joined_it_and_the_next_one_ser
                         return
 
     with forked.engine(tiny_model) as running:
-        client = AsyncEngineClient.connect(running.endpoint, timeout_s=60)
+        client = AsyncEngineClient.connect(running.endpoint, resume=False, timeout_s=60)
         run(main(client, running.pid))
 
 

@@ -35,15 +35,6 @@ def trial_process(engine_pid: int) -> int:
     return pid
 
 
-def all_children(pid: int) -> list[int]:
-    """Of all its threads."""
-    return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
-
-
 def test_an_engine_outlives_its_trials_and_ends_in_order_while_one_runs() -> None:
     async def main(endpoint: str, pid: int) -> list[int]:
         async with AsyncEngineClient.connect(endpoint, timeout_s=WAIT_S) as client:
@@ -58,12 +49,12 @@ def test_an_engine_outlives_its_trials_and_ends_in_order_while_one_runs() -> Non
             endless = asyncio.create_task(client.complete("x", wanting(grammar=ENDLESS.grammar)))
             while (await client.stats()).num_requests_waiting == 0:
                 pass
-            [trials] = all_children(pid)
+            [trials] = child_pids(pid)
             os.kill(pid, signal.SIGTERM)
             assert (await endless).outputs[0].finish_reason == "abort"
-            return [trials, *all_children(trials)] if is_running(trials) else [trials]
+            return [trials, *child_pids(trials)] if is_running(trials) else [trials]
 
-    with engine(DEMO_MODEL) as running:
+    with engine(DEMO_MODEL, "--shutdown-timeout", "0") as running:
         left = asyncio.run(main(running.endpoint, running.process.pid))
         assert running.process.wait(WAIT_S) == 0
         while any(map(is_running, left)):

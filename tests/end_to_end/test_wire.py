@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from nanocore.protocol.messages import PROTOCOL_VERSION, Op
 from nanocore.protocol.sockets import ClientSocket
 from tests.end_to_end.forked import Engine, engine
+from tests.protocol_files.__main__ import DOCUMENT
 from tests.tiny_models import VOCAB_SIZE
 
 Body = dict[str, Any]
@@ -39,8 +41,8 @@ class RawClient:
             if op[0] != Op.PING:
                 return op[0], msgspec.msgpack.decode(body)
 
-    async def hello(self) -> Body:
-        await self.send(Op.HELLO, {"protocol": [1, 0]})
+    async def hello(self, minor: int = 0) -> Body:
+        await self.send(Op.HELLO, {"protocol": [1, minor]})
         op, body = await self.receive()
         assert op == Op.WELCOME
         return body
@@ -263,7 +265,7 @@ def test_the_engine_counts_protocol_errors(running: Engine) -> None:
 
 
 def test_a_request_goes_on_from_its_seed_and_the_tokens_received(running: Engine) -> None:
-    """What PROTOCOL.md tells clients to do when an engine has died."""
+    """What PROTOCOL.md tells clients to do when an engine has died, in the way of before 1.9."""
     prompt, num_tokens = struct.pack("<4i", 5, 6, 7, 8), 24
 
     async def script(client: RawClient) -> None:
@@ -287,6 +289,26 @@ def test_a_request_goes_on_from_its_seed_and_the_tokens_received(running: Engine
             submit("other", prompt, max_tokens=num_tokens, temperature=1.0, seed=seed + 1)
         )
         assert other != tokens
+
+    talk(running, script)
+
+
+def test_a_sample_goes_on_from_its_seed_and_the_tokens_received(running: Engine) -> None:
+    """What PROTOCOL.md tells clients to do when an engine has died, as its program does it."""
+    scope: dict[str, Any] = {}
+    [source] = re.findall(r"```python\n(def go_on.*?)```", DOCUMENT.read_text(), flags=re.DOTALL)
+    exec(source, scope)
+    whole = submit("whole", struct.pack("<4i", 5, 6, 7, 8), max_tokens=24, presence_penalty=1.0,
+                   temperature=1.0, prompt_logprobs=0)  # fmt: skip
+
+    async def script(client: RawClient) -> None:
+        await client.hello()
+        seed, tokens = await client.complete(whole)
+        for num_received in (0, 1, 10, 24):
+            received = tokens[: 4 * num_received]
+            rest = scope["go_on"](whole, seed - 2, 2, received)
+            _, others = await client.complete(rest | {"request_id": f"after {num_received}"})
+            assert received + others == tokens
 
     talk(running, script)
 
