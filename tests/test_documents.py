@@ -12,7 +12,7 @@ import pytest
 
 import nanocore.client
 from nanocore.cli.serve_flags import build_parser as serve_parser
-from nanocore.client.connection import ENGINE_TIMEOUT_S
+from nanocore.client.connection import ENGINE_TIMEOUT_S, GRACE_S, TCP_ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
 from nanocore.engine_core.io.client_limit import DEFAULT_MAX_NUM_CLIENTS
@@ -24,7 +24,7 @@ from nanocore.engine_core.io.kv_event_replay import (
     MAX_RING_BYTES,
     REPLAY_TIMEOUT_S,
 )
-from nanocore.engine_core.io.reception import PING_INTERVAL_S, SESSION_TIMEOUT_S
+from nanocore.engine_core.io.reception import MIN_PATIENCE, PING_INTERVAL_S, SESSION_TIMEOUT_S
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_trace import StepTrace
@@ -50,6 +50,7 @@ from nanocore.protocol.messages import (
 from nanocore.protocol.sampling import SamplingParams
 from nanocore.protocol.sockets import MAX_FRAME_BYTES
 from nanocore.protocol.sockets.options import PEER_HIGH_WATER_MARK
+from nanocore.protocol.sockets.tcp_guard import MAX_UNANSWERED_S
 from nanocore.worker.models import ARCHITECTURES
 from nanocore.worker.plan import ModelRunnerOutput
 from tests.protocol.samples import directions
@@ -84,7 +85,7 @@ def test_the_versions_agree() -> None:
     major, minor = PROTOCOL_VERSION
     assert f"# The nanocore wire protocol, version {major}.{minor}\n" in PROTOCOL
     changelog = PROTOCOL[PROTOCOL.index("Changelog\n") :]
-    assert changelog.split("\n")[2].startswith(f"- {major}.{minor}: ")
+    assert changelog.split("\n")[4].startswith(f"| {major}.{minor} | ")
 
 
 @pytest.mark.parametrize("heading", HEADINGS)
@@ -206,6 +207,7 @@ def test_the_flags_defaults_are_those_in_the_code() -> None:
         f"`--watermark`: share of the blocks that admission leaves free for those that run "
         f"({config.watermark:g})",
         f"`--max-num-clients`: sessions at once ({DEFAULT_MAX_NUM_CLIENTS:,}, or",
+        f"when the engine is told to end ({config.shutdown_timeout:g}; 0: none;",
     ):
         assert said in section
     assert cpu.max_num_seqs == cuda.max_num_seqs
@@ -217,8 +219,15 @@ def test_the_limits_of_the_operations_page_are_those_in_the_code() -> None:
     assert f"| a client that reads nothing | {backlog} |" in text
     assert f"| a client that says nothing | {SESSION_TIMEOUT_S:.0f} s;" in text
     assert f"| a message | {MAX_FRAME_BYTES // 2**20} MiB a frame;" in text
-    silence = f"clients after {ENGINE_TIMEOUT_S:.0f} s of silence, the engine after"
-    assert f"{silence} {SESSION_TIMEOUT_S:.0f} |" in text
+    silence = f"clients after {ENGINE_TIMEOUT_S:.0f} s of silence, over TCP after"
+    assert f"{silence} {TCP_ENGINE_TIMEOUT_S:g}; a second later they" in text
+    assert GRACE_S == PING_INTERVAL_S == 1
+    assert TCP_ENGINE_TIMEOUT_S + GRACE_S < 3
+    assert MAX_UNANSWERED_S + PING_INTERVAL_S < 3
+    assert "over TCP both sides, within 3 s" in text
+    assert f"the engine after {SESSION_TIMEOUT_S:.0f} s of silence, or" in text
+    assert f"from {MIN_PATIENCE * PING_INTERVAL_S:.0f} s on" in text
+    assert f"`--shutdown-timeout` ({EngineConfig().shutdown_timeout:g} s)" in text
 
 
 def test_the_models_page_has_a_line_for_each_architecture_that_is_served() -> None:
@@ -273,7 +282,7 @@ def test_the_timings_and_limits_in_the_text_are_those_in_the_code() -> None:
     assert f"{MAX_FILE_BYTES // 2**20} MiB per file" in text
     assert f"more than {MAX_BACKLOG_BYTES // 2**20} MiB unread" in text
     assert f"may have {MAX_BODY_BYTES // 2**20} MiB, and a SUBMIT" in text
-    assert f"a SUBMIT {MAX_SUBMIT_BYTES // 2**10} KiB beside its prompt" in text
+    assert f"a SUBMIT {MAX_SUBMIT_BYTES // 2**10} KiB beside its tokens" in text
     assert f"may have {MAX_CALLS} CONTROLs under way" in text
     assert f"nil above {MAX_RETURNED_ID_CHARS} characters" in text
     assert PING_INTERVAL_S == 1.0

@@ -170,6 +170,22 @@ def test_the_table_of_load_is_that_of_the_report() -> None:
     ]
 
 
+def test_the_table_of_overload_is_that_of_the_report() -> None:
+    report = read("overload")
+    (table,) = tables(SPEED, "Overload")
+    overload = {name: figure["median"] for name, figure in report["overload"].items()}
+    fairness = {name: figure["median"] for name, figure in report["fairness"].items()}
+    assert [row[1] for row in table] == [
+        f"{overload['goodput_of_capacity']:.2f}",
+        f"{overload['refusal_ms_p50']:.1f}",
+        f"{overload['refusal_ms_p99']:.1f}",
+        *(
+            f"{fairness[f'{where}_ttft_ms']:,.0f}"
+            for where in ("alone", "beside_flood", "behind_flood")
+        ),
+    ]
+
+
 def test_the_table_of_structured_outputs_is_that_of_the_report() -> None:
     report = read("structured-outputs-small")
     (table,) = tables(SPEED, "Structured outputs")
