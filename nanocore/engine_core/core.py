@@ -181,10 +181,11 @@ class EngineCore:
         self, requests: list[Request], reason: FinishReason, message: str | None
     ) -> None:
         """Tell clients of requests that ended outside a step's result."""
-        events = [
-            (request.client, Event(handle=request.handle, finish_reason=reason, message=message))
-            for request in requests
-        ]
+        events, now_s = [], self.scheduler.clock()
+        for request in requests:
+            event = Event(handle=request.handle, finish_reason=reason, message=message)
+            events.append((request.client, event))
+            self.scheduler.journal.end(request, reason, now_s)
         for output in split_events(events):
             self._outbox.put(output)
 

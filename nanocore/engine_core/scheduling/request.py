@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from nanocore.engine_core.scheduling.life import Life
 from nanocore.engine_core.structured.matcher import Grammar, Matcher
 from nanocore.kv_cache import KeyChain
 from nanocore.protocol.fields import MAX_EXACT_INT
@@ -37,6 +38,7 @@ class Request:
     known.
     priority: lower values go first, where the policy heeds them. arrival: the step before which it
     came, so requests that came together are equals; arrival_s: when that was, for ageing.
+    received_s: when the engine read the SUBMIT. life: what has happened to it since.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted, else None.
     num_prompt_logprobs: log probabilities of prompt tokens that were delivered. row: where it runs,
     or -1.
@@ -57,9 +59,11 @@ class Request:
     priority: int = 0
     arrival: int = 0
     arrival_s: float = 0.0
+    received_s: float = 0.0
     num_resumed_tokens: int = 0
     num_bytes: int = 0
     num_prompt_tokens: int = field(init=False)
+    life: Life = field(init=False, default_factory=Life)
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int = 0
     row: int = -1

@@ -13,9 +13,11 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
+from nanocore.engine_core.scheduling.journal import Journal
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.scheduling.spans import IntArray, places
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
+from nanocore.engine_core.scheduling.token_times import TokenTimes
 from nanocore.engine_core.structured.matcher import Matcher
 
 
@@ -38,11 +40,18 @@ class RowTable:
     rows whose output is structured. num_drafts: tokens that a row may compute beyond its known
     ones; a mask is for one token, so a structured row has none.
 
+    times: of their last tokens, which the journal's intervals follow from.
+
     Rows are dealt out to num_groups groups (row modulo their number), of which a step serves one.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, num_groups: int = 1, num_drafts: int = 0
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_groups: int = 1,
+        num_drafts: int = 0,
+        journal: Journal | None = None,
     ) -> None:
         def column(dtype: type) -> IntArray:
             return np.zeros(max_num_seqs, dtype)
@@ -73,6 +82,7 @@ class RowTable:
         self._group_sizes = [len(rows) for rows in self._free_rows]
         self._num_rows = 0
         self.stop_counts = np.zeros(1, np.int32)
+        self.times = TokenTimes(max_num_seqs, journal or Journal())
 
     def __len__(self) -> int:
         return self._num_rows
@@ -113,6 +123,7 @@ class RowTable:
         self.client[row] = request.client
         self.handle[row] = request.handle
         self.clients[request.client] = self.clients.get(request.client, 0) + 1
+        self.times.set(row, request.life.last_token_s)
         self._count_stop_ids(request, 1)
         if request.sampling.logprobs is not None:
             self.asks_logprobs[row] = True
@@ -130,6 +141,8 @@ class RowTable:
     def remove(self, row: int) -> Request:
         """Free a row; returns the request that owned it."""
         request = self.request(row)
+        request.life.last_token_s = self.times.of(row)
+        request.life.num_tokens = int(self.num_tokens[row])
         request.row = -1
         self.requests[row] = None
         if row in self.finishing:
@@ -174,9 +187,10 @@ class RowTable:
         """A view of the row's prompt and output tokens so far."""
         return self.token_ids[row, : self.num_tokens[row]]
 
-    def append(self, sampled: TokenColumns) -> None:
-        """Append sampled tokens to their rows, which have room for them."""
+    def append(self, sampled: TokenColumns, now_s: float) -> None:
+        """Append tokens, sampled by now, to their rows, which have room for them."""
         rows, counts = sampled.owners, sampled.counts
+        self.times.stamp(rows, now_s)
         num_tokens = self.num_tokens[rows]
         if counts is None:
             self.token_ids[rows, num_tokens] = sampled.token_ids

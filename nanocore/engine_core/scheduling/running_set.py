@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.scheduling import structured_rows
 from nanocore.engine_core.scheduling.ends import ends_by_length, ends_by_token
+from nanocore.engine_core.scheduling.journal import Journal
 from nanocore.engine_core.scheduling.precedence import Precedence, PrecedenceKey
 from nanocore.engine_core.scheduling.preemption import next_preempted
 from nanocore.engine_core.scheduling.request import Request
@@ -41,7 +42,7 @@ class RunningSet:
 
     Args:
         config: the limits. kv_cache: where their blocks are.
-        precedence: sort key of requests; the largest is preempted first.
+        precedence: sort key of requests; the largest is preempted first. journal: of tokens' times.
 
     table: the rows, which the running set alone writes.
     """
@@ -51,6 +52,7 @@ class RunningSet:
         config: SchedulerConfig,
         kv_cache: KVCacheManager,
         precedence: PrecedenceKey,
+        journal: Journal,
     ) -> None:
         self.max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         """Tokens that a prompt may compute in one step."""
@@ -58,9 +60,8 @@ class RunningSet:
         """Whether a step may be planned while others are in flight that its rows are in."""
         self._num_groups = config.num_groups
         self._num_drafts = config.num_speculative_tokens
-        self.table = RowTable(
-            config.max_num_seqs, config.max_model_len, config.num_groups, self._num_drafts
-        )
+        sizes = config.max_num_seqs, config.max_model_len, config.num_groups, self._num_drafts
+        self.table = RowTable(*sizes, journal)
         self._results = ResultReader(self.table)
         self._in_flight: deque[StepOutcome] = deque()
         self._stalled: set[int] = set()  # rows that wait for blocks
@@ -232,7 +233,7 @@ class RunningSet:
         sampled, self._sampled = self._sampled, []
         return plan.message(self._idle_rows(plan), removed_rows, sampled)
 
-    def accept(self, result: ModelRunnerOutput) -> StepOutcome:
+    def accept(self, result: ModelRunnerOutput, now_s: float) -> StepOutcome:
         """Take the result of the oldest step in flight: 0 to as many tokens per row as it computed.
 
         Requests that end with it keep their rows until they `leave`.
@@ -248,7 +249,7 @@ class RunningSet:
         self._results.take_prompt_logprobs(outcome, result)
         pooled = self._results.read_pooled(outcome, result)
         sampled, ends = ends_by_token(table, sampled, pooled)
-        table.append(sampled)
+        table.append(sampled, now_s)
         structured_rows.tell_matchers(table, sampled)
         if plan.decode_counts is not None:
             table.rewind(plan.decoding)  # dead ones, too: nobody has them yet

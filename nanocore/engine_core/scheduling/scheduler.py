@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.scheduling.counters import SchedulerCounters
+from nanocore.engine_core.scheduling.journal import Journal
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
 from nanocore.engine_core.scheduling.precedence import Precedence, precedence_key
 from nanocore.engine_core.scheduling.request import Request
@@ -42,7 +43,7 @@ class Scheduler:
 
     Args:
         config: the limits. kv_cache: owned by the scheduler from here on.
-        clock: seconds; measures steps if there is a latency target.
+        clock: seconds; of the journal, and of steps if there is a latency target.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.precedence = precedence_key(config.policy, config.priority_aging_s)
         self.waiting = WaitingQueue(self.precedence, config.policy == "priority")
-        self.running = RunningSet(config, kv_cache, self.precedence)
+        self.journal = Journal()
+        self.running = RunningSet(config, kv_cache, self.precedence, self.journal)
         self._urgency: Urgency | None = None
         if config.policy == "priority":
             self._urgency = Urgency(self.running, kv_cache, self.precedence, config.num_groups)
@@ -63,7 +65,7 @@ class Scheduler:
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))
         """The step whose result came in last."""
-        self._clock = clock
+        self.clock = clock
         self._begun_s: deque[float] = deque()  # steps in flight; if there is a target
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
@@ -128,13 +130,14 @@ class Scheduler:
         arrival: the number of steps when it came, if that was not now.
         """
         num_steps = self.counters.num_steps
+        now_s = self.clock()
         if num_steps != self._came[0]:
-            self._came = num_steps, self._clock()
+            self._came = num_steps, now_s
         for sample in request.samples:
             assert sample.handle not in self._requests
             self._requests[sample.handle] = sample
             sample.arrival = num_steps if arrival is None else arrival
-            sample.arrival_s = self._came[1]
+            sample.arrival_s, sample.life.queued_s = self._came[1], now_s
             self.counters.prompt_tokens += sample.num_prompt_tokens
         self.waiting.push(request)
 
@@ -176,6 +179,7 @@ class Scheduler:
         plan.preempted[:0] = gave_way
         for request in plan.preempted:
             self.waiting.push(request)
+            request.life.num_preemptions += 1
             if self._urgency is not None:
                 self._urgency.left(request)
         counters.num_preemptions += len(plan.preempted)
@@ -184,7 +188,7 @@ class Scheduler:
         if self.waiting and may_admit:
             self._schedule_waiting(plan, budget)
         if self.budget.has_target:
-            self._begun_s.append(self._clock())
+            self._begun_s.append(self.clock())
         return running.begin(plan)
 
     def update(self, result: ModelRunnerOutput) -> list[ClientOutput]:
@@ -193,18 +197,22 @@ class Scheduler:
         Raises:
             ValueError: the result does not fit the step.
         """
-        self.completed = outcome = self.running.accept(result)
+        now_s = self.clock()
+        self.completed = outcome = self.running.accept(result, now_s)
         if self.budget.has_target:
             self._measure(outcome.plan)
         self.counters.generation_tokens += len(outcome.tokens.token_ids)
+        self.journal.step_tokens.append(outcome.plan.num_tokens)
         events: list[tuple[int, Event]] = []
         for request in outcome.started:
             started = Event(handle=request.handle, num_cached_tokens=request.num_cached_tokens)
             events.append((request.client, started))
+            self.journal.begin(request, now_s)
         for request, ended in outcome.ends:
             events.append((request.client, ended))
             outcome.finished.append(request)
             self._end(request, keeps_blocks=ended.finish_reason != "error")
+            self.journal.end(request, ended.finish_reason, now_s)
             if ended.message:
                 logger.error("request %r ends: %s", request.request_id, ended.message)
         outcome.finished += self._ended
@@ -321,6 +329,7 @@ class Scheduler:
         """Give a waiting request a row and its first tokens."""
         self.counters.count_dequeued(request)
         self.running.admit(plan, request, hits, count)
+        request.life.admitted_s = request.life.admitted_s or self.clock()
         if self._urgency is not None:
             self._urgency.admitted(request)
 
@@ -336,7 +345,7 @@ class Scheduler:
 
     def _measure(self, plan: StepPlan) -> None:
         """Teach the cost model how long a step took, since the one before it ended."""
-        now_s = self._clock()
+        now_s = self.clock()
         seconds = now_s - max(self._begun_s.popleft(), self._last_update_s)
         self._last_update_s = now_s
         self.budget.observe(plan.num_tokens, plan.context, seconds)

@@ -27,6 +27,8 @@ class ResultReader:
         self._table = table
         self._decoding: IntArray = table.decoding
         self._ascending = b""
+        self._rows_bytes = b""
+        self._rows: IntArray = np.zeros(0, np.int64)
 
     def read(self, outcome: StepOutcome, result: ModelRunnerOutput) -> TokenColumns:
         """What the step sampled, by row: of rows that are alive and have any token.
@@ -34,7 +36,7 @@ class ResultReader:
         Raises:
             ValueError: the result's columns do not fit together, or not to what the step computed.
         """
-        plan, sampled = outcome.plan, _columns(result)
+        plan, sampled = outcome.plan, self._columns(result)
         counts = sampled.counts
         if result.rows != self._usual_rows(plan):
             _check_rows(plan, sampled.owners)
@@ -119,6 +121,25 @@ class ResultReader:
             )
         return said
 
+    def _columns(self, result: ModelRunnerOutput) -> TokenColumns:
+        """The rows are the same array as before, if they are the same rows."""
+        if result.rows != self._rows_bytes:
+            self._rows_bytes = result.rows
+            # As wide as an index, because they will be one several times.
+            self._rows = np.frombuffer(result.rows, TOKEN_DTYPE).astype(np.int64)
+        rows, token_ids = self._rows, np.frombuffer(result.token_ids, TOKEN_DTYPE)
+        if not result.counts and len(rows) == len(token_ids):
+            return TokenColumns(rows, token_ids)
+        counts = np.frombuffer(result.counts, TOKEN_DTYPE) if result.counts else None
+        num_tokens = len(rows) if counts is None else int(counts.sum())
+        fits = counts is None or (len(counts) == len(rows) and not (counts < 0).any())
+        if not fits or len(token_ids) != num_tokens:
+            raise ValueError(
+                f"a step's result does not fit together: {len(rows)} rows of {num_tokens} tokens, "
+                f"{None if counts is None else len(counts)} counts, and {len(token_ids)} token ids"
+            )
+        return TokenColumns(rows, token_ids, counts)
+
     def _usual_rows(self, plan: StepPlan) -> bytes:
         """The rows that sample, as workers tell them: decodes ascending, then prompts' ends.
 
@@ -130,23 +151,6 @@ class ResultReader:
         if not plan.completed:
             return self._ascending
         return self._ascending + pack_int32(sorted(plan.completed))
-
-
-def _columns(result: ModelRunnerOutput) -> TokenColumns:
-    # As wide as an index, because they will be one several times.
-    rows = np.frombuffer(result.rows, TOKEN_DTYPE).astype(np.int64)
-    token_ids = np.frombuffer(result.token_ids, TOKEN_DTYPE)
-    if not result.counts and len(rows) == len(token_ids):
-        return TokenColumns(rows, token_ids)
-    counts = np.frombuffer(result.counts, TOKEN_DTYPE) if result.counts else None
-    num_tokens = len(rows) if counts is None else int(counts.sum())
-    fits = counts is None or (len(counts) == len(rows) and not (counts < 0).any())
-    if not fits or len(token_ids) != num_tokens:
-        raise ValueError(
-            f"a step's result does not fit together: {len(rows)} rows of {num_tokens} tokens, "
-            f"{None if counts is None else len(counts)} counts, and {len(token_ids)} token ids"
-        )
-    return TokenColumns(rows, token_ids, counts)
 
 
 def _of_the_living(said: RowLogprobs | None, outcome: StepOutcome) -> LogprobColumns | None:

@@ -1,0 +1,84 @@
+"""What the step loop notes of steps and requests, for whoever makes metrics of it.
+
+Noting costs the step loop an append and no lock: one thread appends, another one takes from the
+left (`engine_core/metrics/`). Times are seconds of the scheduler's clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanocore.engine_core.scheduling.life import Life
+from nanocore.engine_core.scheduling.request import Request
+from nanocore.protocol.messages import FinishReason
+
+
+class FirstToken(NamedTuple):
+    """Of a request that has begun to answer. seconds: since the engine received it."""
+
+    seconds: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class Ended(NamedTuple):
+    """A request that has ended, or one of several samples of it.
+
+    num_samples: that it was asked for, in the first one's; 0 in the others'. max_tokens: output
+    tokens that it might have had.
+    """
+
+    reason: FinishReason
+    at_s: float
+    received_s: float
+    life: Life
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    max_tokens: int
+    handle: int
+    sample: int
+    num_samples: int
+
+
+@dataclass(slots=True)
+class Journal:
+    """intervals: between two results of a row, and of how many rows; or of each of some rows.
+
+    step_tokens: computed by each step.
+    """
+
+    step_tokens: deque[int] = field(default_factory=deque)
+    intervals: deque[tuple[float, int] | NDArray[np.float64]] = field(default_factory=deque)
+    first_tokens: deque[FirstToken] = field(default_factory=deque)
+    ended: deque[Ended] = field(default_factory=deque)
+
+    def begin(self, request: Request, now_s: float) -> None:
+        """A request has its first token."""
+        request.life.first_token_s = now_s
+        seconds = now_s - request.received_s
+        cached = request.num_cached_tokens or 0
+        self.first_tokens.append(FirstToken(seconds, request.num_prompt_tokens, cached))
+
+    def end(self, request: Request, reason: FinishReason, now_s: float) -> None:
+        """A request has ended; it has no row any more."""
+        num_submitted = request.num_submitted_tokens
+        entry = Ended(
+            reason,
+            now_s,
+            request.received_s,
+            request.life,
+            request.num_prompt_tokens,
+            max(request.life.num_tokens - num_submitted, 0),
+            request.num_cached_tokens or 0,
+            request.max_num_tokens - request.num_prompt_tokens,
+            request.handle,
+            request.sample,
+            0 if request.sample else len(request.samples),
+        )
+        self.ended.append(entry)
