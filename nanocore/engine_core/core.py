@@ -152,6 +152,8 @@ class EngineCore:
         match event:
             case AddRequest(request, arrival):
                 self.scheduler.add(request, arrival)
+                if self._trace:
+                    self._trace.arrived(request)
             case AbortRequests(handles, reason, message):
                 aborted = [self.scheduler.abort(handle) for handle in handles]
                 self._send_ends([request for request in aborted if request], reason, message)

@@ -16,7 +16,10 @@ from typing import Any
 
 import msgspec
 
+from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.traced_requests import TracedRequests
 from nanocore.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -43,13 +46,24 @@ class StepTrace:
             ) from None
         self._encoder = msgspec.json.Encoder()
         self._zero_s = time.monotonic()
+        self._requests = TracedRequests(self._zero_s)
         self._lines: deque[dict[str, Any]] = deque()
         """Of steps in flight."""
+
+    def arrived(self, request: Request) -> None:
+        """The scheduler has a request from now on."""
+        self._requests.arrived(request)
+
+    def sent(self, output: ClientOutput) -> None:
+        """An output was handed to its socket; on the io thread."""
+        self._requests.sent(output)
 
     def begin(self, scheduler: Scheduler) -> None:
         """After `schedule`: what is planned."""
         step, running = scheduler.planned, scheduler.running
         chunks = [(running.request(chunk.row).request_id, chunk) for chunk in step.scheduled()]
+        head = scheduler.blocked_head()
+        blocked = head and {"id": head[0].request_id, "by": head[1]}
         line = {
             "step": step.number,
             "t_s": round(time.monotonic() - self._zero_s, 6),
@@ -61,6 +75,9 @@ class StepTrace:
             "preempted": [request.request_id for request in step.preempted],
             "cached": step.cached,
             "token_budget": step.token_budget,
+            "cached_from": self._requests.hits(scheduler),
+            "preempted_by": step.preempters,
+            "blocked": blocked,
         }
         self._lines.append(line)
 
@@ -76,6 +93,7 @@ class StepTrace:
             "free_blocks": scheduler.kv_cache.num_free_blocks,
             "total_blocks": scheduler.kv_cache.num_blocks,
         }
+        line |= self._requests.take(scheduler)
         self._write(self._encoder.encode(line) + b"\n")
 
     def close(self) -> None:

@@ -17,6 +17,8 @@ from nanocore.engine_core.io.front_desk import FrontDesk
 from nanocore.engine_core.io.receive_throttle import ReceiveThrottle
 from nanocore.engine_core.io.reception import PING_INTERVAL_S, SESSION_TIMEOUT_S
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
+from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.sockets import EngineSocket
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class IoThread(threading.Thread):
         desk: whose peers are the socket's.
         inbox, outbox: shared with the step loop.
         clock: monotonic, in seconds. cpu_clock: seconds for which the thread has computed.
+        trace: is told which outputs were sent.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class IoThread(threading.Thread):
         outbox: Outbox,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
+        trace: StepTrace | None = None,
     ) -> None:
         super().__init__(name="io", daemon=True)
         self._socket = socket
@@ -50,6 +54,7 @@ class IoThread(threading.Thread):
         self._desk = desk
         self._inbox, self._outbox = inbox, outbox
         self._clock = clock
+        self._trace = trace
         self._throttle = ReceiveThrottle(clock, cpu_clock)
 
     def run(self) -> None:
@@ -98,6 +103,8 @@ class IoThread(threading.Thread):
                 farewell = event
             else:
                 self._desk.deliver(event, now_s)
+                if self._trace is not None and isinstance(event, ClientOutput):
+                    self._trace.sent(event)
         return farewell
 
     def _receive_batch(self) -> None:

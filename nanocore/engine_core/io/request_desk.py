@@ -71,6 +71,8 @@ class RequestDesk:
         except (EngineOverloadedError, InvalidRequestError) as error:
             self._refuse(session, submit.request_id, error, now_s)
             return
+        for sample in request.samples:
+            sample.received_s = now_s
         handles = [sample.handle for sample in request.samples]
         self._num_handles = handles[-1]
         self._sessions.add_request(session, submit.request_id, handles)
@@ -94,6 +96,8 @@ class RequestDesk:
             self._refuse(session, request.request_id, event.compiled, now_s)
         else:
             request.follow(event.compiled)
+            for sample in request.samples:
+                sample.compiled_s = now_s
             self._start(session, AddRequest(request, arrival), now_s)
 
     def abort(self, session: Session, message: Abort, now_s: float) -> None:

@@ -161,7 +161,7 @@ def serve(
     if not isinstance(grammars, NoGrammars):
         masks = MaskFiller(card.vocab_size, scheduler.config.max_num_seqs)
     core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch), masks)
-    io_thread = _io_thread(config, socket, card, files, core, inbox, outbox, grammars)
+    io_thread = _io_thread(config, socket, card, files, core, inbox, outbox, grammars, trace)
     watchdog = Watchdog(core, config.step_timeout_s, core.blame, outbox, io_thread)
     interrupted = handle_signals(inbox, outbox)
     if parent is not None:
@@ -218,6 +218,7 @@ def _io_thread(
     inbox: Inbox,
     outbox: Outbox,
     grammars: GrammarSource,
+    trace: StepTrace | None,
 ) -> IoThread:
     """Made of its parts and not started; arguments as in `serve`."""
     counters, clock = core.scheduler.counters, core.clock
@@ -251,7 +252,7 @@ def _io_thread(
         step_age_ms=lambda: clock.age_ms,
         shutdown_timeout_s=config.shutdown_timeout,
     )
-    return IoThread(socket, client_limit.max_connections, desk, inbox, outbox)
+    return IoThread(socket, client_limit.max_connections, desk, inbox, outbox, trace=trace)
 
 
 def process_age_s() -> float:

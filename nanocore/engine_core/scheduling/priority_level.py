@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nanocore.engine_core.scheduling.precedence import PrecedenceKey
 from nanocore.engine_core.scheduling.request import Request
-from nanocore.engine_core.scheduling.session_heaps import SessionHeaps
+from nanocore.engine_core.scheduling.session_heaps import Candidate, SessionHeaps
 from nanocore.engine_core.scheduling.turns import QUANTUM_TOKENS, Turns
 
 
@@ -43,15 +43,24 @@ class PriorityLevel:
 
     def head(self, may_be_long: bool) -> Request | None:
         """Who goes first. The same until somebody is taken out, or comes back or steps aside."""
-        first = self._others.first()
-        first_long = self._long.first() if may_be_long else None
-        if first is None or (first_long is not None and first_long < first):
-            first = first_long
+        first = self._first(may_be_long)
         if first is None:
             return None
         turn, _, request = first
         self._turns.come_to(turn)
         return request
+
+    def peek(self) -> Request | None:
+        """The head, whose turn does not come by this."""
+        first = self._first(may_be_long=True)
+        return first and first[2]
+
+    def _first(self, may_be_long: bool) -> Candidate | None:
+        first = self._others.first()
+        first_long = self._long.first() if may_be_long else None
+        if first is None or (first_long is not None and first_long < first):
+            first = first_long
+        return first
 
     def _at(self, is_long: bool) -> SessionHeaps:
         return self._long if is_long else self._others

@@ -38,10 +38,11 @@ class Request:
     known.
     priority: lower values go first, where the policy heeds them. arrival: the step before which it
     came, so requests that came together are equals; arrival_s: when that was, for ageing.
-    received_s: when the engine read the SUBMIT. life: what has happened to it since.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted, else None.
     num_prompt_logprobs: log probabilities of prompt tokens that were delivered. row: where it runs,
     or -1.
+    received_s: when its SUBMIT was taken from the socket. compiled_s: when its structured output
+    was known, if it had to wait for that. life: what has happened to it since.
     sample: which one it is, from 0. held_back: those that wait until all of this one's prompt is
     planned, because they find it in the prefix cache then; leader: whom this one waits for so.
     matcher: of a structured output; it has seen the output tokens that were delivered.
@@ -60,6 +61,7 @@ class Request:
     arrival: int = 0
     arrival_s: float = 0.0
     received_s: float = 0.0
+    compiled_s: float | None = None
     num_resumed_tokens: int = 0
     num_bytes: int = 0
     num_prompt_tokens: int = field(init=False)

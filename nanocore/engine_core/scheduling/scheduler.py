@@ -24,7 +24,7 @@ from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_clien
 from nanocore.engine_core.scheduling.precedence import Precedence, precedence_key
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.running_set import RunningSet
-from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
+from nanocore.engine_core.scheduling.step import Shortage, StepOutcome, StepPlan
 from nanocore.engine_core.scheduling.step_budget import StepBudget
 from nanocore.engine_core.scheduling.urgency import Need, Urgency
 from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
@@ -176,6 +176,8 @@ class Scheduler:
         token_budget = self._token_budget(group)
         plan, budget = running.compute(counters.num_steps, group, token_budget, urgent)
         may_admit = not plan.preempted and not running.is_short_of_blocks
+        if gave_way and (head := self.waiting.head()):
+            plan.preempters |= {one.request_id: head.request_id for one in gave_way}
         plan.preempted[:0] = gave_way
         for request in plan.preempted:
             self.waiting.push(request)
@@ -218,6 +220,19 @@ class Scheduler:
         outcome.finished += self._ended
         self._ended = []
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
+
+    def blocked_head(self) -> tuple[Request, Shortage] | None:
+        """(who goes first of those that the step planned last left waiting, what it lacked)."""
+        plan, head = self.planned, self.waiting.peek()
+        if head is None:
+            return None
+        if self._num_admissible(plan.group) <= 0:
+            return head, "rows"
+        if plan.num_tokens >= plan.token_budget:
+            return head, "budget"
+        if plan.preempted or self.running.is_short_of_blocks or self._is_still_blocked(head):
+            return head, "kv_blocks"
+        return head, "partial_prefills"
 
     def _can_admit(self, group: int) -> bool:
         head = self.waiting.head()

@@ -8,7 +8,7 @@ step begins (`begin`); what happens from then on is the outcome's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +23,11 @@ from nanocore.protocol.codec import pack_int32
 from nanocore.worker.plan import NewRow, SchedulerOutput
 
 _NO_ROWS: IntArray = np.zeros(0, np.int64)
+
+
+Shortage = Literal["rows", "budget", "kv_blocks", "partial_prefills"]
+"""What a waiting request lacks: a row, token budget, KV blocks, or that fewer prompts are in chunks
+(`max_num_partial_prefills`)."""
 
 
 class Chunk(NamedTuple):
@@ -46,14 +51,14 @@ class StepPlan:
     drafts they do, if no EOS and no stop id comes first. stalled: rows that wait until an earlier
     step releases blocks. blocks: ids of the blocks given to running rows. added: rows given to
     requests. new, resumed, preempted: requests. cached: tokens found in the prefix cache, by
-    request id. masked: (row, request) of rows that sample a structured output, so that the step
+    request id. preempters: for whom requests were preempted, by the ids of these. masked: (row, request) of rows that sample a structured output, so that the step
     awaits their masks.
     """
 
     __slots__ = (
         "added", "blocks", "cached", "chunks", "completed", "decode_counts", "decode_ends",
         "decoding", "first", "group", "last", "masked", "new", "num_groups", "number", "preempted",
-        "resumed", "stalled", "started", "token_budget",
+        "preempters", "resumed", "stalled", "started", "token_budget",
     )  # fmt: skip
 
     def __init__(self, number: int, token_budget: int, group: int = 0, num_groups: int = 1) -> None:
@@ -75,6 +80,7 @@ class StepPlan:
         self.resumed: list[Request] = []
         self.preempted: list[Request] = []
         self.cached: dict[str, int] = {}
+        self.preempters: dict[str, str] = {}
         self.masked: list[tuple[int, Request]] = []
 
     @property

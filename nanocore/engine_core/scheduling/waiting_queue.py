@@ -64,6 +64,11 @@ class WaitingQueue:
             self._heads[may_be_long] = self._find_head(may_be_long)
         return self._heads[may_be_long]
 
+    def peek(self) -> Request | None:
+        """The head, for those who only look: it is nobody's turn by this."""
+        first = self._first_by_key(may_be_long=True)
+        return first and self._levels[self._level_key(first)].peek()
+
     def remove(self, request: Request) -> None:
         """Take out a request that can be admitted."""
         is_long = self._take_out(request)
@@ -110,10 +115,14 @@ class WaitingQueue:
         self.push(heir)
 
     def _find_head(self, may_be_long: bool) -> Request | None:
+        first = self._first_by_key(may_be_long)
+        return first and self._levels[self._level_key(first)].head(may_be_long)
+
+    def _first_by_key(self, may_be_long: bool) -> Request | None:
         first, long = self._requests.head(), self.long.head() if may_be_long else None
         if first is None or (long and self._precedence(long) < self._precedence(first)):
             first = long
-        return first and self._levels[self._level_key(first)].head(may_be_long)
+        return first
 
     def _level_key(self, request: Request) -> int:
         return request.priority if self._has_priorities else 0
