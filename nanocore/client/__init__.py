@@ -24,6 +24,7 @@ from nanocore.protocol.errors import (
     ProtocolError,
 )
 from nanocore.protocol.messages import ModelCard, Stats
+from nanocore.protocol.metrics import Metric, MetricSample
 from nanocore.protocol.sampling import SamplingParams
 from nanocore.protocol.structured_outputs import StructuredOutputsParams
 
@@ -44,6 +45,8 @@ __all__ = [
     "InvalidRequestError",
     "KeyFileError",
     "Logprob",
+    "Metric",
+    "MetricSample",
     "ModelCard",
     "NanocoreError",
     "ProtocolError",

@@ -30,8 +30,9 @@ from nanocore.client.scoring import ScoreOutput, score_request
 from nanocore.client.stream import RequestStream
 from nanocore.client.submission import Prompt, submit
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.errors import InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import ControlOperation, Reply, Stats
+from nanocore.protocol.metrics import Metric
 from nanocore.protocol.sampling import Pooling, SamplingParams
 
 HEALTH_TIMEOUT_S = 5.0
@@ -278,6 +279,17 @@ class AsyncEngineClient(LinkedClient):
         stats = (await self._control("stats")).stats
         assert stats is not None
         return stats
+
+    async def metrics(self) -> list[Metric]:
+        """All that the engine counts and times; docs/seeing.md has the names.
+
+        Raises:
+            ProtocolError: the engine is too old to tell.
+        """
+        reply = await self._control("metrics")
+        if reply.metrics is None:
+            raise ProtocolError(f"the engine tells no metrics: {reply.message}")
+        return reply.metrics
 
     async def health(self) -> EngineHealth:
         """A sign of life, or EngineDeadError."""

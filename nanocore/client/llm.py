@@ -29,6 +29,7 @@ from nanocore.client.submission import Prompt
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard, Stats
+from nanocore.protocol.metrics import Metric
 from nanocore.protocol.sampling import Pooling, SamplingParams
 
 Result = TypeVar("Result")
@@ -216,6 +217,10 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """End a request: no step reports of it any more. Ids that have ended are ignored."""
         self._run(self._requests.abort(request_id))
+
+    def metrics(self) -> list[Metric]:
+        """All that the engine counts and times."""
+        return self._run(self._client.metrics())
 
     def stats(self) -> Stats:
         """The engine's counters and gauges."""

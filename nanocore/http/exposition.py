@@ -1,52 +1,70 @@
-"""What the engine counts, in Prometheus' text format; names are vLLM's where it has them."""
+"""Metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from nanocore.protocol.messages import Stats
+from nanocore.protocol.metrics import Metric, MetricSample
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
-_GAUGES: Final = {
-    "num_requests_running": "Requests that run.",
-    "num_requests_waiting": "Requests that wait to run.",
-    "kv_cache_usage_perc": "Share of the KV cache's blocks that are in use, 1 is all.",
-    "num_blocks": "Blocks of the KV cache.",
-    "num_free_blocks": "Blocks of the KV cache that are free.",
-    "num_clients": "Sessions with the engine.",
-}
-_COUNTERS: Final = {
-    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found there.",
-    "num_preemptions": "Preemptions.",
-    "num_aborts": "Requests ended by their clients, or by their time.",
-    "prompt_tokens": "Prompt tokens of requests that were accepted.",
-    "generation_tokens": "Tokens that were sampled.",
-    "num_steps": "Steps.",
-    "num_protocol_errors": "Messages that broke the protocol.",
-}
+NAMESPACE: Final = "nanocore"
+_ENGINE: Final = ("engine", "0")
+_NOT_NAMING: Final = {"cache_config_info": ("model_name",), "admission_rejections": ("engine",)}
+"""Labels that vLLM does not give to these, by metric."""
 
 
-class _StatsCollector(Collector):
-    def __init__(self, stats: Stats, model_name: str) -> None:
-        self._stats = stats
-        self._labels = {"model_name": model_name, "engine": "0"}
+class _MetricsCollector(Collector):
+    def __init__(self, metrics: Iterable[Metric], model_name: str, namespace: str) -> None:
+        self._metrics = metrics
+        self._labels = dict([("model_name", model_name), _ENGINE])
+        self._namespace = namespace
 
-    def collect(self) -> Iterator[Metric]:
-        for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
-            for name, text in names.items():
-                metric = family(f"nanocore:{name}", text, labels=[*self._labels])
-                metric.add_metric([*self._labels.values()], getattr(self._stats, name))
-                yield metric
+    def collect(self) -> Iterator[Family]:
+        for metric in self._metrics:
+            name = f"{self._namespace}:{metric.name}"
+            ours = [key for key in self._labels if key not in _NOT_NAMING.get(metric.name, ())]
+            theirs = [key for key, _ in metric.samples[0].labels] if metric.samples else []
+            labels = [*ours, *theirs]
+            family: Family
+            if metric.type == "histogram":
+                family = histogram = HistogramMetricFamily(name, metric.help, labels=labels)
+                for sample in metric.samples:
+                    values = self._values(ours, sample)
+                    histogram.add_metric(values, _buckets(metric, sample), sample.value)
+            elif metric.type == "counter":
+                family = counter = CounterMetricFamily(name, metric.help, labels=labels)
+                for sample in metric.samples:
+                    counter.add_metric(self._values(ours, sample), sample.value)
+            else:
+                family = gauge = GaugeMetricFamily(name, metric.help, labels=labels)
+                for sample in metric.samples:
+                    gauge.add_metric(self._values(ours, sample), sample.value)
+            yield family
+
+    def _values(self, ours: list[str], sample: MetricSample) -> list[str]:
+        return [self._labels[key] for key in ours] + [value for _, value in sample.labels]
 
 
-def exposition(stats: Stats, model_name: str) -> bytes:
-    """All metrics of an engine."""
+def exposition(metrics: Iterable[Metric], model_name: str, namespace: str = NAMESPACE) -> bytes:
+    """These metrics of an engine; names begin with the namespace, `vllm` for vLLM's dashboards."""
     registry = CollectorRegistry()
-    registry.register(_StatsCollector(stats, model_name))
+    registry.register(_MetricsCollector(metrics, model_name, namespace))
     return generate_latest(registry)
+
+
+def _buckets(metric: Metric, sample: MetricSample) -> list[tuple[str, float]]:
+    """(upper bound, observations up to it), as Prometheus counts them."""
+    bounds = [*map(floatToGoString, metric.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(sample.counts, initial=None), strict=True))

@@ -29,13 +29,16 @@ from nanocore.protocol.fields import (
     limited,
     since,
 )
+from nanocore.protocol.metrics import Metric
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 9)
+PROTOCOL_VERSION = (1, 10)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
-ControlOperation = Literal["stats", "reset_prefix_cache", "pause", "resume", "read_file", "drain"]
+ControlOperation = Literal[
+    "stats", "reset_prefix_cache", "pause", "resume", "read_file", "drain", "metrics"
+]
 Capability = Literal["prefix_caching", "priority", "structured_outputs", "embeddings"]
 ModelFileName = Literal[
     "tokenizer.json",
@@ -347,6 +350,7 @@ class Reply(Message, frozen=True):
     """Engine to client: the outcome of a CONTROL. ok is False if it could not be done.
 
     stats: of "stats". data: of "read_file", at most max_file_chunk_bytes; empty at the file's end.
+    metrics: of "metrics".
     """
 
     op = Op.REPLY
@@ -355,6 +359,7 @@ class Reply(Message, frozen=True):
     message: str | None = None
     stats: Stats | None = None
     data: Annotated[bytes | None, since(3)] = None
+    metrics: Annotated[list[Metric] | None, since(10)] = None
 
 
 class Draining(Message, frozen=True):

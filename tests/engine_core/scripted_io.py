@@ -21,19 +21,20 @@ from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.reception import Reception
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTES, Session
 from nanocore.engine_core.mailbox import AddRequest, GrammarDone, Inbox, Outbox
-from nanocore.engine_core.scheduling.counters import SchedulerCounters
+from nanocore.engine_core.metrics.collector import MetricsCollector
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Hello, Message, ModelCard, Output, Submit, Welcome
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.structured_outputs import StructuredOutputs
-from tests.fakes import FakeGrammars, FakePeers
+from tests.fakes import FakeGrammars, FakePeers, make_scheduler
 
 TOKENIZER = bytes(range(256)) * 300  # more than a chunk
 MAX_NUM_CLIENTS = 3
 MAX_NUM_QUEUED_REQS = 8
 SHUTDOWN_TIMEOUT_S = 30.0
+CACHE_LABELS = {"block_size": "4", "num_gpu_blocks": "64"}
 CARD = ModelCard(
     model="fake",
     architecture="Fake",
@@ -68,8 +69,10 @@ class Io:
         self.now_s = 1000.0
         self.num_steps = 0
         self.grammars = FakeGrammars()
-        self.counters = SchedulerCounters()
+        self.scheduler, _ = make_scheduler()
+        self.counters = self.scheduler.counters
         queue_limit = QueueLimit(MAX_NUM_QUEUED_REQS, 10_000, self.counters)
+        self.metrics = MetricsCollector(self.scheduler, queue_limit.rejections, CACHE_LABELS)
         self.compiling = CompilingRequests(self.grammars, queue_limit, self.outbox.put)
         client_limit = ClientLimit(MAX_NUM_CLIENTS, max_connections=10)
         self.desk = FrontDesk(
@@ -86,7 +89,7 @@ class Io:
             ),
             admission or Admission(CARD, EngineConfig(), queue_limit, self.grammars),
             self.compiling,
-            ControlHandler(self.inbox, files),
+            ControlHandler(self.inbox, files, self.metrics),
             num_steps=lambda: self.num_steps,
             step_age_ms=lambda: 0,
             shutdown_timeout_s=shutdown_timeout_s,

@@ -191,11 +191,23 @@ def test_who_comes_to_a_queue_that_another_one_has_filled_has_one_request_in_it(
 
 
 @pytest.mark.parametrize(
-    "operation", sorted({*get_args(ControlOperation)} - {"read_file", "drain"})
+    "operation", sorted({*get_args(ControlOperation)} - {"read_file", "drain", "metrics"})
 )
 def test_an_operation_of_the_allow_list_reaches_the_step_loop(io: Io, operation: str) -> None:
     io.receive(Control(call_id=7, operation=operation))
     assert io.inbox.get_nowait() == ControlCall(1, 7, operation)  # type: ignore[arg-type]
+
+
+def test_metrics_are_answered_without_the_step_loop(io: Io) -> None:
+    io.receive_frames([b"\x7f", b""])  # breaks the protocol
+    io.take_sent()
+    io.receive(Control(call_id=7, operation="metrics"))
+    (reply,) = io.take_sent()
+    assert isinstance(reply, Reply)
+    values = {one.name: one.samples[0].value for one in reply.metrics or [] if one.samples}
+    assert values["num_clients"] == 1
+    assert values["num_protocol_errors"] == 1
+    assert io.inbox.empty()
 
 
 @pytest.mark.parametrize("operation", ["shutdown", "__class__", "", "STATS"])

@@ -57,6 +57,16 @@ STATS: Body = {
     "num_steps": MAX_INT, "paused": False,
 }  # fmt: skip
 MORE_STATS: Body = {"prefix_cache_hit_rate": 0.25, "num_clients": 2, "num_protocol_errors": 1}
+METRICS = [
+    {
+        "name": "num_steps", "type": "counter", "help": "Steps.",
+        "samples": [{"value": 7.0, "labels": [["a", "b"]]}],
+    },
+    {
+        "name": "seconds", "type": "histogram", "help": "", "bounds": [0.5, 1.0],
+        "samples": [{"value": 2.25, "counts": [3, 0, MAX_INT]}],
+    },
+]  # fmt: skip
 LOGPROBS: Body = {
     "handles": handles(8, 8), "ranks": handles(1, 3), "counts": handles(3, 3),
     "token_ids": column(43, 43, 9, 44, 9, 43), "logprobs": floats(-0.5, -0.5, -1.5, -4.5, -0.5, -3),
@@ -67,7 +77,7 @@ PROMPT_LOGPROBS: Body = {
 }  # fmt: skip
 
 FULL_CLIENT: dict[int, Body] = {
-    HELLO: {"protocol": [1, 9], "client": "vectors/1"},
+    HELLO: {"protocol": [1, 10], "client": "vectors/1"},
     SUBMIT: {
         "request_id": "a", "prompt_token_ids": PROMPT, "sampling": SAMPLING, "cache_salt": "pepper",
         "timeout_s": 60.5,
@@ -80,7 +90,7 @@ FULL_CLIENT: dict[int, Body] = {
 }  # fmt: skip
 FULL_ENGINE: dict[int, Body] = {
     WELCOME: {
-        "protocol": [1, 9],
+        "protocol": [1, 10],
         "session": "4f1d2c3b5a697887",
         "engine_instance": "0123456789abcdef0123456789abcdef",
         "model": MODEL
@@ -96,7 +106,7 @@ FULL_ENGINE: dict[int, Body] = {
         },
         "capabilities": ["prefix_caching", "priority", "structured_outputs", "embeddings"],
     },
-    REFUSED: {"message": "8 clients are served", "supported": [[1, 9]], "retry_after_s": 1.5},
+    REFUSED: {"message": "8 clients are served", "supported": [[1, 10]], "retry_after_s": 1.5},
     ACCEPTED: {"request_id": "a", "handle": 7, "seed": MAX_INT},
     OUTPUT: {
         "handles": handles(7, 8),

@@ -10,7 +10,15 @@ import math
 from collections.abc import Iterator
 
 from tests.protocol_files import structured_outputs
-from tests.protocol_files.bodies import FULL_CLIENT, FULL_ENGINE, MAX_INT, MORE_STATS, PROMPT, STATS
+from tests.protocol_files.bodies import (
+    FULL_CLIENT,
+    FULL_ENGINE,
+    MAX_INT,
+    METRICS,
+    MORE_STATS,
+    PROMPT,
+    STATS,
+)
 from tests.protocol_files.lines import (
     ABORT,
     ACCEPTED,
@@ -117,6 +125,8 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "stats.kv_cache_usage_perc": "float!", "stats.paused": "bool!",
             "stats.prefix_cache_hit_rate": "float", "stats.num_clients": "int",
             "stats.num_protocol_errors": "int",
+            "metrics": "list?", "metrics.name": "str!", "metrics.type": "str!",
+            "metrics.help": "str!", "metrics.samples": "list!", "metrics.bounds": "list",
         },
         DRAINING: {"deadline_ms": "int?"},
         BYE: {"reason": "str"},
@@ -159,7 +169,7 @@ def good(sender: Sender, op: int) -> Body:
     """A body in which every field of the tables can be changed."""
     if sender == "client":
         return FULL_CLIENT[op]
-    whole = {"call_id": 1, "stats": STATS | MORE_STATS}
+    whole = {"call_id": 1, "stats": STATS | MORE_STATS, "metrics": METRICS}
     return whole if op == REPLY else FULL_ENGINE[op]
 
 

@@ -22,6 +22,7 @@ from nanocore.protocol.messages import (
     Stats,
     TokenLogprobs,
 )
+from nanocore.protocol.metrics import Metric, MetricSample
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 from nanocore.protocol.structured_outputs import (
     ReasoningMarks,
@@ -39,6 +40,8 @@ HEADINGS: dict[str, Struct] = {
     "#### Event": Event,
     "#### Log probabilities": TokenLogprobs,
     "#### Stats": Stats,
+    "#### Metric": Metric,
+    "#### Metric sample": MetricSample,
     "## 9. Sampling parameters": EngineSamplingParams,
     "### Structured outputs": StructuredOutputs,
     "#### Reasoning": ReasoningMarks,
@@ -56,6 +59,7 @@ FIRST_SINCE = {
     **dict.fromkeys((StructuredOutputs, StructuralTag, Structure), "1.6"),
     ReasoningMarks: "1.7",
     Draining: "1.9",
+    **dict.fromkeys((Metric, MetricSample), "1.10"),
 }
 
 

@@ -9,6 +9,7 @@ from tests.protocol_files.bodies import (
     FULL_ENGINE,
     LIMITS,
     MAX_INT,
+    METRICS,
     MODEL,
     MORE_STATS,
     SAMPLING,
@@ -213,10 +214,12 @@ def replies() -> Iterator[Line]:
         "not-done": {"ok": False, "message": "a request holds blocks"},
         "stats": {"stats": STATS | MORE_STATS},
         "stats-minimal": {"stats": STATS},
+        "metrics": {"metrics": METRICS},
+        "metrics-empty": {"metrics": []},
         "data": {"data": b'{"model": "\xff\x00'},
         "data-empty": {"data": b""},
         "data-300-bytes": {"data": bytes(range(100)) * 3},
-        "nils": {"message": None, "stats": None, "data": None},
+        "nils": {"message": None, "stats": None, "data": None, "metrics": None},
     }.items():
         yield valid("engine", REPLY, name, {"call_id": 1} | more)
     for name, call_id in {"smallest": 0, "largest": MAX_INT}.items():

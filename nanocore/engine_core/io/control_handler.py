@@ -7,11 +7,13 @@ up the step. A pause belongs to its session, and ends with it at the latest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, get_args
 
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.session import Session
 from nanocore.engine_core.mailbox import ControlCall, Inbox
+from nanocore.engine_core.metrics.collector import DeskCounts, MetricsCollector
 from nanocore.protocol.errors import shorten
 from nanocore.protocol.messages import Control, ControlOperation, Reply
 
@@ -19,14 +21,20 @@ MAX_CALLS: Final = 64  # of one session, that wait for the step loop
 
 
 class ControlHandler:
-    """Serves one engine's CONTROLs. inbox: the step loop's. files: those that read_file reads."""
+    """Serves one engine's CONTROLs.
 
-    def __init__(self, inbox: Inbox, files: ModelFiles) -> None:
+    inbox: the step loop's. files: those that read_file reads. metrics: those of the engine.
+    """
+
+    def __init__(self, inbox: Inbox, files: ModelFiles, metrics: MetricsCollector) -> None:
+        self.metrics = metrics
         self._inbox = inbox
         self._files = files
 
-    def handle(self, session: Session, control: Control) -> Reply | None:
-        """The answer; None if the step loop will give it."""
+    def handle(
+        self, session: Session, control: Control, counts: Callable[[], DeskCounts]
+    ) -> Reply | None:
+        """The answer; None if the step loop will give it. counts: the front desk's, of now."""
         match control.operation:
             case "stats" | "reset_prefix_cache" | "pause" | "resume" as operation:
                 if session.num_calls == MAX_CALLS:
@@ -41,6 +49,8 @@ class ControlHandler:
                 return None
             case "read_file":
                 return self._read_file(control)
+            case "metrics":
+                return Reply(call_id=control.call_id, metrics=self.metrics.collect(counts()))
             case _:
                 names = ", ".join(get_args(ControlOperation))
                 text = f"operation {shorten(control.operation)!r} is not one of {names}"

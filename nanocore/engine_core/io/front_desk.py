@@ -27,6 +27,7 @@ from nanocore.engine_core.io.request_desk import RequestDesk
 from nanocore.engine_core.io.session import MAX_BACKLOGS_BYTES, Session, over_limit
 from nanocore.engine_core.io.session_table import SessionTable
 from nanocore.engine_core.mailbox import BeginDrain, ControlReply, Farewell, GrammarDone, Inbox
+from nanocore.engine_core.metrics.collector import DeskCounts
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import (
     InvalidSubmitError,
@@ -104,6 +105,7 @@ class FrontDesk:
         self._decoder = engine_decoder()
         self._num_protocol_errors = 0
         self._closed: Counter[str] = Counter()  # sessions by reason, since they were last logged
+        self._num_closed: Counter[str] = Counter()  # since the start
 
     def receive(self, routing_id: bytes, frames: list[bytes], now_s: float) -> None:
         """Handle one message. Bytes that are none, or none for now, get an ERROR and are counted.
@@ -179,6 +181,7 @@ class FrontDesk:
     def check_sessions(self, now_s: float) -> None:
         """PING every client and close the silent ones' sessions; log what was closed lately."""
         self._log_closed()
+        self._controls.metrics.fold()
         for session in list(self.sessions.by_peer.values()):
             session.num_silent_checks += 1
             if now_s - session.last_seen_s > SESSION_TIMEOUT_S:
@@ -187,6 +190,19 @@ class FrontDesk:
                 self._close(session, "no word from the client for as long as it asked for")
             else:
                 self._send(session, Ping(), now_s)
+
+    def counts(self) -> DeskCounts:
+        """What is known here, for the metrics."""
+        compiling, slow = self._requests.compiling, self.sessions.slow.values()
+        return DeskCounts(
+            num_clients=len(self.sessions),
+            num_protocol_errors=self._num_protocol_errors,
+            num_compiling=len(compiling),
+            num_aborts=compiling.num_aborts,
+            backlog_bytes=sum([one.backlog.num_bytes for one in slow if one.backlog]),
+            is_draining=self.drain.is_on,
+            closed=self._num_closed,
+        )
 
     def peer_gone(self, routing_id: bytes) -> None:
         """The peer has disconnected: close its session, if it has one, and abort its requests."""
@@ -246,7 +262,7 @@ class FrontDesk:
             case Pong():
                 pass  # last_seen_s is all it is for
             case Control():
-                if (reply := self._controls.handle(session, message)) is not None:
+                if (reply := self._controls.handle(session, message, self.counts)) is not None:
                     self._send(session, reply, now_s)
             case Bye():
                 self._close(session, "the client said BYE")
@@ -332,6 +348,7 @@ class FrontDesk:
         if not self.sessions.has(session):
             return  # it has ended by what was sent just before, to it or to another
         self._closed[reason] += 1
+        self._num_closed[reason] += 1
         self._peers.dismiss(session.routing_id)
         self._requests.forget(self.sessions.close(session))
         self._controls.leave(session)

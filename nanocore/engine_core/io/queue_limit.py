@@ -44,6 +44,12 @@ class QueueLimit:
         self.max_num_queued_reqs = max_num_queued_reqs
         self.max_num_queued_tokens = max_num_queued_tokens
         self.max_num_queued_bytes = max_num_queued_bytes
+        self.rejections = {
+            "max_num_queued_reqs": 0,
+            "max_num_queued_tokens": 0,
+            "max_num_queued_bytes": 0,
+        }
+        """Requests that were refused, by the limit."""
         self._counters = counters
         self._clock = clock
         self._num_reqs = 0
@@ -77,8 +83,10 @@ class QueueLimit:
         now_s = self._clock()
         self._outflow.observe(now_s, totals, is_empty=not waiting[0])
         more = num_samples, num_tokens, num_bytes
-        problem = self._problem(waiting, more, may_exceed=is_only and num_samples == 1)
-        if problem:
+        found = self._problem(waiting, more, may_exceed=is_only and num_samples == 1)
+        if found is not None:
+            limit, problem = found
+            self.rejections[limit] += 1
             retry_s = self._retry_after_s(waiting, more, client, now_s)
             raise EngineOverloadedError(
                 f"the engine is overloaded: {problem}; try again in {retry_s:.2g} s", retry_s
@@ -94,25 +102,27 @@ class QueueLimit:
         self._num_tokens -= num_tokens
         self._num_bytes -= num_bytes
 
-    def _problem(self, waiting: _Quantities, more: _Quantities, may_exceed: bool) -> str | None:
-        """Why so much more may not wait; None if it may. may_exceed: all limits but the bytes'."""
+    def _problem(
+        self, waiting: _Quantities, more: _Quantities, may_exceed: bool
+    ) -> tuple[str, str] | None:
+        """(the limit, why) if so much more may not wait. may_exceed: all limits but the bytes'."""
         reqs, tokens, held = waiting
         num_samples, num_tokens, num_bytes = more
         if not reqs:
             return None
         if reqs + num_samples > self.max_num_queued_reqs and not may_exceed:
             samples = "" if num_samples == 1 else f"; here come {num_samples} samples more"
-            return (
+            return "max_num_queued_reqs", (
                 f"{reqs} requests wait, and at most {self.max_num_queued_reqs} may "
                 f"(--max-num-queued-reqs){samples}"
             )
         if tokens + num_tokens > self.max_num_queued_tokens and not may_exceed:
-            return (
+            return "max_num_queued_tokens", (
                 f"requests of {tokens} prompt tokens wait; with {num_tokens} more they "
                 f"would be over {self.max_num_queued_tokens} (--max-num-queued-tokens)"
             )
         if held + num_bytes > self.max_num_queued_bytes:
-            return (
+            return "max_num_queued_bytes", (
                 f"requests that wait hold {held} bytes; with {num_bytes} more they would be "
                 f"over {self.max_num_queued_bytes} (--max-num-queued-bytes)"
             )

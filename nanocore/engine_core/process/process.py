@@ -36,6 +36,7 @@ from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.reception import Reception
 from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Shutdown
+from nanocore.engine_core.metrics.collector import MetricsCollector
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.occupied import occupy
 from nanocore.engine_core.process.parent import ParentLink
@@ -228,6 +229,12 @@ def _io_thread(
         counters,
         config.max_num_queued_bytes,
     )
+    cache_labels = {
+        "block_size": str(card.block_size),
+        "num_gpu_blocks": str(card.num_blocks),
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "cache_dtype": config.kv_cache_dtype,
+    }
     client_limit = ClientLimit.of_this_process(config.max_num_clients)
     capabilities = config.capabilities
     if not isinstance(grammars, NoGrammars):
@@ -247,7 +254,9 @@ def _io_thread(
         reception,
         Admission(card, config, queue_limit, grammars),
         CompilingRequests(grammars, queue_limit, outbox.put),
-        ControlHandler(inbox, files),
+        ControlHandler(
+            inbox, files, MetricsCollector(core.scheduler, queue_limit.rejections, cache_labels)
+        ),
         num_steps=lambda: counters.num_steps,
         step_age_ms=lambda: clock.age_ms,
         shutdown_timeout_s=config.shutdown_timeout,

@@ -29,8 +29,8 @@ class FirstToken(NamedTuple):
 class Ended(NamedTuple):
     """A request that has ended, or one of several samples of it.
 
-    num_samples: that it was asked for, in the first one's; 0 in the others'. max_tokens: output
-    tokens that it might have had.
+    num_samples: of the request, which `first_handle` names. max_tokens: output tokens that it might
+    have had.
     """
 
     reason: FinishReason
@@ -41,8 +41,7 @@ class Ended(NamedTuple):
     num_output_tokens: int
     num_cached_tokens: int
     max_tokens: int
-    handle: int
-    sample: int
+    first_handle: int
     num_samples: int
 
 
@@ -65,8 +64,9 @@ class Journal:
         cached = request.num_cached_tokens or 0
         self.first_tokens.append(FirstToken(seconds, request.num_prompt_tokens, cached))
 
-    def end(self, request: Request, reason: FinishReason, now_s: float) -> None:
+    def end(self, request: Request, reason: FinishReason | None, now_s: float) -> None:
         """A request has ended; it has no row any more."""
+        assert reason is not None
         num_submitted = request.num_submitted_tokens
         entry = Ended(
             reason,
@@ -77,8 +77,7 @@ class Journal:
             max(request.life.num_tokens - num_submitted, 0),
             request.num_cached_tokens or 0,
             request.max_num_tokens - request.num_prompt_tokens,
-            request.handle,
-            request.sample,
-            0 if request.sample else len(request.samples),
+            request.handle - request.sample,
+            request.sampling.n,
         )
         self.ended.append(entry)

@@ -23,14 +23,8 @@ from nanocore.engine_core.scheduling.precedence import Precedence, PrecedenceKey
 from nanocore.engine_core.scheduling.preemption import next_preempted
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
-from nanocore.engine_core.scheduling.spans import IntArray
-from nanocore.engine_core.scheduling.step import (
-    Chunk,
-    StepOutcome,
-    StepPlan,
-    attended_tokens,
-    new_row,
-)
+from nanocore.engine_core.scheduling.spans import IntArray, attended_tokens
+from nanocore.engine_core.scheduling.step import Chunk, StepOutcome, StepPlan, new_row
 from nanocore.engine_core.scheduling.step_result import ResultReader
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.kv_cache import Block, KVCacheManager

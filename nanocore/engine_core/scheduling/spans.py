@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,3 +24,8 @@ def places_of(wanted: IntArray, owners: IntArray) -> IntArray:
 def spans(starts: IntArray, counts: IntArray) -> IntArray:
     """Indices of entries, by where an owner's begin and how many there are."""
     return np.repeat(starts, counts) + places(counts)
+
+
+def attended_tokens(count: Any, end: Any) -> Any:
+    """What the last `count` of a row's first `end` tokens attend to, in sum; numbers or columns."""
+    return count * (end - count) + count * (count + 1) // 2

@@ -8,7 +8,7 @@ step begins (`begin`); what happens from then on is the outcome's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nanocore.engine_core.scheduling.ends import End
 from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
-from nanocore.engine_core.scheduling.spans import IntArray
+from nanocore.engine_core.scheduling.spans import IntArray, attended_tokens
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import pack_int32
 from nanocore.worker.plan import NewRow, SchedulerOutput
@@ -51,8 +51,8 @@ class StepPlan:
     drafts they do, if no EOS and no stop id comes first. stalled: rows that wait until an earlier
     step releases blocks. blocks: ids of the blocks given to running rows. added: rows given to
     requests. new, resumed, preempted: requests. cached: tokens found in the prefix cache, by
-    request id. preempters: for whom requests were preempted, by the ids of these. masked: (row, request) of rows that sample a structured output, so that the step
-    awaits their masks.
+    request id. preempters: for whom requests were preempted, by the ids of these. masked: (row,
+    request) of rows that sample a structured output, so that the step awaits their masks.
     """
 
     __slots__ = (
@@ -184,8 +184,3 @@ def new_row(
         stop_token_ids=request.stop_token_ids if sampling.min_tokens else [],
         num_prompt_logprobs=request.num_prompt_logprobs,
     )
-
-
-def attended_tokens(count: Any, end: Any) -> Any:
-    """What the last `count` of a row's first `end` tokens attend to, in sum; numbers or columns."""
-    return count * (end - count) + count * (count + 1) // 2

@@ -45,8 +45,9 @@ async def version(exchange: Exchange) -> None:
 
 async def metrics(exchange: Exchange) -> None:
     """For Prometheus."""
-    stats = await exchange.client.stats()
-    await exchange.reply(200, exposition(stats, exchange.model_name), CONTENT_TYPE)
+    metrics = await exchange.client.metrics()
+    namespace = exchange.state.settings.metrics_namespace
+    await exchange.reply(200, exposition(metrics, exchange.model_name, namespace), CONTENT_TYPE)
 
 
 async def _check_serving(exchange: Exchange) -> None:

@@ -1,0 +1,181 @@
+"""Metrics of a scheduler whose clock a test moves, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanocore.engine_core.metrics.collector import DeskCounts, MetricsCollector
+from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.protocol.metrics import Metric
+from tests.fakes import FakeExecutor, make_request, make_scheduler
+
+
+class Engine:
+    """A scheduler, its worker and its metrics; a step takes a second, or as a test says."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.now_s = 100.0
+        self.scheduler: Scheduler
+        self.executor: FakeExecutor
+        self.scheduler, self.executor = make_scheduler(clock=lambda: self.now_s, **settings)
+        self.collector = MetricsCollector(self.scheduler, {"max_num_queued_reqs": 2}, {"a": "b"})
+
+    def add(self, request: Request) -> Request:
+        for sample in request.samples:
+            sample.received_s = self.now_s
+        self.scheduler.add(request)
+        return request
+
+    def step(self, seconds: float = 1.0) -> None:
+        group = self.scheduler.next_group()
+        assert group is not None
+        result = self.executor.execute(self.scheduler.schedule(group))
+        self.now_s += seconds
+        self.scheduler.update(result)
+
+    def metrics(self, desk: DeskCounts | None = None) -> dict[str, Metric]:
+        return {one.name: one for one in self.collector.collect(desk or DeskCounts())}
+
+    def value(self, name: str, *labels: tuple[str, str]) -> float:
+        (value,) = [s.value for s in self.metrics()[name].samples if s.labels == list(labels)]
+        return value
+
+    def observed(self, name: str) -> tuple[int, float]:
+        """(how many, their sum)."""
+        (sample,) = self.metrics()[name].samples
+        return sum(sample.counts), sample.value
+
+
+def test_the_times_of_a_request_are_those_of_its_steps() -> None:
+    engine = Engine()
+    engine.add(make_request(1, [1] * 6, 3))
+    engine.now_s += 5  # it waits
+    for seconds in (1, 2, 4):
+        engine.step(seconds)
+    assert engine.scheduler.num_requests == 0
+    assert engine.observed("time_to_first_token_seconds") == (1, 6)
+    assert engine.observed("inter_token_latency_seconds") == (2, 6)
+    assert engine.observed("request_time_per_output_token_seconds") == (1, 3)
+    assert engine.observed("e2e_request_latency_seconds") == (1, 12)
+    assert engine.observed("request_queue_time_seconds") == (1, 5)
+    assert engine.observed("request_prefill_time_seconds") == (1, 1)
+    assert engine.observed("request_decode_time_seconds") == (1, 6)
+    assert engine.observed("request_inference_time_seconds") == (1, 7)
+    assert engine.observed("request_prompt_tokens") == (1, 6)
+    assert engine.observed("request_generation_tokens") == (1, 3)
+    assert engine.observed("request_params_max_tokens") == (1, 3)
+    assert engine.observed("iteration_tokens_total") == (3, 8)
+    assert engine.value("request_success", ("finished_reason", "length")) == 1
+    assert engine.value("request_success", ("finished_reason", "stop")) == 0
+    assert engine.value("generation_tokens") == 3
+
+
+def test_prompt_tokens_count_when_a_request_begins_to_answer_by_where_they_came_from() -> None:
+    engine = Engine()
+    for handle in (1, 2):
+        engine.add(make_request(handle, [1] * 9, 1))
+        assert engine.value("prompt_tokens") == 9 * (handle - 1)
+        engine.step()
+    assert engine.value("prompt_tokens") == 18
+    assert engine.value("prompt_tokens_cached") == 8
+    assert engine.value("prompt_tokens_by_source", ("source", "local_compute")) == 10
+    assert engine.value("prompt_tokens_by_source", ("source", "local_cache_hit")) == 8
+    assert engine.observed("request_prefill_kv_computed_tokens") == (2, 10)
+
+
+def test_what_never_ran_has_an_end_and_no_other_time() -> None:
+    engine = Engine()
+    request = engine.add(make_request(1, [1] * 6, 3))
+    engine.now_s += 2
+    engine.scheduler.abort(request.handle)
+    engine.scheduler.journal.end(request, "abort", engine.now_s)
+    assert engine.value("request_success", ("finished_reason", "abort")) == 1
+    assert engine.observed("e2e_request_latency_seconds") == (1, 2)
+    for name in ("queue_time", "prefill_time", "decode_time", "inference_time"):
+        assert engine.observed(f"request_{name}_seconds") == (0, 0)
+
+
+def test_a_preempted_request_is_one_request() -> None:
+    engine = Engine(num_blocks=6, enable_prefix_caching=False)
+    for handle in (1, 2):
+        engine.add(make_request(handle, [1] * 8, 8))
+    while engine.scheduler.num_requests:
+        engine.step()
+    assert engine.value("num_preemptions") >= 1
+    assert engine.observed("request_num_preemptions") == (2, engine.value("num_preemptions"))
+    assert engine.observed("time_to_first_token_seconds")[0] == 2
+    assert engine.observed("inter_token_latency_seconds")[0] == 2 * 7
+    assert engine.observed("request_generation_tokens") == (2, 16)
+    count, seconds = engine.observed("request_decode_time_seconds")
+    assert (count, seconds) == (2, engine.observed("inter_token_latency_seconds")[1])
+
+
+def test_samples_are_requests_and_together_one_with_n() -> None:
+    engine = Engine()
+    request = make_request(1, [1] * 5, 4, n=3)
+    engine.add(request)
+    engine.step()
+    engine.step()
+    (short, *_) = request.held_back or [request]
+    engine.scheduler.abort(short.handle)
+    engine.scheduler.journal.end(short, "abort", engine.now_s)
+    assert engine.observed("request_params_n") == (0, 0)
+    while engine.scheduler.num_requests:
+        engine.step()
+    assert engine.observed("request_params_n") == (1, 3)
+    assert engine.observed("request_max_num_generation_tokens") == (1, 4)
+    assert engine.observed("e2e_request_latency_seconds")[0] == 3
+
+
+def test_what_the_front_desk_knows_is_in_it() -> None:
+    engine = Engine()
+    engine.add(make_request(1, [1] * 5, 4))
+    metrics = engine.metrics(
+        DeskCounts(num_clients=2, num_compiling=3, is_draining=True, closed={"gone": 7})
+    )
+    values = {
+        (name, *(value for _, value in sample.labels)): sample.value
+        for name, metric in metrics.items()
+        for sample in metric.samples
+    }
+    assert values["num_clients",] == 2
+    assert values["num_requests_waiting",] == 4
+    assert values["num_requests_waiting_by_reason", "capacity"] == 1
+    assert values["num_requests_waiting_by_reason", "deferred"] == 3
+    assert values["engine_draining",] == 1
+    assert values["sessions_closed", "gone"] == 7
+    assert values["admission_rejections", "max_num_queued_reqs"] == 2
+    assert values["cache_config_info", "b"] == 1
+
+
+def test_the_journal_is_emptied_whoever_asks() -> None:
+    engine = Engine()
+    for handle in range(1, 4):
+        engine.add(make_request(handle, [1] * 5, 3))
+    while engine.scheduler.num_requests:
+        engine.step()
+    journal = engine.scheduler.journal
+    assert len(journal.ended) == 3
+    engine.collector.fold()
+    assert not (journal.ended or journal.intervals or journal.step_tokens or journal.first_tokens)
+    assert engine.observed("e2e_request_latency_seconds")[0] == 3
+
+
+@pytest.mark.parametrize("num_others", [1, 255])
+def test_a_step_of_the_same_rows_notes_as_much_however_many_they_are(num_others: int) -> None:
+    engine = Engine(
+        max_num_seqs=256, max_num_batched_tokens=2048, num_blocks=1024, max_model_len=64
+    )
+    for handle in range(1, num_others + 2):
+        engine.add(make_request(handle, [1] * 4, 30))
+    for _ in range(4):
+        engine.step()
+    engine.collector.fold()
+    journal = engine.scheduler.journal
+    for _ in range(3):
+        engine.step()
+    assert list(journal.intervals) == [(1.0, num_others + 1)] * 3
+    assert list(journal.step_tokens) == [num_others + 1] * 3

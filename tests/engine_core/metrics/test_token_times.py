@@ -1,0 +1,65 @@
+"""The times between tokens, however rows come and go, are those that a walk over rows finds."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanocore.engine_core.scheduling.journal import Journal
+from nanocore.engine_core.scheduling.token_times import TokenTimes
+
+NUM_ROWS = 4
+STEPS = st.lists(st.tuples(st.sets(st.integers(0, NUM_ROWS - 1)), st.booleans()), max_size=30)
+
+
+def intervals_of(journal: Journal) -> list[float]:
+    found: list[float] = []
+    for one in journal.intervals:
+        found += [one[0]] * one[1] if isinstance(one, tuple) else one.tolist()
+    return sorted(found)
+
+
+@given(STEPS, st.dictionaries(st.integers(0, 29), st.integers(0, NUM_ROWS - 1)))
+def test_intervals_are_those_of_each_row(
+    steps: list[tuple[set[int], bool]], given_away: dict[int, int]
+) -> None:
+    """given_away: rows that another request gets, by the step before which it does."""
+    journal = Journal()
+    times = TokenTimes(NUM_ROWS, journal)
+    last: dict[int, float] = {}
+    expected = []
+    rows = np.zeros(0, np.int64)
+    for i, (sampled, has_same_array) in enumerate(steps):
+        if i in given_away:
+            row = given_away[i]
+            assert times.of(row) == last.pop(row, 0.0)
+            times.set(row, 0.0)
+        now_s = 1.0 + i * i  # no two intervals are alike
+        if not (has_same_array and sorted(sampled) == rows.tolist()):
+            rows = np.array(sorted(sampled), np.int64)
+        times.stamp(rows, now_s)
+        expected += [now_s - last[row] for row in sampled if row in last]
+        last |= dict.fromkeys(sampled, now_s)
+    assert intervals_of(journal) == sorted(expected)
+    assert [times.of(row) for row in range(NUM_ROWS)] == [last.get(r, 0.0) for r in range(NUM_ROWS)]
+
+
+def test_steps_of_the_same_rows_write_no_column() -> None:
+    journal = Journal()
+    times = TokenTimes(2, journal)
+    rows = np.array([0, 1])
+    for now_s in (1.0, 2.0, 4.0):
+        times.stamp(rows, now_s)
+    first, *others = journal.intervals
+    assert not isinstance(first, tuple)
+    assert others == [(1.0, 2), (2.0, 2)]
+
+
+def test_a_preempted_request_takes_its_time_along() -> None:
+    journal = Journal()
+    times = TokenTimes(2, journal)
+    times.stamp(np.array([0]), 1.0)
+    times.set(1, times.of(0))
+    times.stamp(np.array([1]), 5.0)
+    assert intervals_of(journal) == [4.0]
