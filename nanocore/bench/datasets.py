@@ -53,16 +53,22 @@ class PromptSource:
         return Vocabulary.of_size(self.vocab_size, self.eos_token_ids)
 
 
+def check_file(options: DatasetOptions) -> None:
+    """Raises ConfigError unless there is a file where one is needed, and none elsewhere."""
+    name = options.dataset_name
+    if (options.dataset_path is None) != (name in SYNTHETIC):
+        need = "takes no file" if name in SYNTHETIC else "needs its file, as --dataset-path FILE"
+        raise ConfigError(f"--dataset-name {name} {need}")
+
+
 def load_requests(options: DatasetOptions, source: PromptSource) -> list[BenchRequest]:
     """The requests of a dataset, in the order in which they are sent.
 
     Raises:
         ConfigError: the options, the file or the target cannot give them.
     """
+    check_file(options)
     name = options.dataset_name
-    if (options.dataset_path is None) != (name in SYNTHETIC):
-        need = "takes no file" if name in SYNTHETIC else "needs its file, as --dataset-path FILE"
-        raise ConfigError(f"--dataset-name {name} {need}")
     if name in (SHAREGPT, CUSTOM):
         form = TextForm(source.tokenizer, source.takes_text)
         if name == SHAREGPT:

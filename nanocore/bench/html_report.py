@@ -139,7 +139,7 @@ def _timeline(outcomes: Sequence[Outcome]) -> Figure:
         axes.add_collection(LineCollection(lines, colors=color, label=name, linewidths=1.5))
     axes.autoscale()
     axes.invert_yaxis()
-    axes.set(xlabel="seconds", ylabel="request" if every == 1 else f"every {every}th request")
+    axes.set(xlabel="seconds", ylabel=f"{len(shown)} of {len(ordered)} requests")
     axes.legend(loc="lower left", fontsize="small")
     _bare(axes)
     return figure

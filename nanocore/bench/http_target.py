@@ -1,7 +1,8 @@
 """A server of OpenAI's API over HTTP: tokens come when the bytes of their events do.
 
-A chunk counts as one arrival, however many tokens it brings; how many there were in all the
-server's `usage` says, else the tokenizer, else the number of chunks.
+A chunk is one arrival, however many tokens it brings, which it does not say. How many there were in
+all the server's `usage` says, else the tokenizer, else the number of chunks; each chunk is taken to
+have brought its share of them.
 """
 
 from __future__ import annotations
@@ -129,7 +130,14 @@ class _Answer:
         num_tokens = self._num_output_tokens
         if num_tokens is None and tokenizer is not None:
             num_tokens = len(tokenizer.encode(outcome.text, add_special_tokens=False))
-        outcome.num_output_tokens = len(outcome.chunk_times_s) if num_tokens is None else num_tokens
+        num_chunks = len(outcome.chunk_times_s)
+        outcome.num_output_tokens = num_chunks if num_tokens is None else num_tokens
+        outcome.chunk_tokens = shares(outcome.num_output_tokens, num_chunks)
+
+
+def shares(total: int, num_parts: int) -> list[int]:
+    """A number as the sum of so many, as even as can be; larger ones come first."""
+    return [total // num_parts + (i < total % num_parts) for i in range(num_parts)]
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanocore.bench.arrivals import arrival_times
-from nanocore.bench.datasets import load_requests
+from nanocore.bench.datasets import check_file, load_requests
 from nanocore.bench.engine_target import open_engine
 from nanocore.bench.load import Run, run_load
 from nanocore.bench.opened import Opened, until_ready
@@ -113,7 +113,8 @@ async def _run(
 
 
 def _check_needs(options: ServeOptions) -> None:
-    """Raises ConfigError for what would be missing after a long run."""
+    """Raises ConfigError for what would be missing later, after a long run maybe."""
+    check_file(options.dataset)
     if options.destination.backend != NANOCORE:
         require("aiohttp", "asking a server")
     page = options.report.html

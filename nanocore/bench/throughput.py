@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nanocore.bench.dataset_flags import add_dataset_flags, dataset_options
 from nanocore.bench.dataset_options import DatasetOptions
-from nanocore.bench.datasets import PromptSource, load_requests
+from nanocore.bench.datasets import PromptSource, check_file, load_requests
 from nanocore.bench.offline import build_parser, parse, write_json
 from nanocore.bench.outcome import BenchRequest
 from nanocore.bench.parser import BenchParser, at_least
@@ -21,6 +21,7 @@ def run(arguments: list[str]) -> int:
     """Measure and report; the exit code."""
     given, engine = parse(throughput_parser(), arguments)
     dataset = dataset_options(given)
+    check_file(dataset)
     with engine.launch() as llm:
         source = _source(llm)
         requests = load_requests(dataset, source)
