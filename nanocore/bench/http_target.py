@@ -204,11 +204,11 @@ async def _first_model(
         url = f"{base_url}/v1/models"
         try:
             async with session.get(url) as response:
+                if response.status != 200:
+                    return f"{url}: HTTP {response.status}"
                 models = msgspec.json.decode(await response.read(), type=_Models)
         except _FAILURES as error:
             return f"{url}: {type(error).__name__}: {error}"
-        except ValueError as error:
-            raise ConfigError(f"{base_url} is no URL: {error}") from None
         if not models.data:
             return f"{url} names no model: name one with --model"
         found.append((models.data[0].id, models.data[0].root or models.data[0].id))

@@ -58,8 +58,11 @@ async def _measure(options: ServeOptions) -> tuple[Run, dict[str, object]]:
         await _prepare(options, opened, requests[0])
         gc.collect()
         gc.freeze()  # a collection would look at all requests, in the middle of a run
-        began = datetime.now()
-        run = await _run(options, opened, requests, times_s, "requests", "")
+        try:
+            began = datetime.now()
+            run = await _run(options, opened, requests, times_s, "requests", "")
+        finally:
+            gc.unfreeze()
         tokenizer = opened.source.tokenizer
         if options.report.save_detailed and tokenizer is not None:
             for outcome in run.outcomes:

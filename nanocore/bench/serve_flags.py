@@ -186,6 +186,8 @@ def _destination(given: argparse.Namespace) -> Destination:
             raise ConfigError("--header and --extra-body are for HTTP, and not for an engine")
     elif given.base_url is not None and (given.host, given.port) != (None, None):
         raise ConfigError("--base-url names host and port already: leave --host and --port out")
+    elif given.base_url is not None and not given.base_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--base-url {given.base_url}: write http://HOST:PORT, or https://")
     host = given.host or "127.0.0.1"
     host = f"[{host}]" if ":" in host else host
     headers = pairs("--header", given.header, "=")

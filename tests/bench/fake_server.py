@@ -16,11 +16,12 @@ Script = Callable[[dict[str, Any]], "tuple[int, Sequence[bytes]]"]
 
 @dataclass
 class FakeServer:
-    """requests: (path, headers, body) of each that came."""
+    """requests: (path, headers, body) of each that came. models_status: of /v1/models."""
 
     url: str
     script: Script
     requests: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
+    models_status: int = 200
 
 
 def event(value: object) -> bytes:
@@ -54,7 +55,7 @@ def serving(script: Script) -> Iterator[FakeServer]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(200, [b'{"data": [{"id": "fake", "root": "a/fake"}]}'])
+            self._answer(server.models_status, [b'{"data": [{"id": "fake", "root": "a/fake"}]}'])
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))

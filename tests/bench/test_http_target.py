@@ -134,6 +134,14 @@ def test_the_model_and_the_tokenizer_are_found() -> None:
         assert found.source.tokenizer is not None
 
 
+def test_the_tokenizer_may_be_that_of_an_engine(demo_endpoint: str) -> None:
+    with serving(lambda body: (200, [])) as server:
+        found = opened(destination(server, engine_endpoint=demo_endpoint))
+    assert found.tokenizer_id == str(DEMO_MODEL)
+    assert found.source.tokenizer is not None
+    assert found.model_id == "a/fake"
+
+
 def test_what_cannot_be_opened_is_said() -> None:
     with serving(lambda body: (200, [])) as server:
         with pytest.raises(ConfigError, match="/v1/x is none of --backend openai"):
@@ -142,6 +150,9 @@ def test_what_cannot_be_opened_is_said() -> None:
             opened(destination(server, path=PATHS["openai-chat"]))
         with pytest.raises(ConfigError, match="--tokenizer /nowhere"):
             opened(destination(server, tokenizer="/nowhere"))
+        server.models_status = 401
+        with pytest.raises(EngineDeadError, match="/v1/models: HTTP 401"):
+            opened(destination(server))
     with pytest.raises(EngineDeadError, match="/v1/models: ClientConnectorError"):
         opened(destination(server))
 
