@@ -68,5 +68,5 @@ async def run_load(
         for index, (request, time_s) in enumerate(zip(requests, times_s, strict=True)):
             if (wait_s := start_s + time_s - clock()) > 0:
                 await sleep(wait_s)
-            tasks.append(group.create_task(one(index, request, clock())))
+            tasks.append(group.create_task(one(index, request, start_s + time_s)))
     return Run([task.result() for task in tasks], clock() - start_s)
