@@ -1,4 +1,4 @@
-"""The figures in README, docs/speed.md and docs/bench.md are those of the committed JSON, none by hand."""
+"""The figures of README, docs/speed.md and docs/bench.md are the committed JSON's, none by hand."""
 
 from __future__ import annotations
 

@@ -43,7 +43,10 @@ def run(arguments: list[str]) -> int:
         from nanocore.bench.html_report import html_report  # imports matplotlib
 
         page = html_report({**result, "percentiles": report.percentiles}, run.outcomes)
-        Path(report.html).write_text(page, "utf-8")
+        try:
+            Path(report.html).write_text(page, "utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {report.html}: {error.strerror}") from None
     return 0 if result["completed"] else NOTHING_COMPLETED
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,8 +17,13 @@ from typing import Any
 
 import pytest
 
+from nanocore.bench.datasets import check_file
 from nanocore.bench.engine_arguments import engine_arguments
-from nanocore.bench.startup import CACHE_VARIABLES, cold_caches, model_folder
+from nanocore.bench.latency import latency_parser
+from nanocore.bench.offline import parse
+from nanocore.bench.serve_flags import parse as parse_serve
+from nanocore.bench.startup import CACHE_VARIABLES, cold_caches, model_folder, startup_parser
+from nanocore.bench.throughput import throughput_parser
 from nanocore.cli.bench import run
 from nanocore.protocol.errors import ConfigError
 from tests.bench.conftest import DEMO_MODEL, MakeFile
@@ -189,6 +195,32 @@ def test_what_cannot_be_measured_is_a_line_and_a_code(
     said = [each for each in lines if each.startswith("nanocore bench: ")]
     assert len(said) == 1
     assert text in said[0]
+
+
+def test_a_page_that_cannot_be_written_is_said_when_the_figures_are_printed(
+    demo_endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"serve --engine-endpoint {demo_endpoint} --num-prompts 1 --input-len 3 --output-len 2"
+    assert run([*line.split(), "--html", str(tmp_path), "--disable-tqdm"]) == 2
+    written = capsys.readouterr()
+    assert "Successful requests:                     1\n" in written.out
+    assert written.err == f"nanocore bench: --html {tmp_path}: Is a directory\n"
+
+
+def test_the_commands_of_the_page_are_commands() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text("utf-8")
+    lines = re.findall(r"^nanocore bench (\w+) (.*)$", page, re.MULTILINE)
+    assert {name for name, _ in lines} == {"serve", "throughput", "latency", "startup"}
+    parsers = {
+        "throughput": throughput_parser,
+        "latency": latency_parser,
+        "startup": startup_parser,
+    }
+    for name, flags in lines:
+        if name == "serve":
+            check_file(parse_serve(flags.split()).dataset)
+        else:
+            parse(parsers[name](), flags.split())
 
 
 def test_missing_packages_are_named(
