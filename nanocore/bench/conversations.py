@@ -11,6 +11,7 @@ import random
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, TypeVar
 
 import msgspec
@@ -160,7 +161,7 @@ def _so_many(
     rows: Iterator[BenchRequest], options: DatasetOptions, file: DatasetFile
 ) -> list[BenchRequest]:
     """The first ones, and if they are too few, some of them again."""
-    requests = [request for request, _ in zip(rows, range(options.num_prompts), strict=False)]
+    requests = list(islice(rows, options.num_prompts))
     if not requests:
         file.refuse("no row of it can be a request")
     num_missing = options.num_prompts - len(requests)

@@ -25,9 +25,9 @@ from nanocore.protocol.errors import ConfigError
 class PromptSource:
     """What a target takes.
 
-    tokenizer: the model's, if there is one. vocab_size, eos_token_ids: of a model without, if they
-    are known. takes_text: it is sent texts; token ids otherwise. takes_token_ids: it can be sent
-    them. has_template: texts of a dataset become messages on our side.
+    tokenizer: the model's, if there is one. vocab_size, eos_token_ids: the model's, if known.
+    takes_text: it is sent texts; token ids otherwise. takes_token_ids: it can be sent them.
+    has_template: texts of a dataset become messages on our side.
     """
 
     tokenizer: Tokenizer | None
@@ -44,7 +44,7 @@ class PromptSource:
             ConfigError: nobody knows.
         """
         if self.tokenizer is not None:
-            return Vocabulary.of_tokenizer(self.tokenizer, as_text)
+            return Vocabulary.of_tokenizer(self.tokenizer, as_text, self.vocab_size)
         if self.vocab_size is None:
             raise ConfigError(
                 "prompts of so many tokens need the model's tokenizer: name its folder or its "

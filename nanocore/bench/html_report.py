@@ -18,7 +18,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from nanocore.bench.outcome import Outcome
-from nanocore.bench.statistics import Samples, Seconds, succeeded
+from nanocore.bench.statistics import Samples, Seconds, percentile_name, succeeded
 
 MAX_CURVE_POINTS: Final = 500
 MAX_TIMELINE_REQUESTS: Final = 400
@@ -71,7 +71,7 @@ def _shown(value: str | float) -> str:
 
 
 def _latencies(samples: Samples, percentiles: Sequence[float]) -> str:
-    heads = ["ms", "mean", "median", *(f"p{number:g}" for number in percentiles)]
+    heads = ["ms", "mean", "median", *map(percentile_name, percentiles)]
     lines = [f"<tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>"]
     for name, values in (
         ("TTFT", samples.ttft),

@@ -17,7 +17,7 @@ from nanocore.bench.arrivals import rate_changes
 from nanocore.bench.load import Run
 from nanocore.bench.opened import Opened
 from nanocore.bench.serve_options import Report, ServeOptions
-from nanocore.bench.statistics import Distribution, Samples, totals
+from nanocore.bench.statistics import Distribution, Samples, percentile_name, totals
 from nanocore.protocol.errors import ConfigError
 
 METRIC_NAMES: Final = {
@@ -136,7 +136,7 @@ def _latencies(options: ServeOptions, samples: Samples) -> dict[str, float]:
         latencies[f"median_{name}_ms"] = found.median
         latencies[f"std_{name}_ms"] = found.std
         for number, value in found.percentiles.items():
-            latencies[f"p{number:g}_{name}_ms"] = value
+            latencies[f"{percentile_name(number)}_{name}_ms"] = value
     return latencies
 
 

@@ -32,17 +32,17 @@ def run(arguments: list[str]) -> int:
     """Measure and report; the exit code, 1 if no request succeeded."""
     options = parse(arguments)
     _check_needs(options)
-    run, result = asyncio.run(_measure(options))
+    measured, result = asyncio.run(_measure(options))
     report = options.report
     print(table(result))
-    for error in [each.error for each in run.outcomes if each.error][:_MAX_ERRORS_SHOWN]:
+    for error in [each.error for each in measured.outcomes if each.error][:_MAX_ERRORS_SHOWN]:
         print(f"a request failed: {error}", file=sys.stderr)
     if report.save_result or report.append_result:
         write_result(report, result_path(options, result), result)
     if report.html is not None:
         from nanocore.bench.html_report import html_report  # imports matplotlib
 
-        page = html_report({**result, "percentiles": report.percentiles}, run.outcomes)
+        page = html_report({**result, "percentiles": report.percentiles}, measured.outcomes)
         try:
             Path(report.html).write_text(page, "utf-8")
         except OSError as error:

@@ -14,6 +14,11 @@ import numpy as np
 from nanocore.bench.outcome import Outcome
 
 
+def percentile_name(number: float) -> str:
+    """p99, p99.9: as keys and tables have it."""
+    return f"p{int(number) if number == int(number) else number}"
+
+
 @dataclass(frozen=True, slots=True)
 class Distribution:
     """Of some values, in their unit. percentiles: by their numbers, such as 99."""

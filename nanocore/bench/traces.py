@@ -13,6 +13,7 @@ import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -52,7 +53,7 @@ def trace_requests(options: DatasetOptions, vocabulary: Vocabulary) -> list[Benc
     if block_tokens is None:
         block_tokens = MOONCAKE_BLOCK_TOKENS if is_mooncake else 16
     read = _azure_rows if options.dataset_name == AZURE else _json_rows
-    rows = [row for row, _ in zip(read(file), range(options.num_prompts), strict=False)]
+    rows = list(islice(read(file), options.num_prompts))
     if not rows:
         file.refuse("there is no request in it")
     rows.sort(key=lambda row: row.time_s)

@@ -37,12 +37,19 @@ class Vocabulary:
         self._as_text = as_text
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: Tokenizer, as_text: bool) -> Self:
-        """All of its tokens but the added ones, which the special ones are among."""
+    def of_tokenizer(cls, tokenizer: Tokenizer, as_text: bool, below: int | None = None) -> Self:
+        """All of its tokens but the added ones, which the special ones are among.
+
+        below: how many the model has, if that is known.
+        """
         backend = tokenizer.backend
         added = backend.get_added_tokens_decoder()
         known = backend.get_vocab(with_added_tokens=True).values()
-        ids = sorted(token_id for token_id in set(known) if token_id not in added)
+        ids = sorted(
+            token_id
+            for token_id in set(known)
+            if token_id not in added and (below is None or token_id < below)
+        )
         return cls(np.array(ids, dtype=np.int32), tokenizer, as_text)
 
     @classmethod

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from nanocore.bench.outcome import Outcome
-from nanocore.bench.statistics import Distribution, Samples, Seconds, is_within, totals
+from nanocore.bench.statistics import (
+    Distribution,
+    Samples,
+    Seconds,
+    is_within,
+    percentile_name,
+    totals,
+)
 from tests.bench.outcomes import FAILED, FIRST, SECOND, outcome
 
 ALL = [FIRST, SECOND, FAILED]
@@ -107,3 +114,7 @@ def test_a_distribution_is_numpys() -> None:
 
 def test_a_distribution_of_nothing_is_zero() -> None:
     assert Distribution.of([], [99]) == Distribution(0, 0, 0, {99: 0})
+
+
+def test_percentiles_are_named_as_they_were_asked_for() -> None:
+    assert [*map(percentile_name, [50.0, 99.9, 99.999999])] == ["p50", "p99.9", "p99.999999"]

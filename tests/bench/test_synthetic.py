@@ -72,6 +72,12 @@ def test_special_tokens_are_never_drawn(demo_tokenizer: Tokenizer) -> None:
     assert len(drawn) == demo_tokenizer.backend.get_vocab_size() - len(special)
 
 
+def test_tokens_that_the_model_does_not_have_are_never_drawn(demo_tokenizer: Tokenizer) -> None:
+    source = PromptSource(demo_tokenizer, takes_text=False, vocab_size=300)
+    drawn = source.vocabulary(as_text=False).draw(np.random.default_rng(0), 50_000)
+    assert max(drawn) == 299
+
+
 def test_texts_have_about_as_many_tokens_as_were_asked_for(demo_tokenizer: Tokenizer) -> None:
     """And say how many, where tokenizing a text of random tokens gives others."""
     requests = load_requests(RANDOM, PromptSource(demo_tokenizer, takes_text=True))
