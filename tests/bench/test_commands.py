@@ -5,6 +5,7 @@ Counts and keys are checked, never times.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from nanocore.bench.serve_flags import parse as parse_serve
 from nanocore.bench.startup import CACHE_VARIABLES, cold_caches, model_folder, startup_parser
 from nanocore.bench.throughput import throughput_parser
 from nanocore.cli.bench import run
+from nanocore.client import AsyncEngineClient
 from nanocore.protocol.errors import ConfigError
 from tests.bench.conftest import DEMO_MODEL, MakeFile
 from tests.http.served_engine import served_engine
@@ -82,6 +84,28 @@ def test_a_trace_is_replayed_and_a_request_that_fails_is_counted(
     assert result["output_lens"] == [3, 0, 2]
     assert "ContextLengthError" in result["errors"][1]
     assert "a request failed: ContextLengthError" in capsys.readouterr().err
+
+
+def test_requests_of_a_trace_share_prefixes_as_they_did_there(
+    demo_endpoint: str, tmp_path: Path, dataset_file: MakeFile
+) -> None:
+    def num_hits() -> int:
+        async def ask() -> int:
+            async with AsyncEngineClient.connect(demo_endpoint) as client:
+                return (await client.stats()).prefix_cache_hits
+
+        return asyncio.run(ask())
+
+    row = {"timestamp": 0, "input_length": 40, "output_length": 1}
+    rows = [{**row, "hash_ids": [77, 78, i]} for i in range(3)]
+    text = "\n".join(map(json.dumps, rows))
+    line = (
+        f"--engine-endpoint {demo_endpoint} --dataset-name timed_trace --dataset-path "
+        f"{dataset_file(text)} --no-oversample --max-concurrency 1"
+    )
+    before = num_hits()
+    assert measured(line, tmp_path / "r.json")["completed"] == 3
+    assert num_hits() - before == 2 * 32  # 77 and 78, of the second and the third one
 
 
 def test_nothing_that_succeeds_is_exit_code_1(demo_endpoint: str) -> None:
