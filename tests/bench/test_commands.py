@@ -21,13 +21,18 @@ import pytest
 from nanocore.bench.datasets import check_file
 from nanocore.bench.engine_arguments import engine_arguments
 from nanocore.bench.latency import latency_parser
-from nanocore.bench.offline import parse
+from nanocore.bench.offline import OwnEngine, parse
 from nanocore.bench.serve_flags import parse as parse_serve
 from nanocore.bench.startup import CACHE_VARIABLES, cold_caches, model_folder, startup_parser
 from nanocore.bench.throughput import throughput_parser
 from nanocore.cli.bench import run
 from nanocore.client import AsyncEngineClient
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineStartError,
+    InvalidRequestError,
+)
 from tests.bench.conftest import DEMO_MODEL, MakeFile
 from tests.http.served_engine import served_engine
 
@@ -204,7 +209,6 @@ def test_flags_of_an_engine_are_passed_on() -> None:
         ("latency --output-json /nowhere/x", 2, "--output-json /nowhere/x"),
         ("latency --num-iters 0", 2, "is no whole number from 1 on"),
         ("latency --no-such-flag", 2, "no-such-flag"),
-        ("throughput --model /nowhere --num-prompts 1", 3, "/nowhere"),
         ("serve --engine-endpoint ipc:///nowhere/e --ready-check-timeout-sec 1", 70, "/nowhere/e"),
         ("serve --dataset-name custom", 2, "--dataset-name custom needs its file"),
         ("throughput --dataset-name mooncake", 2, "--dataset-name mooncake needs its file"),
@@ -219,6 +223,27 @@ def test_what_cannot_be_measured_is_a_line_and_a_code(
     said = [each for each in lines if each.startswith("nanocore bench: ")]
     assert len(said) == 1
     assert text in said[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EngineStartError("no such folder", 3), 3),
+        (EngineStartError("killed", -9), 70),
+        (EngineDeadError("gone"), 70),
+        (InvalidRequestError("no such value"), 2),
+        (KeyboardInterrupt(), 130),
+        (ZeroDivisionError(), 70),
+    ],
+)
+def test_errors_have_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(engine: OwnEngine) -> None:
+        raise error
+
+    monkeypatch.setattr(OwnEngine, "launch", fail)
+    assert run(["latency"]) == code
 
 
 def test_a_page_that_cannot_be_written_is_said_when_the_figures_are_printed(
