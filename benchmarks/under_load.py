@@ -18,7 +18,7 @@ import random
 import sys
 import time
 from array import array
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,9 @@ import numpy as np
 from models import model_folder
 from report import describe_run, spread, table, with_range, write_report
 
+from nanocore.bench.engine_target import EngineTarget
+from nanocore.bench.load import Run, run_load
+from nanocore.bench.outcome import BenchRequest
 from nanocore.client import AsyncEngineClient, SamplingParams
 
 RESULTS: Final = Path(__file__).parent / "results" / "under-load.json"
@@ -58,55 +61,54 @@ class Load:
     long_every_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request. time_s: since the start of the load."""
-
-    time_s: float
-    prompt_token_ids: array[int]
-    is_long: bool
-
-
-def draw_arrivals(load: Load, vocab_size: int, seed: str) -> list[Arrival]:
+def draw_arrivals(load: Load, vocab_size: int, seed: str) -> list[BenchRequest]:
     """All arrivals in the order of their times, at least one of either kind; equal by seed.
 
     Prompts are random token ids: nothing is shared, and no tokenizer takes part.
     """
     rng = random.Random(seed)  # of a str: the same on every platform
 
-    def arrival(time_s: float, is_long: bool) -> Arrival:
-        num_tokens = load.long_tokens if is_long else load.short_tokens
+    def arrival(time_s: float, num_tokens: int) -> BenchRequest:
         prompt = array("i", rng.choices(range(vocab_size), k=num_tokens))
-        return Arrival(time_s, prompt, is_long)
+        return BenchRequest(prompt, num_tokens, load.output_tokens, time_s)
 
-    arrivals = [arrival(0.0, False)]
-    while (time_s := arrivals[-1].time_s + rng.expovariate(load.rate)) < load.duration_s:
-        arrivals.append(arrival(time_s, False))
+    time_s, arrivals = 0.0, [arrival(0.0, load.short_tokens)]
+    while (time_s := time_s + rng.expovariate(load.rate)) < load.duration_s:
+        arrivals.append(arrival(time_s, load.short_tokens))
     num_long = max(1, int(load.duration_s / load.long_every_s))
     middle_s = min(load.long_every_s, load.duration_s) / 2
-    arrivals += [arrival(middle_s + i * load.long_every_s, True) for i in range(num_long)]
-    return sorted(arrivals, key=lambda each: each.time_s)
+    arrivals += [
+        arrival(middle_s + i * load.long_every_s, load.long_tokens) for i in range(num_long)
+    ]
+    return sorted(arrivals, key=due_s)
 
 
-@dataclass(slots=True)
-class Times:
-    """What clients saw in one run, milliseconds: of short requests, of long ones, of all."""
+def due_s(request: BenchRequest) -> float:
+    """When it arrives, since the start of the load."""
+    assert request.arrival_s is not None
+    return request.arrival_s
 
-    ttft_ms: list[float] = field(default_factory=list)
-    long_ttft_ms: list[float] = field(default_factory=list)
-    itl_ms: list[float] = field(default_factory=list)
-    num_output_tokens: int = 0
-    wall_s: float = 0.0
 
-    def figures(self) -> dict[str, float]:
-        """Percentiles and rates of the run."""
-        return {
-            **_percentiles("itl_ms", self.itl_ms),
-            **_percentiles("ttft_ms", self.ttft_ms),
-            **_percentiles("long_ttft_ms", self.long_ttft_ms),
-            "output_tokens_per_s": self.num_output_tokens / self.wall_s,
-            "wall_s": self.wall_s,
-        }
+def figures(run: Run, load: Load) -> dict[str, float]:
+    """Percentiles and rates of what clients saw in one run."""
+    for each in run.outcomes:
+        if each.error or each.num_output_tokens != load.output_tokens:
+            raise RuntimeError(
+                f"a request ended with {each.num_output_tokens} of {load.output_tokens} tokens: "
+                f"{each.error or 'no error'}"
+            )
+
+    def ttfts_ms(num_prompt_tokens: int) -> list[float]:
+        own = [each for each in run.outcomes if each.num_prompt_tokens == num_prompt_tokens]
+        return [(each.chunk_times_s[0] - each.arrival_s) * 1e3 for each in own]
+
+    return {
+        **_percentiles("itl_ms", [gap_s * 1e3 for each in run.outcomes for gap_s in each.itls_s]),
+        **_percentiles("ttft_ms", ttfts_ms(load.short_tokens)),
+        **_percentiles("long_ttft_ms", ttfts_ms(load.long_tokens)),
+        "output_tokens_per_s": len(run.outcomes) * load.output_tokens / run.duration_s,
+        "wall_s": run.duration_s,
+    }
 
 
 def _percentiles(name: str, values: list[float]) -> dict[str, float]:
@@ -116,45 +118,19 @@ def _percentiles(name: str, values: list[float]) -> dict[str, float]:
     return {f"{name}_p50": p50, f"{name}_p99": p99, f"{name}_max": largest}
 
 
-async def run_load(client: AsyncEngineClient, load: Load, seed: str) -> Times:
+async def see_through(client: AsyncEngineClient, load: Load, seed: str) -> Run:
     """Let all requests of a load arrive, each at its time, and see them through."""
     arrivals = draw_arrivals(load, client.model_card.vocab_size, seed)
-    params = SamplingParams(
-        temperature=0, max_tokens=load.output_tokens, ignore_eos=True, detokenize=False
-    )
-    times = Times()
-    loop = asyncio.get_running_loop()
-    start_s = loop.time()
-
-    async def request(arrival: Arrival) -> None:
-        due_s = last_s = start_s + arrival.time_s
-        await asyncio.sleep(due_s - loop.time())
-        num_tokens = 0
-        async for output in client.generate(arrival.prompt_token_ids, params):
-            now_s = loop.time()
-            if num_tokens:
-                gaps_ms = times.itl_ms
-            else:
-                gaps_ms = times.long_ttft_ms if arrival.is_long else times.ttft_ms
-            gaps_ms.append((now_s - last_s) * 1e3)
-            last_s, num_tokens = now_s, output.metrics.num_output_tokens
-        if num_tokens != load.output_tokens:
-            raise RuntimeError(f"a request ended with {num_tokens} of {load.output_tokens} tokens")
-        times.num_output_tokens += num_tokens
-
-    async with asyncio.TaskGroup() as group:
-        for arrival in arrivals:
-            group.create_task(request(arrival))
-    times.wall_s = loop.time() - start_s
-    return times
+    params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
+    return await run_load(EngineTarget(client, params), arrivals, list(map(due_s, arrivals)))
 
 
-async def measure(model: Path, arguments: Arguments, load: Load, seed: str) -> Times:
+async def measure(model: Path, arguments: Arguments, load: Load, seed: str) -> Run:
     """One run of an engine of these flags."""
     async with AsyncEngineClient.launch(model=model, **arguments) as client:
         warm_up_s = min(WARM_UP_S, load.duration_s)
-        await run_load(client, replace(load, duration_s=warm_up_s), f"warm-up {seed}")
-        return await run_load(client, load, seed)
+        await see_through(client, replace(load, duration_s=warm_up_s), f"warm-up {seed}")
+        return await see_through(client, load, seed)
 
 
 def compare(
@@ -165,8 +141,8 @@ def compare(
     for repetition in range(num_repetitions):
         for name, arguments in engines.items():
             start_s = time.monotonic()
-            times = asyncio.run(measure(model, arguments, load, f"{repetition}"))
-            runs[name].append(times.figures())
+            run = asyncio.run(measure(model, arguments, load, f"{repetition}"))
+            runs[name].append(figures(run, load))
             took_s = time.monotonic() - start_s
             print(f"{name}, repetition {repetition + 1}: {took_s:.0f} s", file=sys.stderr)
     return {

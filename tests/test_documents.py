@@ -11,6 +11,10 @@ import msgspec
 import pytest
 
 import nanocore.client
+from nanocore.bench.latency import latency_parser
+from nanocore.bench.serve_flags import build_parser as bench_serve_parser
+from nanocore.bench.startup import startup_parser
+from nanocore.bench.throughput import throughput_parser
 from nanocore.cli.serve_flags import build_parser as serve_parser
 from nanocore.client.connection import ENGINE_TIMEOUT_S, GRACE_S, TCP_ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
@@ -71,7 +75,7 @@ PROTOCOL = (ROOT / "PROTOCOL.md").read_text("utf-8")
 KV_EVENTS = (DOCS / "kv-events.md").read_text("utf-8")
 TABLES = read_tables(PROTOCOL)
 ENGINE = (DOCS / "engine.md").read_text("utf-8")
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 WORDS_PER_MINUTE = 240
 MESSAGES = {message.op.name: message for message in (*FROM_CLIENT, *FROM_ENGINE)}
 
@@ -162,10 +166,19 @@ def test_the_documents_name_every_flag_and_no_other() -> None:
     server_flags = flags_of(serve_parser())
     section = (DOCS / "http.md").read_text("utf-8").split("\n## Flags\n")[1].split("\n## ")[0]
     assert set(FLAG.findall(section)) == server_flags
+    bench_flags = {
+        flag
+        for build in (bench_serve_parser, throughput_parser, latency_parser, startup_parser)
+        for flag in flags_of(build())
+    }
+    section = (DOCS / "bench.md").read_text("utf-8").split("\n## Flags\n")[1].split("\n## ")[0]
+    assert set(FLAG.findall(section)) == bench_flags
     others = {"--client", "--out", "--engine"}  # of nanocore-keygen and -conformance
     for document in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md")):
         text = re.sub(r"`python [^`]*`", "", document.read_text("utf-8"))
-        assert set(FLAG.findall(text)) <= flags | server_flags | others, document.name
+        own_flags = bench_flags if document.name == "bench.md" else set()
+        known = flags | server_flags | own_flags | others
+        assert set(FLAG.findall(text)) <= known, document.name
 
 
 def engine_flags() -> set[str]:

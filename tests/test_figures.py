@@ -1,4 +1,4 @@
-"""The figures in the README and docs/speed.md are those of the committed JSON, none by hand."""
+"""The figures of README, docs/speed.md and docs/bench.md are the committed JSON's, none by hand."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text("utf-8")
 SPEED = (ROOT / "docs" / "speed.md").read_text("utf-8")
+BENCH = (ROOT / "docs" / "bench.md").read_text("utf-8")
 HEADLINES = {
     "W1": "output_tokens_per_s",
     "W2": "total_tokens_per_s",
@@ -232,3 +233,17 @@ def test_the_http_table_is_that_of_the_json() -> None:
         for case, key, digits in HTTP
     ]
     assert [row[1:] for row in table] == wanted
+
+
+def test_the_table_of_what_measuring_costs_is_that_of_its_report() -> None:
+    report = read("measuring")
+    (rows,) = tables(BENCH, "What measuring costs")
+    costs = report["cpu_us_per_arrival"]
+    assert [row[1] for row in rows] == [spread(costs[n], 1) for n in ("wire", "http", "httpx2")]
+    section = BENCH.split("\n## What measuring costs\n")[1].split("\n## ")[0]
+    load = report["load"]
+    assert f"{load['streams']} streams at {1e3 / load['pace_ms']:.0f} tokens/s" in " ".join(
+        section.split()
+    )
+    assert report["host"]["cpu"] in section
+    assert 1e6 / costs["http"]["median"] == pytest.approx(30_000, rel=0.15)  # "some 30,000"

@@ -21,7 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "system": {"protocol"},
     "client": {"protocol", "system"},
     "http": {"client", "protocol"},
-    "cli": {"client", "http", "protocol", "system"},
+    "bench": {"client", "protocol"},
+    "cli": {"bench", "client", "http", "protocol", "system"},
     "conformance": {"protocol", "system"},
     "worker": {"kernels", "protocol", "system"},
     "engine_core": {"protocol", "kv_cache", "worker", "system"},
@@ -158,6 +159,9 @@ def test_llguidance_is_imported_in_one_room() -> None:
          "torch triton flash_attn transformers numpy safetensors xxhash llguidance"),
         ("nanocore.http.app,nanocore.http.server,nanocore.cli.main",
          "torch triton flash_attn transformers numpy safetensors xxhash llguidance"),
+        ("nanocore.bench.serve,nanocore.bench.http_target,nanocore.bench.throughput,"
+         "nanocore.bench.latency,nanocore.bench.startup",
+         "torch triton flash_attn transformers safetensors xxhash llguidance matplotlib"),
         ("nanocore.conformance.vectors", "torch triton flash_attn transformers numpy zmq"),
         ("nanocore.conformance.cli", "torch triton flash_attn transformers numpy tokenizers"),
         ("nanocore.protocol.messages,nanocore.protocol.codec,nanocore.protocol.sockets,"

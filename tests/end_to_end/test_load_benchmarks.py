@@ -34,9 +34,9 @@ def test_equal_seeds_draw_equal_arrivals_and_a_long_prompt_among_them(
     arrivals = benchmark.draw_arrivals(load, vocab_size=100, seed="1")
     assert arrivals == benchmark.draw_arrivals(load, vocab_size=100, seed="1")
     assert arrivals != benchmark.draw_arrivals(load, vocab_size=100, seed="2")
-    assert [each.time_s for each in arrivals if each.is_long] == [2, 6]
-    assert {len(each.prompt_token_ids) for each in arrivals} == {3, 50}
-    times_s = [each.time_s for each in arrivals]
+    assert [each.arrival_s for each in arrivals if len(each.prompt) == 50] == [2, 6]
+    assert {(len(each.prompt), each.num_prompt_tokens) for each in arrivals} == {(3, 3), (50, 50)}
+    times_s = [each.arrival_s for each in arrivals]
     assert times_s == sorted(times_s)
     assert times_s[0] == 0
     assert times_s[-1] < 10

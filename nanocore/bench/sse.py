@@ -1,0 +1,84 @@
+"""Server-sent events out of bytes as they arrive, and what a completion's events say."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+DONE: Final = b"[DONE]"
+
+
+class EventReader:
+    """The data of whole events; comments, names and ids are left out."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """The events that these bytes complete."""
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        events = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if not line and self._data:
+                events.append(b"\n".join(self._data))
+                self._data = []
+            elif line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+        return events
+
+
+class Usage(msgspec.Struct):
+    """As a server counts."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Delta(msgspec.Struct):
+    """What a chat's chunk adds. Servers name reasoning in two ways."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class Choice(msgspec.Struct):
+    """text: of completions; delta: of chats."""
+
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def added_text(self) -> str:
+        """What is new, reasoning included."""
+        if self.delta is None:
+            return self.text or ""
+        return (self.delta.reasoning or self.delta.reasoning_content or "") + (
+            self.delta.content or ""
+        )
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it brings tokens, maybe without text; not a role alone, nor an end alone."""
+        if self.added_text or (self.delta is not None and self.delta.tool_calls):
+            return True
+        has_role = self.delta is not None and self.delta.role is not None
+        return self.finish_reason is None and not has_role
+
+
+class Chunk(msgspec.Struct):
+    """An event of a completion or a chat completion. error: what ended it."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+chunk_of = msgspec.json.Decoder(Chunk).decode
+"""Raises msgspec.MsgspecError for data that is none."""

@@ -1,0 +1,324 @@
+"""Whole benchmarks: against a real engine over its wire, over HTTP, and with engines of their own.
+
+Counts and keys are checked, never times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanocore.bench.datasets import check_file
+from nanocore.bench.engine_arguments import engine_arguments
+from nanocore.bench.latency import latency_parser
+from nanocore.bench.offline import OwnEngine, parse
+from nanocore.bench.serve_flags import parse as parse_serve
+from nanocore.bench.startup import CACHE_VARIABLES, cold_caches, model_folder, startup_parser
+from nanocore.bench.throughput import throughput_parser
+from nanocore.cli.bench import run
+from nanocore.client import AsyncEngineClient
+from nanocore.protocol.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineStartError,
+    InvalidRequestError,
+)
+from tests.bench.conftest import DEMO_MODEL, MakeFile
+from tests.http.served_engine import served_engine
+
+EXIT_TIMEOUT_S = 60.0
+TRACE = (
+    '{"timestamp": 0, "input_length": 20, "output_length": 3, "hash_ids": [1, 2]}\n'
+    '{"timestamp": 1, "input_length": 99999, "output_length": 3, "hash_ids": [1]}\n'
+    '{"timestamp": 2, "input_length": 18, "output_length": 2, "hash_ids": [1, 3]}\n'
+)
+
+
+def measured(line: str, file: Path) -> dict[str, Any]:
+    """Of a run of `serve` that succeeds: its detailed result."""
+    saved = f"--save-result --save-detailed --disable-tqdm --result-filename {file}"
+    assert run(["serve", *line.split(), *saved.split()]) == 0
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+def test_an_engine_is_measured_over_its_wire(
+    demo_endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    result = measured(
+        f"--engine-endpoint {demo_endpoint} --num-prompts 6 --input-len 9 --output-len 4 "
+        f"--max-concurrency 3 --num-warmups 2 --ready-check-timeout-sec 60 --temperature 0 "
+        f"--percentile-metrics ttft,e2el --goodput ttft:1e9 --html {page}",
+        tmp_path / "r.json",
+    )
+    assert (result["backend"], result["completed"], result["failed"]) == ("nanocore", 6, 0)
+    assert (result["input_lens"], result["output_lens"]) == ([9] * 6, [4] * 6)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (54, 24)
+    assert result["model_id"] == result["tokenizer_id"] == str(DEMO_MODEL)
+    assert result["request_goodput"] == result["request_throughput"]
+    assert len(result["ttfts"]) == len(result["itls"]) == 6
+    assert any(result["generated_texts"])
+    assert {"p99_ttft_ms", "p99_e2el_ms"} <= result.keys()
+    assert "<svg" in page.read_text()
+    assert "Successful requests:                     6\n" in capsys.readouterr().out
+
+
+def test_a_trace_is_replayed_and_a_request_that_fails_is_counted(
+    demo_endpoint: str,
+    tmp_path: Path,
+    dataset_file: MakeFile,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = measured(
+        f"--engine-endpoint {demo_endpoint} --dataset-name timed_trace --dataset-path "
+        f"{dataset_file(TRACE)} --timed-trace-sec-multiplier 0.001",
+        tmp_path / "r.json",
+    )
+    assert (result["completed"], result["failed"]) == (2, 1)
+    assert result["output_lens"] == [3, 0, 2]
+    assert "ContextLengthError" in result["errors"][1]
+    assert "a request failed: ContextLengthError" in capsys.readouterr().err
+
+
+def test_requests_of_a_trace_share_prefixes_as_they_did_there(
+    demo_endpoint: str, tmp_path: Path, dataset_file: MakeFile
+) -> None:
+    def num_hits() -> int:
+        async def ask() -> int:
+            async with AsyncEngineClient.connect(demo_endpoint) as client:
+                return (await client.stats()).prefix_cache_hits
+
+        return asyncio.run(ask())
+
+    row = {"timestamp": 0, "input_length": 40, "output_length": 1}
+    rows = [{**row, "hash_ids": [77, 78, i]} for i in range(3)]
+    text = "\n".join(map(json.dumps, rows))
+    line = (
+        f"--engine-endpoint {demo_endpoint} --dataset-name timed_trace --dataset-path "
+        f"{dataset_file(text)} --no-oversample --max-concurrency 1"
+    )
+    before = num_hits()
+    assert measured(line, tmp_path / "r.json")["completed"] == 3
+    assert num_hits() - before == 2 * 32  # 77 and 78, of the second and the third one
+
+
+def test_nothing_that_succeeds_is_exit_code_1(demo_endpoint: str) -> None:
+    line = f"serve --engine-endpoint {demo_endpoint} --num-prompts 2 --input-len 99999"
+    assert run([*line.split(), "--disable-tqdm"]) == 1
+
+
+def test_a_server_is_measured_over_http(tmp_path: Path) -> None:
+    with served_engine() as url:
+        for backend, extra in (("openai", "--temperature 0"), ("openai-chat", "--ignore-eos")):
+            result = measured(
+                f"--backend {backend} --base-url {url} --num-prompts 5 --input-len 12 "
+                f"--output-len 6 --ready-check-timeout-sec 60 {extra}",
+                tmp_path / f"{backend}.json",
+            )
+            assert (result["completed"], result["failed"]) == (5, 0)
+            assert result["output_lens"] == [6] * 5
+            assert result["tokenizer_id"] == str(DEMO_MODEL)  # which the server names as the root
+            assert min(result["input_lens"]) >= 11
+            assert any(result["generated_texts"])
+
+
+def test_throughput_has_vllms_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "t.json"
+    flags = "--num-prompts 4 --input-len 6 --output-len 5 --num-warmups 2 --max-num-seqs 8"
+    assert run(["throughput", *flags.split(), "--disable-tqdm", "--output-json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert list(result) == [
+        "model_id", "elapsed_time", "num_requests", "total_num_tokens", "requests_per_second",
+        "tokens_per_second",
+    ]  # fmt: skip
+    assert (result["num_requests"], result["total_num_tokens"]) == (4, 44)
+    assert "Total num output tokens:  20\n" in capsys.readouterr().out
+
+
+def test_latency_has_vllms_keys(tmp_path: Path) -> None:
+    file = tmp_path / "l.json"
+    flags = "--batch-size 2 --input-len 6 --output-len 5 --num-iters 3 --num-iters-warmup 1"
+    assert run(["latency", *flags.split(), "--output-json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert list(result) == ["model_id", "avg_latency", "latencies", "percentiles"]
+    assert len(result["latencies"]) == 3
+    assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
+
+
+def test_startup_has_vllms_keys(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    flags = "--num-iters-cold 1 --num-iters-warmup 0 --num-iters-warm 1"
+    assert run(["startup", *flags.split(), "--output-json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert list(result) == [
+        f"{name}{phase}_startup_{kind}"
+        for phase in ("cold", "warm")
+        for name, kind in (("avg_", "time"), ("", "times"), ("", "percentiles"))
+    ]
+    assert len(result["cold_startup_times"]) == len(result["warm_startup_times"]) == 1
+
+
+def test_cold_caches_are_empty_folders_for_as_long_as_they_are_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second, *_ = CACHE_VARIABLES
+    monkeypatch.setenv(first, "/mine")
+    monkeypatch.delenv(second, raising=False)
+    with cold_caches(model_folder(None)):
+        folders = [Path(os.environ[name]) for name in CACHE_VARIABLES]
+        assert folders[0].parent.is_dir()
+        assert not any(folder.exists() for folder in folders)
+    assert not folders[0].parent.exists()
+    assert os.environ[first] == "/mine"
+    assert second not in os.environ
+    assert model_folder("an/id-on-the-hub") is None
+
+
+def test_flags_of_an_engine_are_passed_on() -> None:
+    flags = "--max-num-seqs 8 --enforce-eager --no-enable-prefix-caching --dtype=float32 --tp 2"
+    assert engine_arguments(flags.split()) == {
+        "max_num_seqs": "8",
+        "enforce_eager": True,
+        "no_enable_prefix_caching": True,
+        "dtype": "float32",
+        "tp": "2",
+    }
+    for wrong in (["-tp", "2"], ["x"], ["--"]):
+        with pytest.raises(ConfigError, match="is no flag"):
+            engine_arguments(wrong)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "text"),
+    [
+        ("", 2, "which benchmark? There are serve, throughput, latency, startup"),
+        ("serv", 2, "did you mean serve?"),
+        ("serve --port x", 2, "(nanocore bench serve --help lists the flags)"),
+        ("serve --html /nowhere/x", 2, "--html /nowhere/x: there is no such folder"),
+        ("latency --output-json /nowhere/x", 2, "--output-json /nowhere/x"),
+        ("latency --num-iters 0", 2, "is no whole number from 1 on"),
+        ("latency --no-such-flag", 2, "no-such-flag"),
+        ("serve --engine-endpoint ipc:///nowhere/e --ready-check-timeout-sec 1", 70, "/nowhere/e"),
+        ("serve --dataset-name custom", 2, "--dataset-name custom needs its file"),
+        ("throughput --dataset-name mooncake", 2, "--dataset-name mooncake needs its file"),
+        ("serve --engine-endpoint nonsense", 2, "nonsense"),
+    ],
+)
+def test_what_cannot_be_measured_is_a_line_and_a_code(
+    line: str, code: int, text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(line.split()) == code
+    lines = capfd.readouterr().err.splitlines()
+    said = [each for each in lines if each.startswith("nanocore bench: ")]
+    assert len(said) == 1
+    assert text in said[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EngineStartError("no such folder", 3), 3),
+        (EngineStartError("killed", -9), 70),
+        (EngineDeadError("gone"), 70),
+        (InvalidRequestError("no such value"), 2),
+        (KeyboardInterrupt(), 130),
+        (ZeroDivisionError(), 70),
+    ],
+)
+def test_errors_have_exit_codes(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(engine: OwnEngine) -> None:
+        raise error
+
+    monkeypatch.setattr(OwnEngine, "launch", fail)
+    assert run(["latency"]) == code
+
+
+def test_a_page_that_cannot_be_written_is_said_when_the_figures_are_printed(
+    demo_endpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"serve --engine-endpoint {demo_endpoint} --num-prompts 1 --input-len 3 --output-len 2"
+    assert run([*line.split(), "--html", str(tmp_path), "--disable-tqdm"]) == 2
+    written = capsys.readouterr()
+    assert "Successful requests:                     1\n" in written.out
+    assert written.err == f"nanocore bench: --html {tmp_path}: Is a directory\n"
+
+
+def test_the_commands_of_the_page_are_commands() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text("utf-8")
+    lines = re.findall(r"^nanocore bench (\w+) (.*)$", page, re.MULTILINE)
+    assert {name for name, _ in lines} == {"serve", "throughput", "latency", "startup"}
+    parsers = {
+        "throughput": throughput_parser,
+        "latency": latency_parser,
+        "startup": startup_parser,
+    }
+    for name, flags in lines:
+        if name == "serve":
+            check_file(parse_serve(flags.split()).dataset)
+        else:
+            parse(parsers[name](), flags.split())
+
+
+def test_missing_packages_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanocore.bench.packages.find_spec", lambda name: None)
+    assert run(["serve"]) == 2
+    said = "nanocore bench: measuring needs numpy: in the repository, pip install '.[bench]'\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("name", ["serve", "throughput", "latency", "startup", ""])
+def test_help_is_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if name:
+        with pytest.raises(SystemExit) as caught:
+            run([name, "--help"])
+        assert caught.value.code == 0
+    else:
+        assert run(["--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: nanocore bench {name}")
+
+
+def test_ctrl_c_ends_a_run_in_order() -> None:
+    """While two requests wait for a server that does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(EXIT_TIMEOUT_S)
+        line = (
+            f"serve --base-url http://127.0.0.1:{listening.getsockname()[1]} --model x "
+            f"--tokenizer {DEMO_MODEL} --num-prompts 2 --input-len 4"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nanocore.cli", "bench", *line.split()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            connections = [listening.accept()[0] for _ in range(2)]
+            for connection in connections:
+                connection.settimeout(EXIT_TIMEOUT_S)
+                assert connection.recv(1 << 16).startswith(b"POST /v1/completions")
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=EXIT_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.communicate()
+    for connection in connections:
+        assert connection.recv(1) == b""
+        connection.close()
+    assert (process.returncode, out) == (130, "")
+    assert err.endswith("nanocore bench: interrupted\n")
+    assert "Traceback" not in err

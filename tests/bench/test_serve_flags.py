@@ -1,0 +1,161 @@
+"""The command line of `nanocore bench serve`: what it comes to, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from nanocore.bench.arrivals import Ramp, Traffic
+from nanocore.bench.serve_flags import parse
+from nanocore.protocol.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+def test_defaults_are_vllms() -> None:
+    options = parse([])
+    where = options.destination
+    assert (where.backend, where.base_url, where.path) == (
+        "openai", "http://127.0.0.1:8000", "/v1/completions",
+    )  # fmt: skip
+    assert (options.dataset.dataset_name, options.dataset.num_prompts) == ("random", 1000)
+    assert (options.dataset.random_input_len, options.dataset.random_output_len) == (1024, 128)
+    assert options.traffic == Traffic(math.inf, 1.0)
+    assert (options.report.percentile_metrics, options.report.percentiles) == (
+        ("ttft", "tpot", "itl"), (99.0,),
+    )  # fmt: skip
+    assert (options.max_concurrency, options.ready_timeout_s, options.num_warmups) == (None, 0, 0)
+
+
+def test_an_engines_endpoint_means_its_wire() -> None:
+    assert parse(["--engine-endpoint", "ipc:///x"]).destination.backend == "nanocore"
+    both = parse(["--engine-endpoint", "ipc:///x", "--backend", "openai-chat"]).destination
+    assert (both.backend, both.path) == ("openai-chat", "/v1/chat/completions")
+
+
+def test_headers_keys_and_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    where = parse(["--base-url", "https://h/", "--header", "a=b=c", "X = y"]).destination
+    assert where.base_url == "https://h"
+    assert where.headers == {"Authorization": "Bearer secret", "a": "b=c", "X": "y"}
+    assert parse(["--host", "::1", "--port", "9"]).destination.base_url == "http://[::1]:9"
+
+
+def test_lengths_go_to_all_datasets() -> None:
+    options = parse(
+        ["--input-len", "7", "--output-len", "3", "--random-range-ratio", "0.5"]
+    ).dataset
+    assert (options.random_input_len, options.random_range_ratio) == (7, (0.5, 0.5))
+    assert {
+        options.random_output_len,
+        options.sharegpt_output_len,
+        options.custom_output_len,
+        options.prefix_repetition_output_len,
+    } == {3}
+    apart = parse(["--random-range-ratio", '{"input": 0.1, "output": 0}']).dataset
+    assert apart.random_range_ratio == (0.1, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ignores"),
+    [
+        ([], True),
+        (["--dataset-name", "mooncake"], True),
+        (["--dataset-name", "custom"], False),
+        (["--dataset-name", "custom", "--ignore-eos"], True),
+    ],
+)
+def test_random_lengths_and_traces_ignore_eos(arguments: list[str], ignores: bool) -> None:
+    assert parse(arguments).asked.ignore_eos is ignores
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_self_timed"),
+    [
+        ([], False),
+        (["--dataset-name", "azure"], True),
+        (["--dataset-name", "azure", "--no-self-timed"], False),
+    ],
+)
+def test_traces_are_self_timed(arguments: list[str], is_self_timed: bool) -> None:
+    assert parse(arguments).self_timed is is_self_timed
+
+
+def test_ramps_goodput_and_sampling() -> None:
+    options = parse(
+        [
+            "--ramp-up-strategy",
+            "linear",
+            "--ramp-up-start-rps",
+            "1",
+            "--ramp-up-end-rps",
+            "9",
+            "--burstiness",
+            "inf",
+            "--goodput",
+            "ttft:200",
+            "e2el:1e3",
+            "--temperature",
+            "0",
+            "--top-k",
+            "5",
+            "--metric-percentiles",
+            "50,99.9",
+            "--percentile-metrics",
+            "e2el",
+            "--metadata",
+            "a=1",
+        ]
+    )
+    assert options.traffic == Traffic(math.inf, math.inf, Ramp("linear", 1, 9))
+    assert options.report.goodput_ms == {"ttft": 200, "e2el": 1000}
+    assert options.asked.sampling == {"temperature": 0, "top_k": 5}
+    assert options.report.percentiles == (50, 99.9)
+    assert options.report.metadata == {"a": "1"}
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--frobnicate", "unrecognized arguments: --frobnicate"),
+        ("--backend tgi", "invalid choice: 'tgi'"),
+        ("--request-rate 0", "'0' is no number above 0"),
+        ("--burstiness nan", "'nan' is no number"),
+        ("--num-prompts 0", "'0' is no whole number from 1 on"),
+        ("--random-range-ratio 1", "a number from 0 to below 1"),
+        ('--random-range-ratio {"input":0}', "a number from 0 to below 1"),
+        ("--metric-percentiles 101", "percentiles are from 0 to 100"),
+        ("--percentile-metrics ttft,foo", "--percentile-metrics foo: there are ttft"),
+        ("--goodput itl:3", "--goodput itl: there are ttft, tpot, e2el"),
+        ("--goodput ttft", "--goodput ttft: write KEY:VALUE"),
+        ("--goodput ttft:x", "--goodput ttft: 'x' is no number of milliseconds"),
+        ("--header x", "--header x: write KEY=VALUE"),
+        ("--extra-body []", "'[]' is no JSON object"),
+        ("--self-timed", "--self-timed is for traces"),
+        ("--ramp-up-start-rps 1", "need --ramp-up-strategy"),
+        ("--ramp-up-strategy linear --ramp-up-start-rps 1", "needs --ramp-up-start-rps and"),
+        (
+            "--ramp-up-strategy linear --ramp-up-start-rps 2 --ramp-up-end-rps 1",
+            "which is not less",
+        ),
+        (
+            "--ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 2 --request-rate 3",
+            "choose",
+        ),
+        ("--backend nanocore --port 3", "--port is for HTTP"),
+        ("--backend nanocore --endpoint /v1/completions", "--endpoint is for HTTP"),
+        ("--backend nanocore --header a=b", "--header and --extra-body are for HTTP"),
+        ("--curve-dir x", "--curve-dir x: keys are for"),
+        ("--base-url localhost:8000", "--base-url localhost:8000: write http://HOST:PORT"),
+        ("--base-url http://h --port 3", "leave --host and --port out"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_line(line: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(line.split(" "))
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
