@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 import msgspec
 import uvloop
 
-from nanocore.cli.serve import log_to_stderr
+from nanocore.cli.command import log_to_stderr
 from nanocore.cli.worker_pool import WorkerStart
 from nanocore.http.service import EngineAddress, HttpService, freeze_startup
 from nanocore.protocol.errors import NanocoreError, StartError

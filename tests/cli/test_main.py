@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nanocore import __version__
-from nanocore.cli import serve
+from nanocore.cli import command
 from nanocore.cli.main import main
 
 
@@ -52,7 +52,7 @@ def test_usage_errors_are_one_line(
 def test_missing_packages_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else name)
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else name)
     assert exit_code("serve") == 2
     assert capsys.readouterr().err == (
         "nanocore serve: serving HTTP needs uvicorn: in the repository, pip install '.[server]'\n"
