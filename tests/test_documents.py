@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 import nanocore.client
+from nanocore.cli.batch.flags import build_parser as batch_parser
 from nanocore.cli.serve_flags import build_parser as serve_parser
 from nanocore.client.connection import ENGINE_TIMEOUT_S, GRACE_S, TCP_ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
@@ -162,10 +163,13 @@ def test_the_documents_name_every_flag_and_no_other() -> None:
     server_flags = flags_of(serve_parser())
     section = (DOCS / "http.md").read_text("utf-8").split("\n## Flags\n")[1].split("\n## ")[0]
     assert set(FLAG.findall(section)) == server_flags
+    batch_flags = flags_of(batch_parser())
+    section = (DOCS / "batch.md").read_text("utf-8").split("\n## Flags\n")[1].split("\n## ")[0]
+    assert set(FLAG.findall(section)) == batch_flags
     others = {"--client", "--out", "--engine"}  # of nanocore-keygen and -conformance
     for document in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md")):
         text = re.sub(r"`python [^`]*`", "", document.read_text("utf-8"))
-        assert set(FLAG.findall(text)) <= flags | server_flags | others, document.name
+        assert set(FLAG.findall(text)) <= flags | server_flags | batch_flags | others, document.name
 
 
 def engine_flags() -> set[str]:

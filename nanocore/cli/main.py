@@ -9,7 +9,10 @@ from typing import Final, NoReturn
 
 from nanocore import __version__
 
-_SUBCOMMANDS: Final = {"serve": ("nanocore.cli.serve", "serve a model over HTTP")}
+_SUBCOMMANDS: Final = {
+    "serve": ("nanocore.cli.serve", "serve a model over HTTP"),
+    "batch": ("nanocore.cli.batch.command", "answer requests from a file"),
+}
 """name: (the module whose `run(arguments)` it is, what it does)."""
 
 _USAGE: Final = """\
