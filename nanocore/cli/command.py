@@ -74,9 +74,16 @@ def log_to_stderr(name: str) -> None:
 
 def require(packages: Sequence[str], need: str, remedy: str) -> None:
     """Raises ConfigError unless they are installed."""
-    missing = [name for name in packages if find_spec(name) is None]
+    missing = [name for name in packages if not _is_installed(name)]
     if missing:
         raise ConfigError(f"{need} {', '.join(missing)}: in the repository, {remedy}")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package within one that is missing
+        return False
 
 
 def require_engine(engine: EngineChoice) -> None:

@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -46,6 +47,18 @@ def seconds_or_none(text: str) -> float:
     if 0 <= number < 1e8:
         return number
     raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+
+
+def otlp_url(text: str) -> str:
+    """Of an OTLP collector; one without a path gets that of traces."""
+    try:
+        parts = urlsplit(text)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL such as http://HOST:4318/v1/traces")
+    return text if parts.path.strip("/") else f"{text.rstrip('/')}/v1/traces"
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from nanocore.cli.serve_options import ServeOptions, raise_descriptor_limit
 
 _PACKAGES: Final = ("uvicorn", "httptools", "uvloop", "prometheus_client")
 
+_OTEL_PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+
 
 def run(arguments: list[str]) -> int:
     """Serve until told to stop; returns the exit code."""
@@ -26,6 +28,8 @@ def run(arguments: list[str]) -> int:
 def _serve(options: ServeOptions) -> int:
     require(_PACKAGES, "serving HTTP needs", "pip install '.[server]'")
     require_engine(options.engine)
+    if options.app.otlp_traces_endpoint is not None:
+        require(_OTEL_PACKAGES, "--otlp-traces-endpoint needs", "pip install '.[otel]'")
     log_to_stderr("serve")
     raise_descriptor_limit()
     from nanocore.cli.supervisor import Supervisor  # imports uvicorn

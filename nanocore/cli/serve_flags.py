@@ -25,7 +25,7 @@ from nanocore.cli.engine_choice import (
     add_engine_flags,
     choose_engine,
 )
-from nanocore.cli.flag_types import at_least, port, seconds, seconds_or_none
+from nanocore.cli.flag_types import at_least, otlp_url, port, seconds, seconds_or_none
 from nanocore.cli.serve_options import SHUTDOWN_TIMEOUT_S, ServeOptions, connection_limit
 from nanocore.cli.sites import read_hosts, read_origin
 from nanocore.http.server_settings import ConnectionLimits, ServerSettings
@@ -99,6 +99,7 @@ def _options(given: argparse.Namespace, engine: EngineChoice, keys: list[str]) -
         stored_responses_bytes=STORED_RESPONSES_BYTES if stored_bytes is None else stored_bytes,
         allowed_origins=tuple(map(read_origin, given.allowed_origins)),
         allowed_hosts=read_hosts(given.host, given.allowed_hosts) if given.uds is None else None,
+        otlp_traces_endpoint=given.otlp_traces_endpoint,
     )
     return ServeOptions(
         app=app,
@@ -151,6 +152,7 @@ def build_parser() -> CommandParser:
     _add_keys(parser.add_argument_group("keys and TLS"))
     _add_limits(parser.add_argument_group("limits"))
     _add_answers(parser.add_argument_group("answers"))
+    _add_watching(parser.add_argument_group("what can be watched"))
     return parser
 
 
@@ -219,6 +221,12 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         help="of web pages that may call from other hosts")  # fmt: skip
     add("--allowed-hosts", nargs="+", action="extend", default=[], metavar="NAME",
         help="by which a server without keys may be asked, beside localhost; * is any")  # fmt: skip
+
+
+def _add_watching(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--enable-access-log", dest="access_log", action="store_true", default=False,
         help="a line per request on stderr")  # fmt: skip
     add("--disable-access-log", dest="access_log", action="store_false", help="(the default)")
+    add("--otlp-traces-endpoint", type=otlp_url, metavar="URL",
+        help="send a span per request there, by OTLP over HTTP (default: none)")  # fmt: skip

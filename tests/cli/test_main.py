@@ -59,6 +59,22 @@ def test_missing_packages_are_named(
     )
 
 
+def test_spans_need_packages_of_their_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_spec(name: str) -> str | None:
+        if name.startswith("opentelemetry."):  # as find_spec does, of a package that has no parent
+            raise ModuleNotFoundError(name)
+        return name
+
+    monkeypatch.setattr(command, "find_spec", find_spec)
+    assert exit_code("serve", "--otlp-traces-endpoint", "http://c:4318") == 2
+    assert capsys.readouterr().err == (
+        "nanocore serve: --otlp-traces-endpoint needs opentelemetry.sdk, "
+        "opentelemetry.exporter.otlp.proto.http: in the repository, pip install '.[otel]'\n"
+    )
+
+
 def test_help_needs_neither_torch_nor_a_server() -> None:
     script = (
         "import sys\nfrom nanocore.cli.main import main\n"

@@ -76,6 +76,9 @@ def test_what_is_not_ours_is_the_engines(arguments: list[str], flags: list[str])
         (["--parent-fd", "3"], "launcher's own"),
         (["--http-workers", "2", "--stored-responses-bytes", "1"], "leave it out"),
         (["--tokenizer", "/no/such"], "no such folder"),
+        (["--otlp-traces-endpoint", "collector:4318"], "no URL such as http://HOST:4318"),
+        (["--otlp-traces-endpoint", "http://"], "no URL such as http://HOST:4318"),
+        (["--otlp-traces-endpoint", "http://c:99999/"], "no URL such as http://HOST:4318"),
         (["--api-key", ""], "printable ASCII"),
         (["--api-key", "a b"], "printable ASCII"),
         (["--enable-access-log=1"], "takes no value"),
@@ -208,3 +211,16 @@ def test_a_model_behind_the_flags_is_told_where_it_belongs() -> None:
 def test_what_would_fail_each_request_or_never_be_of_use_is_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=arguments[0]):
         parse(arguments, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("http://c:4318", "http://c:4318/v1/traces"),
+        ("https://c/", "https://c/v1/traces"),
+        ("http://[::1]:1/otlp/v1/traces", "http://[::1]:1/otlp/v1/traces"),
+    ],
+)
+def test_a_collector_without_a_path_has_the_usual_one(given: str, used: str) -> None:
+    assert options("--otlp-traces-endpoint", given).app.otlp_traces_endpoint == used
+    assert options().app.otlp_traces_endpoint is None
