@@ -6,7 +6,6 @@ Nothing heavy is imported before the flags are known to be right.
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from typing import Final, Protocol, TypeVar
 from nanocore.cli.engine_choice import EngineChoice
 from nanocore.protocol.errors import ConfigError, EngineStartError, NanocoreError, StartError
 from nanocore.system import standard_streams
+from nanocore.system.logs import complain
 
 logger = logging.getLogger(__name__)
 
@@ -54,22 +54,13 @@ def run_command(name: str, parse: Callable[[], Options], work: Callable[[Options
             hint = "" if options is None else options.engine.hint
             if hint and exit_code == ConfigError.exit_code:
                 text += f"; {hint}"
-        standard_streams.complain(f"{name}: {text}")
+        complain(f"{name}: {text}")
         return exit_code
     except Exception:
         logger.exception("internal error")
         return StartError.exit_code
     finally:
         standard_streams.flush_or_drop()
-
-
-def log_to_stderr(name: str) -> None:
-    """Send this process's log to stderr, whatever becomes of that. name: the process's."""
-    logging.basicConfig(
-        level=logging.INFO,
-        handlers=[standard_streams.LogHandler()],
-        format=f"({name} pid={os.getpid()}) %(message)s",
-    )
 
 
 def require(packages: Sequence[str], need: str, remedy: str) -> None:

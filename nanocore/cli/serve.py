@@ -11,9 +11,10 @@ import socket
 from functools import partial
 from typing import Final
 
-from nanocore.cli.command import log_to_stderr, require, require_engine, run_command
+from nanocore.cli.command import require, require_engine, run_command
 from nanocore.cli.serve_flags import parse
 from nanocore.cli.serve_options import ServeOptions, raise_descriptor_limit
+from nanocore.system.logs import start_log
 
 _PACKAGES: Final = ("uvicorn", "httptools", "uvloop", "prometheus_client")
 
@@ -30,7 +31,7 @@ def _serve(options: ServeOptions) -> int:
     require_engine(options.engine)
     if options.app.otlp_traces_endpoint is not None:
         require(_OTEL_PACKAGES, "--otlp-traces-endpoint needs", "pip install '.[otel]'")
-    log_to_stderr("serve")
+    start_log("serve", options.log_format)
     raise_descriptor_limit()
     from nanocore.cli.supervisor import Supervisor  # imports uvicorn
 

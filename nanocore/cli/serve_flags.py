@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import ssl
 from collections.abc import Callable, MutableMapping
-from typing import Final
+from typing import Final, get_args
 
 from nanocore import __version__
 from nanocore.cli.answer_flags import (
@@ -31,10 +31,12 @@ from nanocore.cli.sites import read_hosts, read_origin
 from nanocore.http.server_settings import ConnectionLimits, ServerSettings
 from nanocore.http.settings import KEEP_ALIVE_S, MAX_BODY_BYTES, STORED_RESPONSES_BYTES, AppSettings
 from nanocore.protocol.errors import ConfigError
+from nanocore.system.logs import LogFormat
 
 MAX_HTTP_WORKERS: Final = 256
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8000
+DEFAULT_LOG_FORMAT: Final = "text"
 _EXIT_CODES: Final = """\
 exit codes: 0 ended by SIGTERM, 2 usage or configuration, 3 model files, 4 memory, 5 address in use,
 70 internal error or the engine's end, 130 interrupted"""
@@ -53,6 +55,8 @@ def parse(arguments: list[str], environment: MutableMapping[str, str]) -> ServeO
     model = _model(named, given.model)
     if given.endpoint and given.standby is not None:
         raise ConfigError("--standby is for an engine that is launched, not with --endpoint")
+    if given.log_format != DEFAULT_LOG_FORMAT and not given.endpoint:
+        others.append(f"--log-format={given.log_format}")
     engine = choose_engine(parser, given, model, others)
     for name in ("keyfile", "keyfile_password", "ca_certs", "cert_reqs"):
         if getattr(given, f"ssl_{name}") is not None and given.ssl_certfile is None:
@@ -110,6 +114,7 @@ def _options(given: argparse.Namespace, engine: EngineChoice, keys: list[str]) -
         engine=engine,
         standby=bool(given.standby),
         http_workers=given.http_workers,
+        log_format=given.log_format,
         shutdown_timeout_s=given.shutdown_timeout,
     )
 
@@ -228,5 +233,7 @@ def _add_watching(group: argparse._ArgumentGroup) -> None:
     add("--enable-access-log", dest="access_log", action="store_true", default=False,
         help="a line per request on stderr")  # fmt: skip
     add("--disable-access-log", dest="access_log", action="store_false", help="(the default)")
+    add("--log-format", choices=get_args(LogFormat), default=DEFAULT_LOG_FORMAT,
+        help="json: each line of the log an object, the engine's too (default: text)")  # fmt: skip
     add("--otlp-traces-endpoint", type=otlp_url, metavar="URL",
         help="send a span per request there, by OTLP over HTTP (default: none)")  # fmt: skip

@@ -10,6 +10,7 @@ import msgspec
 from nanocore.cli.engine_choice import EngineChoice
 from nanocore.http.server_settings import ServerSettings
 from nanocore.http.settings import AppSettings
+from nanocore.system.logs import LogFormat
 
 SHUTDOWN_TIMEOUT_S: Final = 25.0
 """Five seconds less than Kubernetes gives a process: the engine ends in them."""
@@ -31,6 +32,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineChoice
     standby: bool
     http_workers: int
+    log_format: LogFormat
     shutdown_timeout_s: float
 
 

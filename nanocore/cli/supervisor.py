@@ -50,7 +50,9 @@ class Supervisor:
             self._front = HttpService(options.app, options.server)
         else:
             HttpService(options.app, options.server)  # what is wrong with TLS is said here and once
-            self._front = WorkerPool(options.app, options.server, options.shutdown_timeout_s)
+            self._front = WorkerPool(
+                options.app, options.server, options.shutdown_timeout_s, options.log_format
+            )
         self._engine: EngineKeeper | None = None
         self._engine_end: asyncio.Future[NanocoreError]
         self._signal: asyncio.Future[int]

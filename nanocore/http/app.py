@@ -81,7 +81,8 @@ class App:
             if exchange.has_started:
                 exchange.note_error(failure)
                 raise
-            _logger.exception("a bug: %s %s failed", scope["method"], scope["path"])
+            about = {"request_id": exchange.request_id}
+            _logger.exception("a bug: %s %s failed", scope["method"], scope["path"], extra=about)
             raise failure from None
 
     def _write(self, exchange: Exchange, record: RequestRecord) -> None:

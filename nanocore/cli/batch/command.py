@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from nanocore.cli.batch.flags import BatchOptions, parse
-from nanocore.cli.command import log_to_stderr, require, require_engine, run_command
+from nanocore.cli.command import require, require_engine, run_command
+from nanocore.system.logs import start_log
 
 
 def run(arguments: list[str]) -> int:
@@ -16,7 +17,7 @@ def run(arguments: list[str]) -> int:
 def _batch(options: BatchOptions) -> int:
     require(("prometheus_client",), "a batch needs", "pip install '.[server]'")
     require_engine(options.engine)
-    log_to_stderr("batch")
+    start_log("batch")
     from nanocore.cli.batch.session import answer_batch
 
     return answer_batch(options)
