@@ -15,6 +15,7 @@ from nanocore.bench.latency import latency_parser
 from nanocore.bench.serve_flags import build_parser as bench_serve_parser
 from nanocore.bench.startup import startup_parser
 from nanocore.bench.throughput import throughput_parser
+from nanocore.cli.batch.flags import build_parser as batch_parser
 from nanocore.cli.serve_flags import build_parser as serve_parser
 from nanocore.client.connection import ENGINE_TIMEOUT_S, GRACE_S, TCP_ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
@@ -171,13 +172,13 @@ def test_the_documents_name_every_flag_and_no_other() -> None:
         for build in (bench_serve_parser, throughput_parser, latency_parser, startup_parser)
         for flag in flags_of(build())
     }
-    section = (DOCS / "bench.md").read_text("utf-8").split("\n## Flags\n")[1].split("\n## ")[0]
-    assert set(FLAG.findall(section)) == bench_flags
+    for name, own_flags in (("bench.md", bench_flags), ("batch.md", flags_of(batch_parser()))):
+        section = (DOCS / name).read_text("utf-8").split("\n## Flags\n")[1].split("\n## ")[0]
+        assert set(FLAG.findall(section)) == own_flags
     others = {"--client", "--out", "--engine"}  # of nanocore-keygen and -conformance
     for document in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md")):
         text = re.sub(r"`python [^`]*`", "", document.read_text("utf-8"))
-        own_flags = bench_flags if document.name == "bench.md" else set()
-        known = flags | server_flags | own_flags | others
+        known = flags | server_flags | bench_flags | flags_of(batch_parser()) | others
         assert set(FLAG.findall(text)) <= known, document.name
 
 

@@ -17,11 +17,11 @@ from typing import Final, NoReturn
 import msgspec
 import uvloop
 
-from nanocore.cli.serve import log_to_stderr
 from nanocore.cli.worker_pool import WorkerStart
 from nanocore.http.service import EngineAddress, HttpService, freeze_startup
 from nanocore.protocol.errors import NanocoreError, StartError
 from nanocore.system.lifeline import signal_at_parent_death
+from nanocore.system.logs import start_log
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ async def _serve(link: _Link) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # our keeper says when it is over
     start = msgspec.json.decode(await link.line(), type=WorkerStart)
-    log_to_stderr(f"serve worker {start.number}")
+    start_log(f"serve worker {start.number}", start.log_format)
     service = HttpService(start.app, start.server)
     await service.start([socket.socket(fileno=fd) for fd in start.fds])
     hearing = asyncio.create_task(_hear(link, service))

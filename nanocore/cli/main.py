@@ -12,6 +12,7 @@ from nanocore import __version__
 _SUBCOMMANDS: Final = {
     "serve": ("nanocore.cli.serve", "serve a model over HTTP"),
     "bench": ("nanocore.cli.bench", "measure an engine or a server"),
+    "batch": ("nanocore.cli.batch.command", "answer requests from a file"),
 }
 """name: (the module whose `run(arguments)` it is, what it does)."""
 

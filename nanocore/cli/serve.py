@@ -6,78 +6,32 @@ Nothing heavy is imported before the flags are known to be right.
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 import socket
-from collections.abc import Sequence
-from importlib.util import find_spec
+from functools import partial
 from typing import Final
 
+from nanocore.cli.command import require, require_engine, run_command
 from nanocore.cli.serve_flags import parse
 from nanocore.cli.serve_options import ServeOptions, raise_descriptor_limit
-from nanocore.protocol.errors import (
-    ConfigError,
-    EngineStartError,
-    NanocoreError,
-    StartError,
-)
-from nanocore.system import standard_streams
-
-logger = logging.getLogger(__name__)
+from nanocore.system.logs import start_log
 
 _PACKAGES: Final = ("uvicorn", "httptools", "uvloop", "prometheus_client")
-_ENGINE_PACKAGES: Final = (
-    "torch", "numpy", "llguidance", "safetensors", "huggingface_hub", "xxhash",
-)  # fmt: skip
-_INTERRUPTED: Final = 130
+
+_OTEL_PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
 def run(arguments: list[str]) -> int:
     """Serve until told to stop; returns the exit code."""
-    standard_streams.open_missing()
-    options = None
-    try:
-        options = parse(arguments, os.environ)
-        return _serve(options)
-    except KeyboardInterrupt:  # before there is anything to end in order
-        return _INTERRUPTED
-    except NanocoreError as error:
-        text = re.sub(r"\b(start_)?timeout_s\b", "--start-timeout", str(error))
-        exit_code = StartError.exit_code
-        if isinstance(error, StartError):
-            exit_code = error.exit_code
-        elif isinstance(error, EngineStartError) and (error.exit_code or 0) > 0:
-            exit_code = error.exit_code or exit_code
-            if options is not None and options.hint and exit_code == ConfigError.exit_code:
-                text += f"; {options.hint}"
-        standard_streams.complain(f"nanocore serve: {text}")
-        return exit_code
-    except Exception:
-        logger.exception("internal error")
-        return StartError.exit_code
-    finally:
-        standard_streams.flush_or_drop()
-
-
-def log_to_stderr(name: str) -> None:
-    """Send this process's log to stderr, whatever becomes of that. name: the process's."""
-    logging.basicConfig(
-        level=logging.INFO,
-        handlers=[standard_streams.LogHandler()],
-        format=f"({name} pid={os.getpid()}) %(message)s",
-    )
+    return run_command("nanocore serve", partial(parse, arguments, os.environ), _serve)
 
 
 def _serve(options: ServeOptions) -> int:
-    _require(_PACKAGES, "serving HTTP needs", "pip install '.[server]'")
-    if not options.endpoints:
-        _require(
-            _ENGINE_PACKAGES,
-            "an engine needs",
-            "pip install '.[engine,server]', or join an engine with --endpoint",
-        )
-    log_to_stderr("serve")
+    require(_PACKAGES, "serving HTTP needs", "pip install '.[server]'")
+    require_engine(options.engine)
+    if options.app.otlp_traces_endpoint is not None:
+        require(_OTEL_PACKAGES, "--otlp-traces-endpoint needs", "pip install '.[otel]'")
+    start_log("serve", options.log_format)
     raise_descriptor_limit()
     from nanocore.cli.supervisor import Supervisor  # imports uvicorn
 
@@ -86,13 +40,6 @@ def _serve(options: ServeOptions) -> int:
         return Supervisor(options, sockets).run()
     finally:
         _release(options, sockets)
-
-
-def _require(packages: Sequence[str], need: str, remedy: str) -> None:
-    """Raises ConfigError unless they are installed."""
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"{need} {', '.join(missing)}: in the repository, {remedy}")
 
 
 def _listen(options: ServeOptions) -> list[list[socket.socket]]:

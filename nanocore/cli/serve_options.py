@@ -7,12 +7,11 @@ from typing import Final
 
 import msgspec
 
+from nanocore.cli.engine_choice import EngineChoice
 from nanocore.http.server_settings import ServerSettings
 from nanocore.http.settings import AppSettings
+from nanocore.system.logs import LogFormat
 
-LAUNCH_TIMEOUT_S: Final = 600.0
-JOIN_TIMEOUT_S: Final = 10.0
-MAX_RESTARTS: Final = 5
 SHUTDOWN_TIMEOUT_S: Final = 25.0
 """Five seconds less than Kubernetes gives a process: the engine ends in them."""
 RESERVED_DESCRIPTORS: Final = 128
@@ -22,9 +21,7 @@ RESERVED_DESCRIPTORS: Final = 128
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked each for itself.
 
-    uds: in place of host and port. engine_flags: of a launched engine. hint: what to add if it
-    refuses them. max_restarts, standby: of a launched engine, see `EngineKeeper`.
-    endpoints, curve_dir: of the engines to join; no endpoint: one is launched.
+    uds: in place of host and port. standby: of a launched engine, see `EngineKeeper`.
     """
 
     app: AppSettings
@@ -32,15 +29,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     uds: str | None
-    engine_flags: tuple[str, ...]
-    hint: str
-    max_restarts: int
+    engine: EngineChoice
     standby: bool
-    endpoints: tuple[str, ...]
-    curve_dir: str | None
-    tokenizer: str | None
-    start_timeout_s: float
     http_workers: int
+    log_format: LogFormat
     shutdown_timeout_s: float
 
 

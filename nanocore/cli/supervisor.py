@@ -50,7 +50,9 @@ class Supervisor:
             self._front = HttpService(options.app, options.server)
         else:
             HttpService(options.app, options.server)  # what is wrong with TLS is said here and once
-            self._front = WorkerPool(options.app, options.server, options.shutdown_timeout_s)
+            self._front = WorkerPool(
+                options.app, options.server, options.shutdown_timeout_s, options.log_format
+            )
         self._engine: EngineKeeper | None = None
         self._engine_end: asyncio.Future[NanocoreError]
         self._signal: asyncio.Future[int]
@@ -90,7 +92,9 @@ class Supervisor:
 
     @property
     def _connect_timeout_s(self) -> float:
-        return CONNECT_TIMEOUT_S if self._engine is not None else self._options.start_timeout_s
+        return (
+            CONNECT_TIMEOUT_S if self._engine is not None else self._options.engine.start_timeout_s
+        )
 
     async def _start_front(self) -> None:
         if isinstance(self._front, WorkerPool):
@@ -99,18 +103,18 @@ class Supervisor:
             await self._front.start(self._sockets[0])
 
     async def _start_engine(self) -> EngineAddress:
-        options = self._options
-        endpoints = options.endpoints
+        choice = self._options.engine
+        endpoints = choice.endpoints
         if not endpoints:
-            logger.info("launching an engine: %s", " ".join(options.engine_flags) or "no flags")
-            keeper = EngineKeeper(options.engine_flags, options.max_restarts, options.standby)
+            logger.info("launching an engine: %s", " ".join(choice.flags) or "no flags")
+            keeper = EngineKeeper(choice.flags, choice.max_restarts, self._options.standby)
             keeper.on_ready(self._on_ready)
             keeper.on_ended(self._engine_end.set_result)
             self._engine = keeper
-            await self._unless_over(keeper.start(options.start_timeout_s))
+            await self._unless_over(keeper.start(choice.start_timeout_s))
             endpoints = (keeper.endpoint,)
         return EngineAddress(
-            endpoints=endpoints, curve_dir=options.curve_dir, tokenizer=options.tokenizer
+            endpoints=endpoints, curve_dir=choice.curve_dir, tokenizer=choice.tokenizer
         )
 
     def _on_ready(self) -> None:

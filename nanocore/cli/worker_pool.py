@@ -25,6 +25,7 @@ from nanocore.http.service import EngineAddress
 from nanocore.http.settings import AppSettings
 from nanocore.protocol.errors import EngineDeadError
 from nanocore.protocol.messages import ModelCard
+from nanocore.system.logs import LogFormat
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout_s: float
     fds: tuple[int, ...]
     number: int
+    log_format: LogFormat
 
 
 class _Worker:
@@ -84,10 +86,17 @@ class _Worker:
 class WorkerPool:
     """From `start` to `close`; settings as of `HttpService`."""
 
-    def __init__(self, app: AppSettings, server: ServerSettings, shutdown_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: AppSettings,
+        server: ServerSettings,
+        shutdown_timeout_s: float,
+        log_format: LogFormat,
+    ) -> None:
         self._app = app
         self._server = server
         self._shutdown_timeout_s = shutdown_timeout_s
+        self._log_format = log_format
         self._sockets: list[list[socket.socket]] = []
         self._engine: asyncio.Future[EngineAddress]
         self._workers: dict[int, _Worker] = {}
@@ -183,6 +192,7 @@ class WorkerPool:
             shutdown_timeout_s=self._shutdown_timeout_s,
             fds=worker.fds,
             number=worker.number,
+            log_format=self._log_format,
         )
         await worker.tell(start)
         await worker.tell(await asyncio.shield(self._engine))

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Final, NoReturn
+from typing import Final, NoReturn, get_args
 
 from nanocore import __version__
 from nanocore.engine_core.config import EngineConfig
@@ -23,6 +23,7 @@ from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.structured.threads import any_alive
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
+from nanocore.system.logs import LogFormat, complain, start_log
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
@@ -112,6 +113,17 @@ def _parent_link(arguments: list[str]) -> ParentLink | None:
         ) from None
 
 
+def _log_format(arguments: list[str]) -> LogFormat:
+    """Found before the flags are known to be right: what is wrong with them is logged, too."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--log-format", choices=get_args(LogFormat), default="text")
+    try:
+        found: LogFormat = parser.parse_known_args(arguments)[0].log_format
+    except ConfigError:
+        return "text"
+    return found
+
+
 def _require_room() -> None:
     """Libraries that cannot be loaded whole, or start no thread, end the process without a word.
 
@@ -162,11 +174,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run an engine until it is told to stop; exits with a code of the list in --help."""
     arguments = sys.argv[1:] if arguments is None else arguments
     standard_streams.open_missing()
-    logging.basicConfig(
-        level=logging.INFO,
-        handlers=[standard_streams.LogHandler()],
-        format=f"(engine pid={os.getpid()}) %(message)s",
-    )
+    start_log("engine", _log_format(arguments))
     parent = None
     try:
         with memory_errors(""):
@@ -180,7 +188,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if parent is not None:
             parent.report_failure(cause)
         if cause is error:
-            standard_streams.complain(f"nanocore-engine: {cause}")
+            complain(f"nanocore-engine: {cause}")
         else:
             logging.exception("the engine failed to start")
         exit_code = cause.exit_code

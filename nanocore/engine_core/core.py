@@ -207,6 +207,7 @@ class EngineCore:
 
     def _fail(self, request: Request, message: str) -> None:
         """End a request that cannot go on; the others do."""
-        logger.error("request %r ends: %s", request.request_id, message)
+        about = {"request_id": request.request_id}
+        logger.error("request %r ends: %s", request.request_id, message, extra=about)
         self.scheduler.end(request.handle)
         self._send_ends([request], "error", message)

@@ -18,6 +18,7 @@ from nanocore.engine_core.flags import parameter
 from nanocore.engine_core.sizes import CPU_SIZES, CUDA_SIZES
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.fields import MAX_EXACT_INT, MAX_INT32
+from nanocore.system.logs import LogFormat
 from nanocore.worker.messages import KVCacheDtype, LoadFormat, Quantization
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -229,6 +230,12 @@ class EngineParameters:
     step_trace: _Name | None = parameter(
         None, _ENGINE, "append each step as a line of JSON", metavar="FILE"
     )
+
+    disable_log_stats: bool = parameter(
+        False, _ENGINE, "no line of throughput and load every 10 s of work"
+    )
+
+    log_format: LogFormat = parameter("text", _ENGINE, "json: each line of the log an object")
 
     kv_events_endpoint: _Text | None = parameter(
         None, _EVENTS, "ipc:// endpoint to publish them at"

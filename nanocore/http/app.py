@@ -16,6 +16,7 @@ from nanocore.http.errors import (
     unavailable,
 )
 from nanocore.http.exchange import Disconnected, Exchange, Receive, Scope, Send
+from nanocore.http.request_record import RequestRecord
 from nanocore.http.route import Route
 from nanocore.http.routes import find_route
 from nanocore.http.settings import AppSettings
@@ -24,6 +25,7 @@ from nanocore.http.state import ServerState
 from nanocore.protocol.errors import NanocoreError
 
 _logger = logging.getLogger(__name__)
+_TRACE_HEADERS: Final = ("traceparent", "tracestate")
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -49,10 +51,14 @@ class App:
         try:
             await self._serve(exchange, is_allowed)
         except HttpError as error:
+            exchange.note_error(error)
             exchange.reply_headers.update(error.headers)
             await exchange.reply(error.status, exchange.error_body(error))
         except Disconnected:
-            pass
+            exchange.note_disconnect()
+        finally:
+            if exchange.record is not None:
+                self._write(exchange, exchange.record)
 
     async def _serve(self, exchange: Exchange, is_allowed_origin: bool) -> None:
         """Raises HttpError: what the answer is instead. Disconnected: there is nobody to answer."""
@@ -62,6 +68,8 @@ class App:
             if route.is_anthropic:
                 exchange.error_body = anthropic_body
                 exchange.reply_headers[b"request-id"] = exchange.request_id.encode()
+            if route.operation is not None and self.state.spans is not None:
+                exchange.record = RequestRecord(route.operation, exchange.request_id)
             self._check(exchange, route, is_allowed_origin)
             await route.endpoint(exchange)
         except (HttpError, Disconnected):
@@ -69,10 +77,19 @@ class App:
         except NanocoreError as error:
             raise http_error(error) from error
         except Exception:
+            failure = HttpError(500, "the server has failed, and its log says how")
             if exchange.has_started:
+                exchange.note_error(failure)
                 raise
-            _logger.exception("a bug: %s %s failed", scope["method"], scope["path"])
-            raise HttpError(500, "the server has failed, and its log says how") from None
+            about = {"request_id": exchange.request_id}
+            _logger.exception("a bug: %s %s failed", scope["method"], scope["path"], extra=about)
+            raise failure from None
+
+    def _write(self, exchange: Exchange, record: RequestRecord) -> None:
+        assert self.state.spans is not None, "it asks for records"
+        found = {name: exchange.header(name.encode()) for name in _TRACE_HEADERS}
+        parent = {name: value.decode("latin-1") for name, value in found.items() if value}
+        self.state.spans.write(record, exchange.scope.get("server"), parent)
 
     def _check(self, exchange: Exchange, route: Route, is_allowed_origin: bool) -> None:
         """Who asks, and whether we serve.

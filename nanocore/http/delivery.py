@@ -61,6 +61,7 @@ class Delivery:
     ) -> None:
         self._exchange = exchange
         self._send = exchange.send
+        self._record = exchange.record
         self._write_chunk = exchange.chunk_writer
         self._answers = answers
         self._encoder = encoder
@@ -84,6 +85,8 @@ class Delivery:
                 listen(self._wake)
             while (await self._exchange.receive())["type"] != "http.disconnect":
                 pass  # a body that came with the request is of no interest
+            if not self._is_over:
+                self._exchange.note_disconnect()
         except asyncio.CancelledError:
             if self._bug is None:
                 raise
@@ -149,6 +152,8 @@ class Delivery:
                 self._end_with(http_error(error), body)
                 return b""
             if events:
+                if self._record is not None:
+                    self._record.saw(events, answer)
                 body += self._encoder.feed(number, events, answer.num_output_tokens)
                 last = events[-1]
                 if type(last) is Finished and last.message is not None:
@@ -199,6 +204,7 @@ class Delivery:
 
     def _end_with(self, error: HttpError, body: bytes) -> None:
         """body: what came before it in this turn."""
+        self._exchange.note_error(error)
         if self._exchange.has_started:
             self._end(200, body + self._encoder.fail(error))
         else:

@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
-from nanocore.client import AsyncEngineClient
+from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.http.errors import (
     RETRY_LATER_S,
     HttpError,
@@ -16,6 +16,7 @@ from nanocore.http.errors import (
     openai_body,
     unavailable,
 )
+from nanocore.http.request_record import DISCONNECTED, RequestRecord
 from nanocore.http.state import ServerState
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -40,7 +41,8 @@ class Exchange:
     """Made for each request by the app.
 
     state: the server's. path_id: what the path has in the place of an id. reply_headers: of the
-    answer, whatever it will be. error_body: what an error looks like to this client.
+    answer, whatever it will be. error_body: what an error looks like to this client. record: of
+    what is told at the end, if anybody is told.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Exchange:
         self.path_id = ""
         self.reply_headers: dict[bytes, bytes] = {}
         self.has_started = False
+        self.record: RequestRecord | None = None
         self.error_body: Callable[[HttpError], bytes] = openai_body
         self._ignored: set[str] = set()
 
@@ -93,6 +96,14 @@ class Exchange:
         Raises:
             HttpError: another model is asked for.
         """
+        if self.record is not None:
+            self.record.request_model = name or None
+        model = self._served_model(name)
+        if self.record is not None:
+            self.record.response_model = model
+        return model
+
+    def _served_model(self, name: str | None) -> str:
         served = self.settings.served_model_names or (self.client.model_card.model,)
         if name is None or name == "":
             return served[0]
@@ -116,6 +127,21 @@ class Exchange:
     def headers(self, name: bytes) -> list[bytes]:
         """All values of a header that may be there more than once; name: in lower case."""
         return [value for known, value in self.scope["headers"] if known == name]
+
+    def note_params(self, params: SamplingParams, is_stream: bool | None) -> None:
+        """What the request asks for, once that is known."""
+        if self.record is not None:
+            self.record.params, self.record.is_stream = params, bool(is_stream)
+
+    def note_error(self, error: HttpError) -> None:
+        """The answer is this error, or ends with it."""
+        if self.record is not None:
+            self.record.error = error.code or str(error.status)
+
+    def note_disconnect(self) -> None:
+        """The client has left before its answer was complete."""
+        if self.record is not None:
+            self.record.error = DISCONNECTED
 
     # -- in ---------------------------------------------------------------------------------------
 
@@ -205,6 +231,8 @@ class Exchange:
     ) -> dict[str, Any]:
         """The message that begins an answer."""
         self.has_started = True
+        if self.record is not None:
+            self.record.status = status
         return {
             "type": "http.response.start",
             "status": status,

@@ -8,6 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from nanocore.http.exchange import Exchange
+from nanocore.http.request_record import Operation
 
 Endpoint: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
@@ -17,7 +18,8 @@ class Route(msgspec.Struct, frozen=True):
 
     path: may hold one {id}, which stands for what is there, slashes included. body: what a request
     brings. is_open: without a key, too. is_work: a server that is shutting down takes no more of
-    it. is_anthropic: errors are in Anthropic's shape.
+    it. is_anthropic: errors are in Anthropic's shape. operation: what its spans are called; None:
+    it has none.
     """
 
     method: str
@@ -27,3 +29,4 @@ class Route(msgspec.Struct, frozen=True):
     is_open: bool = False
     is_work: bool = False
     is_anthropic: bool = False
+    operation: Operation | None = None

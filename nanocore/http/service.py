@@ -62,6 +62,11 @@ class HttpService:
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Listen. The sockets are ours to close from now on."""
+        state = self._app.state
+        if state.settings.otlp_traces_endpoint is not None:
+            from nanocore.http.spans import otlp_spans  # imports opentelemetry
+
+            state.spans = otlp_spans(state.settings.otlp_traces_endpoint)
         await self._server.start(sockets)
 
     async def connect(self, engine: EngineAddress, timeout_s: float) -> ModelCard:
@@ -98,6 +103,9 @@ class HttpService:
         await self._server.close()
         if self._client is not None:
             await self._client.close()
+        spans, self._app.state.spans = self._app.state.spans, None
+        if spans is not None:
+            await spans.close()
 
 
 def freeze_startup() -> None:

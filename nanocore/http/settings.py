@@ -23,8 +23,9 @@ class AppSettings(msgspec.Struct, frozen=True, kw_only=True):
     stream that says nothing for so long gets a comment line. stored_responses_bytes: room for the
     answers that /v1/responses keeps; 0: it keeps none. allowed_origins: of web pages that may call
     from other hosts. allowed_hosts: names by which a server without keys may be asked, beside
-    localhost and addresses; None: any, for no browser can ask it. metrics_namespace: with which
-    the names of metrics begin.
+    localhost and addresses; None: any, for no browser can ask it. otlp_traces_endpoint: URL to
+    which spans of requests are sent; None: there are none. metrics_namespace: with which the names
+    of metrics begin.
     """
 
     served_model_names: tuple[str, ...] = ()
@@ -38,4 +39,5 @@ class AppSettings(msgspec.Struct, frozen=True, kw_only=True):
     stored_responses_bytes: int = STORED_RESPONSES_BYTES
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
+    otlp_traces_endpoint: str | None = None
     metrics_namespace: str = "nanocore"

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from nanocore.client import AsyncEngineClient
 from nanocore.http.delivery_loop import DeliveryLoop
+from nanocore.http.request_record import RecordWriter
 from nanocore.http.response_store import ResponseStore
 from nanocore.http.settings import AppSettings
 
@@ -14,12 +15,14 @@ from nanocore.http.settings import AppSettings
 class ServerState:
     """client: the engine's, once it serves. is_draining: no new requests are taken.
 
-    started: when the process was. responses: answers that clients may ask for again.
+    started: when the process was. responses: answers that clients may ask for again. spans: who is
+    told of requests that have ended, if anybody is.
     """
 
     def __init__(self, settings: AppSettings) -> None:
         self.settings = settings
         self.client: AsyncEngineClient | None = None
+        self.spans: RecordWriter | None = None
         self.is_draining = False
         self.started = datetime.now(UTC)
         self.responses = ResponseStore(settings.stored_responses_bytes)

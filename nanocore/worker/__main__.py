@@ -6,7 +6,6 @@ the engine is gone; signals that end an engine in order leave its ranks to the e
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import signal
@@ -26,6 +25,7 @@ from nanocore.protocol.errors import (
     is_out_of_memory,
 )
 from nanocore.system.lifeline import signal_at_parent_death
+from nanocore.system.logs import start_log
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.messages import (
@@ -76,11 +76,7 @@ def _run(pipe: Pipe[ToRank]) -> None:
     start = pipe.recv()
     assert isinstance(start, RankStart)
     config, rank = start.config, start.rank
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format=f"(rank {rank} of {config.num_ranks} pid={os.getpid()}) %(message)s",
-    )
+    start_log(f"rank {rank} of {config.num_ranks}", config.log_format)
     # Ranks that reduce spin for each other; two on one core take twice as long, measured.
     os.sched_setaffinity(0, start.cores)
     import torch  # seconds, and the engine's death must be noticed meanwhile

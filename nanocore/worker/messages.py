@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from nanocore.system.logs import LogFormat
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -47,6 +48,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool
     batch_invariant: bool
     async_scheduling: bool | None
+    log_format: LogFormat
 
     @property
     def num_ranks(self) -> int:

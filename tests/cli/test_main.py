@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nanocore import __version__
-from nanocore.cli import serve
+from nanocore.cli import command
 from nanocore.cli.main import main
 
 
@@ -52,10 +52,26 @@ def test_usage_errors_are_one_line(
 def test_missing_packages_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "uvicorn" else name)
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else name)
     assert exit_code("serve") == 2
     assert capsys.readouterr().err == (
         "nanocore serve: serving HTTP needs uvicorn: in the repository, pip install '.[server]'\n"
+    )
+
+
+def test_spans_need_packages_of_their_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_spec(name: str) -> str | None:
+        if name.startswith("opentelemetry."):  # as find_spec does, of a package that has no parent
+            raise ModuleNotFoundError(name)
+        return name
+
+    monkeypatch.setattr(command, "find_spec", find_spec)
+    assert exit_code("serve", "--otlp-traces-endpoint", "http://c:4318") == 2
+    assert capsys.readouterr().err == (
+        "nanocore serve: --otlp-traces-endpoint needs opentelemetry.sdk, "
+        "opentelemetry.exporter.otlp.proto.http: in the repository, pip install '.[otel]'\n"
     )
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from nanocore.cli.engine_choice import JOIN_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from nanocore.cli.serve_flags import parse
-from nanocore.cli.serve_options import JOIN_TIMEOUT_S, LAUNCH_TIMEOUT_S, ServeOptions
+from nanocore.cli.serve_options import ServeOptions
 from nanocore.protocol.errors import ConfigError, KeyFileError
 
 
@@ -18,11 +19,11 @@ def options(*arguments: str, environment: dict[str, str] | None = None) -> Serve
 def test_defaults() -> None:
     given = options()
     assert (given.host, given.port, given.uds, given.http_workers) == ("127.0.0.1", 8000, None, 1)
-    assert given.engine_flags == ()
+    assert given.engine.flags == ()
     assert given.app.api_keys == ()
     assert given.app.stored_responses_bytes > 0
-    assert given.start_timeout_s == LAUNCH_TIMEOUT_S
-    assert (given.max_restarts, given.standby) == (5, False)
+    assert given.engine.start_timeout_s == LAUNCH_TIMEOUT_S
+    assert (given.engine.max_restarts, given.standby) == (5, False)
     assert not given.server.access_log
     assert given.server.limits.max_header_bytes == 65536
 
@@ -43,7 +44,7 @@ def test_defaults() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_ours_is_the_engines(arguments: list[str], flags: list[str]) -> None:
-    assert list(options(*arguments).engine_flags) == flags
+    assert list(options(*arguments).engine.flags) == flags
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,9 @@ def test_what_is_not_ours_is_the_engines(arguments: list[str], flags: list[str])
         (["--parent-fd", "3"], "launcher's own"),
         (["--http-workers", "2", "--stored-responses-bytes", "1"], "leave it out"),
         (["--tokenizer", "/no/such"], "no such folder"),
+        (["--otlp-traces-endpoint", "collector:4318"], "no URL such as http://HOST:4318"),
+        (["--otlp-traces-endpoint", "http://"], "no URL such as http://HOST:4318"),
+        (["--otlp-traces-endpoint", "http://c:99999/"], "no URL such as http://HOST:4318"),
         (["--api-key", ""], "printable ASCII"),
         (["--api-key", "a b"], "printable ASCII"),
         (["--enable-access-log=1"], "takes no value"),
@@ -88,9 +92,10 @@ def test_what_cannot_be_is_said(arguments: list[str], text: str) -> None:
 
 def test_a_flag_that_is_nearly_ours_is_named_if_the_engine_refuses_it() -> None:
     assert (
-        options("--prot", "1").hint == "`nanocore serve` has --port, and --prot went to the engine"
+        options("--prot", "1").engine.hint
+        == "`nanocore serve` has --port, and --prot went to the engine"
     )
-    assert options("--max-num-seqs", "1").hint == ""
+    assert options("--max-num-seqs", "1").engine.hint == ""
 
 
 def test_several_processes_store_no_responses() -> None:
@@ -99,8 +104,8 @@ def test_several_processes_store_no_responses() -> None:
 
 
 def test_joining_waits_shorter_than_launching() -> None:
-    assert options("--endpoint", "ipc:///e").start_timeout_s == JOIN_TIMEOUT_S
-    assert options("--endpoint", "ipc:///e", "--start-timeout", "3").start_timeout_s == 3
+    assert options("--endpoint", "ipc:///e").engine.start_timeout_s == JOIN_TIMEOUT_S
+    assert options("--endpoint", "ipc:///e", "--start-timeout", "3").engine.start_timeout_s == 3
 
 
 def test_origins_are_as_browsers_send_them_and_hosts_without_brackets() -> None:
@@ -174,8 +179,8 @@ def test_a_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_model_behind_the_flags_is_told_where_it_belongs() -> None:
     with pytest.raises(ConfigError, match="MODEL comes first: nanocore serve some/model"):
         parse(["--port", "0", "some/model"], {})
-    assert "MODEL comes first" in parse(["--max-num-seqs", "4", "some/model"], {}).hint
-    assert parse(["--tp", "2", "--port", "0"], {}).engine_flags == ("--tp", "2")
+    assert "MODEL comes first" in parse(["--max-num-seqs", "4", "some/model"], {}).engine.hint
+    assert parse(["--tp", "2", "--port", "0"], {}).engine.flags == ("--tp", "2")
 
 
 @pytest.mark.parametrize(
@@ -206,3 +211,16 @@ def test_a_model_behind_the_flags_is_told_where_it_belongs() -> None:
 def test_what_would_fail_each_request_or_never_be_of_use_is_refused(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=arguments[0]):
         parse(arguments, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("http://c:4318", "http://c:4318/v1/traces"),
+        ("https://c/", "https://c/v1/traces"),
+        ("http://[::1]:1/otlp/v1/traces", "http://[::1]:1/otlp/v1/traces"),
+    ],
+)
+def test_a_collector_without_a_path_has_the_usual_one(given: str, used: str) -> None:
+    assert options("--otlp-traces-endpoint", given).app.otlp_traces_endpoint == used
+    assert options().app.otlp_traces_endpoint is None

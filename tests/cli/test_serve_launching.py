@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -39,6 +40,21 @@ def test_a_server_answers_while_its_engine_loads_and_ends_it() -> None:
         assert server.exit() == 0
         below.wait_until_all_end()
         assert not directory_of(server.log).exists()
+
+
+def test_a_log_for_programs_has_objects_alone_of_the_engine_too_and_no_prompt() -> None:
+    with serving("--log-format", "json", "--enable-access-log") as server:
+        server.line("| engine ipc:")
+        secret = [{"role": "user", "content": "marzipan"}]
+        assert answered(server.ask(messages=secret, cache_salt="salted"))[0] == 200
+        server.signal(signal.SIGTERM)
+        assert server.exit() == 0
+        lines = [json.loads(line) for line in server.log]
+    assert {line["process"] for line in lines} == {"serve", "engine"}
+    assert {"time", "level", "process", "pid", "message"} == set().union(*lines)
+    assert any("POST /v1/chat/completions" in line["message"] for line in lines)
+    assert "marzipan" not in "".join(server.log)
+    assert "salted" not in "".join(server.log)
 
 
 def test_nothing_outlives_a_server_that_is_killed() -> None:

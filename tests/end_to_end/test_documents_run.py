@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from nanocore.cli.main import main
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.endpoint import default_endpoint
@@ -153,6 +154,22 @@ def test_the_program_of_the_http_page_prints_what_it_says(tmp_path: Path) -> Non
         assert run_python(source, tmp_path) == printed
 
 
+def test_the_batch_of_its_page_is_answered_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "batch.md").read_text()
+    (lines,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
+    (command,) = re.findall(r"```\nnanocore (batch .*?) --model path/to/folder\n```", page)
+    ((source, printed),) = programs("docs/batch.md")
+    monkeypatch.chdir(tmp_path)
+    Path("questions.jsonl").write_text(lines)
+    with engine(ROOT / "nanocore" / "demo_model") as running, pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--endpoint", running.endpoint])
+    assert ended.value.code == 1
+    exec(source, {})
+    assert capsys.readouterr().out == printed
+
+
 def test_every_program_of_the_documents_is_run_here() -> None:
     """A page that gains one must be named in a test, too; excerpts of code are no programs."""
     documents = {path.relative_to(ROOT).as_posix(): path for path in ROOT.glob("docs/*.md")}
@@ -161,6 +178,7 @@ def test_every_program_of_the_documents_is_run_here() -> None:
     assert {name for name in documents if any(map(program.match, python_blocks(name)))} == {
         "PROTOCOL.md",
         "README.md",
+        "docs/batch.md",
         "docs/client.md",
         "docs/http.md",
         "docs/kv-events.md",

@@ -34,11 +34,11 @@ REAL = {
 }
 SWITCHES = {
     "batch_invariant", "enforce_eager", "async_scheduling", "enable_prefix_caching",
-    "salt_prefix_cache_by_session", "standby",
+    "salt_prefix_cache_by_session", "standby", "disable_log_stats",
 }  # fmt: skip
 CHOICES = {
     "load_format", "device", "dtype", "attention_backend", "quantization", "scheduling_policy",
-    "kv_cache_dtype",
+    "kv_cache_dtype", "log_format",
 }  # fmt: skip
 TEXTS = {
     "model", "revision", "listen", "curve_dir", "step_trace", "kv_events_endpoint",
@@ -184,6 +184,7 @@ def test_the_workers_part_has_every_parameter_of_the_same_name_and_no_other() ->
         enforce_eager=True,
         batch_invariant=True,
         async_scheduling=True,
+        log_format="json",
     )
     worker = msgspec.structs.asdict(config.worker_config("folder", 5))
     assert (worker.pop("folder"), worker.pop("max_model_len")) == ("folder", 5)

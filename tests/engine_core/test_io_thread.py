@@ -6,11 +6,13 @@ farewell that the script puts into the outbox.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import Admission
@@ -18,6 +20,7 @@ from nanocore.engine_core.io.io_thread import IoThread
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.receive_throttle import MAX_TURN_S, ReceiveThrottle
+from nanocore.engine_core.io.stats_log import StatsLog
 from nanocore.engine_core.mailbox import AbortRequests, Farewell, Shutdown
 from nanocore.engine_core.scheduling.counters import SchedulerCounters
 from nanocore.engine_core.scheduling.request import Request
@@ -26,6 +29,7 @@ from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Bye, Error, Output, Ping, Pong, Submit
 from nanocore.protocol.sockets import SendResult
 from tests.engine_core.scripted_io import CARD, SHUTDOWN_TIMEOUT_S, Io, columns, step_output
+from tests.engine_core.test_stats_log import REST
 from tests.fakes import FakePeers
 
 NO_MESSAGE = [b"?", b""]
@@ -82,6 +86,7 @@ class Threaded(Io):
         files: ModelFiles,
         admission: Admission | None = None,
         shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
+        stats_log: StatsLog | None = None,
     ) -> None:
         self.socket = FakeSocket()
         super().__init__(
@@ -94,6 +99,7 @@ class Threaded(Io):
             desk=self.desk,
             inbox=self.inbox,
             outbox=self.outbox,
+            stats_log=stats_log,
             clock=self.clock,
             cpu_clock=self.clock,
         )
@@ -267,3 +273,20 @@ def test_slow_clients_are_tried_again_soon_and_everyone_is_pinged_every_second(
     assert columns(output) == ([handle], [7], None)
     assert [ping, *pings] == [Ping()] * 3
     assert isinstance(bye, Bye)
+
+
+def test_it_looks_every_second_whether_a_line_of_the_log_is_due(
+    files: ModelFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    stats = replace(REST, num_requests_running=1)
+    io = Threaded(files, stats_log=StatsLog(lambda: stats, 1000.0))
+
+    def wait(_timeout_ms: int) -> None:
+        io.clock.now_s += 0.5
+        if io.clock.now_s > 1031.0:
+            io.say_farewell()
+
+    io.socket.on_wait = wait
+    caplog.set_level(logging.INFO)
+    io.thread.run()
+    assert len([text for text in caplog.messages if text.startswith("Avg prompt")]) == 3

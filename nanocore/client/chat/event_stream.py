@@ -66,6 +66,11 @@ class AnswerStream:
         """Whether the engine has accepted the request, or refused."""
         return self._stream.is_answered
 
+    @property
+    def first_token_s(self) -> float | None:
+        """When its first token came, by the monotonic clock; None before."""
+        return self._stream.progress.first_token_s
+
     def read(self) -> list[ChatEvent]:
         """The events that are new; of a long backlog only so many that nobody is held up.
 

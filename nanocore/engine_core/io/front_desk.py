@@ -47,6 +47,7 @@ from nanocore.protocol.messages import (
     Message,
     Ping,
     Pong,
+    Stats,
     Submit,
 )
 from nanocore.protocol.sockets import SendResult
@@ -149,16 +150,19 @@ class FrontDesk:
         self._controls.answered(session)
         reply = event.reply
         if reply.stats is not None:
-            compiling = self._requests.compiling
-            stats = msgspec.structs.replace(
-                reply.stats,
-                num_requests_waiting=reply.stats.num_requests_waiting + len(compiling),
-                num_aborts=reply.stats.num_aborts + compiling.num_aborts,
-                num_clients=len(self.sessions),
-                num_protocol_errors=self._num_protocol_errors,
-            )
-            reply = msgspec.structs.replace(reply, stats=stats)
+            reply = msgspec.structs.replace(reply, stats=self.completed(reply.stats))
         self._send(session, reply, now_s)
+
+    def completed(self, stats: Stats) -> Stats:
+        """What the step loop knows, with what is known here."""
+        compiling = self._requests.compiling
+        return msgspec.structs.replace(
+            stats,
+            num_requests_waiting=stats.num_requests_waiting + len(compiling),
+            num_aborts=stats.num_aborts + compiling.num_aborts,
+            num_clients=len(self.sessions),
+            num_protocol_errors=self._num_protocol_errors,
+        )
 
     def flush(self, now_s: float) -> None:
         """Send slow clients what their sockets take now; cut off who took nothing for long.

@@ -16,6 +16,7 @@ from typing import Final
 from nanocore.engine_core.io.front_desk import FrontDesk
 from nanocore.engine_core.io.receive_throttle import ReceiveThrottle
 from nanocore.engine_core.io.reception import PING_INTERVAL_S, SESSION_TIMEOUT_S
+from nanocore.engine_core.io.stats_log import StatsLog
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_trace import StepTrace
@@ -33,6 +34,7 @@ class IoThread(threading.Thread):
         socket: bound; the thread takes it over and closes it. max_connections: to it.
         desk: whose peers are the socket's.
         inbox, outbox: shared with the step loop.
+        stats_log: looks once a second whether a line is due; None: there are none.
         clock: monotonic, in seconds. cpu_clock: seconds for which the thread has computed.
         trace: is told which outputs were sent.
     """
@@ -44,6 +46,7 @@ class IoThread(threading.Thread):
         desk: FrontDesk,
         inbox: Inbox,
         outbox: Outbox,
+        stats_log: StatsLog | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
         trace: StepTrace | None = None,
@@ -53,6 +56,7 @@ class IoThread(threading.Thread):
         socket.limit(max_connections, SESSION_TIMEOUT_S)
         self._desk = desk
         self._inbox, self._outbox = inbox, outbox
+        self._stats_log = stats_log
         self._clock = clock
         self._trace = trace
         self._throttle = ReceiveThrottle(clock, cpu_clock)
@@ -81,6 +85,8 @@ class IoThread(threading.Thread):
             if now_s >= next_check_s:
                 next_check_s = now_s + PING_INTERVAL_S
                 self._desk.check_sessions(now_s)
+                if self._stats_log is not None:
+                    self._stats_log.look(now_s)
         self._desk.say_bye(farewell, self._clock())
         self._socket.close()
 

@@ -35,6 +35,7 @@ from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.reception import Reception
+from nanocore.engine_core.io.stats_log import StatsLog
 from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.metrics.collector import MetricsCollector
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
@@ -44,6 +45,7 @@ from nanocore.engine_core.process.standby import stand_by
 from nanocore.engine_core.process.vocabulary_load import VocabularyLoad
 from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.stats import stats_of
 from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.engine_core.structured.mask_filler import MaskFiller
@@ -261,7 +263,16 @@ def _io_thread(
         step_age_ms=lambda: clock.age_ms,
         shutdown_timeout_s=config.shutdown_timeout,
     )
-    return IoThread(socket, client_limit.max_connections, desk, inbox, outbox, trace=trace)
+    stats_log = StatsLog(lambda: desk.completed(stats_of(core.scheduler, False)), time.monotonic())
+    return IoThread(
+        socket,
+        client_limit.max_connections,
+        desk,
+        inbox,
+        outbox,
+        None if config.disable_log_stats else stats_log,
+        trace=trace,
+    )
 
 
 def process_age_s() -> float:

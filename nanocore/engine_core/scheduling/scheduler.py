@@ -216,7 +216,8 @@ class Scheduler:
             self._end(request, keeps_blocks=ended.finish_reason != "error")
             self.journal.end(request, ended.finish_reason, now_s)
             if ended.message:
-                logger.error("request %r ends: %s", request.request_id, ended.message)
+                about = {"request_id": request.request_id}
+                logger.error("request %r ends: %s", request.request_id, ended.message, extra=about)
         outcome.finished += self._ended
         self._ended = []
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)

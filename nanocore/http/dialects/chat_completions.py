@@ -116,6 +116,7 @@ async def serve(exchange: Exchange) -> None:
     )
     client = exchange.client
     params = request.params(client.model_card.default_sampling)
+    exchange.note_params(params, request.stream)
     answer = await client.submit_chat(
         request.messages,  # type: ignore[arg-type]
         params,

@@ -103,6 +103,7 @@ async def serve(exchange: Exchange) -> None:
     model = exchange.check_model(request.model)
     client = exchange.client
     params = request.params(client.model_card)
+    exchange.note_params(params, request.stream)
     check_truncation(request.truncate_prompt_tokens)
     prompts = read_prompts(request.prompt, "prompt")
     whole = await tokenize_prompts(

@@ -45,6 +45,7 @@ async def serve(exchange: Exchange) -> None:
     model = exchange.check_model(request.model)
     client = exchange.client
     params = sampling_params(request, client.model_card.default_sampling)
+    exchange.note_params(params, request.stream)
     messages, options = conversation(exchange, request)
     answer = await client.submit_chat(
         messages, params, None, request.priority or 0, request.cache_salt, True, **options

@@ -170,6 +170,7 @@ async def serve(exchange: Exchange) -> None:
     model = exchange.check_model(request.model)
     client = exchange.client
     params = request.params(client.model_card.default_sampling)
+    exchange.note_params(params, request.stream)
     tools = read_response_tools(request.tools, request.tool_choice)
     exchange.note_ignored([f"tools[type={kind}]" for kind in tools.dropped])
     store = exchange.state.responses

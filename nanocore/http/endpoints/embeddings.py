@@ -65,6 +65,9 @@ async def serve(exchange: Exchange) -> None:
     token_ids = truncated(whole, request.truncate_prompt_tokens, card.max_model_len - 1)
     outputs = await attended(exchange, _embed(client, token_ids, request))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
+    if exchange.record is not None:
+        exchange.record.usage.add_prompt(num_tokens, num_cached_tokens)
     is_base64 = request.encoding_format == "base64"
     await exchange.reply_json(
         {
@@ -81,9 +84,7 @@ async def serve(exchange: Exchange) -> None:
             "usage": {
                 "prompt_tokens": num_tokens,
                 "total_tokens": num_tokens,
-                "prompt_tokens_details": {
-                    "cached_tokens": sum(output.num_cached_tokens for output in outputs)
-                },
+                "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
             },
         }
     )

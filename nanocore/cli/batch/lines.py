@@ -1,0 +1,94 @@
+"""The lines of a batch: requests in OpenAI's form, and why one is none.
+
+A body is kept as it is written: the dialects read it, as they read what comes over HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from nanocore.protocol.errors import shorten
+
+URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+MAX_CUSTOM_ID_CHARS: Final = 512
+ENVELOPE_BYTES: Final = 64 * 1024
+"""Of a line, for all that is not its body."""
+_BOM: Final = b"\xef\xbb\xbf"
+
+
+class BatchRequest(msgspec.Struct, frozen=True):
+    """A line that can be asked. line: its number, from 1."""
+
+    line: int
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class BadLine(msgspec.Struct, frozen=True):
+    """A line that cannot. custom_id: None if it is not known whose it is. code: for programs."""
+
+    line: int
+    custom_id: str | None
+    code: str
+    message: str
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Streams(msgspec.Struct):
+    stream: Any = None
+
+
+def read_lines(file: BinaryIO, max_body_bytes: int) -> Iterator[BatchRequest | BadLine]:
+    """Every line that is not blank, one at a time. file: at its beginning."""
+    limit = max_body_bytes + ENVELOPE_BYTES
+    number = 0
+    while data := file.readline(limit + 1):
+        number += 1
+        if len(data) > limit:
+            while not data.endswith(b"\n") and (data := file.readline(limit)):
+                pass
+            text = f"it has more than {limit} bytes: send less, or raise --max-body-bytes"
+            yield BadLine(number, None, "line_too_long", text)
+        elif data := (data.removeprefix(_BOM) if number == 1 else data).strip():
+            yield read_line(data, number)
+
+
+def read_line(data: bytes, number: int) -> BatchRequest | BadLine:
+    """What one line asks for."""
+    try:
+        line = msgspec.json.decode(data, type=_Line)
+    except msgspec.ValidationError as error:
+        return BadLine(number, None, "invalid_line", f"{error}: custom_id, method, url, body")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return BadLine(number, None, "invalid_json_line", f"it cannot be read as JSON: {error}")
+    if not 0 < len(line.custom_id) <= MAX_CUSTOM_ID_CHARS:
+        text = f"its custom_id has {len(line.custom_id)} characters: 1 to {MAX_CUSTOM_ID_CHARS}"
+        return BadLine(number, None, "invalid_custom_id", text)
+    if line.method != "POST":
+        text = f"the method {shorten(line.method)!r} is not served: POST"
+        return BadLine(number, line.custom_id, "invalid_method", text)
+    if line.url not in URLS:
+        text = f"the url {shorten(line.url)!r} is not served: {', '.join(URLS)}"
+        return BadLine(number, line.custom_id, "invalid_url", text)
+    body = bytes(line.body)
+    if _is_streamed(body):
+        text = "a batch streams nothing: leave stream out of the body"
+        return BadLine(number, line.custom_id, "invalid_body", text)
+    return BatchRequest(number, line.custom_id, line.url, body)
+
+
+def _is_streamed(body: bytes) -> bool:
+    try:
+        return bool(msgspec.json.decode(body, type=_Streams).stream)
+    except (msgspec.ValidationError, RecursionError):
+        return False  # it is no object, or too deep, and will be told so

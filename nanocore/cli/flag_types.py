@@ -1,0 +1,72 @@
+"""What the values of flags are read as; each kind says what is wrong with a value."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+
+def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
+    """Whole numbers from `least` to `most`."""
+
+    def number(text: str) -> int:
+        if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most:
+            return int(text)
+        limits = f"from {least} on" if most == 10**18 else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number {limits}")
+
+    return number
+
+
+def port(text: str) -> int:
+    """Of TCP; 0 is any."""
+    if text.isascii() and text.isdigit() and int(text[:6]) <= 65535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
+
+
+def seconds(text: str) -> float:
+    """Above 0."""
+    number = seconds_or_none(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return number
+
+
+def seconds_or_none(text: str) -> float:
+    """0 too."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if 0 <= number < 1e8:
+        return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+
+
+def otlp_url(text: str) -> str:
+    """Of an OTLP collector; one without a path gets that of traces."""
+    try:
+        parts = urlsplit(text)
+        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise argparse.ArgumentTypeError(f"{text!r} is no URL such as http://HOST:4318/v1/traces")
+    return text if parts.path.strip("/") else f"{text.rstrip('/')}/v1/traces"
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An object as JSON."""
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")

@@ -1,0 +1,172 @@
+"""A file of results: what a run finds there, what it leaves alone, and what is left to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanocore.cli.batch.in_process import Answer
+from nanocore.cli.batch.ledger import Ledger
+from nanocore.cli.batch.lines import BadLine, BatchRequest
+from nanocore.cli.batch.plan import Plan
+from nanocore.cli.batch.result_lines import of_answer, of_bad_line
+from nanocore.cli.batch.results import Results
+from nanocore.protocol.errors import ConfigError, NanocoreError
+
+OK = Answer(200, "r", b'{"text": "x",\n "n": 1}', None)
+REFUSED = Answer(400, "r", b'{"error": {"message": "no", "code": "c", "type": "t"}}', None)
+
+
+def asked(line: int, custom_id: str) -> BatchRequest:
+    return BatchRequest(line, custom_id, "/v1/completions", b"{}")
+
+
+def bad(line: int, custom_id: str | None = None) -> BadLine:
+    return BadLine(line, custom_id, "invalid_url", "the url is not served")
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    with closing(Ledger()) as made:
+        yield made
+
+
+def left(
+    path: Path, lines: Sequence[BatchRequest | BadLine], ledger: Ledger
+) -> tuple[list[BatchRequest | BadLine], Plan]:
+    """What a run that finds this file has to do, of these lines of the input."""
+    Results(str(path), ledger).close()
+    plan = Plan(iter(lines), ledger)
+    assert plan.has_more() in (True, False)
+    return list(iter(plan.next, None)), plan
+
+
+def read(data: bytes) -> Any:
+    assert data.count(b"\n") == 1
+    assert data.endswith(b"\n")
+    return json.loads(data)
+
+
+def test_an_answer_is_a_line_as_openai_has_it() -> None:
+    data, failed = of_answer(asked(3, "é"), OK)
+    line = read(data)
+    assert line.pop("id").startswith("batch_req_")
+    assert line == {
+        "custom_id": "é",
+        "response": {"status_code": 200, "request_id": "r", "body": {"text": "x", "n": 1}},
+        "error": None,
+    }
+    assert not failed
+
+
+def test_a_refusal_has_its_status_and_body_and_an_error_beside() -> None:
+    data, failed = of_answer(asked(3, "a"), REFUSED)
+    line = read(data)
+    assert line["response"]["status_code"] == 400
+    assert line["response"]["body"] == json.loads(REFUSED.body)
+    assert line["error"] == {"code": "c", "message": "no", "line": 3}
+    assert failed
+
+
+def test_what_could_not_be_asked_has_an_error_alone() -> None:
+    line = read(of_bad_line(bad(3)))
+    assert (line["custom_id"], line["response"]) == (None, None)
+    message = "line 3: the url is not served"
+    assert line["error"] == {"code": "invalid_url", "message": message, "line": 3}
+
+
+def test_what_has_a_result_is_not_left_to_do(tmp_path: Path, ledger: Ledger) -> None:
+    path = tmp_path / "out"
+    lines = [asked(1, "a"), asked(2, "b"), bad(3), bad(4, "d"), bad(5), asked(6, "f")]
+    path.write_bytes(
+        of_answer(asked(6, "f"), OK)[0]
+        + of_bad_line(bad(3))
+        + of_answer(asked(1, "a"), REFUSED)[0]
+        + of_bad_line(bad(4, "d"))
+    )
+    before = path.read_bytes()
+    to_do, plan = left(path, lines, ledger)
+    assert [line.line for line in to_do] == [2, 5]
+    assert (plan.num_done, plan.num_failed) == (4, 3)
+    assert path.read_bytes() == before
+
+
+def test_the_second_line_of_a_custom_id_is_an_error_once(tmp_path: Path, ledger: Ledger) -> None:
+    path = tmp_path / "out"
+    lines = [asked(1, "a"), asked(2, "a"), asked(3, "b"), bad(4, "a")]
+    to_do, _ = left(path, lines, ledger)
+    assert [line.line for line in to_do] == [1, 2, 3, 4]
+    assert isinstance(to_do[1], BadLine)
+    assert isinstance(to_do[3], BadLine)
+    assert to_do[1].code == to_do[3].code == "duplicate_custom_id"
+    assert "line 1 has this custom_id" in to_do[1].message
+    # That is no result of the line that has it first.
+    path.write_bytes(of_bad_line(to_do[1]))
+    with closing(Ledger()) as another:
+        to_do, plan = left(path, lines, another)
+    assert [line.line for line in to_do] == [1, 3, 4]
+    assert plan.num_failed == 1
+
+
+def test_wherever_a_last_line_is_cut_it_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    whole = of_answer(asked(1, "a"), OK)[0]
+    last = of_answer(asked(2, "b"), OK)[0]
+    for num_bytes in range(len(last)):
+        path.write_bytes(whole + last[:num_bytes])
+        with closing(Ledger()) as ledger, closing(Results(str(path), ledger)) as results:
+            assert path.read_bytes() == whole
+            assert [ledger.result(name) for name in "ab"] == [False, None]
+            results.append(last)
+        assert path.read_bytes() == whole + last
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{}\n",
+        b'{"custom_id": "a", "method": "POST", "url": "/", "body": {}}\n',
+        b'{"custom_id": "a", "method": "POST"',
+        b"text",
+        b"\xff\n",
+        b'{"id":"batch_req_","custom_id":null,"error":null}\n',
+        b'{"id":"batch_req_","custom_id":1,"error":null}\n',
+        b'{"id": "batch_req_1","custom_id":"a","error":null}\n',
+    ],
+)
+def test_a_file_of_anything_else_is_refused_and_left_as_it_is(
+    data: bytes, tmp_path: Path, ledger: Ledger
+) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="line 1 is no result of a batch"):
+        Results(str(path), ledger)
+    assert path.read_bytes() == data
+
+
+def test_two_results_of_one_custom_id_are_refused(tmp_path: Path, ledger: Ledger) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(of_answer(asked(1, "a"), OK)[0] * 2)
+    with pytest.raises(ConfigError, match="line 2 is a second result of 'a'"):
+        Results(str(path), ledger)
+
+
+def test_one_run_at_a_time_writes_a_file(tmp_path: Path, ledger: Ledger) -> None:
+    path = str(tmp_path / "out")
+    with closing(Results(path, ledger)), pytest.raises(ConfigError, match="another run writes"):
+        Results(path, ledger)
+    Results(path, ledger).close()
+
+
+def test_what_cannot_be_written_is_said(tmp_path: Path, ledger: Ledger) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        Results(str(tmp_path / "no" / "out"), ledger)
+    with closing(Results("/dev/full", ledger)) as full:
+        unwritten = pytest.raises(NanocoreError, match="a result cannot be written: No space")
+        with unwritten:
+            full.append(b"{}\n")
