@@ -9,7 +9,11 @@ from typing import Final, NoReturn
 
 from nanocore import __version__
 
-_SUBCOMMANDS: Final = {"serve": ("nanocore.cli.serve", "serve a model over HTTP")}
+_SUBCOMMANDS: Final = {
+    "serve": ("nanocore.cli.serve", "serve a model over HTTP"),
+    "trace": ("nanocore.cli.trace", "summarize a step trace, or draw it for Perfetto"),
+    "explain": ("nanocore.cli.explain", "why a request of a step trace took its time"),
+}
 """name: (the module whose `run(arguments)` it is, what it does)."""
 
 _USAGE: Final = """\

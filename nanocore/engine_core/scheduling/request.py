@@ -40,8 +40,8 @@ class Request:
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted, else None.
     num_prompt_logprobs: log probabilities of prompt tokens that were delivered. row: where it runs,
     or -1.
-    received_s: when its SUBMIT was taken from the socket; compiled_s: when its structured output was
-    known, if it had to wait for that; of the monotonic clock, for the step trace.
+    received_s: when its SUBMIT was taken from the socket; compiled_s: when its structured output
+    was known, if it had to wait for that; of the monotonic clock, for the step trace.
     sample: which one it is, from 0. held_back: those that wait until all of this one's prompt is
     planned, because they find it in the prefix cache then; leader: whom this one waits for so.
     matcher: of a structured output; it has seen the output tokens that were delivered.

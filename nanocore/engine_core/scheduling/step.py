@@ -51,8 +51,8 @@ class StepPlan:
     drafts they do, if no EOS and no stop id comes first. stalled: rows that wait until an earlier
     step releases blocks. blocks: ids of the blocks given to running rows. added: rows given to
     requests. new, resumed, preempted: requests. cached: tokens found in the prefix cache, by
-    request id. preempters: for whom requests were preempted, by the ids of these. masked: (row, request) of rows that sample a structured output, so that the step
-    awaits their masks.
+    request id. preempters: for whom requests were preempted, by the ids of these. masked: (row,
+    request) of rows that sample a structured output, so that the step awaits their masks.
     """
 
     __slots__ = (
