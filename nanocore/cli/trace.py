@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import BinaryIO
 
 import msgspec
 
@@ -40,10 +43,7 @@ def read_trace(path: str, perfetto: str | None = None) -> Summary:
     with ExitStack() as stack:
         writer = None
         if perfetto is not None:
-            try:
-                writer = PerfettoWriter(stack.enter_context(open(perfetto, "wb")))
-            except OSError as error:
-                raise TraceError(_cannot_write(perfetto, error)) from None
+            writer = PerfettoWriter(stack.enter_context(_picture(perfetto, path)))
         current, tally = Run(1), Tally()
 
         def end_run() -> None:
@@ -57,9 +57,9 @@ def read_trace(path: str, perfetto: str | None = None) -> Summary:
                 end_run()
                 current, tally = Run(number), Tally()
             current.add(step)
-            tally.add(step)
+            tally.add(step, current.num_tokens)
             if writer is not None:
-                writer.step(number, step)
+                writer.step(current, step)
         if not current.steps:
             raise TraceError(f"{path} holds no step; was the engine asked anything?")
         end_run()
@@ -92,5 +92,15 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _cannot_write(path: str, error: OSError) -> str:
-    return f"--perfetto {path}: {error.strerror}; name a file that can be written"
+@contextmanager
+def _picture(path: str, trace: str) -> Iterator[BinaryIO]:
+    """The file to draw into; what goes wrong with it, then or later, is told of it."""
+    if os.path.exists(path) and os.path.exists(trace) and os.path.samefile(path, trace):
+        raise TraceError(f"--perfetto {path} is the trace itself; name another file")
+    try:
+        with open(path, "wb") as file:
+            yield file
+    except OSError as error:
+        raise TraceError(
+            f"--perfetto {path}: {error.strerror}; name a file that can be written"
+        ) from None

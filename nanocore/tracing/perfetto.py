@@ -15,7 +15,7 @@ import msgspec
 
 from nanocore.tracing.life import Chunk, Life
 from nanocore.tracing.run import Run
-from nanocore.tracing.step import Step, counts
+from nanocore.tracing.step import Step
 
 _BETWEEN_RUNS_US: Final = 1_000_000
 _FLUSH_EVENTS: Final = 4096
@@ -37,27 +37,22 @@ class PerfettoWriter:
         self._begin_run()
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
 
-    def step(self, run_number: int, step: Step) -> None:
-        """A step, and how the counters stand with it."""
-        pid = _engine(run_number)
+    def step(self, run: Run, step: Step) -> None:
+        """The step that a run has just been given, and how the counters stand with it."""
+        pid = _engine(run.number)
         begin_us, end_us = self._us(step.t_s), self._us(step.end_s)
-        if step.scheduled != self._scheduled:
-            self._scheduled = step.scheduled
-            scheduled = counts(step.scheduled)
-            self._num_rows, self._num_tokens = len(scheduled), sum(scheduled.values())
-        lane = self._lane(run_number, begin_us, end_us)
+        lane = self._lane(begin_us, end_us)
         add = self._events.append
         add(
             f'{{"ph":"X","pid":{pid},"tid":{lane},"ts":{begin_us},"dur":{end_us - begin_us},'
-            f'"name":"step","args":{{"step":{step.step},"tokens":{self._num_tokens},'
-            f'"requests":{self._num_rows}}}}}'
+            f'"name":"step","args":{{"step":{step.step},"tokens":{run.num_tokens},'
+            f'"requests":{run.num_rows}}}}}'
         )
-        used = step.total_blocks - step.free_blocks
-        self._count(pid, "scheduled tokens", begin_us, f'"tokens":{self._num_tokens}')
-        self._count(pid, "token budget", begin_us, f'"tokens":{step.token_budget}')
-        self._count(pid, "running", end_us, f'"requests":{step.num_running}')
-        self._count(pid, "waiting", end_us, f'"requests":{step.num_waiting}')
-        self._count(pid, "KV blocks", end_us, f'"used":{used}')
+        self._count(pid, "scheduled tokens", begin_us, run.num_tokens)
+        self._count(pid, "token budget", begin_us, step.token_budget)
+        self._count(pid, "running", end_us, step.num_running)
+        self._count(pid, "waiting", end_us, step.num_waiting)
+        self._count(pid, "KV blocks used", end_us, step.total_blocks - step.free_blocks)
         if len(self._events) >= _FLUSH_EVENTS:
             self._flush()
 
@@ -83,15 +78,13 @@ class PerfettoWriter:
         self._file.write(b"\n]}\n")
 
     def _begin_run(self) -> None:
-        self._scheduled: msgspec.Raw = msgspec.Raw(b"")
-        self._num_rows = self._num_tokens = 0
         self._lanes_us: list[int] = []  # when each is free
-        self._counters: dict[str, str] = {}
+        self._counters: dict[str, int] = {}
 
     def _us(self, at_s: float) -> int:
         return round(at_s * 1e6) + self._shift_us
 
-    def _lane(self, run_number: int, begin_us: int, end_us: int) -> int:
+    def _lane(self, begin_us: int, end_us: int) -> int:
         """Steps that are in flight at once are drawn on tracks of their own."""
         for lane, free_us in enumerate(self._lanes_us):
             if free_us <= begin_us:
@@ -100,12 +93,13 @@ class PerfettoWriter:
         self._lanes_us.append(end_us)
         return len(self._lanes_us)
 
-    def _count(self, pid: int, name: str, ts_us: int, value: str) -> None:
+    def _count(self, pid: int, name: str, ts_us: int, value: int) -> None:
         """A counter that has another value than before."""
         if self._counters.get(name) != value:
             self._counters[name] = value
             self._events.append(
-                f'{{"ph":"C","pid":{pid},"tid":0,"ts":{ts_us},"name":"{name}","args":{{{value}}}}}'
+                f'{{"ph":"C","pid":{pid},"tid":0,"ts":{ts_us},"name":"{name}",'
+                f'"args":{{"value":{value}}}}}'
             )
 
     def _name(self, kind: str, pid: int, tid: int, name: str) -> None:

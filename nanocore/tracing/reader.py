@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from nanocore.tracing.step import Step, TraceError, counts
+from nanocore.tracing.step import Step, TraceError
 
 _LINE_START: Final = b'{"step":'
 _SHOWN_CHARS: Final = 60
@@ -77,8 +77,3 @@ class TraceReader:
             f"{self._path} is no step trace: line {number} ({shown!r}): {error}; name a FILE "
             "that nanocore-engine --step-trace has written"
         )
-
-
-def num_tokens(step: Step) -> int:
-    """Tokens that a step computes."""
-    return sum(counts(step.scheduled).values())

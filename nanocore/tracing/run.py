@@ -1,8 +1,8 @@
 """One engine's run, made of its steps: the lives of its requests, and who was first in line when.
 
-A step that schedules byte for byte what the one before did, decodes only, is counted and not looked
-at, so a long trace costs its changes. A row's decode run goes on until the request is preempted or
-ends, also over steps that leave it out.
+A long trace costs its changes: a step that schedules byte for byte what the one before did, decodes
+only, is not looked into, and of another only what differs is. A decode run goes on until the
+request is preempted or ends, also over steps that leave it out.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ class StepTimes(NamedTuple):
 
 
 class Run:
-    """number: of the run in its file, from 1. has_arrivals: its engine told when requests came."""
+    """number: of the run in its file, from 1. lives: in the order in which they came.
+
+    end_s: when the last step, or the last output, was through. has_arrivals: its engine told when
+    requests came. num_rows, num_tokens: that the last step computed.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.lives: list[Life] = []
         self.steps: list[StepTimes] = []
+        self.end_s = 0.0
         self.has_arrivals = False
+        self.num_rows = self.num_tokens = 0
         self._by_id: dict[str, list[Life]] = {}
-        self._targets: dict[int, int] = {}  # tokens to compute before it decodes, by life's number
-        self._known: dict[int, int] = {}  # tokens of those that were preempted, likewise
+        self._prefilling: dict[str, int] = {}  # tokens to compute before it decodes
+        self._known: dict[str, int] = {}  # likewise, of those that were preempted
+        self._decodes: dict[str, int] = {}  # tokens of those that the last step decoded
+        self._runs: dict[str, DecodeRun] = {}  # that may go on
+        self._since: dict[str, int] = {}  # the step from which `_decodes` is true of it
         self._last = msgspec.Raw(b"")
-        self._decoding: list[tuple[DecodeRun, int]] = []  # with its tokens, in the last step
-        self._runs: dict[int, DecodeRun] = {}  # that may go on, by life's number
-        self._is_steady = False
-        self._num_repeats = 0
-        self._repeated_end_s = 0.0
-        self._end_s = 0.0
-
-    @property
-    def end_s(self) -> float:
-        """When the last step, or the last output, was through."""
-        return self._end_s
+        self._had_chunks = False
 
     def lives_of(self, request_id: str) -> list[Life]:
         """Those that bore an id, in the order in which they came."""
@@ -59,44 +58,39 @@ class Run:
         """The next step of the run."""
         end_s = step.end_s
         self.steps.append(StepTimes(step.t_s, end_s, step.blocked))
+        self.end_s = max(self.end_s, end_s)
         self.has_arrivals |= step.first is not None
-        changes = step.new or step.resumed or step.preempted or step.finished or step.first
-        if self._is_steady and not changes and step.scheduled == self._last:
-            self._num_repeats += 1
-            self._repeated_end_s = end_s
-            self._take_messages(step)
-            self._end_s = max(self._end_s, end_s)
-            return
-        self.settle()
-        self._end_s = max(self._end_s, end_s)
-        finished = self._take_messages(step)
-        self._leave_rows(step)
-        self._enter_rows(step)
-        self._compute(step, end_s)
+        finished = self._take_arrivals(step) if step.arrived else step.finished
+        if step.preempted:
+            self._leave_rows(step)
+        if step.new or step.resumed:
+            self._enter_rows(step)
+        if self._had_chunks or self._prefilling or step.scheduled != self._last:
+            self._compute(step)
         for request_id in step.first or ():
             life = self._life(request_id)
             if life.first_s is None:
                 life.first_s = end_s
+        if step.sent:
+            self._take_sent(step)
         for request_id in finished:
             self._end(self._life(request_id), end_s)
 
     def settle(self) -> None:
-        """Count the steps that repeated the last one that was looked at. Last of all, too."""
-        if self._num_repeats:
-            for decode, count in self._decoding:
-                decode.num_steps += self._num_repeats
-                decode.num_tokens += self._num_repeats * count
-                decode.end_s = max(decode.end_s, self._repeated_end_s)
-            self._num_repeats = 0
+        """The run is read as far as it goes: count what its last steps decoded."""
+        for request_id in list(self._decodes):
+            self._pause(request_id, len(self.steps))
 
-    def _take_messages(self, step: Step) -> list[str]:
-        """Sent outputs and arrivals; returns who else ends with the step."""
+    def _take_sent(self, step: Step) -> None:
         for request_id, at_s in step.sent.items():
             for life in reversed(self.lives_of(request_id)):
                 if life.first_s is not None and life.sent_s is None:
                     life.sent_s = at_s
-                    self._end_s = max(self._end_s, at_s)
+                    self.end_s = max(self.end_s, at_s)
                     break
+
+    def _take_arrivals(self, step: Step) -> list[str]:
+        """Returns who ends with the step, but for those whose ids are taken anew in it."""
         finished = step.finished
         for arrival in step.arrived:
             before = self.lives_of(arrival.id)
@@ -113,9 +107,10 @@ class Run:
         for request_id in step.preempted:
             life = self._life(request_id)
             life.preemptions.append(Preemption(step.t_s, step.preempted_by.get(request_id)))
-            self._runs.pop(life.number, None)
-            target = self._targets.pop(life.number, 0)
-            self._known[life.number] = max(target, life.num_computed)
+            self._pause(request_id, len(self.steps) - 1)
+            self._runs.pop(request_id, None)
+            target = self._prefilling.pop(request_id, 0)
+            self._known[request_id] = max(target, life.num_computed)
 
     def _enter_rows(self, step: Step) -> None:
         for request_id in step.new:
@@ -123,48 +118,63 @@ class Run:
             life.admitted_s = step.t_s
             life.cached_tokens = step.cached.get(request_id, 0)
             life.cached_from = step.cached_from.get(request_id, [])
-            self._targets[life.number] = life.arrival.prompt_tokens if life.arrival else 0
+            self._prefilling[request_id] = life.arrival.prompt_tokens if life.arrival else 0
         for request_id in step.resumed:
             life = self._life(request_id)
             if life.preemptions:
                 life.preemptions[-1].resumed_s = step.t_s
-            self._targets[life.number] = self._known.get(life.number, 0)
+            self._prefilling[request_id] = self._known.pop(request_id, 0)
 
-    def _compute(self, step: Step, end_s: float) -> None:
+    def _compute(self, step: Step) -> None:
         """Give each request its part of the step."""
         self._last = step.scheduled
-        self._decoding = []
         scheduled = counts(step.scheduled)
-        computed: dict[str, int] | None = None
-        for request_id, count in scheduled.items():
-            life = self._life(request_id)
-            if life.number in self._targets:
-                computed = counts(step.computed) if computed is None else computed
-                if self._add_chunk(life, step, count, computed.get(request_id, 0)):
-                    continue
-            decode = self._runs.get(life.number)
-            if decode is None:
-                decode = self._runs[life.number] = DecodeRun(step.t_s, end_s, 0, 0)
-                life.work.append(decode)
-            decode.num_steps += 1
-            decode.num_tokens += count
-            decode.end_s = max(decode.end_s, end_s)
-            self._decoding.append((decode, count))
-        self._is_steady = len(self._decoding) == len(scheduled)
+        self.num_rows, self.num_tokens = len(scheduled), sum(scheduled.values())
+        if not self._prefilling.keys().isdisjoint(scheduled):
+            self._add_chunks(step, scheduled)
+        self._had_chunks = len(scheduled) < self.num_rows
+        decodes = self._decodes
+        if scheduled == decodes:
+            return
+        num_steps = len(self.steps) - 1
+        for request_id, _ in decodes.items() - scheduled.items():
+            self._pause(request_id, num_steps)
+        for request_id, count in sorted(scheduled.items() - decodes.items()):
+            decodes[request_id] = count
+            self._since[request_id] = num_steps
+            if request_id not in self._runs:
+                run = self._runs[request_id] = DecodeRun(step.t_s, step.end_s, 0, 0)
+                self._life(request_id).work.append(run)
 
-    def _add_chunk(self, life: Life, step: Step, count: int, num_computed: int) -> bool:
-        """Whether it is one. Without the prompt's length, a single token behind others is not."""
-        target = self._targets[life.number]
-        is_told = life.arrival is not None
-        if not is_told and count == 1 and life.chunks:
-            del self._targets[life.number]
-            return False
-        life.work.append(Chunk(step.t_s, step.end_s, count, num_computed))
-        if num_computed + count >= target and (is_told or count == 1):
-            del self._targets[life.number]
-            if step.first is None and life.first_s is None:  # an older engine's
+    def _pause(self, request_id: str, num_steps: int) -> None:
+        """It has decoded up to this step, as far as the last ones did; perhaps it goes on later."""
+        count = self._decodes.pop(request_id, None)
+        if count is None:
+            return
+        more = num_steps - self._since.pop(request_id)
+        run = self._runs[request_id]
+        run.num_steps += more
+        run.num_tokens += more * count
+        run.end_s = self.steps[num_steps - 1].end_s
+
+    def _add_chunks(self, step: Step, scheduled: dict[str, int]) -> None:
+        """Take out what is computed of prompts. Without a prompt's length one token is a decode."""
+        computed = counts(step.computed)
+        for request_id, target in list(self._prefilling.items()):
+            if (count := scheduled.get(request_id)) is None:
+                continue
+            life = self._life(request_id)
+            is_told = life.arrival is not None
+            if not is_told and count == 1 and life.work:
+                del self._prefilling[request_id]
+                continue
+            del scheduled[request_id]
+            num_before = computed.get(request_id, 0)
+            life.work.append(Chunk(step.t_s, step.end_s, count, num_before))
+            if num_before + count >= target and (is_told or count == 1):
+                del self._prefilling[request_id]
+            if step.first is None and life.first_s is None:  # an older engine's; about then
                 life.first_s = step.end_s
-        return True
 
     def _life(self, request_id: str) -> Life:
         """The one that bears the id now; it may have come before the trace begins."""
@@ -179,5 +189,7 @@ class Run:
 
     def _end(self, life: Life, end_s: float) -> None:
         life.ended_s = end_s
-        self._runs.pop(life.number, None)
-        self._targets.pop(life.number, None)
+        self._pause(life.id, len(self.steps))
+        self._runs.pop(life.id, None)
+        self._prefilling.pop(life.id, None)
+        self._known.pop(life.id, None)

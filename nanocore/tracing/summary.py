@@ -9,7 +9,7 @@ import msgspec
 
 from nanocore.tracing.life import Life
 from nanocore.tracing.run import Run
-from nanocore.tracing.step import Step, counts
+from nanocore.tracing.step import Step
 
 _MOST_SLOW: Final = 5
 _SHARES: Final = (0.5, 0.9, 0.99, 1.0)
@@ -66,15 +66,10 @@ class Tally:
     def __init__(self) -> None:
         self.num_tokens = self.max_running = self.max_waiting = 0
         self.max_kv_usage = 0.0
-        self._scheduled = msgspec.Raw(b"")
-        self._step_tokens = 0
 
-    def add(self, step: Step) -> None:
-        """One more step."""
-        if step.scheduled != self._scheduled:
-            self._scheduled = step.scheduled
-            self._step_tokens = sum(counts(step.scheduled).values())
-        self.num_tokens += self._step_tokens
+    def add(self, step: Step, num_tokens: int) -> None:
+        """One more step, and what it computes."""
+        self.num_tokens += num_tokens
         self.max_running = max(self.max_running, step.num_running)
         self.max_waiting = max(self.max_waiting, step.num_waiting)
         if step.total_blocks:
