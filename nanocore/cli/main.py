@@ -13,6 +13,8 @@ _SUBCOMMANDS: Final = {
     "serve": ("nanocore.cli.serve", "serve a model over HTTP"),
     "bench": ("nanocore.cli.bench", "measure an engine or a server"),
     "batch": ("nanocore.cli.batch.command", "answer requests from a file"),
+    "trace": ("nanocore.cli.trace", "summarize a step trace, or draw it for Perfetto"),
+    "explain": ("nanocore.cli.explain", "why a request of a step trace took its time"),
 }
 """name: (the module whose `run(arguments)` it is, what it does)."""
 

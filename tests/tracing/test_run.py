@@ -1,0 +1,173 @@
+"""Lives of requests, of hand-made traces."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from nanocore.tracing import run as run_module
+from nanocore.tracing.life import Chunk, DecodeRun, Preemption
+from nanocore.tracing.run import Run
+from tests.tracing.trace_lines import arrival, line, run_of, without_new_keys
+
+
+def at(step: int) -> float:
+    """When a step of `line` begins, and the one before it ends."""
+    return pytest.approx(step / 100)  # type: ignore[no-any-return]
+
+
+def two_chunks_and_decodes(num_decodes: int) -> list[dict[str, Any]]:
+    """A prompt of 10 tokens in two chunks, then decodes."""
+    first = line(1, {"a": 6}, {"a": 0}, new=["a"], arrived=[arrival("a", 10, 0.005, 0.008)])
+    second = line(2, {"a": 4}, {"a": 6}, first=["a"])
+    decodes = [line(3 + i, {"a": 1}, {"a": 10 + i}) for i in range(num_decodes)]
+    decodes[0]["sent"] = {"a": 0.0302}
+    decodes[-1]["finished"] = ["a"]
+    return [first, second, *decodes]
+
+
+def test_chunks_and_decodes_of_one_request() -> None:
+    (life,) = run_of(*two_chunks_and_decodes(5)).lives
+    assert life.work == [
+        Chunk(at(1), at(2), 6, 0),
+        Chunk(at(2), at(3), 4, 6),
+        DecodeRun(at(3), at(8), 5, 5),
+    ]
+    assert (life.admitted_s, life.first_s, life.ended_s) == (at(1), at(3), at(8))
+    assert life.sent_s == 0.0302
+    assert life.ttft_s == pytest.approx(0.0302 - 0.005)
+    assert (life.cached_tokens, life.preemptions, life.is_shared) == (0, [], False)
+
+
+def test_a_decode_that_is_left_out_of_a_step_goes_on() -> None:
+    steps = two_chunks_and_decodes(4)
+    steps[4]["scheduled"] = {}
+    (life,) = run_of(*steps).lives
+    assert life.work[2:] == [DecodeRun(at(3), at(7), 3, 3)]
+
+
+def test_drafts_count_as_tokens() -> None:
+    steps = two_chunks_and_decodes(3)
+    steps[3]["scheduled"] = {"a": 4}
+    (life,) = run_of(*steps).lives
+    assert life.work[2:] == [DecodeRun(at(3), at(6), 3, 6)]
+
+
+def test_a_preempted_request_is_computed_again_up_to_where_it_was() -> None:
+    steps = two_chunks_and_decodes(3)
+    steps[4] |= {"scheduled": {"b": 1}, "finished": [], "preempted": ["a"]}
+    steps[4]["preempted_by"] = {"a": "b"}
+    steps.append(line(6, {"a": 8}, {"a": 4}, resumed=["a"], cached={"a": 4}))
+    steps += [line(7 + i, {"a": 1}, {"a": 12 + i}) for i in range(2)]
+    run = run_of(*steps)
+    (life,) = run.lives_of("a")
+    assert life.preemptions == [Preemption(at(5), "b", at(6))]
+    assert life.work[2:] == [
+        DecodeRun(at(3), at(5), 2, 2),
+        Chunk(at(6), at(7), 8, 4),
+        DecodeRun(at(7), at(9), 2, 2),
+    ]
+    assert life.cached_tokens == 0, "that was of its first admission"
+    assert life.ended_s is None
+
+
+def test_an_id_that_is_used_again_is_another_life() -> None:
+    steps = two_chunks_and_decodes(2)
+    again = line(5, {"a": 3}, new=["a"], arrived=[arrival("a", 3, 0.045, 0.046)], first=["a"])
+    again |= {"finished": ["a"]}
+    run = run_of(*steps, again, line(6, sent={"a": 0.0602}))
+    before, after = run.lives_of("a")
+    assert (before.ended_s, after.ended_s) == (at(5), at(6))
+    assert (before.sent_s, after.sent_s) == (0.0302, 0.0602)
+    assert [before.is_shared, after.is_shared] == [False, False]
+
+
+def test_an_id_that_is_aborted_and_taken_again_in_one_step_is_two_lives() -> None:
+    steps = two_chunks_and_decodes(2)
+    steps[3] |= {"arrived": [arrival("a", 3, 0.045, 0.046)]}
+    steps.append(line(5, {"a": 3}, new=["a"], first=["a"]))
+    before, after = run_of(*steps).lives_of("a")
+    assert (before.ended_s, after.ended_s, after.is_shared) == (at(5), None, False)
+
+
+def test_an_id_of_two_sessions_at_once_is_said_to_be_shared() -> None:
+    steps = two_chunks_and_decodes(3)
+    steps[2]["arrived"] = [arrival("a", 3, 0.025, 0.026, session=2)]
+    assert [life.is_shared for life in run_of(*steps).lives] == [False, True]
+
+
+def test_a_first_token_that_is_sent_before_its_line_is_written_is_of_that_line() -> None:
+    steps = two_chunks_and_decodes(1)
+    del steps[2]["sent"]
+    steps[1]["sent"] = {"a": 0.0299}
+    (life,) = run_of(*steps).lives
+    assert life.sent_s == 0.0299
+
+
+def test_an_older_engines_trace_has_no_arrivals_and_still_tells_lives() -> None:
+    run = run_of(*map(without_new_keys, two_chunks_and_decodes(3)))
+    (life,) = run.lives
+    assert [type(one) for one in life.work] == [Chunk, Chunk, DecodeRun]
+    assert (run.has_arrivals, life.begin_s, life.ended_s) == (False, at(1), at(6))
+
+
+def test_a_trace_that_begins_in_the_middle_has_lives_without_an_arrival() -> None:
+    run = run_of(*(line(7 + i, {"a": 1, "b": 1}, {"a": 5 + i, "b": 9 + i}) for i in range(3)))
+    assert [(life.id, life.work) for life in run.lives] == [
+        (name, [DecodeRun(at(7), at(10), 3, 3)]) for name in "ab"
+    ]
+
+
+def test_a_request_that_is_aborted_before_it_ran_ends() -> None:
+    (life,) = run_of(line(1, arrived=[arrival("a", 9, 0.001, 0.002)], finished=["a"])).lives
+    assert (life.admitted_s, life.ended_s, life.ttft_s) == (None, at(2), None)
+
+
+def test_steps_that_repeat_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = []
+    real = run_module.counts
+    monkeypatch.setattr(run_module, "counts", lambda raw: decoded.append(raw) or real(raw))
+    (life,) = run_of(*two_chunks_and_decodes(1000)).lives
+    assert life.work[2] == DecodeRun(at(3), at(1003), 1000, 1000)
+    assert len(decoded) == 5, "two chunks, with what was computed before, and one decode"
+
+
+def looked_into(steps: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    """(decode steps, decoded tokens) of each request, counted one by one."""
+    found = {}
+    for step in steps:
+        for name, count in step["scheduled"].items():
+            before = found.get(name, (0, 0))
+            found[name] = before[0] + 1, before[1] + count
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_counting_by_differences_is_counting(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [f"r{i}" for i in range(6)]
+    steps: list[dict[str, Any]] = [line(1, dict.fromkeys(names, 1))]
+    for i in range(2, 200):
+        scheduled = dict(steps[-1]["scheduled"])
+        if rng.random() < 0.4:
+            name = rng.choice(names)
+            if scheduled.pop(name, None) is None:
+                scheduled[name] = rng.choice([1, 1, 3])
+        steps.append(line(i, scheduled))
+    counted = {
+        life.id: (
+            sum(one.num_steps for one in life.work if isinstance(one, DecodeRun)),
+            sum(one.num_tokens for one in life.work),
+        )
+        for life in run_of(*steps).lives
+    }
+    assert counted == looked_into(steps)
+
+
+def test_a_run_knows_what_its_last_step_computed() -> None:
+    run = Run(1)
+    assert (run.num_rows, run.num_tokens) == (0, 0)
+    run = run_of(line(1, {"a": 6, "b": 1}), line(2, {"a": 6, "b": 1}))
+    assert (run.num_rows, run.num_tokens) == (2, 7)
