@@ -37,6 +37,8 @@ from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.reception import Reception
 from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
+from nanocore.engine_core.process.forecast import forecast
+from nanocore.engine_core.process.forecast_table import summary
 from nanocore.engine_core.process.occupied import occupy
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
@@ -120,6 +122,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
                 f"{num_blocks} blocks of {config.sizes.block_size} tokens, "
                 f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
             )
+        _log_forecast(config, (str(folder), model_config), ranks, (num_blocks, max_model_len))
         with phase("structured outputs") as notes:
             grammars = stack.enter_context(closing(vocabulary.wait(notes)))
         _log_generation_defaults(model_config)
@@ -345,6 +348,18 @@ def describe_workers(ranks: list[WorkerInfo]) -> str:
     """Where and how the ranks compute."""
     devices = ", ".join(dict.fromkeys(rank.device for rank in ranks))
     return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}"
+
+
+def _log_forecast(
+    config: EngineConfig,
+    model: tuple[str, ModelConfig],
+    ranks: list[WorkerInfo],
+    sizes: tuple[int, int],
+) -> None:
+    """What the memory holds, and what the machine can give at the best."""
+    speeds = [rank.speed for rank in ranks if rank.speed is not None]
+    for line in summary(forecast(config, (model[0], model[1].architecture), ranks, sizes, speeds)):
+        logger.info("%s", line)
 
 
 def _log_generation_defaults(model: ModelConfig) -> None:
