@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.worker.model_cost import MachineSpeed
@@ -21,8 +23,9 @@ _CPU_CACHE_BYTES: Final = 32 << 20
 """What a process may have of a CPU's largest cache, about: no name for it works everywhere."""
 _MATRIX: Final = {"cpu": (256, 1024), "cuda": (8192, 8192)}
 """Rows that are multiplied with a square matrix, and its size."""
-_TRIES_S: Final = 0.01
-_MIN_TRIES, _MAX_TRIES = 4, 40
+_FAR: Final = 3
+"""Times a cache, of which then little is left from the time before."""
+_MIN_TRIES, _MAX_TRIES = 3, 40
 _USUAL_BYTES_PER_S: Final = {"cpu": 20e9, "cuda": 1e12}
 _USUAL_FLOPS_PER_S: Final = {"cpu": 2e11, "cuda": 1e14}
 """For the number of tries; nothing else depends on it."""
@@ -33,23 +36,29 @@ def measure_speed(
     dtype: torch.dtype,
     step_bytes: int,
     meet: Callable[[], object] = lambda: None,
+    tries_s: float = 0.02,
 ) -> MachineSpeed:
     """Of this device, or of the CPU cores that torch uses here. Takes tens of milliseconds.
 
     Args:
         dtype: of what is multiplied. step_bytes: that a step of one token reads.
         meet: waits for ranks that share the memory, so that all of them measure at once.
+        tries_s: for the tries of each figure, about, on a usual machine.
     """
+    tries = _Tries(device, meet, tries_s)
     cache_bytes = _cache_bytes(device)
     near_bytes = max(step_bytes, _MIN_READ_BYTES) & ~63
     if near_bytes > cache_bytes // 2:
         near_bytes = 0
-    return MachineSpeed(
-        bytes_per_s=_read_speed(device, 3 * cache_bytes, meet),
-        flops_per_s=_multiply_speed(device, dtype, meet),
+    speed = MachineSpeed(
+        bytes_per_s=_read_speed(_FAR * cache_bytes, tries),
+        flops_per_s=_multiply_speed(dtype, tries),
         near_bytes=near_bytes,
-        near_bytes_per_s=_read_speed(device, near_bytes, meet) if near_bytes else 0.0,
+        near_bytes_per_s=_read_speed(near_bytes, tries) if near_bytes else 0.0,
     )
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was measured with is the KV cache's
+    return speed
 
 
 def _cache_bytes(device: torch.device) -> int:
@@ -59,45 +68,42 @@ def _cache_bytes(device: torch.device) -> int:
     return _CPU_CACHE_BYTES
 
 
-def _read_speed(device: torch.device, num_bytes: int, meet: Callable[[], object]) -> float:
-    memory = torch.full((num_bytes // 8,), 1, dtype=torch.int64, device=device)
+@dataclass(frozen=True, slots=True)
+class _Tries:
+    """Of the same work on a device; see `measure_speed`."""
 
-    def read() -> Tensor:
-        return memory.amax()
+    device: torch.device
+    meet: Callable[[], object]
+    tries_s: float
 
-    usual_s = num_bytes / _USUAL_BYTES_PER_S[device.type]
-    return num_bytes / _least_seconds(read, usual_s, device, meet)
-
-
-def _multiply_speed(device: torch.device, dtype: torch.dtype, meet: Callable[[], object]) -> float:
-    num_rows, size = _MATRIX[device.type]
-    x_TI = torch.ones(num_rows, size, dtype=dtype, device=device)
-    weight_OI = torch.ones(size, size, dtype=dtype, device=device)
-
-    def multiply() -> Tensor:
-        return torch.nn.functional.linear(x_TI, weight_OI)
-
-    flops = 2 * num_rows * size * size
-    usual_s = flops / _USUAL_FLOPS_PER_S[device.type]
-    return flops / _least_seconds(multiply, usual_s, device, meet)
-
-
-def _least_seconds(
-    work: Callable[[], Tensor], usual_s: float, device: torch.device, meet: Callable[[], object]
-) -> float:
-    """Of some tries, after one that compiles and warms up. usual_s: of one, on a usual machine."""
-    work()
-    seconds = []
-    for _ in range(min(max(int(_TRIES_S / usual_s), _MIN_TRIES), _MAX_TRIES)):
-        _join(device)
-        meet()
-        start_s = time.perf_counter()
+    def least_s(self, work: Callable[[], Tensor], usual_s: float) -> float:
+        """Seconds of the best, after one that warms up. usual_s: of one, on a usual machine."""
         work()
-        _join(device)
-        seconds.append(time.perf_counter() - start_s)
-    return min(seconds)
+        seconds = []
+        for _ in range(min(max(int(self.tries_s / usual_s), _MIN_TRIES), _MAX_TRIES)):
+            self.meet()
+            self._join()
+            start_s = time.perf_counter()
+            work()
+            self._join()
+            seconds.append(time.perf_counter() - start_s)
+        return min(seconds)
+
+    def _join(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
-def _join(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _read_speed(num_bytes: int, tries: _Tries) -> float:
+    memory = torch.full((num_bytes // 8,), 1, dtype=torch.int64, device=tries.device)
+    usual_s = num_bytes / _USUAL_BYTES_PER_S[tries.device.type]
+    return num_bytes / tries.least_s(memory.amax, usual_s)
+
+
+def _multiply_speed(dtype: torch.dtype, tries: _Tries) -> float:
+    num_rows, size = _MATRIX[tries.device.type]
+    x_TI = torch.ones(num_rows, size, dtype=dtype, device=tries.device)
+    weight_OI = torch.ones(size, size, dtype=dtype, device=tries.device)
+    flops = 2 * num_rows * size * size
+    usual_s = flops / _USUAL_FLOPS_PER_S[tries.device.type]
+    return flops / tries.least_s(lambda: F.linear(x_TI, weight_OI), usual_s)

@@ -147,17 +147,17 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
             near_bytes_per_s=sum(speed.near_bytes_per_s for speed in speeds),
         )
 
-    def least_s(self, num_bytes: float, flops: float) -> float:
-        """Seconds of a step at least: reading and computing overlap, and the slower counts.
+    def read_s(self, num_bytes: float) -> float:
+        """Seconds that a step's reading takes at least; of it near_bytes may be from caches."""
+        if not self.near_bytes:
+            return num_bytes / self.bytes_per_s
+        near_bytes = min(num_bytes, self.near_bytes)
+        far_bytes = num_bytes - near_bytes
+        return near_bytes / self.near_bytes_per_s + far_bytes / self.bytes_per_s
 
-        Of what it reads, near_bytes may be from caches.
-        """
-        read_s = num_bytes / self.bytes_per_s
-        if self.near_bytes:
-            near_bytes = min(num_bytes, self.near_bytes)
-            far_bytes = num_bytes - near_bytes
-            read_s = near_bytes / self.near_bytes_per_s + far_bytes / self.bytes_per_s
-        return max(read_s, flops / self.flops_per_s)
+    def least_s(self, num_bytes: float, flops: float) -> float:
+        """Seconds of a step at least: reading and computing overlap, and the slower counts."""
+        return max(self.read_s(num_bytes), flops / self.flops_per_s)
 
 
 class StepWork(msgspec.Struct, frozen=True):
@@ -193,5 +193,5 @@ def chunk_work(cost: ModelCost, start: int, end: int, samples: bool) -> StepWork
 
 
 def _least(one: Any, other: Any) -> Any:
-    """The lesser of whole numbers, or of columns of them, without numpy."""
-    return (one + other - abs(one - other)) // 2
+    """The lesser of whole numbers, or of columns of them."""
+    return min(one, other) if isinstance(one, int) else one.clip(max=other)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Final
 
 import torch
 import xxhash
@@ -47,6 +48,9 @@ from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.rank_cost import activation_bytes, rank_cost, table_bytes
 
 logger = logging.getLogger(__name__)
+
+_TRIES_S: Final = 0.005
+"""For each figure of the machine's: a start is not to wait for them."""
 
 
 class Worker:
@@ -148,10 +152,14 @@ class Worker:
 
     def _speed(self) -> MachineSpeed:
         """Of this rank while the others of its stage are busy, too."""
-        tp, dtype = self._placement.tp, self._placement.dtype
-        token_S = torch.zeros(1, dtype=dtype, device=self.device)
-        step_bytes = int(self._cost.read_weight_bytes(1))
-        return measure_speed(self.device, dtype, step_bytes, lambda: tp.all_reduce(token_S))
+        tp, zeros = self._placement.tp, torch.zeros(64, device=self.device)
+        return measure_speed(
+            self.device,
+            self._placement.dtype,
+            int(self._cost.read_weight_bytes(1)),
+            meet=lambda: tp.all_reduce(zeros),
+            tries_s=_TRIES_S,
+        )
 
     def _numerics(self) -> str | None:
         model, dtype = self._runner.config, self._placement.dtype

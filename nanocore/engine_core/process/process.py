@@ -50,6 +50,7 @@ from nanocore.engine_core.step_trace import StepTrace
 from nanocore.engine_core.structured.mask_filler import MaskFiller
 from nanocore.engine_core.structured.matcher import GrammarSource
 from nanocore.engine_core.structured.no_grammars import NoGrammars
+from nanocore.engine_core.utilisation import Utilisation
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.errors import (
     CacheMemoryError,
@@ -69,6 +70,7 @@ from nanocore.worker.executors.local_executor import LocalExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.loading.model_folder import resolve_model
 from nanocore.worker.messages import WorkerInfo
+from nanocore.worker.model_cost import MachineSpeed, ModelCost
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint
 
@@ -129,7 +131,8 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         sizes = num_blocks, max_model_len
         card = _model_card(config, folder, model_config, ranks, *sizes, files.entries)
         ready = (executor, started_s, occupied.publisher, parent, occupied.trace, grammars)
-        return serve(config, occupied.socket, card, files, *ready)
+        used = _utilisation(ranks)
+        return serve(config, occupied.socket, card, files, *ready, utilisation=used)
 
 
 def serve(
@@ -143,6 +146,7 @@ def serve(
     parent: ParentLink | None = None,
     trace: StepTrace | None = None,
     grammars: GrammarSource = _NO_GRAMMARS,
+    utilisation: Utilisation | None = None,
 ) -> int:
     """Run the step loop and the io thread until told to stop; returns the exit code.
 
@@ -150,7 +154,7 @@ def serve(
         socket: bound to config's endpoint; closed at the end. card: what clients are told.
         files: those it names. executor: ready to run. started_s: monotonic time of the process's
             start, for the log. publisher: of KV events. parent: the launching client. trace: of
-            the steps. grammars: of structured outputs.
+            the steps. grammars: of structured outputs. utilisation: what steps use is added to it.
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
@@ -163,7 +167,9 @@ def serve(
     masks = None
     if not isinstance(grammars, NoGrammars):
         masks = MaskFiller(card.vocab_size, scheduler.config.max_num_seqs)
-    core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch), masks)
+    core = EngineCore(
+        scheduler, executor, inbox, outbox, trace, StepClock(switch), masks, utilisation
+    )
     io_thread = _io_thread(config, socket, card, files, core, inbox, outbox, grammars)
     watchdog = Watchdog(core, config.step_timeout_s, core.blame, outbox, io_thread)
     interrupted = handle_signals(inbox, outbox)
@@ -348,6 +354,12 @@ def describe_workers(ranks: list[WorkerInfo]) -> str:
     """Where and how the ranks compute."""
     devices = ", ".join(dict.fromkeys(rank.device for rank in ranks))
     return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}"
+
+
+def _utilisation(ranks: list[WorkerInfo]) -> Utilisation:
+    costs = [rank.cost for rank in ranks if rank.cost is not None]
+    speeds = [rank.speed for rank in ranks if rank.speed is not None]
+    return Utilisation(ModelCost.joined(costs), MachineSpeed.joined(speeds))
 
 
 def _log_forecast(
