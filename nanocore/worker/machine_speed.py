@@ -1,8 +1,7 @@
 """What the machine gives: how fast memory is read and matrices are multiplied, measured briefly.
 
 Memory is read where no cache holds it; and if caches can hold what a step of few tokens reads, as
-much as that, too. The best of some tries counts: neighbours only ever slow it. How many depends on
-what is measured and not on how long it takes, so ranks that measure together agree.
+much as that, too. The best of some tries counts: neighbours only ever slow it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,9 @@ _CPU_CACHE_BYTES: Final = 32 << 20
 """What a process may have of a CPU's largest cache, about: no name for it works everywhere."""
 _MATRIX: Final = {"cpu": (256, 1024), "cuda": (8192, 8192)}
 """Rows that are multiplied with a square matrix, and its size."""
+TRIES_S: Final = 0.005
+"""For each figure: short enough for a start."""
+
 _FAR: Final = 3
 """Times a cache, of which then little is left from the time before."""
 _MIN_TRIES, _MAX_TRIES = 3, 40
@@ -35,23 +37,25 @@ def measure_speed(
     device: torch.device,
     dtype: torch.dtype,
     step_bytes: int,
-    meet: Callable[[], object] = lambda: None,
-    tries_s: float = 0.02,
+    tries_s: float = TRIES_S,
+    room_bytes: int | None = None,
 ) -> MachineSpeed:
     """Of this device, or of the CPU cores that torch uses here. Takes tens of milliseconds.
 
     Args:
         dtype: of what is multiplied. step_bytes: that a step of one token reads.
-        meet: waits for ranks that share the memory, so that all of them measure at once.
+        room_bytes: memory that it may take for the moment, at least a megabyte or two; None: as
+        much as it needs.
         tries_s: for the tries of each figure, about, on a usual machine.
     """
-    tries = _Tries(device, meet, tries_s)
+    tries = _Tries(device, tries_s)
     cache_bytes = _cache_bytes(device)
+    room_bytes = _FAR * cache_bytes if room_bytes is None else max(room_bytes, _MIN_READ_BYTES)
     near_bytes = max(step_bytes, _MIN_READ_BYTES) & ~63
-    if near_bytes > cache_bytes // 2:
+    if near_bytes > min(cache_bytes // 2, room_bytes):
         near_bytes = 0
     speed = MachineSpeed(
-        bytes_per_s=_read_speed(_FAR * cache_bytes, tries),
+        bytes_per_s=_read_speed(min(_FAR * cache_bytes, room_bytes), tries),
         flops_per_s=_multiply_speed(dtype, tries),
         near_bytes=near_bytes,
         near_bytes_per_s=_read_speed(near_bytes, tries) if near_bytes else 0.0,
@@ -73,7 +77,6 @@ class _Tries:
     """Of the same work on a device; see `measure_speed`."""
 
     device: torch.device
-    meet: Callable[[], object]
     tries_s: float
 
     def least_s(self, work: Callable[[], Tensor], usual_s: float) -> float:
@@ -81,7 +84,6 @@ class _Tries:
         work()
         seconds = []
         for _ in range(min(max(int(self.tries_s / usual_s), _MIN_TRIES), _MAX_TRIES)):
-            self.meet()
             self._join()
             start_s = time.perf_counter()
             work()

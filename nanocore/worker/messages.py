@@ -62,7 +62,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     available_kv_bytes: memory that its KV cache may take. memory_bytes: that it could take at the
     very most. numerics: a digest of what decides the bits of its results; None if their batch does.
     activation_bytes, table_bytes: about, of the largest step, and of rows and positions. cost: of
-    its part of the model. speed: of its device.
+    its part of the model. speed: of its device, if that is its alone and was measured.
     """
 
     device: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import Final
 
 import torch
 import xxhash
@@ -48,9 +47,6 @@ from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.rank_cost import activation_bytes, rank_cost, table_bytes
 
 logger = logging.getLogger(__name__)
-
-_TRIES_S: Final = 0.005
-"""For each figure of the machine's: a start is not to wait for them."""
 
 
 class Worker:
@@ -150,16 +146,12 @@ class Worker:
             speed=self._speed(),
         )
 
-    def _speed(self) -> MachineSpeed:
-        """Of this rank while the others of its stage are busy, too."""
-        tp, zeros = self._placement.tp, torch.zeros(64, device=self.device)
-        return measure_speed(
-            self.device,
-            self._placement.dtype,
-            int(self._cost.read_weight_bytes(1)),
-            meet=lambda: tp.all_reduce(zeros),
-            tries_s=_TRIES_S,
-        )
+    def _speed(self) -> MachineSpeed | None:
+        """Of a device beside the host; a CPU is shared by ranks, and measured by their engine."""
+        if self.device.type != "cuda":
+            return None
+        step_bytes = int(self._cost.read_weight_bytes(1))
+        return measure_speed(self.device, self._placement.dtype, step_bytes)
 
     def _numerics(self) -> str | None:
         model, dtype = self._runner.config, self._placement.dtype

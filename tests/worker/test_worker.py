@@ -59,5 +59,4 @@ def test_a_rank_reports_what_a_dry_run_expects(tiny_model: Path) -> None:
     assert found.cost == expected.cost
     assert found.activation_bytes == expected.activation_bytes > 0
     assert found.table_bytes == expected.table_bytes > 0
-    assert found.speed is not None
-    assert found.speed.bytes_per_s > 0 < found.speed.flops_per_s
+    assert found.speed is None  # a CPU is its engine's to measure

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Final
 
 import msgspec
-import torch
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.forecast import forecast
 from nanocore.engine_core.process.forecast_table import table
+from nanocore.engine_core.process.machine import machine_speeds
 from nanocore.engine_core.process.process import describe_workers, find_model
 from nanocore.protocol.sockets import EngineKeys
 from nanocore.worker.device.device import select_device
 from nanocore.worker.dry_run import dry_run
-from nanocore.worker.machine_speed import measure_speed
-from nanocore.worker.messages import WorkerInfo
-from nanocore.worker.model_cost import MachineSpeed
 from nanocore.worker.models import load_model_config
 
 logger = logging.getLogger(__name__)
+
+_TRIES_S: Final = 0.05
+"""For each figure of the machine's: somebody waits for nothing else."""
 
 
 def check_engine(config: EngineConfig, as_json: bool = False) -> None:
@@ -57,15 +58,7 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
         max_model_len,
     )
     model = str(folder), model_config.architecture
-    expected = forecast(config, model, ranks, (num_blocks, max_model_len), measure_speeds(ranks))
+    expected = forecast(
+        config, model, ranks, (num_blocks, max_model_len), machine_speeds(ranks, _TRIES_S)
+    )
     print(msgspec.json.encode(expected).decode() if as_json else table(expected))
-
-
-def measure_speeds(ranks: list[WorkerInfo]) -> list[MachineSpeed]:
-    """Of each rank of a dry run: of its share of the CPU's cores, or of a GPU like the first."""
-    device, dtype = torch.device(ranks[0].device), getattr(torch, ranks[0].dtype)
-    read_bytes = [int(rank.cost.read_weight_bytes(1)) for rank in ranks if rank.cost is not None]
-    if device.type != "cpu":
-        return [measure_speed(device, dtype, max(read_bytes))] * len(ranks)
-    whole = measure_speed(device, dtype, sum(read_bytes))
-    return [whole.shared(len(ranks))] * len(ranks)

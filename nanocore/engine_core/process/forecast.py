@@ -123,8 +123,7 @@ def forecast(
         speeds: of each rank, while the others are busy, too.
     """
     num_blocks, max_model_len = sizes
-    costs = [rank.cost for rank in ranks if rank.cost is not None]
-    whole = ModelCost.joined(costs)
+    costs, whole = _costs(ranks), joined_cost(ranks)
     block_size, num_seqs = config.sizes.block_size, config.sizes.max_num_seqs
     roofline = Roofline(costs, speeds, config.tensor_parallel_size)
 
@@ -155,6 +154,15 @@ def forecast(
         ranks=[_memory(rank, num_blocks) for rank in ranks],
         contexts=[of_context(context) for context in _contexts(max_model_len)],
     )
+
+
+def joined_cost(ranks: list[WorkerInfo]) -> ModelCost:
+    """Of all ranks together."""
+    return ModelCost.joined(_costs(ranks))
+
+
+def _costs(ranks: list[WorkerInfo]) -> list[ModelCost]:
+    return [rank.cost for rank in ranks if rank.cost is not None]
 
 
 def _memory(rank: WorkerInfo, num_blocks: int) -> RankMemory:

@@ -37,8 +37,9 @@ from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.reception import Reception
 from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
-from nanocore.engine_core.process.forecast import forecast
+from nanocore.engine_core.process.forecast import forecast, joined_cost
 from nanocore.engine_core.process.forecast_table import summary
+from nanocore.engine_core.process.machine import machine_speeds
 from nanocore.engine_core.process.occupied import occupy
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
@@ -70,7 +71,7 @@ from nanocore.worker.executors.local_executor import LocalExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.loading.model_folder import resolve_model
 from nanocore.worker.messages import WorkerInfo
-from nanocore.worker.model_cost import MachineSpeed, ModelCost
+from nanocore.worker.model_cost import MachineSpeed
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint
 
@@ -124,14 +125,17 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
                 f"{num_blocks} blocks of {config.sizes.block_size} tokens, "
                 f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
             )
-        _log_forecast(config, (str(folder), model_config), ranks, (num_blocks, max_model_len))
+        speeds = machine_speeds(ranks)
+        names = str(folder), model_config.architecture
+        for line in summary(forecast(config, names, ranks, (num_blocks, max_model_len), speeds)):
+            logger.info("%s", line)
         with phase("structured outputs") as notes:
             grammars = stack.enter_context(closing(vocabulary.wait(notes)))
         _log_generation_defaults(model_config)
         sizes = num_blocks, max_model_len
         card = _model_card(config, folder, model_config, ranks, *sizes, files.entries)
         ready = (executor, started_s, occupied.publisher, parent, occupied.trace, grammars)
-        used = _utilisation(ranks)
+        used = Utilisation(joined_cost(ranks), MachineSpeed.joined(speeds))
         return serve(config, occupied.socket, card, files, *ready, utilisation=used)
 
 
@@ -354,24 +358,6 @@ def describe_workers(ranks: list[WorkerInfo]) -> str:
     """Where and how the ranks compute."""
     devices = ", ".join(dict.fromkeys(rank.device for rank in ranks))
     return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}"
-
-
-def _utilisation(ranks: list[WorkerInfo]) -> Utilisation:
-    costs = [rank.cost for rank in ranks if rank.cost is not None]
-    speeds = [rank.speed for rank in ranks if rank.speed is not None]
-    return Utilisation(ModelCost.joined(costs), MachineSpeed.joined(speeds))
-
-
-def _log_forecast(
-    config: EngineConfig,
-    model: tuple[str, ModelConfig],
-    ranks: list[WorkerInfo],
-    sizes: tuple[int, int],
-) -> None:
-    """What the memory holds, and what the machine can give at the best."""
-    speeds = [rank.speed for rank in ranks if rank.speed is not None]
-    for line in summary(forecast(config, (model[0], model[1].architecture), ranks, sizes, speeds)):
-        logger.info("%s", line)
 
 
 def _log_generation_defaults(model: ModelConfig) -> None:
