@@ -33,7 +33,6 @@ from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.engine_core.structured.mask_filler import MaskFiller
 from nanocore.engine_core.structured.step_masks import StepMasks
-from nanocore.engine_core.utilisation import Utilisation
 from nanocore.protocol.messages import Event, FinishReason, Reply
 from nanocore.worker.executors.executor import StepExecutor
 
@@ -47,8 +46,7 @@ class EngineCore:
         scheduler, executor: what to run and where; the core owns both.
         inbox, outbox: shared with the io thread.
         trace: if given, every step is written to it. clock: tells others when a step began.
-        masks: fills those of structured outputs, if there can be any. utilisation: if given, adds
-        up what steps read and compute.
+        masks: fills those of structured outputs, if there can be any.
     """
 
     def __init__(
@@ -60,10 +58,8 @@ class EngineCore:
         trace: StepTrace | None = None,
         clock: StepClock | None = None,
         masks: MaskFiller | None = None,
-        utilisation: Utilisation | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.utilisation = utilisation
         self.clock = clock or StepClock()
         self._executor = executor
         self._inbox = inbox
@@ -107,8 +103,6 @@ class EngineCore:
         self.drain_inbox(wait=False, in_step=True)
         for output in scheduler.update(result):
             self._outbox.put(output)
-        if self.utilisation:
-            self.utilisation.end(scheduler.completed.plan)
         self._sample()
         deferred, self._deferred = self._deferred, []
         for call in deferred:
@@ -116,12 +110,10 @@ class EngineCore:
         scheduler.kv_cache.publish_events()
         if self._trace:
             self._trace.end(scheduler)
-        self.clock.end()
+        self.clock.end(scheduler.completed.plan)
 
     def _submit(self, group: int) -> None:
         """Plan a step of this group and begin it."""
-        if self.utilisation:
-            self.utilisation.begin()
         plan = self.scheduler.schedule(group)
         if self._trace:
             self._trace.begin(self.scheduler)

@@ -8,9 +8,6 @@ microsecond, by reference; plain decodes are added up some hundreds at a time, i
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,39 +39,25 @@ class StepTotals:
 class Utilisation:
     """Of one engine; belongs to the step loop.
 
-    `begin` when a step is about to be planned and `end` when its result is in: of steps that
-    overlap each lasts from the end of the one before it. Steps without tokens are none.
+    Steps without tokens are none.
 
     Args:
-        cost: of all ranks together. speed: likewise, as measured. clock: seconds.
+        cost: of all ranks together. speed: likewise, as measured.
     """
 
-    def __init__(
-        self,
-        cost: ModelCost,
-        speed: MachineSpeed,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._cost, self._speed, self._clock = cost, speed, clock
-        self._begun_s: deque[float] = deque()
-        self._last_s = 0.0
+    def __init__(self, cost: ModelCost, speed: MachineSpeed) -> None:
+        self._cost, self._speed = cost, speed
         self._decode, self._prefill = StepTotals(), StepTotals()
         self._ends: list[IntArray] = []  # of steps in which rows decode a token each
         self._decode_notes: list[_Note] = []  # of those in which they decode drafts, too
         self._prefill_notes: list[_Note] = []
 
-    def begin(self) -> None:
-        """A step is about to be planned."""
-        self._begun_s.append(self._clock())
-
-    def end(self, plan: StepPlan) -> None:
-        """The result of the oldest step in flight, which had this plan, is in."""
-        now_s, begun_s, last_s = self._clock(), self._begun_s.popleft(), self._last_s
-        self.add(now_s - (begun_s if begun_s > last_s else last_s), plan)
-        self._last_s = now_s
-
     def add(self, seconds: float, plan: StepPlan) -> None:
-        """Note a step of this plan, which is complete."""
+        """Note a step of this plan, whose result is in.
+
+        seconds: that the step loop was busy with it; with several in flight, from the result of the
+        one before it.
+        """
         if plan.chunks or plan.decode_counts is not None:
             self._add_note(seconds, plan)
         elif len(plan.decode_ends):

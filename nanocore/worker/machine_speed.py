@@ -20,14 +20,14 @@ from nanocore.worker.model_cost import MachineSpeed
 _MIN_READ_BYTES: Final = 1 << 20
 _CPU_CACHE_BYTES: Final = 32 << 20
 """What a process may have of a CPU's largest cache, about: no name for it works everywhere."""
-_MATRIX: Final = {"cpu": (256, 1024), "cuda": (8192, 8192)}
+_MATRIX: Final = {"cpu": (128, 1024), "cuda": (8192, 8192)}
 """Rows that are multiplied with a square matrix, and its size."""
 TRIES_S: Final = 0.005
 """For each figure: short enough for a start."""
 
 _FAR: Final = 3
 """Times a cache, of which then little is left from the time before."""
-_MIN_TRIES, _MAX_TRIES = 3, 40
+_MIN_TRIES, _MAX_TRIES = 5, 40
 _USUAL_BYTES_PER_S: Final = {"cpu": 20e9, "cuda": 1e12}
 _USUAL_FLOPS_PER_S: Final = {"cpu": 2e11, "cuda": 1e14}
 """For the number of tries; nothing else depends on it."""

@@ -13,6 +13,7 @@ from nanocore.engine_core import utilisation
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.mailbox import AddRequest, Outbox
 from nanocore.engine_core.scheduling.step import StepPlan
+from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.worker.model_cost import AttentionCost, MachineSpeed, ModelCost
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -65,7 +66,7 @@ class Worker:
     def run(self, used: Utilisation | None, seed: int, num_requests: int = 30) -> None:
         """Requests of random lengths that come and go, to their end."""
         rng, inbox = random.Random(seed), SimpleQueue()  # type: Inbox
-        core = EngineCore(self.scheduler, self, inbox, Outbox(), utilisation=used)
+        core = EngineCore(self.scheduler, self, inbox, Outbox(), clock=Clock(self, used))
         waiting = list(range(num_requests))
         while waiting or self.scheduler.num_requests:
             while waiting and rng.random() < 0.3:
@@ -76,6 +77,22 @@ class Worker:
             if not core.is_idle:
                 core.step()
             self.now_s += 0.5  # between steps
+
+
+class Clock(StepClock):
+    """The worker's."""
+
+    def __init__(self, worker: Worker, used: Utilisation | None) -> None:
+        super().__init__(utilisation=used)
+        self._worker = worker
+
+    def begin(self) -> None:
+        self.began_s = self._worker.now_s
+
+    @property
+    def age_s(self) -> float:
+        assert self.began_s is not None, "asked in steps"
+        return self._worker.now_s - self.began_s
 
 
 def tokens_of(plan: StepPlan) -> Iterator[tuple[int, int]]:
@@ -116,7 +133,7 @@ def test_totals_are_those_of_every_token(
 ) -> None:
     monkeypatch.setattr(utilisation, "NUM_NOTES", num_notes)
     worker = Worker(**limits)
-    used = Utilisation(COST, SPEED, lambda: worker.now_s)
+    used = Utilisation(COST, SPEED)
     worker.run(used, seed=num_notes)
     totals = used.totals()
     for kind, is_prefill in (("decode", False), ("prefill", True)):
@@ -127,24 +144,18 @@ def test_totals_are_those_of_every_token(
     assert used.totals() == totals
 
 
-def test_a_step_lasts_from_its_plan_or_from_the_end_of_the_one_before_it() -> None:
+def test_a_step_lasts_while_the_loop_is_busy_with_it() -> None:
     worker = Worker()
-    used = Utilisation(COST, SPEED, lambda: worker.now_s)
+    used = Utilisation(COST, SPEED)
     worker.run(used, seed=1)
     totals = used.totals()
     assert totals["decode_seconds"] == 0.25 * totals["decode_steps"]  # pauses are not counted
-    plan = worker.plans[0]
-    overlapping = Utilisation(COST, SPEED, iter([10.0, 11.0, 14.0, 16.0]).__next__)
-    overlapping.begin()
-    overlapping.begin()
-    overlapping.end(plan)
-    overlapping.end(plan)
-    assert overlapping.totals()["prefill_seconds"] == (14 - 10) + (16 - 14)
+    assert totals["prefill_seconds"] == 0.25 * totals["prefill_steps"]
 
 
 def test_shares_are_of_what_the_machine_gives() -> None:
     worker = Worker()
-    used = Utilisation(COST, SPEED, lambda: worker.now_s)
+    used = Utilisation(COST, SPEED)
     assert used.totals()["decode_mbu"] == used.totals()["prefill_mfu"] == 0
     worker.run(used, seed=1)
     totals = used.totals()
@@ -157,8 +168,7 @@ def test_shares_are_of_what_the_machine_gives() -> None:
 
 def test_a_step_without_tokens_is_none() -> None:
     used = Utilisation(COST, SPEED)
-    used.begin()
-    used.end(StepPlan(1, 64))
+    used.add(0.1, StepPlan(1, 64))
     assert used.totals()["decode_steps"] == used.totals()["prefill_steps"] == 0
 
 

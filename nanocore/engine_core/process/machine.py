@@ -11,7 +11,7 @@ from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.model_cost import MachineSpeed
 
 _ROOM_SHARE: Final = 8
-"""Of what a rank could have, for measuring: an engine that is short of memory starts all the same."""
+"""Of what a rank could have, to measure in: one that is short of memory starts all the same."""
 
 
 def machine_speeds(ranks: list[WorkerInfo], tries_s: float = TRIES_S) -> list[MachineSpeed]:

@@ -171,9 +171,8 @@ def serve(
     masks = None
     if not isinstance(grammars, NoGrammars):
         masks = MaskFiller(card.vocab_size, scheduler.config.max_num_seqs)
-    core = EngineCore(
-        scheduler, executor, inbox, outbox, trace, StepClock(switch), masks, utilisation
-    )
+    clock = StepClock(switch, utilisation)
+    core = EngineCore(scheduler, executor, inbox, outbox, trace, clock, masks)
     io_thread = _io_thread(config, socket, card, files, core, inbox, outbox, grammars)
     watchdog = Watchdog(core, config.step_timeout_s, core.blame, outbox, io_thread)
     interrupted = handle_signals(inbox, outbox)
