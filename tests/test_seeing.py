@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process.forecast import forecast
 from nanocore.engine_core.process.forecast_table import table
+from nanocore.engine_core.scheduling.step import Chunk, StepPlan
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.model_cost import MachineSpeed, ModelCost
@@ -19,6 +21,8 @@ DOCUMENT = (ROOT / "docs" / "seeing.md").read_text("utf-8")
 SPEED = MachineSpeed(
     bytes_per_s=3e10, flops_per_s=4e11, near_bytes=4_829_952, near_bytes_per_s=1e11
 )
+
+COST = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, attention=[])
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +56,17 @@ def test_the_example_has_the_demo_models_memory(name: str, printed: list[str]) -
     assert shown in printed
 
 
+def test_the_log_has_lines_like_those_of_the_example() -> None:
+    used = Utilisation(COST, SPEED)
+    for chunks in ([], [Chunk(0, 5, 0)]):
+        plan = StepPlan(1, 64)
+        plan.decoding, plan.decode_ends, plan.chunks = np.array([1]), np.array([9]), chunks
+        used.add(0.01, plan)
+    for line in used.summary():
+        assert without_numbers(line) in map(without_numbers, DOCUMENT.splitlines())
+
+
 def test_every_number_of_utilisation_is_explained() -> None:
-    cost = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, attention=[])
-    for name in Utilisation(cost, SPEED).totals():
+    for name in Utilisation(COST, SPEED).totals():
         kind = re.sub("^(decode|prefill)_", "…_", name)
         assert f"`{kind}`" in DOCUMENT, name

@@ -8,6 +8,7 @@ microsecond, by reference; plain decodes are added up some hundreds at a time, i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -102,6 +103,17 @@ class Utilisation:
                 f"{kind}_mfu": totals.flops / speed.flops_per_s / seconds,
             }
         return numbers
+
+    def summary(self) -> Iterator[str]:
+        """A line for each kind of steps that there were."""
+        numbers = self.totals()
+        for kind in ("decode", "prefill"):
+            if num_steps := numbers[f"{kind}_steps"]:
+                yield (
+                    f"{kind}: {num_steps} steps, {numbers[f'{kind}_tokens']} tokens, "
+                    f"{numbers[f'{kind}_seconds']:.2f} s; {numbers[f'{kind}_mbu']:.1%} of the "
+                    f"memory's bandwidth (MBU), {numbers[f'{kind}_mfu']:.1%} of the FLOP/s (MFU)"
+                )
 
     def _add_up_ends(self) -> None:
         """All that rows did in these steps they did once, so columns are joined."""

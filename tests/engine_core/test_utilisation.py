@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
 
 from nanocore.engine_core import utilisation
@@ -164,6 +165,20 @@ def test_shares_are_of_what_the_machine_gives() -> None:
         assert totals[f"{kind}_mbu"] == pytest.approx(totals[f"{kind}_bytes"] / seconds / 1e6)
         assert totals[f"{kind}_mfu"] == pytest.approx(totals[f"{kind}_flops"] / seconds / 1e7)
     assert (totals["peak_bytes_per_second"], totals["peak_flops_per_second"]) == (1e6, 1e7)
+
+
+def test_the_log_has_a_line_for_each_kind_of_steps() -> None:
+    used = Utilisation(COST, SPEED)
+    assert list(used.summary()) == []
+    plan = StepPlan(1, 64)
+    plan.decoding, plan.decode_ends = np.array([0, 1]), np.array([3, 4])
+    used.add(0.5, plan)
+    num_bytes = 2400 + 16_000 * (1 - 0.75**2) + 7 * 50
+    flops = 2 * (2 * 3000 + 400) + 7 * 120
+    assert list(used.summary()) == [
+        f"decode: 1 steps, 2 tokens, 0.50 s; {num_bytes / 5e5:.1%} of the memory's bandwidth (MBU),"
+        f" {flops / 5e6:.1%} of the FLOP/s (MFU)"
+    ]
 
 
 def test_a_step_without_tokens_is_none() -> None:

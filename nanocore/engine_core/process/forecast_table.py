@@ -53,7 +53,8 @@ at best  requests     decode, alone         decode, all           prefill
 
 def _context(one: ContextForecast) -> str:
     def speed(num_tokens: int, seconds: float) -> str:
-        return f"{seconds * 1e3:>10,.2f}{num_tokens / seconds:>10,.0f}"
+        digits = 2 if seconds < 1 else 0
+        return f"{seconds * 1e3:>10,.{digits}f}{num_tokens / seconds:>10,.0f}"
 
     return (
         f"{one.context_tokens:>7,}{one.num_requests:>10,}{speed(1, one.decode_s)[2:]}"

@@ -192,6 +192,8 @@ def serve(
         masks.close()
     outbox.put(farewell)
     io_thread.join()
+    for line in utilisation.summary() if utilisation else ():
+        logger.info("%s", line)
     logger.info("stopped: %s", farewell.reason)
     return 130 if interrupted and not farewell.failure else exit_code
 
