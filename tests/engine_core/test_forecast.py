@@ -88,7 +88,7 @@ def test_the_table_is_narrow_and_has_a_line_for_everything() -> None:
 
 
 def test_long_times_stay_in_their_columns() -> None:
-    slow = MachineSpeed(bytes_per_s=1e7, flops_per_s=1e9)
+    slow = MachineSpeed(bytes_per_s=1e7, flops_per_s=1e10)
     config = EngineConfig(max_num_seqs=64)
     found = forecast(config, ("model", "Arch"), [RANK], (10**6, 131072), [slow])
     *_, last = table(found).splitlines()

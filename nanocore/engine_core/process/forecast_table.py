@@ -47,17 +47,17 @@ def _machine(forecast: Forecast) -> Iterator[str]:
 
 
 _HEADINGS: Final = """\
-at best  requests     decode, alone         decode, all           prefill
- tokens   at once      ms  tokens/s        ms  tokens/s        ms  tokens/s"""
+at best requests       decode, alone         decode, all             prefill
+ tokens  at once        ms  tokens/s        ms  tokens/s        ms  tokens/s"""
 
 
 def _context(one: ContextForecast) -> str:
     def speed(num_tokens: int, seconds: float) -> str:
         digits = 2 if seconds < 1 else 0
-        return f"{seconds * 1e3:>10,.{digits}f}{num_tokens / seconds:>10,.0f}"
+        return f" {seconds * 1e3:>9,.{digits}f} {num_tokens / seconds:>9,.0f}"
 
     return (
-        f"{one.context_tokens:>7,}{one.num_requests:>10,}{speed(1, one.decode_s)[2:]}"
+        f"{one.context_tokens:>7,}{one.num_requests:>9,}{speed(1, one.decode_s)}"
         f"{speed(one.num_requests, one.full_decode_s)}{speed(one.context_tokens, one.prefill_s)}"
     )
 
