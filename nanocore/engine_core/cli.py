@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Final, NoReturn, get_args
+from typing import Final, Literal, NoReturn, get_args
 
 from nanocore import __version__
 from nanocore.engine_core.config import EngineConfig
@@ -29,6 +29,8 @@ from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
 _MIN_DATA_BYTES: Final = 360 * 10**6
 """Of libraries and threads, as measured with torch for CPUs alone; more is found out later."""
+
+CheckFormat = Literal["table", "json"]
 
 _EXIT_CODES = """\
 exit codes: 0 clean, 2 usage or configuration, 3 model files, 4 memory, 5 address in use,
@@ -59,7 +61,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--check",
         action="store_true",
         default=False,
-        help="check flags, model files and memory, and exit",
+        help="check flags, model files and memory, say what the machine can give, and exit",
+    )
+    parser.add_argument(
+        "--json", action="store_true", default=False, help="with --check: as JSON, on stdout"
     )
     parser.add_argument("--parent-fd", help=argparse.SUPPRESS)
     add_flags(parser, EngineConfig)
@@ -75,8 +80,8 @@ def parse_config(arguments: list[str]) -> EngineConfig:
     return _parse(arguments)[0]
 
 
-def _parse(arguments: list[str]) -> tuple[EngineConfig, bool]:
-    """(the configuration, whether it is only to be checked)."""
+def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None]:
+    """(the configuration, how to say what a check finds if it is only to be checked)."""
     parser = build_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -84,7 +89,9 @@ def _parse(arguments: list[str]) -> tuple[EngineConfig, bool]:
     values = vars(parsed)
     known = {field.name for field in fields(EngineConfig)}
     config = EngineConfig(**{name: value for name, value in values.items() if name in known})
-    return config, parsed.check
+    if parsed.json and not parsed.check:
+        raise ConfigError("--json: it is what --check prints; give both, or neither")
+    return config, ("json" if parsed.json else "table") if parsed.check else None
 
 
 def _near_match(parser: argparse.ArgumentParser, argument: str) -> str:
@@ -159,13 +166,13 @@ def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
     return run_engine
 
 
-def _run(config: EngineConfig, check: bool, parent: ParentLink | None) -> int:
+def _run(config: EngineConfig, check: CheckFormat | None, parent: ParentLink | None) -> int:
     """Check or serve; these import torch, which takes seconds."""
     _require_room()
-    if check:
+    if check is not None:
         from nanocore.engine_core.process.check import check_engine
 
-        check_engine(config)
+        check_engine(config, as_json=check == "json")
         return 0
     return _import_engine()(config, parent)
 

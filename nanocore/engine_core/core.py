@@ -110,7 +110,7 @@ class EngineCore:
         scheduler.kv_cache.publish_events()
         if self._trace:
             self._trace.end(scheduler)
-        self.clock.end()
+        self.clock.end(scheduler.completed.plan)
 
     def _submit(self, group: int) -> None:
         """Plan a step of this group and begin it."""

@@ -14,9 +14,13 @@ import faulthandler
 import os
 import signal
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from nanocore.system.standard_streams import STDERR_FD
+
+if TYPE_CHECKING:
+    from nanocore.engine_core.scheduling.step import StepPlan
+    from nanocore.engine_core.utilisation import Utilisation
 
 _REARM_S: Final = 1.0
 """How old an armed switch may become in steps that end: arming it costs microseconds."""
@@ -96,10 +100,13 @@ class StepClock:
     """Written by the step loop. began_s: of the step that it is in, monotonic; None if in none.
 
     Args:
-        switch: armed in steps, if given.
+        switch: armed in steps, if given. utilisation: if given, is told of each step.
     """
 
-    def __init__(self, switch: DeadMansSwitch | None = None) -> None:
+    def __init__(
+        self, switch: DeadMansSwitch | None = None, utilisation: Utilisation | None = None
+    ) -> None:
+        self.utilisation = utilisation
         self.began_s: float | None = None
         self._switch = switch
         self._armed_s: float | None = None
@@ -111,8 +118,10 @@ class StepClock:
             self._switch.arm()
             self._armed_s = now_s
 
-    def end(self) -> None:
-        """The step has ended; the switch stays armed, because the next one follows soon."""
+    def end(self, plan: StepPlan) -> None:
+        """A step of this plan has ended; the switch stays armed, for the next one follows soon."""
+        if self.utilisation:
+            self.utilisation.add(self.age_s, plan)
         self.began_s = None
 
     def rest(self) -> None:
@@ -124,5 +133,10 @@ class StepClock:
     @property
     def age_ms(self) -> int:
         """For how long the step has been running; 0 if there is none. For any thread."""
+        return int(self.age_s * 1e3)
+
+    @property
+    def age_s(self) -> float:
+        """Likewise, in seconds."""
         began_s = self.began_s
-        return 0 if began_s is None else int((time.monotonic() - began_s) * 1e3)
+        return 0.0 if began_s is None else time.monotonic() - began_s

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import Kernels
-from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import (
     check_batch_invariance,
@@ -23,7 +21,6 @@ from nanocore.worker.device.device import (
     select_kv_format,
 )
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.checked_model import (
     check_files,
     check_memory,
@@ -35,6 +32,7 @@ from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.messages import WorkerConfig, WorkerInfo
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_cost import activation_bytes, rank_cost, table_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +62,26 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     models = [_build(config, model_config, dtype, rank) for rank in range(config.num_ranks)]
     check_files(config, models[0])
     check_memory(config, {rank: loaded_bytes(model) for rank, model in enumerate(models)})
-    weight_bytes = [packed_bytes(config, model) for model in models]
-    memory = _memory(config, weight_bytes)
+    kv_format = select_kv_format(config.kv_cache_dtype, dtype, device)
+    layouts = [KVLayout(model.kv_specs, kv_format, config.block_size) for model in models]
+    costs = [rank_cost(*part, config) for part in zip(models, layouts, strict=True)]
+    memory = _memory(config, [cost.held_bytes for cost in costs])
     return [
-        _info(config, kernels, model, num_bytes, *rank_memory)
-        for model, num_bytes, rank_memory in zip(models, weight_bytes, memory, strict=True)
+        WorkerInfo(
+            device=str(device),
+            dtype=dtype_name(dtype),
+            kernels=kernels.name,
+            weight_bytes=cost.held_bytes,
+            kv_block_bytes=layout.block_bytes,
+            available_kv_bytes=kv_bytes,
+            memory_bytes=memory_bytes,
+            activation_bytes=activation_bytes(model, config),
+            table_bytes=table_bytes(model, config),
+            cost=cost,
+        )
+        for model, layout, cost, (memory_bytes, kv_bytes) in zip(
+            models, layouts, costs, memory, strict=True
+        )
     ]
 
 
@@ -86,14 +99,6 @@ def _build(
     return build_model(model_config, placement)
 
 
-def packed_bytes(config: WorkerConfig, model: DecoderModel) -> int:
-    """Of a rank's weights once they are packed; model: without memory, and packed by this."""
-    num_bytes = loaded_bytes(model)
-    packer = WeightPacker(TorchKernels(), config.quantization)
-    model.pack(packer)
-    return num_bytes - packer.saved_bytes
-
-
 def _memory(config: WorkerConfig, weight_bytes: list[int]) -> list[tuple[int, int]]:
     """What each rank could have beside its weights, and how much of it is for KV."""
     asked_bytes, num_ranks = config.kv_cache_memory_bytes, config.num_ranks
@@ -109,25 +114,3 @@ def _memory(config: WorkerConfig, weight_bytes: list[int]) -> list[tuple[int, in
         kv_bytes = have_bytes - num_bytes if asked_bytes is None else asked_bytes
         memory.append((total_bytes - num_bytes, kv_bytes))
     return memory
-
-
-def _info(
-    config: WorkerConfig,
-    kernels: Kernels,
-    model: DecoderModel,
-    weight_bytes: int,
-    memory_bytes: int,
-    kv_bytes: int,
-) -> WorkerInfo:
-    device = select_device(config.device)
-    kv_format = select_kv_format(config.kv_cache_dtype, model.placement.dtype, device)
-    layout = KVLayout(model.kv_specs, kv_format, config.block_size)
-    return WorkerInfo(
-        device=str(device),
-        dtype=dtype_name(model.placement.dtype),
-        kernels=kernels.name,
-        weight_bytes=weight_bytes,
-        kv_block_bytes=layout.block_bytes,
-        available_kv_bytes=kv_bytes,
-        memory_bytes=memory_bytes,
-    )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from nanocore.system.logs import LogFormat
+from nanocore.worker.model_cost import MachineSpeed, ModelCost
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -62,6 +63,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     weight_bytes: memory they take. kv_block_bytes: of one KV block over the rank's layers.
     available_kv_bytes: memory that its KV cache may take. memory_bytes: that it could take at the
     very most. numerics: a digest of what decides the bits of its results; None if their batch does.
+    activation_bytes, table_bytes: about, of the largest step, and of rows and positions. cost: of
+    its part of the model. speed: of its device, if that is its alone and was measured.
     """
 
     device: str
@@ -72,6 +75,10 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     available_kv_bytes: int
     memory_bytes: int
     numerics: str | None = None
+    activation_bytes: int = 0
+    table_bytes: int = 0
+    cost: ModelCost | None = None
+    speed: MachineSpeed | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, tag="profile"):

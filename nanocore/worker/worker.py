@@ -32,16 +32,19 @@ from nanocore.worker.loading.checked_model import (
 )
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.machine_speed import measure_speed
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.messages import RankStart, WorkerConfig, WorkerInfo
+from nanocore.worker.model_cost import MachineSpeed
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.numerics import rank_numerics
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.rank_cost import activation_bytes, rank_cost, table_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,8 @@ class Worker:
         outline = build_model(model_config, self._placement.on_meta())
         check_files(config, outline)
         check_memory(config, {rank: loaded_bytes(outline)})
+        self._layout = KVLayout(outline.kv_specs, self._kv_format, config.block_size)
+        self._cost = rank_cost(outline, self._layout, config)
         model = build_model(model_config, self._placement)
         self._recorder: CudaGraphRecorder | None = None
         self._runner = ModelRunner(
@@ -126,17 +131,27 @@ class Worker:
             memory_bytes = torch.cuda.mem_get_info(self.device)[1]
         else:
             memory_bytes = cpu_memory_bytes(self._config.num_ranks)
-        layout = KVLayout(self._runner.model.kv_specs, self._kv_format, self._config.block_size)
         return WorkerInfo(
             device=str(self.device),
             dtype=dtype_name(self._placement.dtype),
             kernels=self._kernels.name,
             weight_bytes=self._weight_bytes,
-            kv_block_bytes=layout.block_bytes,
+            kv_block_bytes=self._layout.block_bytes,
             available_kv_bytes=self._available_kv_bytes(memory_bytes),
             memory_bytes=memory_bytes,
             numerics=self._numerics(),
+            activation_bytes=activation_bytes(self._runner.model, self._config),
+            table_bytes=table_bytes(self._runner.model, self._config),
+            cost=self._cost,
+            speed=self._speed(),
         )
+
+    def _speed(self) -> MachineSpeed | None:
+        """Of a device beside the host; a CPU is shared by ranks, and measured by their engine."""
+        if self.device.type != "cuda":
+            return None
+        step_bytes = int(self._cost.read_weight_bytes(1))
+        return measure_speed(self.device, self._placement.dtype, step_bytes)
 
     def _numerics(self) -> str | None:
         model, dtype = self._runner.config, self._placement.dtype

@@ -7,9 +7,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from nanocore.client import LLM, SamplingParams
+from nanocore.engine_core.process.forecast import Forecast
 from tests.campaign import in_campaign
 from tests.end_to_end import forked
 from tests.end_to_end.engine_process import command, run_to_exit
@@ -128,3 +130,21 @@ def test_dummy_weights_are_the_same_model_at_any_number_of_ranks(tmp_path: Path)
             (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
             results.append(output.outputs[0].token_ids)
     assert results[0] == results[1]
+
+
+def test_a_check_tells_what_an_engine_could_do_at_best(tiny_model: Path) -> None:
+    result = run_to_exit("--model", str(tiny_model), "--check", "--device", "cpu", "--tp", "2")
+    assert result.returncode == 0
+    for words in ("memory, of each of 2 ranks at most", "GB/s from memory", "decode, alone"):
+        assert words in result.stdout
+
+
+def test_a_check_speaks_json_to_programs(tiny_model: Path) -> None:
+    flags = ("--check", "--json", "--max-num-seqs", "2", "--kv-cache-memory-bytes", "2000000")
+    result = run_to_exit("--model", str(tiny_model), *flags, "--device", "cpu")
+    found = msgspec.json.decode(result.stdout, type=Forecast)
+    assert found.model == str(tiny_model)
+    assert found.max_model_len == found.contexts[-1].context_tokens == 1024
+    assert found.contexts[-1].num_requests == found.num_blocks * found.block_size // 1024 > 0
+    assert found.speed.bytes_per_s > 0 < found.speed.flops_per_s
+    assert 0 < found.contexts[-1].decode_s < found.contexts[-1].prefill_s

@@ -24,7 +24,8 @@ NOT_OURS = {
 }  # fmt: skip
 """Of what we have not: sleep, caches elsewhere, adapters, images, samples of blocks' lives."""
 CACHE = {
-    "block_size": "4", "num_gpu_blocks": "9", "enable_prefix_caching": "True", "cache_dtype": "auto",
+    "block_size": "4", "num_gpu_blocks": "9", "enable_prefix_caching": "True",
+    "cache_dtype": "auto",
 }  # fmt: skip
 
 

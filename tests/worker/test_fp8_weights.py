@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.kernels.interface import Kernels
+from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import FP8, LinearWeight
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
@@ -17,12 +18,13 @@ from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device import device
 from nanocore.worker.device.device import check_quantized_linear
-from nanocore.worker.dry_run import packed_bytes
 from nanocore.worker.loading.checked_model import loaded_bytes
+from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_cost import rank_cost
 from nanocore.worker.worker import Worker
 from tests.kernels.fp8_numbers import rounded
 from tests.model_families import BUILDERS, greedy_continuations
@@ -106,7 +108,8 @@ def test_a_check_reckons_with_the_bytes_that_an_engine_has(folder: Path) -> None
     saved_bytes = ModelRunner(model, TritonKernels(CPU)).pack("fp8")
     assert saved_bytes > 0
     outline = build_model(model_config, PLACEMENT.on_meta())
-    assert packed_bytes(config, outline) == num_bytes - saved_bytes
+    layout = KVLayout(outline.kv_specs, kv_cache_format("auto", torch.float32, "cpu"), 16)
+    assert rank_cost(outline, layout, config).held_bytes == num_bytes - saved_bytes
 
 
 def test_it_is_refused_where_it_cannot_be_had(

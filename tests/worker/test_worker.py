@@ -10,6 +10,7 @@ import pytest
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.worker import worker as worker_module
+from nanocore.worker.dry_run import dry_run
 from nanocore.worker.memory.kv_memory import KVMemory
 from nanocore.worker.worker import Worker
 from tests.worker.configs import make_worker_config
@@ -47,3 +48,15 @@ def test_each_phase_does_its_own_work_and_no_more(
         done.clear()
         phase()
         assert done == work
+
+
+def test_a_rank_reports_what_a_dry_run_expects(tiny_model: Path) -> None:
+    config = make_worker_config(folder=str(tiny_model), load_format="auto", quantization="int8")
+    (expected,) = dry_run(config)
+    worker = Worker(config)
+    worker.load_model()
+    found = worker.profile()
+    assert found.cost == expected.cost
+    assert found.activation_bytes == expected.activation_bytes > 0
+    assert found.table_bytes == expected.table_bytes > 0
+    assert found.speed is None  # a CPU is its engine's to measure

@@ -39,6 +39,9 @@ from nanocore.engine_core.io.stats_log import StatsLog
 from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.metrics.collector import MetricsCollector
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
+from nanocore.engine_core.process.forecast import forecast, joined_cost
+from nanocore.engine_core.process.forecast_table import summary
+from nanocore.engine_core.process.machine import machine_speeds
 from nanocore.engine_core.process.occupied import occupy
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
@@ -51,6 +54,7 @@ from nanocore.engine_core.step_trace import StepTrace
 from nanocore.engine_core.structured.mask_filler import MaskFiller
 from nanocore.engine_core.structured.matcher import GrammarSource
 from nanocore.engine_core.structured.no_grammars import NoGrammars
+from nanocore.engine_core.utilisation import Utilisation
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.errors import (
     CacheMemoryError,
@@ -70,6 +74,7 @@ from nanocore.worker.executors.local_executor import LocalExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.loading.model_folder import resolve_model
 from nanocore.worker.messages import WorkerInfo
+from nanocore.worker.model_cost import MachineSpeed
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint
 
@@ -123,13 +128,18 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
                 f"{num_blocks} blocks of {config.sizes.block_size} tokens, "
                 f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
             )
+        speeds = machine_speeds(ranks)
+        names = str(folder), model_config.architecture
+        for line in summary(forecast(config, names, ranks, (num_blocks, max_model_len), speeds)):
+            logger.info("%s", line)
         with phase("structured outputs") as notes:
             grammars = stack.enter_context(closing(vocabulary.wait(notes)))
         _log_generation_defaults(model_config)
         sizes = num_blocks, max_model_len
         card = _model_card(config, folder, model_config, ranks, *sizes, files.entries)
         ready = (executor, started_s, occupied.publisher, parent, occupied.trace, grammars)
-        return serve(config, occupied.socket, card, files, *ready)
+        used = Utilisation(joined_cost(ranks), MachineSpeed.joined(speeds))
+        return serve(config, occupied.socket, card, files, *ready, utilisation=used)
 
 
 def serve(
@@ -143,6 +153,7 @@ def serve(
     parent: ParentLink | None = None,
     trace: StepTrace | None = None,
     grammars: GrammarSource = _NO_GRAMMARS,
+    utilisation: Utilisation | None = None,
 ) -> int:
     """Run the step loop and the io thread until told to stop; returns the exit code.
 
@@ -150,7 +161,7 @@ def serve(
         socket: bound to config's endpoint; closed at the end. card: what clients are told.
         files: those it names. executor: ready to run. started_s: monotonic time of the process's
             start, for the log. publisher: of KV events. parent: the launching client. trace: of
-            the steps. grammars: of structured outputs.
+            the steps. grammars: of structured outputs. utilisation: what steps use is added to it.
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
@@ -163,7 +174,8 @@ def serve(
     masks = None
     if not isinstance(grammars, NoGrammars):
         masks = MaskFiller(card.vocab_size, scheduler.config.max_num_seqs)
-    core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch), masks)
+    clock = StepClock(switch, utilisation)
+    core = EngineCore(scheduler, executor, inbox, outbox, trace, clock, masks)
     io_thread = _io_thread(config, socket, card, files, core, inbox, outbox, grammars, trace)
     watchdog = Watchdog(core, config.step_timeout_s, core.blame, outbox, io_thread)
     interrupted = handle_signals(inbox, outbox)
@@ -183,6 +195,8 @@ def serve(
         masks.close()
     outbox.put(farewell)
     io_thread.join()
+    for line in utilisation.summary() if utilisation else ():
+        logger.info("%s", line)
     logger.info("stopped: %s", farewell.reason)
     return 130 if interrupted and not farewell.failure else exit_code
 

@@ -47,6 +47,11 @@ class Attention:
             softcap=config.attn_logit_softcapping,
         )
 
+    @property
+    def pair_flops(self) -> int:
+        """Of a token and one that it sees: a product of Q and K, and a weight times V."""
+        return 4 * self.num_heads * self.head_dim
+
     def entries(self, prefix: str) -> Entries:
         """Where the checkpoint's tensors with this prefix go."""
         entries = self.qkv_proj.entries(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj")

@@ -31,11 +31,12 @@ from nanocore.worker.placement import Placement
 class Layer(Protocol):
     """One decoder layer. The residual stream is carried apart, so that norms can add it.
 
-    norm_class: of its norms, and of the one after the last layer. kv_spec: what it keeps of a
-    token.
+    norm_class: of its norms, and of the one after the last layer. attention: what it sees, and at
+    what cost. kv_spec: what it keeps of a token.
     """
 
     norm_class: ClassVar[type[Norm]]
+    attention: Attention
     kv_spec: KVSpec
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None: ...

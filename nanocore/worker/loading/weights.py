@@ -43,6 +43,7 @@ Entries = dict[str, Entry]
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
+POSITIONS: Final = "model.embed_positions.weight"
 
 TensorNames = Callable[[str], str | None]
 """From a checkpoint's name of a tensor to that in `Entries`; None if it is not to be read."""

@@ -50,7 +50,11 @@ class _Part:
 
     @property
     def end_byte(self) -> int:
-        return self.start_byte + math.prod(self.shape) * self.dtype.itemsize
+        return self.start_byte + self.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, memory: Tensor) -> Tensor:
         """A view of all blocks' memory (uint8 [N, bytes]), [N, *shape]."""
@@ -80,6 +84,10 @@ class KVLayout:
         self.block_bytes = _aligned(end_byte, ALIGNMENT_BYTES)
         head_bytes = max(block_size * spec.head_dim for spec in specs) * kv_format.dtype.itemsize
         self.block_bytes += _stagger_bytes(self.block_bytes, head_bytes)
+
+    def layer_bytes(self, index: int) -> int:
+        """Of a layer's K and V in a block, without what lies between them."""
+        return sum(part.num_bytes for part in self.layers[index])
 
 
 class KVMemory:

@@ -20,7 +20,7 @@ from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.mlp import PlainMLP
 from nanocore.worker.layers.norm import LayerNorm, Norm
-from nanocore.worker.loading.weights import Entries, Entry, transposed, whole
+from nanocore.worker.loading.weights import POSITIONS, Entries, Entry, transposed, whole
 from nanocore.worker.placement import Placement
 
 _PREFIXES: Final = {
@@ -105,7 +105,7 @@ class GPT2Model(DecoderModel):
         positions = Entry(self.positions_shape)
         if self.positions_LE is not None:
             positions = whole(self.positions_LE)
-        return {"model.embed_positions.weight": positions, **super().entries()}
+        return {POSITIONS: positions, **super().entries()}
 
     @classmethod
     def common_name(cls, stored: str) -> str | None:

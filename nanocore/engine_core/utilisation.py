@@ -1,0 +1,154 @@
+"""How much of the machine steps have used: of its memory's bandwidth, and of its arithmetic.
+
+What a step reads and computes follows from its counts (`ModelCost`), how long it took from the
+clock. Steps whose rows all decode, and those with a prompt's chunk among them, are summed up apart:
+the first wait for memory, the others for arithmetic. The step loop notes a step in well under a
+microsecond, by reference; plain decodes are added up some hundreds at a time, in columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from nanocore.engine_core.scheduling.spans import IntArray
+from nanocore.engine_core.scheduling.step import Chunk, StepPlan
+from nanocore.worker.model_cost import MachineSpeed, ModelCost
+
+NUM_NOTES: Final = 128
+"""Steps that are added up together."""
+
+_Note = tuple[IntArray, IntArray | None, list[Chunk], int]
+"""Of a step with more than plain decodes: decode_ends, decode_counts and chunks of its plan, which
+change no more, and how many rows complete their tokens with it."""
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Of steps of one kind, since the start. num_bytes: read."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    num_bytes: float = 0.0
+    flops: float = 0.0
+
+
+class Utilisation:
+    """Of one engine; belongs to the step loop.
+
+    Steps without tokens are none.
+
+    Args:
+        cost: of all ranks together. speed: likewise, as measured.
+    """
+
+    def __init__(self, cost: ModelCost, speed: MachineSpeed) -> None:
+        self._cost, self._speed = cost, speed
+        self._decode, self._prefill = StepTotals(), StepTotals()
+        self._ends: list[IntArray] = []  # of steps in which rows decode a token each
+        self._decode_notes: list[_Note] = []  # of those in which they decode drafts, too
+        self._prefill_notes: list[_Note] = []
+
+    def add(self, seconds: float, plan: StepPlan) -> None:
+        """Note a step of this plan, whose result is in.
+
+        seconds: that the step loop was busy with it; with several in flight, from the result of the
+        one before it.
+        """
+        if plan.chunks or plan.decode_counts is not None:
+            self._add_note(seconds, plan)
+        elif len(plan.decode_ends):
+            self._decode.seconds += seconds
+            self._ends.append(plan.decode_ends)
+            if len(self._ends) == NUM_NOTES:
+                self._add_up_ends()
+
+    def _add_note(self, seconds: float, plan: StepPlan) -> None:
+        totals, notes = self._decode, self._decode_notes
+        if plan.chunks:
+            totals, notes = self._prefill, self._prefill_notes
+        totals.seconds += seconds
+        notes.append((plan.decode_ends, plan.decode_counts, plan.chunks, len(plan.completed)))
+        if len(notes) == NUM_NOTES:
+            _add_up_notes(totals, notes, self._cost)
+
+    def totals(self) -> dict[str, float]:
+        """Plain numbers, whose names tell kind and unit; of counters since the start, and shares.
+
+        mbu, mfu: shares of bandwidth and of arithmetic that steps of a kind used, 0 to 1 (model
+        bandwidth and model FLOP utilisation; 0 before the first). peak_*: what the machine gives.
+        """
+        speed = self._speed
+        numbers = {
+            "peak_bytes_per_second": speed.bytes_per_s,
+            "peak_flops_per_second": speed.flops_per_s,
+        }
+        self._add_up_ends()
+        _add_up_notes(self._decode, self._decode_notes, self._cost)
+        _add_up_notes(self._prefill, self._prefill_notes, self._cost)
+        for kind, totals in (("decode", self._decode), ("prefill", self._prefill)):
+            seconds, num_steps = totals.seconds or 1.0, totals.num_steps or 1
+            read_s = totals.num_steps * speed.read_s(totals.num_bytes / num_steps)
+            numbers |= {
+                f"{kind}_steps": totals.num_steps,
+                f"{kind}_tokens": totals.num_tokens,
+                f"{kind}_seconds": totals.seconds,
+                f"{kind}_bytes": totals.num_bytes,
+                f"{kind}_flops": totals.flops,
+                f"{kind}_mbu": read_s / seconds,
+                f"{kind}_mfu": totals.flops / speed.flops_per_s / seconds,
+            }
+        return numbers
+
+    def summary(self) -> Iterator[str]:
+        """A line for each kind of steps that there were."""
+        numbers = self.totals()
+        for kind in ("decode", "prefill"):
+            if num_steps := numbers[f"{kind}_steps"]:
+                yield (
+                    f"{kind}: {num_steps} steps, {numbers[f'{kind}_tokens']} tokens, "
+                    f"{numbers[f'{kind}_seconds']:.2f} s; {numbers[f'{kind}_mbu']:.1%} of the "
+                    f"memory's bandwidth (MBU), {numbers[f'{kind}_mfu']:.1%} of the FLOP/s (MFU)"
+                )
+
+    def _add_up_ends(self) -> None:
+        """All that rows did in these steps they did once, so columns are joined."""
+        steps, cost, totals = self._ends, self._cost, self._decode
+        if not steps:
+            return
+        ends = np.concatenate(steps)
+        totals.num_steps += len(steps)
+        totals.num_tokens += len(ends)
+        if cost.expert_bytes:
+            sizes = np.array(list(map(len, steps)))
+            totals.num_bytes += float(cost.read_weight_bytes(sizes).sum())
+        else:
+            totals.num_bytes += len(steps) * cost.weight_bytes
+        totals.flops += len(ends) * (cost.token_flops + 2 * cost.head_params)
+        for kind in cost.attention:
+            seen = int(kind.seen(ends).sum())
+            totals.num_bytes += seen * kind.kv_bytes
+            totals.flops += float(seen) * kind.pair_flops
+        steps.clear()
+
+
+def _add_up_notes(totals: StepTotals, notes: list[_Note], cost: ModelCost) -> None:
+    for decode_ends, decode_counts, chunks, num_completed in notes:
+        rows = np.array([(start + count, count) for _, count, start in chunks], np.int64)
+        ends, counts = rows.reshape(-1, 2).T
+        decoded = np.ones_like(decode_ends) if decode_counts is None else decode_counts
+        ends, counts = np.concatenate((decode_ends, ends)), np.concatenate((decoded, counts))
+        num_tokens = int(counts.sum())
+        totals.num_steps += 1
+        totals.num_tokens += num_tokens
+        totals.num_bytes += cost.read_weight_bytes(num_tokens)
+        totals.flops += num_tokens * cost.token_flops
+        totals.flops += 2 * (int(decoded.sum()) + num_completed) * cost.head_params
+        for kind in cost.attention:
+            totals.num_bytes += int(kind.seen(ends, counts).sum()) * kind.kv_bytes
+            totals.flops += float(kind.pairs(ends, counts).sum()) * kind.pair_flops
+    notes.clear()

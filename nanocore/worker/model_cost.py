@@ -1,0 +1,197 @@
+"""What a rank's part of a model takes of the machine: bytes read and operations done, by counts.
+
+A step reads every weight once, but of experts those that its tokens choose, and the keys and values
+that its rows attend to. An operation is a multiplication or an addition. Norms, activations and
+sampling are left out: they are small, and so are writes. Imports nothing heavy: a count crosses the
+pipe from a rank to its engine, and the step loop computes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+
+class AttentionCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Of all the layers that see equally far.
+
+    window: tokens that a token sees, itself included; 0: all before it. kv_bytes: read of each
+    token that a row sees. pair_flops: of a token and one that it sees, over all heads.
+    """
+
+    window: int
+    kv_bytes: float
+    pair_flops: int
+
+    def seen(self, num_tokens: Any, count: Any = 1) -> Any:
+        """Tokens whose K and V are read for the last `count` of num_tokens: numbers or columns."""
+        return _least(num_tokens, self.window + count - 1) if self.window else num_tokens
+
+    def pairs(self, num_tokens: Any, count: Any) -> Any:
+        """Over the last `count` of num_tokens, the tokens that each sees; numbers or columns."""
+        return self._pairs(num_tokens) - self._pairs(num_tokens - count)
+
+    def _pairs(self, num_tokens: Any) -> Any:
+        near = _least(num_tokens, self.window) if self.window else num_tokens
+        return near * (near + 1) // 2 + (num_tokens - near) * self.window
+
+
+class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one rank's part, or of several together (`joined`).
+
+    num_params: of the whole model, on every rank. token_params: those that every token is
+    multiplied with; head_params: those that only a token that samples is. expert_params: of routed
+    experts, num_experts of which each token is multiplied with num_experts_per_tok; 0 if there are
+    none.
+    weight_bytes: read by every step. expert_bytes: of routed experts, read as far as tokens choose
+    them. lookup_bytes: of embeddings that are no head, and hardly read. attention: by window.
+    """
+
+    num_params: int
+    token_params: int
+    head_params: int
+    expert_params: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    weight_bytes: int
+    expert_bytes: int = 0
+    lookup_bytes: int = 0
+    attention: list[AttentionCost]
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that all weights take."""
+        return self.weight_bytes + self.expert_bytes + self.lookup_bytes
+
+    @property
+    def active_params(self) -> int:
+        """Those that are at work for a token: all but the experts that it does not choose.
+
+        Of all ranks together.
+        """
+        return self.num_params - round((1 - self._expert_share) * self.expert_params)
+
+    @property
+    def token_flops(self) -> float:
+        """Of each token's weights, but for the head."""
+        return 2 * (self.token_params + self._expert_share * self.expert_params)
+
+    @property
+    def _expert_share(self) -> float:
+        return self.num_experts_per_tok / self.num_experts if self.num_experts else 0.0
+
+    def read_weight_bytes(self, num_tokens: Any) -> Any:
+        """By a step of so many tokens; a number or a column.
+
+        Of experts, what tokens choose on average if each expert is as likely as any other.
+        """
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self._expert_share) ** num_tokens)
+
+    @classmethod
+    def joined(cls, costs: Sequence[ModelCost]) -> ModelCost:
+        """Of ranks together: what a step takes on all of them."""
+        by_window: dict[int, list[AttentionCost]] = {}
+        for attention in (one for cost in costs for one in cost.attention):
+            by_window.setdefault(attention.window, []).append(attention)
+        return cls(
+            num_params=max(cost.num_params for cost in costs),
+            token_params=sum(cost.token_params for cost in costs),
+            head_params=sum(cost.head_params for cost in costs),
+            expert_params=sum(cost.expert_params for cost in costs),
+            num_experts=max(cost.num_experts for cost in costs),
+            num_experts_per_tok=max(cost.num_experts_per_tok for cost in costs),
+            weight_bytes=sum(cost.weight_bytes for cost in costs),
+            expert_bytes=sum(cost.expert_bytes for cost in costs),
+            lookup_bytes=sum(cost.lookup_bytes for cost in costs),
+            attention=[
+                AttentionCost(
+                    window=window,
+                    kv_bytes=sum(one.kv_bytes for one in kinds),
+                    pair_flops=sum(one.pair_flops for one in kinds),
+                )
+                for window, kinds in sorted(by_window.items())
+            ],
+        )
+
+
+class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the machine gives a rank: bytes read and operations in a second, at the very most.
+
+    bytes_per_s: of memory. near_bytes, near_bytes_per_s: what reads no more than so many bytes,
+    again and again, has them from caches; 0 if those were not measured.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+    near_bytes: int = 0
+    near_bytes_per_s: float = 0.0
+
+    def shared(self, num_ranks: int) -> MachineSpeed:
+        """What each of so many ranks has of it."""
+        return MachineSpeed(
+            bytes_per_s=self.bytes_per_s / num_ranks,
+            flops_per_s=self.flops_per_s / num_ranks,
+            near_bytes=self.near_bytes // num_ranks,
+            near_bytes_per_s=self.near_bytes_per_s / num_ranks,
+        )
+
+    @classmethod
+    def joined(cls, speeds: Sequence[MachineSpeed]) -> MachineSpeed:
+        """Of ranks together."""
+        return cls(
+            bytes_per_s=sum(speed.bytes_per_s for speed in speeds),
+            flops_per_s=sum(speed.flops_per_s for speed in speeds),
+            near_bytes=sum(speed.near_bytes for speed in speeds),
+            near_bytes_per_s=sum(speed.near_bytes_per_s for speed in speeds),
+        )
+
+    def read_s(self, num_bytes: float) -> float:
+        """Seconds that a step's reading takes at least; of it near_bytes may be from caches."""
+        if not self.near_bytes:
+            return num_bytes / self.bytes_per_s
+        near_bytes = min(num_bytes, self.near_bytes)
+        far_bytes = num_bytes - near_bytes
+        return near_bytes / self.near_bytes_per_s + far_bytes / self.bytes_per_s
+
+    def least_s(self, num_bytes: float, flops: float) -> float:
+        """Seconds of a step at least: reading and computing overlap, and the slower counts."""
+        return max(self.read_s(num_bytes), flops / self.flops_per_s)
+
+
+class StepWork(msgspec.Struct, frozen=True):
+    """What one step takes of a rank."""
+
+    num_bytes: float
+    flops: float
+
+
+def decode_work(cost: ModelCost, num_rows: int, context: int) -> StepWork:
+    """A step in which every row computes the last of `context` tokens, and samples."""
+    num_bytes = cost.read_weight_bytes(num_rows)
+    flops = num_rows * (cost.token_flops + 2 * cost.head_params)
+    for kind in cost.attention:
+        seen = num_rows * kind.seen(context)
+        num_bytes += seen * kind.kv_bytes
+        flops += seen * kind.pair_flops
+    return StepWork(num_bytes, flops)
+
+
+def chunk_work(cost: ModelCost, start: int, end: int, samples: bool) -> StepWork:
+    """A step that computes a prompt's tokens from number `start` to `end`.
+
+    samples: the prompt ends with it.
+    """
+    count = end - start
+    num_bytes = cost.read_weight_bytes(count)
+    flops = count * cost.token_flops + 2 * cost.head_params * samples
+    for kind in cost.attention:
+        num_bytes += kind.seen(end, count) * kind.kv_bytes
+        flops += kind.pairs(end, count) * kind.pair_flops
+    return StepWork(num_bytes, flops)
+
+
+def _least(one: Any, other: Any) -> Any:
+    """The lesser of whole numbers, or of columns of them."""
+    return min(one, other) if isinstance(one, int) else one.clip(max=other)

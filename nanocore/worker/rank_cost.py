@@ -1,0 +1,97 @@
+"""Counts what a rank's part of a model costs, from the model built without memory.
+
+Weights are counted as checkpoints name them, and in bytes as they are when they are packed, so
+quantization is seen. Every family is counted by its own layers; none is known here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.loading.checked_model import loaded_bytes
+from nanocore.worker.loading.weights import EMBEDDING, HEAD, POSITIONS, Entry
+from nanocore.worker.memory.kv_memory import KVLayout
+from nanocore.worker.messages import WorkerConfig
+from nanocore.worker.model_cost import AttentionCost, ModelCost
+
+_EXPERTS = ".experts."
+_LOOKED_UP = (EMBEDDING, HEAD, POSITIONS)
+
+
+def rank_cost(model: DecoderModel, layout: KVLayout, config: WorkerConfig) -> ModelCost:
+    """What this part costs. model: on the meta device, and packed by this."""
+    entries = model.entries()
+    layers = {name: entry for name, entry in entries.items() if name not in _LOOKED_UP}
+    experts = [entry for name, entry in layers.items() if _EXPERTS in name]
+    others = [entry for name, entry in layers.items() if _EXPERTS not in name]
+    head_params = 0 if model.head is None else model.head.weight.parameter.numel()
+    positions = entries.get(POSITIONS, Entry(()))
+    expert_bytes, position_bytes = map(sum, (map(_num_bytes, experts), [_num_bytes(positions)]))
+    num_bytes = loaded_bytes(model)
+    packer = WeightPacker(TorchKernels(), config.quantization)
+    model.pack(packer)
+    lookup_bytes = position_bytes
+    if model.embedding is not None and model.embedding is not model.head:
+        lookup_bytes += model.embedding.weight.packed.num_bytes
+    moe = model.config.moe
+    return ModelCost(
+        num_params=sum(math.prod(entry.shape) for entry in entries.values()),
+        token_params=sum(_num_values(entry) for entry in others if len(entry.shape) > 1),
+        head_params=head_params,
+        expert_params=sum(map(_num_values, experts)),
+        num_experts=moe.num_experts if moe else 0,
+        num_experts_per_tok=moe.num_experts_per_tok if moe else 0,
+        weight_bytes=num_bytes - packer.saved_bytes - expert_bytes - lookup_bytes,
+        expert_bytes=expert_bytes,
+        lookup_bytes=lookup_bytes,
+        attention=_attention(model, layout, config.block_size),
+    )
+
+
+def _attention(model: DecoderModel, layout: KVLayout, block_size: int) -> list[AttentionCost]:
+    costs: dict[int, AttentionCost] = {}
+    for i, layer in enumerate(model.layers):
+        window, kv_bytes = layer.attention.spec.window, layout.layer_bytes(i) / block_size
+        before = costs.get(window) or AttentionCost(window=window, kv_bytes=0, pair_flops=0)
+        costs[window] = AttentionCost(
+            window=window,
+            kv_bytes=before.kv_bytes + kv_bytes,
+            pair_flops=before.pair_flops + layer.attention.pair_flops,
+        )
+    return [costs[window] for window in sorted(costs)]
+
+
+def activation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
+    """About: hidden states of the largest step in its widest layer, and logits of every row."""
+    model_config, tp_size = model.config, config.tensor_parallel_size
+    heads = 2 * model_config.num_heads + 2 * model_config.num_kv_heads  # Q, K, V and the result
+    inner, moe = model_config.intermediate_size, model_config.moe
+    if moe is not None:
+        inner = max(inner, moe.intermediate_size * moe.num_experts_per_tok)
+    widest = max(heads * model_config.head_dim, 3 * inner) // tp_size
+    itemsize = model.placement.dtype.itemsize
+    num_bytes = config.max_num_batched_tokens * (2 * model_config.hidden_size + widest) * itemsize
+    if model.head is not None:
+        num_bytes += config.max_num_seqs * model.head.num_tokens * torch.float32.itemsize
+    return num_bytes
+
+
+def table_bytes(model: DecoderModel, config: WorkerConfig) -> int:
+    """What is known of rows and positions: token ids twice, block ids, and rotations."""
+    rows, length = config.max_num_seqs, config.max_model_len
+    token_bytes = 2 * 4 * rows * length + 4 * rows * -(-length // config.block_size)
+    rotary = model.rotary_tables(length).values()
+    return token_bytes + sum(table.cos.nbytes + table.sin.nbytes for table in rotary)
+
+
+def _num_values(entry: Entry) -> int:
+    return sum(part.target.numel() for part in entry.parts)
+
+
+def _num_bytes(entry: Entry) -> int:
+    return sum(part.target.nbytes for part in entry.parts)

@@ -1,0 +1,108 @@
+"""Ideal times and memory of an engine: worked numbers, and the shape of what is printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.process.forecast import Forecast, Roofline, forecast
+from nanocore.engine_core.process.forecast_table import summary, table
+from nanocore.worker.messages import WorkerInfo
+from nanocore.worker.model_cost import AttentionCost, MachineSpeed, ModelCost
+
+COST = ModelCost(
+    num_params=2_000_000,
+    token_params=1_500_000,
+    head_params=500_000,
+    weight_bytes=4_000_000,
+    attention=[AttentionCost(window=0, kv_bytes=1000, pair_flops=2000)],
+)
+SPEED = MachineSpeed(bytes_per_s=1e9, flops_per_s=1e11)
+RANK = WorkerInfo(
+    device="cpu",
+    dtype="bfloat16",
+    kernels="cpu",
+    weight_bytes=4_000_000,
+    kv_block_bytes=16_000,
+    available_kv_bytes=10**9,
+    memory_bytes=2 * 10**9,
+    activation_bytes=50_000_000,
+    table_bytes=7_000_000,
+    cost=COST,
+)
+
+
+def make(ranks: int = 1, num_blocks: int = 1000, max_model_len: int = 5000) -> Forecast:
+    config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2048, tensor_parallel_size=ranks)
+    sizes = num_blocks, max_model_len
+    return forecast(config, ("model", "Arch"), [RANK] * ranks, sizes, [SPEED] * ranks)
+
+
+def test_memory_is_told_by_what_takes_it() -> None:
+    (memory,) = make().ranks
+    assert memory.kv_cache_bytes == 16_000_000
+    assert memory.left_bytes == 2_000_000_000 - 16_000_000 - 50_000_000 - 7_000_000
+    assert make().kv_token_bytes == 1000
+    assert make(ranks=2).kv_token_bytes == 2000
+
+
+def test_as_many_run_at_once_as_there_are_blocks_and_rows_for() -> None:
+    found = [(one.context_tokens, one.num_requests) for one in make().contexts]
+    assert found == [(1024, 1000 // 64), (4096, 1000 // 256), (5000, 1000 // 313)]
+    assert [one.num_requests for one in make(num_blocks=10**6).contexts] == [64, 64, 64]
+    assert [one.context_tokens for one in make(max_model_len=100).contexts] == [100]
+
+
+def test_a_token_takes_the_reading_of_weights_and_context() -> None:
+    first = make().contexts[0]
+    assert first.decode_s == pytest.approx((4_000_000 + 1024 * 1000) / 1e9)
+    assert first.full_decode_s == pytest.approx((4_000_000 + 15 * 1024 * 1000) / 1e9)
+
+
+def test_a_prompt_takes_its_operations_in_chunks_of_the_budget() -> None:
+    pairs = 5000 * 5001 / 2
+    flops = 5000 * 3e6 + pairs * 2000 + 1e6
+    assert make().contexts[-1].prefill_s == pytest.approx(flops / 1e11)
+    # In chunks of 100 each waits for the weights: 4 MB and the context before it.
+    slow = Roofline([COST], [MachineSpeed(bytes_per_s=1e9, flops_per_s=1e30)])
+    assert slow.prefill_s(250, 100) == pytest.approx((3 * 4_000_000 + 550 * 1000) / 1e9)
+
+
+def test_ranks_of_a_stage_work_at_once_and_stages_in_turn() -> None:
+    slow = MachineSpeed(bytes_per_s=5e8, flops_per_s=1e11)
+    alone = Roofline([COST], [SPEED]).decode_s(1, 10)
+    assert Roofline([COST] * 2, [SPEED, slow], tp_size=2).decode_s(1, 10) == 2 * alone
+    assert Roofline([COST] * 2, [SPEED, slow], tp_size=1).decode_s(1, 10) == 3 * alone
+
+
+def test_the_table_is_narrow_and_has_a_line_for_everything() -> None:
+    lines = table(make(ranks=2)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line != line.rstrip()] == []
+    names = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
+    assert names[:6] == ["weights", "KV", "activations", "tables", "left", "reads"]
+    assert lines[0] == "memory, of each of 2 ranks at most"
+    assert (
+        len([line for line in lines if line.strip().startswith(("1,024", "4,096", "5,000"))]) == 3
+    )
+
+
+def test_long_times_stay_in_their_columns() -> None:
+    slow = MachineSpeed(bytes_per_s=1e7, flops_per_s=1e10)
+    config = EngineConfig(max_num_seqs=64)
+    found = forecast(config, ("model", "Arch"), [RANK], (10**6, 131072), [slow])
+    *_, last = table(found).splitlines()
+    assert len(last.split()) == 8
+    assert len(last) <= 80
+
+
+def test_the_log_speaks_of_the_longest_request() -> None:
+    memory, speed = summary(make())
+    assert memory == (
+        "memory weights 4.0 MB, KV cache 16.0 MB, activations 50.0 MB, tables 7.0 MB; "
+        "1,000 bytes of KV a token"
+    )
+    assert speed == (
+        "at best 9.00 ms a token and 400 ms a prompt at 5000 tokens, alone: 1.0 GB/s "
+        "and 0.10 TFLOP/s were measured"
+    )

@@ -1,0 +1,193 @@
+"""What steps use of the machine, added up: against a count of token after token."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from nanocore.engine_core import utilisation
+from nanocore.engine_core.core import EngineCore
+from nanocore.engine_core.mailbox import AddRequest, Outbox
+from nanocore.engine_core.scheduling.step import StepPlan
+from nanocore.engine_core.step_clock import StepClock
+from nanocore.engine_core.utilisation import Utilisation
+from nanocore.worker.model_cost import AttentionCost, MachineSpeed, ModelCost
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from tests.fakes import make_request, make_scheduler
+
+COST = ModelCost(
+    num_params=10_000,
+    token_params=1000,
+    head_params=200,
+    expert_params=8000,
+    num_experts=8,
+    num_experts_per_tok=2,
+    weight_bytes=2400,
+    expert_bytes=16_000,
+    attention=[
+        AttentionCost(window=0, kv_bytes=40, pair_flops=100),
+        AttentionCost(window=6, kv_bytes=10, pair_flops=20),
+    ],
+)
+SPEED = MachineSpeed(bytes_per_s=1e6, flops_per_s=1e7)
+
+
+class Worker:
+    """A fake worker of several steps in flight, and a clock that each step moves on."""
+
+    def __init__(self, num_groups: int = 1, **limits: int) -> None:
+        self.scheduler, self.executor = make_scheduler(num_groups=num_groups, **limits)
+        self.max_concurrent_steps = num_groups
+        self.now_s = 100.0
+        self.results: deque[ModelRunnerOutput] = deque()
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self.plans.append(self.scheduler.planned)
+        self.results.append(self.executor.execute(plan))
+
+    def sample(self, masks: TokenMasks) -> None:
+        raise AssertionError("no step awaits masks")
+
+    def collect(self) -> ModelRunnerOutput:
+        self.now_s += 0.25
+        return self.results.popleft()
+
+    def blame(self) -> str:
+        return ""
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """Nothing fails."""
+
+    def run(self, used: Utilisation | None, seed: int, num_requests: int = 30) -> None:
+        """Requests of random lengths that come and go, to their end."""
+        rng, inbox = random.Random(seed), SimpleQueue()  # type: Inbox
+        core = EngineCore(self.scheduler, self, inbox, Outbox(), clock=Clock(self, used))
+        waiting = list(range(num_requests))
+        while waiting or self.scheduler.num_requests:
+            while waiting and rng.random() < 0.3:
+                prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 40))]
+                request = make_request(waiting.pop(), prompt, rng.randrange(1, 30))
+                inbox.put(AddRequest(request, 0))
+            core.drain_inbox(wait=False)
+            if not core.is_idle:
+                core.step()
+            self.now_s += 0.5  # between steps
+
+
+class Clock(StepClock):
+    """The worker's."""
+
+    def __init__(self, worker: Worker, used: Utilisation | None) -> None:
+        super().__init__(utilisation=used)
+        self._worker = worker
+
+    def begin(self) -> None:
+        self.began_s = self._worker.now_s
+
+    @property
+    def age_s(self) -> float:
+        assert self.began_s is not None, "asked in steps"
+        return self._worker.now_s - self.began_s
+
+
+def tokens_of(plan: StepPlan) -> Iterator[tuple[int, int]]:
+    """(row, position) of each token that the step computes."""
+    for row, num_tokens, num_computed in plan.scheduled():
+        yield from ((row, num_computed + i) for i in range(num_tokens))
+
+
+def reference(plans: list[StepPlan], is_prefill: bool) -> tuple[int, int, float, float]:
+    """(steps, tokens, bytes, flops), by definition."""
+    num_steps = num_tokens = 0
+    num_bytes = flops = 0.0
+    for plan in plans:
+        tokens = list(tokens_of(plan))
+        if not tokens or bool(plan.chunks) != is_prefill:
+            continue
+        num_steps += 1
+        num_tokens += len(tokens)
+        num_bytes += 2400 + 16_000 * (1 - 0.75 ** len(tokens))
+        num_drafted = sum(chunk.num_tokens for chunk in plan.scheduled()) - sum(
+            chunk.num_tokens for chunk in plan.chunks
+        )
+        flops += len(tokens) * 2 * (1000 + 2000) + (num_drafted + len(plan.completed)) * 400
+        for kind in COST.attention:
+            seen: dict[int, set[int]] = {}
+            for row, position in tokens:
+                first = max(0, position - kind.window + 1) if kind.window else 0
+                flops += (position + 1 - first) * kind.pair_flops
+                seen.setdefault(row, set()).update(range(first, position + 1))
+            num_bytes += sum(map(len, seen.values())) * kind.kv_bytes
+    return num_steps, num_tokens, num_bytes, flops
+
+
+@pytest.mark.parametrize("limits", [{}, {"num_groups": 3}, {"num_speculative_tokens": 2}])
+@pytest.mark.parametrize("num_notes", [2, 7, utilisation.NUM_NOTES])
+def test_totals_are_those_of_every_token(
+    limits: dict[str, int], num_notes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(utilisation, "NUM_NOTES", num_notes)
+    worker = Worker(**limits)
+    used = Utilisation(COST, SPEED)
+    worker.run(used, seed=num_notes)
+    totals = used.totals()
+    for kind, is_prefill in (("decode", False), ("prefill", True)):
+        found = [totals[f"{kind}_{name}"] for name in ("steps", "tokens", "bytes", "flops")]
+        expected = reference(worker.plans, is_prefill)
+        assert expected[0] > 10
+        assert found == pytest.approx(expected)
+    assert used.totals() == totals
+
+
+def test_a_step_lasts_while_the_loop_is_busy_with_it() -> None:
+    worker = Worker()
+    used = Utilisation(COST, SPEED)
+    worker.run(used, seed=1)
+    totals = used.totals()
+    assert totals["decode_seconds"] == 0.25 * totals["decode_steps"]  # pauses are not counted
+    assert totals["prefill_seconds"] == 0.25 * totals["prefill_steps"]
+
+
+def test_shares_are_of_what_the_machine_gives() -> None:
+    worker = Worker()
+    used = Utilisation(COST, SPEED)
+    assert used.totals()["decode_mbu"] == used.totals()["prefill_mfu"] == 0
+    worker.run(used, seed=1)
+    totals = used.totals()
+    for kind in ("decode", "prefill"):
+        seconds = totals[f"{kind}_seconds"]
+        assert totals[f"{kind}_mbu"] == pytest.approx(totals[f"{kind}_bytes"] / seconds / 1e6)
+        assert totals[f"{kind}_mfu"] == pytest.approx(totals[f"{kind}_flops"] / seconds / 1e7)
+    assert (totals["peak_bytes_per_second"], totals["peak_flops_per_second"]) == (1e6, 1e7)
+
+
+def test_the_log_has_a_line_for_each_kind_of_steps() -> None:
+    used = Utilisation(COST, SPEED)
+    assert list(used.summary()) == []
+    plan = StepPlan(1, 64)
+    plan.decoding, plan.decode_ends = np.array([0, 1]), np.array([3, 4])
+    used.add(0.5, plan)
+    num_bytes = 2400 + 16_000 * (1 - 0.75**2) + 7 * 50
+    flops = 2 * (2 * 3000 + 400) + 7 * 120
+    assert list(used.summary()) == [
+        f"decode: 1 steps, 2 tokens, 0.50 s; {num_bytes / 5e5:.1%} of the memory's bandwidth (MBU),"
+        f" {flops / 5e6:.1%} of the FLOP/s (MFU)"
+    ]
+
+
+def test_a_step_without_tokens_is_none() -> None:
+    used = Utilisation(COST, SPEED)
+    used.add(0.1, StepPlan(1, 64))
+    assert used.totals()["decode_steps"] == used.totals()["prefill_steps"] == 0
+
+
+def test_the_step_loop_does_without() -> None:
+    worker = Worker()
+    worker.run(None, seed=2)
+    assert worker.plans

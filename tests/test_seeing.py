@@ -1,0 +1,72 @@
+"""docs/seeing.md against what is printed: every line of its example, and every number's name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.process.forecast import forecast
+from nanocore.engine_core.process.forecast_table import table
+from nanocore.engine_core.scheduling.step import Chunk, StepPlan
+from nanocore.engine_core.utilisation import Utilisation
+from nanocore.worker.dry_run import dry_run
+from nanocore.worker.model_cost import MachineSpeed, ModelCost
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = (ROOT / "docs" / "seeing.md").read_text("utf-8")
+SPEED = MachineSpeed(
+    bytes_per_s=3e10, flops_per_s=4e11, near_bytes=4_829_952, near_bytes_per_s=1e11
+)
+
+COST = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, attention=[])
+
+
+@pytest.fixture(scope="module")
+def printed() -> list[str]:
+    """The lines of `--check` for the demo model, on a machine of some speed."""
+    config = EngineConfig(device="cpu", kv_cache_memory_bytes=2 * 10**9)
+    folder = ROOT / "nanocore" / "demo_model"
+    ranks = dry_run(config.worker_config(str(folder), 2048))
+    names = str(folder), "Qwen3ForCausalLM"
+    return table(forecast(config, names, ranks, (32768, 2048), [SPEED])).splitlines()
+
+
+def example() -> list[str]:
+    blocks = DOCUMENT.split("```")[1::2]
+    return (
+        next(block for block in blocks if block.lstrip().startswith("memory")).strip().split("\n")
+    )
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"-?\d[\d,.]*", "#", line)).strip()
+
+
+def test_the_example_has_the_lines_that_are_printed(printed: list[str]) -> None:
+    assert list(map(without_numbers, example())) == list(map(without_numbers, printed))
+
+
+@pytest.mark.parametrize("name", ["weights", "KV cache", "activations", "tables"])
+def test_the_example_has_the_demo_models_memory(name: str, printed: list[str]) -> None:
+    (shown,) = [line for line in example() if line.startswith(f"  {name} ")]
+    assert shown in printed
+
+
+def test_the_log_has_lines_like_those_of_the_example() -> None:
+    used = Utilisation(COST, SPEED)
+    for chunks in ([], [Chunk(0, 5, 0)]):
+        plan = StepPlan(1, 64)
+        plan.decoding, plan.decode_ends, plan.chunks = np.array([1]), np.array([9]), chunks
+        used.add(0.01, plan)
+    for line in used.summary():
+        assert without_numbers(line) in map(without_numbers, DOCUMENT.splitlines())
+
+
+def test_every_number_of_utilisation_is_explained() -> None:
+    for name in Utilisation(COST, SPEED).totals():
+        kind = re.sub("^(decode|prefill)_", "…_", name)
+        assert f"`{kind}`" in DOCUMENT, name
