@@ -17,7 +17,8 @@ from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.forecast import forecast
 from nanocore.engine_core.process.forecast_table import table
 from nanocore.engine_core.process.machine import machine_speeds
-from nanocore.engine_core.process.process import describe_workers, find_model
+from nanocore.engine_core.process.process import find_model
+from nanocore.engine_core.process.start_log import describe_workers
 from nanocore.protocol.sockets import EngineKeys
 from nanocore.worker.device.device import select_device
 from nanocore.worker.dry_run import dry_run

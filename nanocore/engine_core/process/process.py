@@ -14,15 +14,13 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from importlib import resources
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Final
 
-from nanocore import __version__
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io.admission import Admission
@@ -45,6 +43,13 @@ from nanocore.engine_core.process.machine import machine_speeds
 from nanocore.engine_core.process.occupied import occupy
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
+from nanocore.engine_core.process.start_log import (
+    describe_workers,
+    log_beginning,
+    log_generation_defaults,
+    phase,
+    process_age_s,
+)
 from nanocore.engine_core.process.vocabulary_load import VocabularyLoad
 from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
 from nanocore.engine_core.scheduling.scheduler import Scheduler
@@ -62,7 +67,6 @@ from nanocore.protocol.errors import (
     ModelFileError,
     StartError,
     is_out_of_memory,
-    memory_errors,
     shorten,
 )
 from nanocore.protocol.messages import ModelCard, ModelFile
@@ -101,7 +105,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         model_config = load_model_config(folder, config.hf_overrides)
         max_model_len = longest_request(config, model_config)
         files = ModelFiles(folder)
-        _log_beginning(config, folder, model_config, imports_s)
+        log_beginning(config, folder, model_config, imports_s)
         vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
         stack.callback(vocabulary.close)
         executor = _executor(config, folder, model_config, max_model_len)
@@ -134,7 +138,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             logger.info("%s", line)
         with phase("structured outputs") as notes:
             grammars = stack.enter_context(closing(vocabulary.wait(notes)))
-        _log_generation_defaults(model_config)
+        log_generation_defaults(model_config)
         sizes = num_blocks, max_model_len
         card = _model_card(config, folder, model_config, ranks, *sizes, files.entries)
         ready = (executor, started_s, occupied.publisher, parent, occupied.trace, grammars)
@@ -289,13 +293,6 @@ def _io_thread(
     )
 
 
-def process_age_s() -> float:
-    """Seconds since this process began, the interpreter's own start included."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after boot; field 22 of proc(5)
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
-
-
 def run_core(core: EngineCore) -> tuple[Farewell, int]:
     """Run the step loop to its end; what clients are told of it, and the exit code."""
     try:
@@ -358,44 +355,3 @@ def _executor(
     if worker_config.num_ranks == 1:
         return LocalExecutor(worker_config)
     return ProcessExecutor(worker_config, model.hidden_size)
-
-
-def _log_beginning(
-    config: EngineConfig, folder: Path, model: ModelConfig, imports_s: float
-) -> None:
-    name = f"model {folder} ({model.architecture})"
-    where = f"{_describe_ranks(config)} | endpoint {config.endpoint}"
-    logger.info("nanocore %s | %s | %s", __version__, name, where)
-    logger.info("imports %.2f s, since the process began", imports_s)
-
-
-def _describe_ranks(config: EngineConfig) -> str:
-    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-    if tp_size * pp_size == 1:
-        return "one rank, in this process"
-    return f"{tp_size * pp_size} ranks (tensor parallel {tp_size}, pipeline parallel {pp_size})"
-
-
-def describe_workers(ranks: list[WorkerInfo]) -> str:
-    """Where and how the ranks compute."""
-    devices = ", ".join(dict.fromkeys(rank.device for rank in ranks))
-    return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}"
-
-
-def _log_generation_defaults(model: ModelConfig) -> None:
-    defaults = model.generation
-    if defaults.given:
-        given = ", ".join(f"{name} {value}" for name, value in defaults.given.items())
-        logger.info("generation_config.json: %s for requests without sampling parameters", given)
-    if defaults.ignored:
-        logger.info("generation_config.json: not honoured: %s", ", ".join(defaults.ignored))
-
-
-@contextmanager
-def phase(name: str) -> Iterator[list[str]]:
-    """Log a start-up phase with its seconds and what it notes."""
-    notes: list[str] = []
-    start_s = time.monotonic()
-    with memory_errors(f"{name}: "):
-        yield notes
-    logger.info("%s %.2f s: %s", name, time.monotonic() - start_s, ", ".join(notes))
