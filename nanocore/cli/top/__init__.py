@@ -1,0 +1,1 @@
+"""`nanocore top`: a live view of an engine."""
