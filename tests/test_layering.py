@@ -144,6 +144,15 @@ def test_zmq_is_imported_in_one_package() -> None:
     assert {user.rsplit("/", 1)[0] for user in users} == {"protocol/sockets"}
 
 
+def test_opentelemetry_is_imported_in_one_module() -> None:
+    users = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in sources()
+        if any(module.split(".")[0] == "opentelemetry" for module in imported_modules(path))
+    }
+    assert users == {"http/spans.py"}
+
+
 def test_llguidance_is_imported_in_one_room() -> None:
     users = {
         path.relative_to(PACKAGE).parent.as_posix()

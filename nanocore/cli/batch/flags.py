@@ -29,12 +29,14 @@ configuration, 3 model files, 4 memory, 70 internal error or the engine's end, 1
 
 
 class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """input, output: paths, or "-". max_concurrency: None: by the engine's limits."""
+    """input, output: paths, or "-". retry_errors: lines whose results are errors are asked again.
+    max_concurrency: None: by the engine's limits."""
 
     input: str
     output: str
     app: AppSettings
     engine: EngineChoice
+    retry_errors: bool
     max_concurrency: int | None
 
 
@@ -75,6 +77,7 @@ def parse(arguments: list[str]) -> BatchOptions:
             stored_responses_bytes=0,
         ),
         engine=choose_engine(parser, given, given.model, others, model_is_first=False),
+        retry_errors=given.retry_errors,
         max_concurrency=given.max_concurrency,
     )
 
@@ -95,6 +98,8 @@ def build_parser() -> CommandParser:
     files = parser.add_argument_group("files")
     files.add_argument("-i", "--input-file", metavar="IN", help="- is standard input")
     files.add_argument("-o", "--output-file", metavar="OUT", help="- is standard output")
+    files.add_argument("--retry-errors", action="store_true",
+        help="take results that are errors out of OUT, and ask for them again")  # fmt: skip
     engine = parser.add_argument_group("engine")
     add_engine_flags(engine)
     engine.add_argument("--max-concurrency", type=at_least(1), metavar="N",

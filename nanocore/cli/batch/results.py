@@ -10,6 +10,8 @@ import fcntl
 import os
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -25,18 +27,24 @@ _DECODER: Final = msgspec.json.Decoder(ResultHead)
 class Results:
     """Opened, with what it has noted in the ledger; `close` it.
 
-    path: "-" is standard output, which like a pipe has no results of earlier runs.
+    path: "-" is standard output, which like a pipe has no results of earlier runs. without_errors:
+    results that are errors are taken out of the file first, as if those lines had none.
 
     Raises:
         ConfigError: the file cannot be written, is another run's now, or holds something else.
     """
 
-    def __init__(self, path: str, ledger: Ledger) -> None:
+    def __init__(self, path: str, ledger: Ledger, without_errors: bool = False) -> None:
         self._path = path
         self._fd = _open(path)
         try:
             if stat.S_ISREG(os.fstat(self._fd).st_mode) and path != STANDARD:
                 _lock(path, self._fd)
+                if without_errors:
+                    try:
+                        self._fd = _rewritten(path, self._fd)
+                    except OSError as error:
+                        raise ConfigError(f"{path}: --retry-errors: {error.strerror}") from None
                 os.ftruncate(self._fd, _read(path, self._fd, ledger))
                 os.lseek(self._fd, 0, os.SEEK_END)
         except BaseException:
@@ -77,38 +85,73 @@ def _open(path: str) -> int:
 
 
 def _lock(path: str, fd: int) -> None:
-    try:
+    """Raises ConfigError: it is another run's, or that has put another file in its place."""
+    with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(f"{path}: another run writes its results there") from None
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            return
+    raise ConfigError(f"{path}: another run writes its results there")
 
 
 def _read(path: str, fd: int, ledger: Ledger) -> int:
     """Note what is there; returns its bytes without a line that was cut."""
     num_bytes = 0
+    for number, line, head in _whole_lines(path, fd):
+        num_bytes += len(line)
+        if head.is_of_line:
+            if head.error is None:
+                raise _other_file(path, number)
+            ledger.add_bad_line(head.error.line)
+        elif not ledger.add_result(head.custom_id or "", head.error is not None):
+            raise ConfigError(
+                f"{path}: line {number} is a second result of {head.custom_id!r}: choose "
+                "another file for results"
+            )
+    return num_bytes
+
+
+def _rewritten(path: str, fd: int) -> int:
+    """Put a file without the results that are errors in its place; returns its descriptor.
+
+    A run that is killed meanwhile leaves the one or the other.
+    """
+    path = os.path.realpath(path)
+    part = f"{path}.part"
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    new_fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+    try:
+        fcntl.flock(new_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(new_fd, "wb", closefd=False) as file:
+            for _, line, head in _whole_lines(path, fd):
+                if head.error is None:
+                    file.write(line)
+        os.fsync(new_fd)
+        os.rename(part, path)
+    except BaseException:
+        os.unlink(part)
+        os.close(new_fd)
+        raise
+    os.close(fd)
+    return new_fd
+
+
+def _whole_lines(path: str, fd: int) -> Iterator[tuple[int, bytes, ResultHead]]:
+    """(number, line, what it says) of each; a last line that was cut is left out.
+
+    Raises:
+        ConfigError: something else is in the file.
+    """
+    os.lseek(fd, 0, os.SEEK_SET)
     with open(fd, "rb", closefd=False) as file:
         for number, line in enumerate(file, 1):
+            if line[: len(START)] != START[: len(line)]:
+                raise _other_file(path, number)
             if not line.endswith(b"\n"):
-                if line[: len(START)] != START[: len(line)]:
-                    raise _other_file(path, number)
-                return num_bytes
-            num_bytes += len(line)
+                return
             try:
-                head = _DECODER.decode(line)
+                yield number, line, _DECODER.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 raise _other_file(path, number) from None
-            if not line.startswith(START):
-                raise _other_file(path, number)
-            if head.is_of_line:
-                if head.error is None:
-                    raise _other_file(path, number)
-                ledger.add_bad_line(head.error.line)
-            elif not ledger.add_result(head.custom_id or "", head.error is not None):
-                raise ConfigError(
-                    f"{path}: line {number} is a second result of {head.custom_id!r}: choose "
-                    "another file for results"
-                )
-    return num_bytes
 
 
 def _other_file(path: str, number: int) -> ConfigError:

@@ -15,8 +15,8 @@ from nanocore.cli.batch.lines import BadLine, BatchRequest
 from nanocore.cli.batch.plan import Plan
 from nanocore.cli.batch.result_lines import of_answer, of_bad_line
 from nanocore.cli.batch.results import Results
-from nanocore.client import AsyncEngineClient
 from nanocore.protocol.errors import EngineDeadError
+from nanocore.protocol.messages import Limits
 
 MAX_UNAVAILABLE_S: Final = 30.0
 """That one request waits for an engine to come back, beside what its client waits."""
@@ -98,9 +98,8 @@ class BatchRunner:
         self._on_result()
 
 
-def default_concurrency(client: AsyncEngineClient) -> int:
+def default_concurrency(limits: Limits) -> int:
     """As many as the engine runs at once, and as many again that wait, if it lets them."""
-    limits = client.limits
     waiting = limits.max_num_seqs
     if limits.max_num_queued_reqs is not None:
         waiting = min(waiting, limits.max_num_queued_reqs)

@@ -45,7 +45,7 @@ def answer_batch(options: BatchOptions) -> int:
     with (
         _opened(options.input) as source,
         closing(Ledger()) as ledger,
-        closing(Results(options.output, ledger)) as results,
+        closing(Results(options.output, ledger, options.retry_errors)) as results,
     ):
         if results.is_file(source.fileno()):
             raise ConfigError(f"{options.input}: results go to another file than the requests")
@@ -66,7 +66,7 @@ async def _answer(options: BatchOptions, plan: Plan, results: Results, bar: tqdm
         if await asyncio.to_thread(plan.has_more):
             async with _client(options.engine) as client:
                 app.state.client = client
-                await runner.run(options.max_concurrency or default_concurrency(client))
+                await runner.run(options.max_concurrency or default_concurrency(client.limits))
     except asyncio.CancelledError:
         if not interruption.came:
             raise

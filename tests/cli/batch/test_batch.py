@@ -165,6 +165,9 @@ def test_every_line_has_its_result_and_an_error_is_told_by_the_exit_code(
     before = out.read_bytes()
     assert batch("-i", requests, "-o", out, *flags, f"ipc://{tmp_path}/nobody") == 1
     assert out.read_bytes() == before
+    requests.write_text("\n".join(lines[:2]))  # the others are mended: they are left out
+    assert batch(requests, out, "--retry-errors", *flags, f"ipc://{tmp_path}/nobody") == 0
+    assert answers(out).keys() == {"r0", "r1"}
 
 
 def test_files_that_cannot_be_are_said_before_an_engine_is_asked(
@@ -183,3 +186,20 @@ def test_files_that_cannot_be_are_said_before_an_engine_is_asked(
         assert text in said
         assert said.count("\n") == 1
         assert requests.read_bytes() == before
+
+
+def test_an_engine_of_its_own_is_launched_with_the_flags_that_are_its(
+    requests: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert batch(requests, tmp_path / "out", "--max-num-seqs", "2", "--dtype", "float32") == 0
+    assert len(answers(tmp_path / "out")) == NUM_LINES
+    assert "the bundled demo model" in capfd.readouterr().err
+
+
+def test_why_its_engine_does_not_start_is_said_with_its_exit_code(
+    requests: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert batch(requests, tmp_path / "out", "--model", "/no/such/model") == 3
+    assert "nanocore batch: --model /no/such/model" in capfd.readouterr().err
+    assert batch(requests, tmp_path / "out", "--max-concurency", "2") == 2
+    assert "`nanocore batch` has --max-concurrency, and" in capfd.readouterr().err

@@ -15,9 +15,10 @@ from nanocore.cli.batch.ledger import Ledger
 from nanocore.cli.batch.lines import BadLine, BatchRequest
 from nanocore.cli.batch.plan import Plan
 from nanocore.cli.batch.results import Results
-from nanocore.cli.batch.runner import BatchRunner
+from nanocore.cli.batch.runner import BatchRunner, default_concurrency
 from nanocore.http.exchange import Receive, Scope, Send
 from nanocore.protocol.errors import EngineDeadError
+from nanocore.protocol.messages import Limits
 
 LINES = [BatchRequest(n, f"r{n}", "/v1/completions", b'{"n": %d}' % n) for n in range(1, 7)]
 
@@ -129,3 +130,17 @@ def test_an_error_of_the_server_is_a_result(new_run: Callable[..., Run]) -> None
     run = new_run(PlayedApp(500))
     runner = run()
     assert (runner.num_answered, runner.num_failed) == (5, 1)
+
+
+@pytest.mark.parametrize(("most_queued", "expected"), [(None, 16), (3, 11), (4096, 16)])
+def test_by_default_as_many_wait_as_run_if_the_engine_lets_them(
+    most_queued: int | None, expected: int
+) -> None:
+    limits = Limits(
+        max_frame_bytes=1,
+        max_num_seqs=8,
+        ping_interval_ms=1,
+        session_timeout_ms=1,
+        max_num_queued_reqs=most_queued,
+    )
+    assert default_concurrency(limits) == expected
