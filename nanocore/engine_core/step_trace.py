@@ -55,7 +55,7 @@ class StepTrace:
         self._requests.arrived(request)
 
     def sent(self, output: ClientOutput) -> None:
-        """An output was handed to its socket; on the io thread."""
+        """An output is handed to its socket now; on the io thread."""
         self._requests.sent(output)
 
     def begin(self, scheduler: Scheduler) -> None:

@@ -23,7 +23,7 @@ class TracedRequests:
 
     def __init__(self, zero_s: float) -> None:
         self._zero_s = zero_s
-        self._arrived: list[tuple[Request, float]] = []
+        self._arrived: list[tuple[Request, float, str | None]] = []  # when, behind which leader
         self._ids: dict[int, str] = {}  # by handle, until its first token
         self._started: dict[int, str] = {}  # likewise, from then until that is sent
         self._sent: deque[tuple[int, float]] = deque()  # (handle, when)
@@ -34,10 +34,11 @@ class TracedRequests:
         now_s = time.monotonic()
         for sample in request.samples:
             self._ids[sample.handle] = sample.request_id
-            self._arrived.append((sample, now_s))
+            leader = sample.leader and sample.leader.request_id
+            self._arrived.append((sample, now_s, leader))
 
     def sent(self, output: ClientOutput) -> None:
-        """The io thread has handed an output over: which first tokens are in it."""
+        """The io thread hands an output to its socket now: which first tokens are in it."""
         if output.events:
             now_s = time.monotonic()
             started = [one.handle for one in output.events if one.num_cached_tokens is not None]
@@ -63,7 +64,7 @@ class TracedRequests:
     def take(self, scheduler: Scheduler) -> dict[str, Any]:
         """What has come since the last line, after the step that was taken in last."""
         has_priorities = scheduler.config.policy == "priority"
-        arrived = [self._arrival(one, at_s, has_priorities) for one, at_s in self._arrived]
+        arrived = [self._arrival(*one, has_priorities) for one in self._arrived]
         self._arrived.clear()
         outcome = scheduler.completed
         for request in outcome.started:
@@ -82,7 +83,9 @@ class TracedRequests:
         """A monotonic time, as the trace tells it."""
         return round(at_s - self._zero_s, 6)
 
-    def _arrival(self, request: Request, at_s: float, has_priorities: bool) -> dict[str, Any]:
+    def _arrival(
+        self, request: Request, at_s: float, leader: str | None, has_priorities: bool
+    ) -> dict[str, Any]:
         arrival = {
             "id": request.request_id,
             "session": request.client,
@@ -93,6 +96,6 @@ class TracedRequests:
         }
         if request.compiled_s is not None:
             arrival["compiled_s"] = self.seconds(request.compiled_s)
-        if request.leader is not None:
-            arrival["leader"] = request.leader.request_id
+        if leader is not None:
+            arrival["leader"] = leader
         return arrival

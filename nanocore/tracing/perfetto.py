@@ -141,14 +141,18 @@ class PerfettoWriter:
     def _flows(self, pid: int, run: Run, life: Life) -> None:
         for one in life.preemptions:
             other = _alive(run, one.by, one.at_s)
-            if other is not None and other is not life:
+            if other is None or other is life:
+                continue
+            if other.ended_s is None or one.at_s <= other.ended_s:
                 self._arrow(pid, "preempts", (other, one.at_s), (life, one.at_s))
         if life.admitted_s is None:
             return
         for origin_id in life.cached_from:
             origin = _alive(run, origin_id, life.admitted_s)
-            if origin is not None and origin is not life and origin.work:
-                source = origin, origin.work[0].begin_s
+            if origin is None or origin is life or not origin.work:
+                continue
+            source = origin, origin.work[0].begin_s
+            if source[1] <= life.admitted_s:
                 self._arrow(pid, "hit", source, (life, life.admitted_s))
 
     def _arrow(

@@ -36,7 +36,7 @@ class IoThread(threading.Thread):
         inbox, outbox: shared with the step loop.
         stats_log: looks once a second whether a line is due; None: there are none.
         clock: monotonic, in seconds. cpu_clock: seconds for which the thread has computed.
-        trace: is told which outputs were sent.
+        trace: is told which outputs are sent.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class IoThread(threading.Thread):
             if isinstance(event, Farewell):
                 farewell = event
             else:
-                self._desk.deliver(event, now_s)
                 if self._trace is not None and isinstance(event, ClientOutput):
                     self._trace.sent(event)
+                self._desk.deliver(event, now_s)
         return farewell
 
     def _receive_batch(self) -> None:

@@ -1,0 +1,114 @@
+"""A real engine's trace, read: lives, pictures, and times to first tokens that add up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import nanocore
+from nanocore.cli.trace import read_trace
+from nanocore.client import AsyncEngineClient, RequestOutput, SamplingParams
+from nanocore.tracing.explanation import explanation_of, read_runs
+from nanocore.tracing.life import Chunk
+from tests.end_to_end.engine_process import engine
+from tests.tracing.pictures import read_picture
+
+DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+FLAGS = (
+    "--max-num-seqs=6", "--max-num-batched-tokens=64", "--num-gpu-blocks-override=40",
+    "--scheduling-policy=priority", "--block-size=16",
+)  # fmt: skip
+NUM_REQUESTS = 40
+
+
+async def load(endpoint: str) -> dict[str, RequestOutput]:
+    """Two sessions' requests, more than fit, of several lengths, priorities and samples."""
+    rng = random.Random(5)
+    outputs = {}
+    async with (
+        AsyncEngineClient.connect(endpoint, timeout_s=60) as one,
+        AsyncEngineClient.connect(endpoint, timeout_s=60) as other,
+    ):
+
+        async def ask(name: str, client: AsyncEngineClient, prompt: list[int], n: int = 1) -> None:
+            params = SamplingParams(
+                max_tokens=rng.randrange(1, 40), ignore_eos=True, temperature=0.5, n=n, seed=1
+            )
+            outputs[name] = await client.complete(
+                {"prompt_token_ids": prompt}, params, request_id=name, priority=rng.randrange(2)
+            )
+
+        shared = [rng.randrange(3, 400) for _ in range(100)]
+        await ask("first", one, shared)
+        await ask("hit", other, [*shared, 7, 8, 9])
+        prompts = [
+            [rng.randrange(3, 400) for _ in range(rng.randrange(1, 200))]
+            for _ in range(NUM_REQUESTS)
+        ]
+        clients = [one, other]
+        await asyncio.gather(
+            *(ask(f"r{i}", clients[i % 2], prompt) for i, prompt in enumerate(prompts))
+        )
+        await ask("samples", one, shared, 3)
+        # What was sent last is told with the next step.
+        outputs["after"] = await one.complete(
+            {"prompt_token_ids": [5]}, SamplingParams(max_tokens=3, ignore_eos=True)
+        )
+    return outputs
+
+
+def test_a_load_with_chunks_hits_and_preemptions_is_explained(tmp_path: Path) -> None:
+    trace, picture = tmp_path / "steps.jsonl", tmp_path / "picture.json"
+    with engine(DEMO_MODEL, "--step-trace", str(trace), *FLAGS) as running:
+        outputs = asyncio.run(asyncio.wait_for(load(running.endpoint), 100))
+    (run,) = read_runs(str(trace))
+    assert len(run.lives) == NUM_REQUESTS + 6, "three samples are three"
+    explained = {life.id: explanation_of(run, life) for life in run.lives}
+    for told in explained.values():
+        assert told.state == "finished"
+        assert told.ttft_ms is not None
+        assert told.sent_s is not None
+        total_ms = sum(part.ms for part in told.ttft_parts)
+        assert 0.99 * told.ttft_ms <= total_ms <= told.ttft_ms + 1e-6, told
+        waited_ms = sum(wait.ms for wait in told.waits)
+        part_ms = sum(part.ms for part in told.ttft_parts if part.name == "waiting")
+        assert abs(waited_ms - part_ms) < 0.002, "what kept it waiting is that part"
+        assert "unknown" not in {wait.reason for wait in told.waits}
+    for name, output in outputs.items():
+        if name != "after":
+            told_ms, seen_s = explained[name].ttft_ms, output.metrics.time_to_first_token_s
+            assert told_ms is not None
+            assert seen_s is not None
+            assert told_ms <= seen_s * 1e3, "the engine's part of what the client saw"
+            assert explained[name].cached_tokens == output.num_cached_tokens
+            assert explained[name].prompt_tokens == len(output.prompt_token_ids)
+    assert (explained["hit"].cached_tokens, explained["hit"].cached_from) == (96, ["first"])
+    assert any(len(life.chunks) > 2 for life in run.lives), "prompts longer than the budget"
+    pauses = [pause for told in explained.values() for pause in told.preemptions]
+    assert pauses
+    assert all(pause.by in explained and pause.ms is not None for pause in pauses)
+    reasons = {wait.reason for told in explained.values() for wait in told.waits}
+    assert {"kv_blocks", "priority", "next_step"} <= reasons
+
+    summary = read_trace(str(trace), str(picture)).runs[0]
+    assert (summary.num_requests, summary.num_finished) == (len(run.lives), len(run.lives))
+    assert summary.num_preemptions == len(pauses)
+    computed = sum(one.num_tokens for life in run.lives for one in life.work)
+    assert summary.num_tokens == computed, "each token that a step computed is in a life"
+    events = read_picture(picture)
+    assert {"preempts", "hit", "prefill", "decode", "preempted", "queued"} <= {
+        one["name"] for one in events
+    }
+    assert sum(one["name"] == "step" for one in events) == summary.num_steps
+    for line in trace.read_text().splitlines():
+        step = json.loads(line)
+        assert step["t_s"] >= 0
+        for name, at_s in step["sent"].items():
+            assert at_s >= explained[name].received_s
+    for life in run.lives:
+        prompt = [one for one in life.work if isinstance(one, Chunk)]
+        assert life.arrival is not None
+        last = next(one for one in prompt if one.end_s == life.first_s)
+        assert last.num_computed + last.num_tokens == life.arrival.prompt_tokens
