@@ -1,111 +1,132 @@
 """What the machine gives: how fast memory is read and matrices are multiplied, measured briefly.
 
-Memory is read where no cache holds it; and if caches can hold what a step of few tokens reads, as
-much as that, too. The best of some tries counts: neighbours only ever slow it.
+Memory is read where no cache holds it; and on a CPU whose caches can hold what a step of few tokens
+reads, as much as that, too. A CPU's cores work each for itself: a loop that they share waits for
+the one that another program holds up, and then says little of the others. The best of some
+stretches of time counts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
+from threading import Barrier
 from typing import Final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from nanocore.worker.model_cost import MachineSpeed
 
+STRETCH_S: Final = 0.004
+"""Short enough for a start, which measures three figures in three stretches each."""
+
+_NUM_STRETCHES: Final = 3
 _MIN_READ_BYTES: Final = 1 << 20
+_PIECE_BYTES: Final = {"cpu": 2 << 20, "cuda": 1 << 30}
+"""Read at once; on CUDA a launch is to take little beside it."""
 _CPU_CACHE_BYTES: Final = 32 << 20
 """What a process may have of a CPU's largest cache, about: no name for it works everywhere."""
+_FAR_BYTES: Final = {"cpu": 3 * _CPU_CACHE_BYTES, "cuda": 1 << 30}
+"""Several times a cache, of which then little is left from the time before."""
 _MATRIX: Final = {"cpu": (128, 1024), "cuda": (8192, 8192)}
 """Rows that are multiplied with a square matrix, and its size."""
-TRIES_S: Final = 0.005
-"""For each figure: short enough for a start."""
 
-_FAR: Final = 3
-"""Times a cache, of which then little is left from the time before."""
-_MIN_TRIES, _MAX_TRIES = 5, 40
-_USUAL_BYTES_PER_S: Final = {"cpu": 20e9, "cuda": 1e12}
-_USUAL_FLOPS_PER_S: Final = {"cpu": 2e11, "cuda": 1e14}
-"""For the number of tries; nothing else depends on it."""
+_Work = Callable[[], int]
+"""Does something, and says how much."""
 
 
 def measure_speed(
     device: torch.device,
     dtype: torch.dtype,
     step_bytes: int,
-    tries_s: float = TRIES_S,
+    stretch_s: float = STRETCH_S,
     room_bytes: int | None = None,
 ) -> MachineSpeed:
-    """Of this device, or of the CPU cores that torch uses here. Takes tens of milliseconds.
+    """Of this device, or of as many CPU cores as torch uses here; in some hundredths of a second.
 
     Args:
         dtype: of what is multiplied. step_bytes: that a step of one token reads.
+        stretch_s: that something is done over and over for a figure.
         room_bytes: memory that it may take for the moment, at least a megabyte or two; None: as
         much as it needs.
-        tries_s: for the tries of each figure, about, on a usual machine.
     """
-    tries = _Tries(device, tries_s)
-    cache_bytes = _cache_bytes(device)
-    room_bytes = _FAR * cache_bytes if room_bytes is None else max(room_bytes, _MIN_READ_BYTES)
-    near_bytes = max(step_bytes, _MIN_READ_BYTES) & ~63
-    if near_bytes > min(cache_bytes // 2, room_bytes):
+    far_bytes = _FAR_BYTES[device.type]
+    if room_bytes is not None:
+        far_bytes = min(far_bytes, max(room_bytes, _MIN_READ_BYTES))
+    near_bytes = max(step_bytes, _MIN_READ_BYTES)
+    if device.type != "cpu" or near_bytes > min(_CPU_CACHE_BYTES // 2, far_bytes):
         near_bytes = 0
-    speed = MachineSpeed(
-        bytes_per_s=_read_speed(min(_FAR * cache_bytes, room_bytes), tries),
-        flops_per_s=_multiply_speed(dtype, tries),
-        near_bytes=near_bytes,
-        near_bytes_per_s=_read_speed(near_bytes, tries) if near_bytes else 0.0,
-    )
+    num_cores = torch.get_num_threads() if device.type == "cpu" else 1
+    multiplies = [_multiply(device, dtype)] * num_cores
+
+    def read_rate(num_bytes: int) -> float:
+        return _rate([_read(device, num_bytes // num_cores) for _ in multiplies], stretch_s)
+
+    try:
+        return MachineSpeed(
+            bytes_per_s=read_rate(far_bytes),
+            flops_per_s=_rate(multiplies, stretch_s),
+            near_bytes=near_bytes,
+            near_bytes_per_s=read_rate(near_bytes) if near_bytes else 0.0,
+        )
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what was measured with is the KV cache's
+        else:
+            torch.set_num_threads(num_cores)
+
+
+def _read(device: torch.device, num_bytes: int) -> _Work:
+    """Reads the next piece of so many bytes, in a circle."""
+    memory = torch.full((num_bytes // 8,), 1, dtype=torch.int64, device=device)
+    pieces = cycle(memory.split(_PIECE_BYTES[device.type] // 8))
+
+    def read() -> int:
+        piece = next(pieces)
+        piece.amax()
+        _join(device)
+        return piece.nbytes
+
+    return read
+
+
+def _multiply(device: torch.device, dtype: torch.dtype) -> _Work:
+    num_rows, size = _MATRIX[device.type]
+    x_TI = torch.ones(num_rows, size, dtype=dtype, device=device)
+    weight_OI = torch.ones(size, size, dtype=dtype, device=device)
+
+    def multiply() -> int:
+        F.linear(x_TI, weight_OI)
+        _join(device)
+        return 2 * num_rows * size * size
+
+    return multiply
+
+
+def _rate(works: list[_Work], stretch_s: float) -> float:
+    """How much a second all works do at once, each on a thread of its own, at the best."""
+    with ThreadPoolExecutor(len(works), initializer=torch.set_num_threads, initargs=(1,)) as cores:
+        return max(_stretch(cores, works, stretch_s) for _ in range(_NUM_STRETCHES))
+
+
+def _stretch(cores: ThreadPoolExecutor, works: list[_Work], stretch_s: float) -> float:
+    meet = Barrier(len(works))
+
+    def run(work: _Work) -> tuple[float, float, int]:
+        meet.wait()
+        begun_s = time.perf_counter()
+        done = work()
+        while (now_s := time.perf_counter()) - begun_s < stretch_s:
+            done += work()
+        return begun_s, now_s, done
+
+    begun, ended, done = zip(*cores.map(run, works), strict=True)
+    return sum(done) / (max(ended) - min(begun))
+
+
+def _join(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was measured with is the KV cache's
-    return speed
-
-
-def _cache_bytes(device: torch.device) -> int:
-    """Of the largest cache."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    return _CPU_CACHE_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class _Tries:
-    """Of the same work on a device; see `measure_speed`."""
-
-    device: torch.device
-    tries_s: float
-
-    def least_s(self, work: Callable[[], Tensor], usual_s: float) -> float:
-        """Seconds of the best, after one that warms up. usual_s: of one, on a usual machine."""
-        work()
-        seconds = []
-        for _ in range(min(max(int(self.tries_s / usual_s), _MIN_TRIES), _MAX_TRIES)):
-            self._join()
-            start_s = time.perf_counter()
-            work()
-            self._join()
-            seconds.append(time.perf_counter() - start_s)
-        return min(seconds)
-
-    def _join(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def _read_speed(num_bytes: int, tries: _Tries) -> float:
-    memory = torch.full((num_bytes // 8,), 1, dtype=torch.int64, device=tries.device)
-    usual_s = num_bytes / _USUAL_BYTES_PER_S[tries.device.type]
-    return num_bytes / tries.least_s(memory.amax, usual_s)
-
-
-def _multiply_speed(dtype: torch.dtype, tries: _Tries) -> float:
-    num_rows, size = _MATRIX[tries.device.type]
-    x_TI = torch.ones(num_rows, size, dtype=dtype, device=tries.device)
-    weight_OI = torch.ones(size, size, dtype=dtype, device=tries.device)
-    flops = 2 * num_rows * size * size
-    usual_s = flops / _USUAL_FLOPS_PER_S[tries.device.type]
-    return flops / tries.least_s(lambda: F.linear(x_TI, weight_OI), usual_s)
+        torch.cuda.synchronize(device)

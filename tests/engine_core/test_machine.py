@@ -28,7 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
 
 
 def test_ranks_on_a_cpu_share_what_all_its_cores_do(asked: list[tuple[object, ...]]) -> None:
-    speeds = machine_speeds([RANK, RANK], tries_s=0.5)
+    speeds = machine_speeds([RANK, RANK], stretch_s=0.5)
     assert asked == [(torch.device("cpu"), torch.bfloat16, 2 * 4_000_000, 0.5, 2 * 10**9 // 8)]
     assert speeds == [WHOLE.shared(2)] * 2
     assert MachineSpeed.joined(speeds) == WHOLE
@@ -36,7 +36,7 @@ def test_ranks_on_a_cpu_share_what_all_its_cores_do(asked: list[tuple[object, ..
 
 def test_gpus_of_a_dry_run_are_as_the_first_one(asked: list[tuple[object, ...]]) -> None:
     rank = replace(RANK, device="cuda:0")
-    assert machine_speeds([rank, rank], tries_s=0.5) == [WHOLE, WHOLE]
+    assert machine_speeds([rank, rank], stretch_s=0.5) == [WHOLE, WHOLE]
     assert asked == [(torch.device("cuda:0"), torch.bfloat16, 4_000_000, 0.5)]
 
 

@@ -1,11 +1,14 @@
-"""What is measured of the machine, and how often; no test here looks at how fast it is."""
+"""What is measured of the machine, and with what; no test here looks at how fast it is."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.worker import machine_speed
@@ -17,11 +20,23 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_speed, "_CPU_CACHE_BYTES", 8 << 20)
+    monkeypatch.setattr(machine_speed, "_FAR_BYTES", {"cpu": 24 << 20})
+
+
+@pytest.fixture(params=[1, 2])
+def num_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """As torch says, and is told again in the end."""
+    told: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    yield request.param
+    assert set(told[:-1]) == {1}
+    assert told[-1] == request.param
 
 
 @pytest.fixture
 def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of what is read, one after the other."""
+    """Of the buffers that are read, one after the other."""
     sizes: list[int] = []
     full = torch.full
 
@@ -35,30 +50,49 @@ def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_machine_reads_and_multiplies(dtype: torch.dtype) -> None:
-    speed = measure_speed(CPU, dtype, step_bytes=10**9, tries_s=0)
+    speed = measure_speed(CPU, dtype, step_bytes=10**9, stretch_s=0)
     assert speed.bytes_per_s > 0 < speed.flops_per_s
     assert (speed.near_bytes, speed.near_bytes_per_s) == (0, 0)
 
 
 @pytest.mark.parametrize(
     ("step_bytes", "near_bytes"),
-    [(5, 1 << 20), (3_000_000, 3_000_000 & ~63), (4 << 20, 4 << 20), ((4 << 20) + 64, 0)],
+    [(5, 1 << 20), (3_000_000, 3_000_000), (4 << 20, 4 << 20), ((4 << 20) + 1, 0)],
 )
 def test_caches_are_measured_where_they_hold_the_model(step_bytes: int, near_bytes: int) -> None:
-    speed = measure_speed(CPU, torch.float32, step_bytes, tries_s=0)
+    speed = measure_speed(CPU, torch.float32, step_bytes, stretch_s=0)
     assert speed.near_bytes == near_bytes
     assert (speed.near_bytes_per_s > 0) == (near_bytes > 0)
 
 
-@pytest.mark.parametrize(("room_bytes", "sizes"), [(3 << 20, [3 << 20]), (5, [1 << 20])])
+def test_each_core_reads_its_share_of_what_no_cache_holds(
+    num_cores: int, read_bytes: list[int]
+) -> None:
+    measure_speed(CPU, torch.float32, step_bytes=2 << 20, stretch_s=0)
+    far, near = [(24 << 20) // num_cores], [(2 << 20) // num_cores]
+    assert read_bytes == far * num_cores + near * num_cores
+
+
+def test_each_core_multiplies_on_a_thread_of_its_own(
+    num_cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    linear = F.linear
+
+    def noting(*args: Any) -> Tensor:
+        threads.add(threading.get_ident())
+        return linear(*args)
+
+    monkeypatch.setattr(F, "linear", noting)
+    measure_speed(CPU, torch.float32, step_bytes=10**9, stretch_s=0)
+    assert len(threads) == num_cores
+    assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize(("room_bytes", "total"), [(3 << 20, 3 << 20), (5, 1 << 20)])
 def test_where_memory_is_short_less_is_read(
-    room_bytes: int, sizes: list[int], read_bytes: list[int]
+    room_bytes: int, total: int, num_cores: int, read_bytes: list[int]
 ) -> None:
     speed = measure_speed(CPU, torch.float32, 4 << 20, 0, room_bytes)
-    assert read_bytes == sizes
+    assert sum(read_bytes) == total
     assert speed.near_bytes == 0
-
-
-def test_memory_is_read_whole_and_beyond_the_cache(read_bytes: list[int]) -> None:
-    measure_speed(CPU, torch.float32, step_bytes=2 << 20, tries_s=0)
-    assert read_bytes == [3 * (8 << 20), 2 << 20]

@@ -26,7 +26,7 @@ from nanocore.worker.models import load_model_config
 
 logger = logging.getLogger(__name__)
 
-_TRIES_S: Final = 0.05
+_STRETCH_S: Final = 0.03
 """For each figure of the machine's: somebody waits for nothing else."""
 
 
@@ -60,6 +60,6 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
     )
     model = str(folder), model_config.architecture
     expected = forecast(
-        config, model, ranks, (num_blocks, max_model_len), machine_speeds(ranks, _TRIES_S)
+        config, model, ranks, (num_blocks, max_model_len), machine_speeds(ranks, _STRETCH_S)
     )
     print(msgspec.json.encode(expected).decode() if as_json else table(expected))
