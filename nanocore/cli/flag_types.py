@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,13 @@ def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number {limits}")
 
     return number
+
+
+def metrics_namespace(text: str) -> str:
+    """What names of metrics may begin with."""
+    if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is no name of letters, digits and _")
 
 
 def port(text: str) -> int:

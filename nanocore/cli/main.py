@@ -11,6 +11,8 @@ from nanocore import __version__
 
 _SUBCOMMANDS: Final = {
     "serve": ("nanocore.cli.serve", "serve a model over HTTP"),
+    "top": ("nanocore.cli.top.command", "watch what an engine does"),
+    "metrics": ("nanocore.cli.metrics", "print an engine's metrics, or serve them to Prometheus"),
     "bench": ("nanocore.cli.bench", "measure an engine or a server"),
     "batch": ("nanocore.cli.batch.command", "answer requests from a file"),
     "trace": ("nanocore.cli.trace", "summarize a step trace, or draw it for Perfetto"),

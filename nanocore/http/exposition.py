@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import Final
 
@@ -25,14 +25,23 @@ _NOT_NAMING: Final = {"cache_config_info": ("model_name",), "admission_rejection
 """Labels that vLLM does not give to these, by metric."""
 
 
-class _MetricsCollector(Collector):
-    def __init__(self, metrics: Iterable[Metric], model_name: str, namespace: str) -> None:
-        self._metrics = metrics
+class MetricsCollector(Collector):
+    """For registries of prometheus_client.
+
+    read: the metrics of an engine, as of now. model_name: of the series. namespace: with which
+    names begin.
+    """
+
+    def __init__(
+        self, read: Callable[[], Iterable[Metric]], model_name: str, namespace: str = NAMESPACE
+    ) -> None:
+        self._read = read
         self._labels = dict([("model_name", model_name), _ENGINE])
         self._namespace = namespace
 
     def collect(self) -> Iterator[Family]:
-        for metric in self._metrics:
+        """The metrics, as of now."""
+        for metric in self._read():
             name = f"{self._namespace}:{metric.name}"
             ours = [key for key in self._labels if key not in _NOT_NAMING.get(metric.name, ())]
             theirs = [key for key, _ in metric.samples[0].labels] if metric.samples else []
@@ -59,8 +68,8 @@ class _MetricsCollector(Collector):
 
 def exposition(metrics: Iterable[Metric], model_name: str, namespace: str = NAMESPACE) -> bytes:
     """These metrics of an engine; names begin with the namespace, `vllm` for vLLM's dashboards."""
-    registry = CollectorRegistry()
-    registry.register(_MetricsCollector(metrics, model_name, namespace))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(MetricsCollector(lambda: metrics, model_name, namespace))
     return generate_latest(registry)
 
 

@@ -26,6 +26,10 @@ class Reading:
         """Values by their only label of their own."""
         return {sample.labels[0][1]: sample.value for sample in self._samples(name)}
 
+    def is_older_than(self, other: Reading) -> bool:
+        """Whether its engine has done less: it is another one."""
+        return self.value("num_steps") < other.value("num_steps")
+
     def bounds(self, name: str) -> list[float]:
         """Of a histogram's buckets."""
         return self._metrics[name].bounds if name in self._metrics else []
