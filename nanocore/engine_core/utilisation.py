@@ -3,14 +3,14 @@
 What a step reads and computes follows from its counts (`ModelCost`), how long it took from the
 clock. Steps whose rows all decode, and those with a prompt's chunk among them, are summed up apart:
 the first wait for memory, the others for arithmetic. The step loop notes a step in well under a
-microsecond, by reference; plain decodes are added up some hundreds at a time, in columns.
+microsecond, by reference; another thread adds them up, plain decodes many at a time, in columns.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 
@@ -18,12 +18,9 @@ from nanocore.engine_core.scheduling.spans import IntArray
 from nanocore.engine_core.scheduling.step import Chunk, StepPlan
 from nanocore.worker.model_cost import MachineSpeed, ModelCost
 
-NUM_NOTES: Final = 128
-"""Steps that are added up together."""
-
-_Note = tuple[IntArray, IntArray | None, list[Chunk], int]
-"""Of a step with more than plain decodes: decode_ends, decode_counts and chunks of its plan, which
-change no more, and how many rows complete their tokens with it."""
+_Note = tuple[float, IntArray, IntArray | None, list[Chunk], int]
+"""Of a step with more than plain decodes: its seconds; decode_ends, decode_counts and chunks of its
+plan, which change no more; and how many rows complete their tokens with it."""
 
 
 @dataclass(slots=True)
@@ -38,7 +35,7 @@ class StepTotals:
 
 
 class Utilisation:
-    """Of one engine; belongs to the step loop.
+    """Of one engine.
 
     Steps without tokens are none.
 
@@ -49,32 +46,28 @@ class Utilisation:
     def __init__(self, cost: ModelCost, speed: MachineSpeed) -> None:
         self._cost, self._speed = cost, speed
         self._decode, self._prefill = StepTotals(), StepTotals()
-        self._ends: list[IntArray] = []  # of steps in which rows decode a token each
-        self._decode_notes: list[_Note] = []  # of those in which they decode drafts, too
-        self._prefill_notes: list[_Note] = []
+        self._ends: deque[tuple[float, IntArray]] = deque()  # of plain decodes, with their seconds
+        self._decode_notes: deque[_Note] = deque()  # of decodes with drafts
+        self._prefill_notes: deque[_Note] = deque()
 
     def add(self, seconds: float, plan: StepPlan) -> None:
-        """Note a step of this plan, whose result is in.
+        """Note a step of this plan, whose result is in. Called by the step loop.
 
         seconds: that the step loop was busy with it; with several in flight, from the result of the
         one before it.
         """
         if plan.chunks or plan.decode_counts is not None:
-            self._add_note(seconds, plan)
+            notes = self._prefill_notes if plan.chunks else self._decode_notes
+            ends, counts = plan.decode_ends, plan.decode_counts
+            notes.append((seconds, ends, counts, plan.chunks, len(plan.completed)))
         elif len(plan.decode_ends):
-            self._decode.seconds += seconds
-            self._ends.append(plan.decode_ends)
-            if len(self._ends) == NUM_NOTES:
-                self._add_up_ends()
+            self._ends.append((seconds, plan.decode_ends))
 
-    def _add_note(self, seconds: float, plan: StepPlan) -> None:
-        totals, notes = self._decode, self._decode_notes
-        if plan.chunks:
-            totals, notes = self._prefill, self._prefill_notes
-        totals.seconds += seconds
-        notes.append((plan.decode_ends, plan.decode_counts, plan.chunks, len(plan.completed)))
-        if len(notes) == NUM_NOTES:
-            _add_up_notes(totals, notes, self._cost)
+    def fold(self) -> None:
+        """Add up what was noted. One thread at a time does, while the step loop may go on."""
+        self._add_up_ends()
+        _add_up_notes(self._decode, self._decode_notes, self._cost)
+        _add_up_notes(self._prefill, self._prefill_notes, self._cost)
 
     def totals(self) -> dict[str, float]:
         """Plain numbers, whose names tell kind and unit; of counters since the start, and shares.
@@ -82,14 +75,8 @@ class Utilisation:
         mbu, mfu: shares of bandwidth and of arithmetic that steps of a kind used, 0 to 1 (model
         bandwidth and model FLOP utilisation; 0 before the first). peak_*: what the machine gives.
         """
-        speed = self._speed
-        numbers = {
-            "peak_bytes_per_second": speed.bytes_per_s,
-            "peak_flops_per_second": speed.flops_per_s,
-        }
-        self._add_up_ends()
-        _add_up_notes(self._decode, self._decode_notes, self._cost)
-        _add_up_notes(self._prefill, self._prefill_notes, self._cost)
+        speed, numbers = self._speed, dict[str, float]()
+        self.fold()
         for kind, totals in (("decode", self._decode), ("prefill", self._prefill)):
             seconds, num_steps = totals.seconds or 1.0, totals.num_steps or 1
             read_s = totals.num_steps * speed.read_s(totals.num_bytes / num_steps)
@@ -99,6 +86,10 @@ class Utilisation:
                 f"{kind}_seconds": totals.seconds,
                 f"{kind}_bytes": totals.num_bytes,
                 f"{kind}_flops": totals.flops,
+                f"{kind}_peak_bytes_per_second": totals.num_bytes / read_s
+                if read_s
+                else speed.bytes_per_s,
+                f"{kind}_peak_flops_per_second": speed.flops_per_s,
                 f"{kind}_mbu": read_s / seconds,
                 f"{kind}_mfu": totals.flops / speed.flops_per_s / seconds,
             }
@@ -117,9 +108,11 @@ class Utilisation:
 
     def _add_up_ends(self) -> None:
         """All that rows did in these steps they did once, so columns are joined."""
-        steps, cost, totals = self._ends, self._cost, self._decode
-        if not steps:
+        cost, totals = self._cost, self._decode
+        if not (noted := [self._ends.popleft() for _ in range(len(self._ends))]):
             return
+        totals.seconds += sum([seconds for seconds, _ in noted])
+        steps = [step_ends for _, step_ends in noted]
         ends = np.concatenate(steps)
         totals.num_steps += len(steps)
         totals.num_tokens += len(ends)
@@ -133,11 +126,12 @@ class Utilisation:
             seen = int(kind.seen(ends).sum())
             totals.num_bytes += seen * kind.kv_bytes
             totals.flops += float(seen) * kind.pair_flops
-        steps.clear()
 
 
-def _add_up_notes(totals: StepTotals, notes: list[_Note], cost: ModelCost) -> None:
-    for decode_ends, decode_counts, chunks, num_completed in notes:
+def _add_up_notes(totals: StepTotals, notes: deque[_Note], cost: ModelCost) -> None:
+    for _ in range(len(notes)):
+        seconds, decode_ends, decode_counts, chunks, num_completed = notes.popleft()
+        totals.seconds += seconds
         rows = np.array([(start + count, count) for _, count, start in chunks], np.int64)
         ends, counts = rows.reshape(-1, 2).T
         decoded = np.ones_like(decode_ends) if decode_counts is None else decode_counts
@@ -151,4 +145,3 @@ def _add_up_notes(totals: StepTotals, notes: list[_Note], cost: ModelCost) -> No
         for kind in cost.attention:
             totals.num_bytes += int(kind.seen(ends, counts).sum()) * kind.kv_bytes
             totals.flops += float(kind.pairs(ends, counts).sum()) * kind.pair_flops
-    notes.clear()

@@ -18,6 +18,7 @@ from nanocore.engine_core.metrics import families
 from nanocore.engine_core.metrics.histogram import Histogram
 from nanocore.engine_core.metrics.request_metrics import RequestMetrics
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.utilisation import Utilisation
 from nanocore.protocol.messages import FinishReason
 from nanocore.protocol.metrics import Metric, MetricSample, MetricType
 
@@ -47,15 +48,21 @@ class MetricsCollector:
     Args:
         scheduler: whose journal, counters and sizes are read.
         rejections: of requests that might not wait, by the limit.
+        utilisation: what steps use of the machine, if it is known.
         cache: labels that describe the KV cache.
     """
 
     def __init__(
-        self, scheduler: Scheduler, rejections: Mapping[str, int], cache: Mapping[str, str]
+        self,
+        scheduler: Scheduler,
+        rejections: Mapping[str, int],
+        cache: Mapping[str, str],
+        utilisation: Utilisation | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._journal = scheduler.journal
         self._rejections = rejections
+        self._utilisation = utilisation
         self._cache = dict(cache)
         self._help = families.histograms(scheduler.config.max_model_len)
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in self._help.items()}
@@ -65,6 +72,8 @@ class MetricsCollector:
     def fold(self) -> None:
         """Take in what the step loop has noted since the last time."""
         journal, histograms = self._journal, self._histograms
+        if self._utilisation is not None:
+            self._utilisation.fold()
         if steps := _take(journal.step_tokens):
             histograms["iteration_tokens_total"].observe(steps)
         self._fold_intervals()
@@ -82,6 +91,7 @@ class MetricsCollector:
             *self._gauges(desk),
             *self._counters(desk),
             *self._labelled(desk),
+            *self._steps(),
             *(
                 Metric(name, "histogram", self._help[name][0], [one.sample()], one.bounds)
                 for name, one in self._histograms.items()
@@ -152,6 +162,24 @@ class MetricsCollector:
             labelled = [MetricSample(value, list(labels)) for labels, value in samples.items()]
             metrics.append(Metric(name, kind, text, labelled))
         return metrics
+
+    def _steps(self) -> list[Metric]:
+        """What steps took of the machine, by their kind."""
+        if self._utilisation is None:
+            return []
+        numbers = self._utilisation.totals()
+        return [
+            Metric(
+                name,
+                kind,
+                text,
+                [
+                    MetricSample(float(numbers[f"{step}_{key}"]), [("kind", step)])
+                    for step in ("decode", "prefill")
+                ],
+            )
+            for name, (kind, key, text) in families.STEPS.items()
+        ]
 
 
 def _take(entries: deque[T]) -> list[T]:

@@ -59,6 +59,22 @@ BY_LABEL: Final[dict[str, tuple[MetricType, str]]] = {
 }
 
 
+STEPS: Final[dict[str, tuple[MetricType, str, str]]] = {
+    "steps": ("counter", "steps", "Steps, by whether all rows decode or a prompt is computed."),
+    "step_tokens": ("counter", "tokens", "Tokens that they computed."),
+    "step_seconds": ("counter", "seconds", "Seconds that the step loop was busy with them."),
+    "step_read_bytes": ("counter", "bytes", "Bytes of weights and KV cache that they read."),
+    "step_flops": ("counter", "flops", "Floating point operations of their matrices."),
+    "machine_bytes_per_second": (
+        "gauge", "peak_bytes_per_second", "What memory and caches give to steps of this size.",
+    ),
+    "machine_flops_per_second": (
+        "gauge", "peak_flops_per_second", "What the machine multiplies, as measured.",
+    ),
+}  # fmt: skip
+"""By kind of step, "decode" or "prefill"; with what `Utilisation.totals` calls the number."""
+
+
 def histograms(max_model_len: int) -> dict[str, tuple[str, tuple[float, ...]]]:
     """(help, bounds) of each, by name; times are in seconds, a request's from its SUBMIT on."""
     tokens = tuple(_one_two_five(max_model_len))

@@ -249,12 +249,6 @@ def _io_thread(
         counters,
         config.max_num_queued_bytes,
     )
-    cache_labels = {
-        "block_size": str(card.block_size),
-        "num_gpu_blocks": str(card.num_blocks),
-        "enable_prefix_caching": str(config.enable_prefix_caching),
-        "cache_dtype": config.kv_cache_dtype,
-    }
     client_limit = ClientLimit.of_this_process(config.max_num_clients)
     capabilities = config.capabilities
     if not isinstance(grammars, NoGrammars):
@@ -274,9 +268,7 @@ def _io_thread(
         reception,
         Admission(card, config, queue_limit, grammars),
         CompilingRequests(grammars, queue_limit, outbox.put),
-        ControlHandler(
-            inbox, files, MetricsCollector(core.scheduler, queue_limit.rejections, cache_labels)
-        ),
+        ControlHandler(inbox, files, _metrics(config, card, core, queue_limit)),
         num_steps=lambda: counters.num_steps,
         step_age_ms=lambda: clock.age_ms,
         shutdown_timeout_s=config.shutdown_timeout,
@@ -291,6 +283,18 @@ def _io_thread(
         None if config.disable_log_stats else stats_log,
         trace=trace,
     )
+
+
+def _metrics(
+    config: EngineConfig, card: ModelCard, core: EngineCore, queue_limit: QueueLimit
+) -> MetricsCollector:
+    cache = {
+        "block_size": str(card.block_size),
+        "num_gpu_blocks": str(card.num_blocks),
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "cache_dtype": config.kv_cache_dtype,
+    }
+    return MetricsCollector(core.scheduler, queue_limit.rejections, cache, core.clock.utilisation)
 
 
 def run_core(core: EngineCore) -> tuple[Farewell, int]:
