@@ -34,7 +34,7 @@ class TracedRequests:
         now_s = time.monotonic()
         for sample in request.samples:
             self._ids[sample.handle] = sample.request_id
-            leader = sample.leader and sample.leader.request_id
+            leader = None if sample.leader is None else sample.leader.request_id
             self._arrived.append((sample, now_s, leader))
 
     def sent(self, output: ClientOutput) -> None:
