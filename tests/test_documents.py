@@ -56,6 +56,7 @@ from nanocore.protocol.sampling import SamplingParams
 from nanocore.protocol.sockets import MAX_FRAME_BYTES
 from nanocore.protocol.sockets.options import PEER_HIGH_WATER_MARK
 from nanocore.protocol.sockets.tcp_guard import MAX_UNANSWERED_S
+from nanocore.tracing.step import Step
 from nanocore.worker.models import ARCHITECTURES
 from nanocore.worker.plan import ModelRunnerOutput
 from tests.protocol.samples import directions
@@ -175,7 +176,8 @@ def test_the_documents_name_every_flag_and_no_other() -> None:
     for name, own_flags in (("bench.md", bench_flags), ("batch.md", flags_of(batch_parser()))):
         section = (DOCS / name).read_text("utf-8").split("\n## Flags\n")[1].split("\n## ")[0]
         assert set(FLAG.findall(section)) == own_flags
-    others = {"--client", "--out", "--engine"}  # of nanocore-keygen and -conformance
+    # Of nanocore-keygen, nanocore-conformance, nanocore trace and explain.
+    others = {"--client", "--out", "--engine", "--perfetto", "--json"}
     for document in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md")):
         text = re.sub(r"`python [^`]*`", "", document.read_text("utf-8"))
         known = flags | server_flags | bench_flags | flags_of(batch_parser()) | others
@@ -261,7 +263,12 @@ def test_the_step_traces_keys_are_those_in_the_text(tmp_path: Path) -> None:
     text = in_one_line((DOCS / "operations.md").read_text("utf-8"))
     keys = re.search(r"`--step-trace FILE`: [^`]*`([\w, ]+)`", text)
     assert keys is not None
-    assert set(keys[1].split(", ")) == msgspec.json.decode((tmp_path / "trace").read_bytes()).keys()
+    written = msgspec.json.decode((tmp_path / "trace").read_bytes()).keys()
+    assert set(keys[1].split(", ")) == written
+    rows = table_after((DOCS / "seeing.md").read_text("utf-8"), "### Keys")
+    explained = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(explained) == sorted(written)
+    assert set(Step.__struct_fields__) == written, "what is read is what is written"
 
 
 def test_the_clients_exceptions_are_named() -> None:

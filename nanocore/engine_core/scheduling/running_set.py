@@ -356,8 +356,7 @@ class RunningSet:
             return
         last = next_preempted(table, self._precedence)
         plan.blocks.pop(last.row, None)
-        plan.preempted.append(last)
-        plan.preempters[last.request_id] = table.request(row).request_id
+        plan.preempt(last, table.request(row))
         self.preempt(last)
 
     def _compute_chunk(self, plan: StepPlan, row: int, computed: int, end: int) -> None:

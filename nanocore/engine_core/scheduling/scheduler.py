@@ -24,7 +24,7 @@ from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_clien
 from nanocore.engine_core.scheduling.precedence import Precedence, precedence_key
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.running_set import RunningSet
-from nanocore.engine_core.scheduling.step import Shortage, StepOutcome, StepPlan
+from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
 from nanocore.engine_core.scheduling.step_budget import StepBudget
 from nanocore.engine_core.scheduling.urgency import Need, Urgency
 from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
@@ -176,9 +176,7 @@ class Scheduler:
         token_budget = self._token_budget(group)
         plan, budget = running.compute(counters.num_steps, group, token_budget, urgent)
         may_admit = not plan.preempted and not running.is_short_of_blocks
-        if gave_way and (head := self.waiting.head()):
-            plan.preempters |= {one.request_id: head.request_id for one in gave_way}
-        plan.preempted[:0] = gave_way
+        plan.preempt_first(gave_way, self.waiting.peek() if gave_way else None)
         for request in plan.preempted:
             self.waiting.push(request)
             request.life.num_preemptions += 1
@@ -222,25 +220,12 @@ class Scheduler:
         self._ended = []
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
-    def blocked_head(self) -> tuple[Request, Shortage] | None:
-        """(who goes first of those that the step planned last left waiting, what it lacked)."""
-        plan, head = self.planned, self.waiting.peek()
-        if head is None:
-            return None
-        if self._num_admissible(plan.group) <= 0:
-            return head, "rows"
-        if plan.num_tokens >= plan.token_budget:
-            return head, "budget"
-        if plan.preempted or self.running.is_short_of_blocks or self._is_still_blocked(head):
-            return head, "kv_blocks"
-        return head, "partial_prefills"
-
     def _can_admit(self, group: int) -> bool:
         head = self.waiting.head()
-        may_fit = head is not None and not self._is_still_blocked(head)
-        return may_fit and not self.running.is_short_of_blocks and self._num_admissible(group) > 0
+        may_fit = head is not None and not self.is_still_blocked(head)
+        return may_fit and not self.running.is_short_of_blocks and self.num_admissible(group) > 0
 
-    def _num_admissible(self, group: int) -> int:
+    def num_admissible(self, group: int) -> int:
         """Rows that a step of this group may give away: groups are kept equally large."""
         num_taken, num_free = self.running.row_counts(group)
         fair_share = -(-self.num_requests // self.config.num_groups)
@@ -269,7 +254,7 @@ class Scheduler:
 
         def need() -> Need:
             num_blocks = self.kv_cache.num_free_needed(head.handle, head.num_tokens, hits)
-            return Need(self._num_admissible(group) > 0, num_blocks + self._num_reserved_blocks)
+            return Need(self.num_admissible(group) > 0, num_blocks + self._num_reserved_blocks)
 
         preempted = self._urgency.make_way(head, group, need)
         is_admitted = need().has_row and self._fits(head, hits)
@@ -282,10 +267,10 @@ class Scheduler:
 
         Except that prompts of several chunks, when no more of them may be running, step aside.
         """
-        num_rows = self._num_admissible(plan.group)
+        num_rows = self.num_admissible(plan.group)
         while budget > 0 and num_rows > 0:
             request = self.waiting.head(self._may_be_partial)
-            if request is None or self._is_still_blocked(request):
+            if request is None or self.is_still_blocked(request):
                 return
             hits = self._find_prefix(request)
             num_uncached = request.num_tokens - len(hits) * self.kv_cache.block_size
@@ -311,7 +296,7 @@ class Scheduler:
         limit = self.config.max_num_partial_prefills
         return not limit or len(self.running.prefilling) < limit
 
-    def _is_still_blocked(self, request: Request) -> bool:
+    def is_still_blocked(self, request: Request) -> bool:
         """Whether the head did not fit before, and nothing was freed: spares looking it up again.
 
         With nothing running it is always tried.

@@ -8,7 +8,7 @@ step begins (`begin`); what happens from then on is the outcome's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,11 +23,6 @@ from nanocore.protocol.codec import pack_int32
 from nanocore.worker.plan import NewRow, SchedulerOutput
 
 _NO_ROWS: IntArray = np.zeros(0, np.int64)
-
-
-Shortage = Literal["rows", "budget", "kv_blocks", "partial_prefills"]
-"""What a waiting request lacks: a row, token budget, KV blocks, or that fewer prompts are in chunks
-(`max_num_partial_prefills`)."""
 
 
 class Chunk(NamedTuple):
@@ -96,6 +91,17 @@ class StepPlan:
         counts = 1 if self.decode_counts is None else self.decode_counts
         decoded = int(attended_tokens(counts, self.decode_ends).sum())
         return decoded + sum([int(attended_tokens(n, n + start)) for _, n, start in self.chunks])
+
+    def preempt(self, request: Request, preempter: Request) -> None:
+        """Say that a request has lost its row, and for whom."""
+        self.preempted.append(request)
+        self.preempters[request.request_id] = preempter.request_id
+
+    def preempt_first(self, requests: list[Request], preempter: Request | None) -> None:
+        """Say so of those that have lost theirs before anything was planned."""
+        self.preempted[:0] = requests
+        if preempter is not None:
+            self.preempters |= {one.request_id: preempter.request_id for one in requests}
 
     def scheduled(self) -> Iterator[Chunk]:
         """Every row that takes part, decoding ones first."""
