@@ -6,10 +6,13 @@ import argparse
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
+
+
+DEFAULT_NAMESPACE: Final = "nanocore"
 
 
 def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:

@@ -10,12 +10,11 @@ from typing import Final
 
 from nanocore.cli.command import require
 from nanocore.cli.engine_reader import ReaderParser, join, report_errors
-from nanocore.cli.flag_types import metrics_namespace, port
+from nanocore.cli.flag_types import DEFAULT_NAMESPACE, metrics_namespace, port
 from nanocore.client import AsyncEngineClient
 from nanocore.protocol.errors import AddressInUseError, NanocoreError
 from nanocore.protocol.metrics import Metric, MetricSample
 
-DEFAULT_NAMESPACE: Final = "nanocore"
 DEFAULT_HOST: Final = "127.0.0.1"
 _PACKAGES: Final = ("prometheus_client",)
 _PATIENCE_S: Final = 5.0

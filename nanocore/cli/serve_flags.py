@@ -25,7 +25,15 @@ from nanocore.cli.engine_choice import (
     add_engine_flags,
     choose_engine,
 )
-from nanocore.cli.flag_types import at_least, otlp_url, port, seconds, seconds_or_none
+from nanocore.cli.flag_types import (
+    DEFAULT_NAMESPACE,
+    at_least,
+    metrics_namespace,
+    otlp_url,
+    port,
+    seconds,
+    seconds_or_none,
+)
 from nanocore.cli.serve_options import SHUTDOWN_TIMEOUT_S, ServeOptions, connection_limit
 from nanocore.cli.sites import read_hosts, read_origin
 from nanocore.http.server_settings import ConnectionLimits, ServerSettings
@@ -104,6 +112,7 @@ def _options(given: argparse.Namespace, engine: EngineChoice, keys: list[str]) -
         allowed_origins=tuple(map(read_origin, given.allowed_origins)),
         allowed_hosts=read_hosts(given.host, given.allowed_hosts) if given.uds is None else None,
         otlp_traces_endpoint=given.otlp_traces_endpoint,
+        metrics_namespace=given.metrics_namespace,
     )
     return ServeOptions(
         app=app,
@@ -235,5 +244,7 @@ def _add_watching(group: argparse._ArgumentGroup) -> None:
     add("--disable-access-log", dest="access_log", action="store_false", help="(the default)")
     add("--log-format", choices=get_args(LogFormat), default=DEFAULT_LOG_FORMAT,
         help="json: each line of the log an object, the engine's too (default: text)")  # fmt: skip
+    add("--metrics-namespace", type=metrics_namespace, default=DEFAULT_NAMESPACE, metavar="NAME",
+        help="names of metrics begin with it; vllm: as vLLM's (default: %(default)s)")  # fmt: skip
     add("--otlp-traces-endpoint", type=otlp_url, metavar="URL",
         help="send a span per request there, by OTLP over HTTP (default: none)")  # fmt: skip

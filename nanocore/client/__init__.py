@@ -23,8 +23,8 @@ from nanocore.protocol.errors import (
     NanocoreError,
     ProtocolError,
 )
-from nanocore.protocol.messages import ModelCard, Stats
-from nanocore.protocol.metrics import Metric, MetricSample
+from nanocore.protocol.messages import ModelCard
+from nanocore.protocol.metrics import Metric, MetricSample, Stats
 from nanocore.protocol.sampling import SamplingParams
 from nanocore.protocol.structured_outputs import StructuredOutputsParams
 

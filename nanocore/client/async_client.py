@@ -31,8 +31,8 @@ from nanocore.client.stream import RequestStream
 from nanocore.client.submission import Prompt, submit
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError
-from nanocore.protocol.messages import ControlOperation, Reply, Stats
-from nanocore.protocol.metrics import Metric
+from nanocore.protocol.messages import ControlOperation, Reply
+from nanocore.protocol.metrics import Metric, Stats
 from nanocore.protocol.sampling import Pooling, SamplingParams
 
 HEALTH_TIMEOUT_S = 5.0

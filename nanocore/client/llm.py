@@ -28,8 +28,8 @@ from nanocore.client.stepwise import QUEUE_FACTOR, StepwiseRequests
 from nanocore.client.submission import Prompt
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
-from nanocore.protocol.messages import ModelCard, Stats
-from nanocore.protocol.metrics import Metric
+from nanocore.protocol.messages import ModelCard
+from nanocore.protocol.metrics import Metric, Stats
 from nanocore.protocol.sampling import Pooling, SamplingParams
 
 Result = TypeVar("Result")

@@ -9,7 +9,8 @@ from nanocore.conformance.engine_sessions import longest
 from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore.conformance.peer import Peer
 from nanocore.conformance.report import BrokenError, SkippedError, require
-from nanocore.protocol.messages import MAX_FILE_BYTES, ModelFile, Op, Pong, Reply, Stats
+from nanocore.protocol.messages import MAX_FILE_BYTES, ModelFile, Op, Pong, Reply
+from nanocore.protocol.metrics import Stats
 
 NUM_CALLS_UNDER_WAY = 8
 NOT_SERVED = (

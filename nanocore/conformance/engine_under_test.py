@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from nanocore.conformance.peer import Peer
 from nanocore.conformance.report import BrokenError, Check, Checks, Result, run_check
-from nanocore.protocol.messages import Op, Stats
+from nanocore.protocol.messages import Op
+from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sockets import PeerSocket
 
 IDLE_PATIENCES = 10

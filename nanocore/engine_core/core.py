@@ -10,7 +10,6 @@ inbox when there is nothing to run.
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 from queue import Empty
 
@@ -36,7 +35,6 @@ from nanocore.engine_core.structured.step_masks import StepMasks
 from nanocore.protocol.messages import Event, FinishReason, Reply
 from nanocore.worker.executors.executor import StepExecutor
 
-logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -187,7 +185,7 @@ class EngineCore:
         for request in requests:
             event = Event(handle=request.handle, finish_reason=reason, message=message)
             events.append((request.client, event))
-            self.scheduler.journal.end(request, reason, now_s)
+            self.scheduler.journal.end(request, event, now_s)
         for output in split_events(events):
             self._outbox.put(output)
 
@@ -207,7 +205,5 @@ class EngineCore:
 
     def _fail(self, request: Request, message: str) -> None:
         """End a request that cannot go on; the others do."""
-        about = {"request_id": request.request_id}
-        logger.error("request %r ends: %s", request.request_id, message, extra=about)
         self.scheduler.end(request.handle)
         self._send_ends([request], "error", message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.protocol.messages import Stats
+from nanocore.protocol.metrics import Stats
 
 
 def stats_of(scheduler: Scheduler, is_paused: bool) -> Stats:

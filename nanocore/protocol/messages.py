@@ -29,7 +29,7 @@ from nanocore.protocol.fields import (
     limited,
     since,
 )
-from nanocore.protocol.metrics import Metric
+from nanocore.protocol.metrics import Metric, Stats
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
 PROTOCOL_VERSION = (1, 10)
@@ -323,27 +323,6 @@ class Control(Message, frozen=True, forbid_unknown_fields=True):
     operation: Annotated[str, limited(enum=get_args(ControlOperation))]
     file: Annotated[str | None, since(3)] = None
     offset: Annotated[ExactInt, since(3)] = 0
-
-
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the start and gauges of now; names are vLLM's where it has them."""
-
-    num_requests_running: int
-    num_requests_waiting: int
-    kv_cache_usage_perc: float
-    num_blocks: int
-    num_free_blocks: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    num_preemptions: int
-    num_aborts: int
-    prompt_tokens: int
-    generation_tokens: int
-    num_steps: int
-    paused: bool
-    prefix_cache_hit_rate: Annotated[float, since(1)] = 0.0
-    num_clients: int = 0
-    num_protocol_errors: int = 0
 
 
 class Reply(Message, frozen=True):

@@ -8,7 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.client import EngineDeadError
-from nanocore.protocol.messages import Control, Ping, Pong, Reply, Stats
+from nanocore.protocol.messages import Control, Ping, Pong, Reply
+from nanocore.protocol.metrics import Stats
 from tests.client.fake_engine import connected
 from tests.client.running import run
 from tests.protocol.samples import STATS

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.client import AsyncEngineClient
-from nanocore.protocol.messages import Stats
+from nanocore.protocol.metrics import Stats
 from tests.clients.conftest import (
     MAX_TOKENS,
     NO_TYPE,

@@ -41,10 +41,10 @@ from nanocore.protocol.messages import (
     Pong,
     Refused,
     Reply,
-    Stats,
     Submit,
     Welcome,
 )
+from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import EngineKeys, EngineSocket, SendResult
 from tests.conformance.fake_grammar import UncompilableError

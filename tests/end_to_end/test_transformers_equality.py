@@ -17,7 +17,8 @@ import torch
 
 from nanocore.client import LLM, AsyncEngineClient, RequestOutput, SamplingParams
 from nanocore.client.engine_flags import engine_flags
-from nanocore.protocol.messages import ModelCard, Stats
+from nanocore.protocol.messages import ModelCard
+from nanocore.protocol.metrics import Stats
 from tests.end_to_end.forked import engine
 from tests.model_families import BUILDERS
 from tests.tiny_models import VOCAB_SIZE

@@ -20,9 +20,9 @@ from nanocore.protocol.messages import (
     Message,
     Output,
     Reply,
-    Stats,
     Submit,
 )
+from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
 from nanocore.protocol.structured_outputs import StructuredOutputs

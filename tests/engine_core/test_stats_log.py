@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.engine_core.io.stats_log import StatsLog, stats_line
-from nanocore.protocol.messages import Stats
+from nanocore.protocol.metrics import Stats
 
 REST = Stats(
     num_requests_running=0,

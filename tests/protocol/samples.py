@@ -26,10 +26,10 @@ from nanocore.protocol.messages import (
     Pong,
     Refused,
     Reply,
-    Stats,
     Submit,
     Welcome,
 )
+from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sampling import EngineSamplingParams
 
 MODEL_CARD = ModelCard(

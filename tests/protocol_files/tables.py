@@ -19,10 +19,9 @@ from nanocore.protocol.messages import (
     Limits,
     ModelCard,
     ModelFile,
-    Stats,
     TokenLogprobs,
 )
-from nanocore.protocol.metrics import Metric, MetricSample
+from nanocore.protocol.metrics import Metric, MetricSample, Stats
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 from nanocore.protocol.structured_outputs import (
     ReasoningMarks,

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from nanocore.protocol.codec import client_decoder
-from nanocore.protocol.messages import Message, Op, Reply, Stats
+from nanocore.protocol.messages import Message, Op, Reply
+from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sockets import PeerSocket
 from tests.hostile.messages import frames, hello
 

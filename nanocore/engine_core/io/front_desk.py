@@ -47,9 +47,9 @@ from nanocore.protocol.messages import (
     Message,
     Ping,
     Pong,
-    Stats,
     Submit,
 )
+from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sockets import SendResult
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from nanocore.protocol.messages import Stats
+from nanocore.protocol.metrics import Stats
 
 logger = logging.getLogger(__name__)
 

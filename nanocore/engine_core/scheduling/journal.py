@@ -6,6 +6,7 @@ left (`engine_core/metrics/`). Times are seconds of the scheduler's clock.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 
 from nanocore.engine_core.scheduling.life import Life
 from nanocore.engine_core.scheduling.request import Request
-from nanocore.protocol.messages import FinishReason
+from nanocore.protocol.messages import Event, FinishReason
+
+logger = logging.getLogger(__name__)
 
 
 class FirstToken(NamedTuple):
@@ -64,12 +67,15 @@ class Journal:
         cached = request.num_cached_tokens or 0
         self.first_tokens.append(FirstToken(seconds, request.num_prompt_tokens, cached))
 
-    def end(self, request: Request, reason: FinishReason | None, now_s: float) -> None:
-        """A request has ended; it has no row any more."""
-        assert reason is not None
+    def end(self, request: Request, end: Event, now_s: float) -> None:
+        """A request has ended; it has no row any more. What failed is in the log, too."""
+        assert end.finish_reason is not None
+        if end.finish_reason == "error":
+            about = {"request_id": request.request_id}
+            logger.error("request %r ends: %s", request.request_id, end.message, extra=about)
         num_submitted = request.num_submitted_tokens
         entry = Ended(
-            reason,
+            end.finish_reason,
             now_s,
             request.received_s,
             request.life,

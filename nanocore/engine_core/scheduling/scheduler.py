@@ -12,7 +12,6 @@ are the `RunningSet`'s, which this file only reads and tells.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,8 +30,6 @@ from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
 from nanocore.kv_cache import Block, KVCacheManager
 from nanocore.protocol.messages import Event
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
-
-logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -212,10 +209,7 @@ class Scheduler:
             events.append((request.client, ended))
             outcome.finished.append(request)
             self._end(request, keeps_blocks=ended.finish_reason != "error")
-            self.journal.end(request, ended.finish_reason, now_s)
-            if ended.message:
-                about = {"request_id": request.request_id}
-                logger.error("request %r ends: %s", request.request_id, ended.message, extra=about)
+            self.journal.end(request, ended, now_s)
         outcome.finished += self._ended
         self._ended = []
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)

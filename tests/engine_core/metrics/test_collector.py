@@ -9,8 +9,11 @@ import pytest
 from nanocore.engine_core.metrics.collector import DeskCounts, MetricsCollector
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.protocol.messages import Event
 from nanocore.protocol.metrics import Metric
 from tests.fakes import FakeExecutor, make_request, make_scheduler
+
+ABORT = Event(handle=1, finish_reason="abort")
 
 
 class Engine:
@@ -91,7 +94,7 @@ def test_what_never_ran_has_an_end_and_no_other_time() -> None:
     request = engine.add(make_request(1, [1] * 6, 3))
     engine.now_s += 2
     engine.scheduler.abort(request.handle)
-    engine.scheduler.journal.end(request, "abort", engine.now_s)
+    engine.scheduler.journal.end(request, ABORT, engine.now_s)
     assert engine.value("request_success", ("finished_reason", "abort")) == 1
     assert engine.observed("e2e_request_latency_seconds") == (1, 2)
     for name in ("queue_time", "prefill_time", "decode_time", "inference_time"):
@@ -121,7 +124,7 @@ def test_samples_are_requests_and_together_one_with_n() -> None:
     engine.step()
     (short, *_) = request.held_back or [request]
     engine.scheduler.abort(short.handle)
-    engine.scheduler.journal.end(short, "abort", engine.now_s)
+    engine.scheduler.journal.end(short, ABORT, engine.now_s)
     assert engine.observed("request_params_n") == (0, 0)
     while engine.scheduler.num_requests:
         engine.step()
