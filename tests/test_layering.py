@@ -159,6 +159,8 @@ def test_llguidance_is_imported_in_one_room() -> None:
          "torch triton flash_attn transformers numpy safetensors xxhash llguidance"),
         ("nanocore.http.app,nanocore.http.server,nanocore.cli.main",
          "torch triton flash_attn transformers numpy safetensors xxhash llguidance"),
+        ("nanocore.cli.trace,nanocore.cli.explain",
+         "torch triton flash_attn transformers numpy tokenizers zmq uvicorn"),
         ("nanocore.conformance.vectors", "torch triton flash_attn transformers numpy zmq"),
         ("nanocore.conformance.cli", "torch triton flash_attn transformers numpy tokenizers"),
         ("nanocore.protocol.messages,nanocore.protocol.codec,nanocore.protocol.sockets,"
