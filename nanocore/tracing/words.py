@@ -17,7 +17,8 @@ def summary_text(summary: RunSummary) -> str:
         f"{one.num_tokens} tokens computed ({per_s:.0f}/s)",
         f"  requests     {one.num_requests}, of which {one.num_finished} ended; at once at most "
         f"{one.max_running} running, {one.max_waiting} waiting",
-        f"  KV blocks    at most {one.max_kv_usage:.1%} in use, {_num(one.num_preemptions, 'preemption')}",
+        f"  KV blocks    at most {one.max_kv_usage:.1%} in use, "
+        f"{_num(one.num_preemptions, 'preemption')}",
         f"  prefix cache {one.cached_tokens} of {one.prompt_tokens} prompt tokens found, by "
         f"{one.num_hits} requests",
     ]
