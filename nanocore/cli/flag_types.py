@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-
 DEFAULT_NAMESPACE: Final = "nanocore"
 
 

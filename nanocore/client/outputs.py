@@ -23,12 +23,16 @@ class RequestMetrics(msgspec.Struct, frozen=True, gc=False):
     """Times of one request, in seconds, by the client's monotonic clock.
 
     time_to_first_token_s: from submission; None before there is one. e2e_latency_s: until they are
-    read, or until the request's end. num_output_tokens: of all samples, as of the output.
+    read, or until the request's end. num_output_tokens: of all samples, as of the output, and
+    output_tokens_per_s: on average since the submission. time_per_output_token_s: after the first
+    token, on average of the sample that has the most; None before it has two.
     """
 
     time_to_first_token_s: float | None
     e2e_latency_s: float
     num_output_tokens: int
+    time_per_output_token_s: float | None
+    output_tokens_per_s: float
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -105,10 +109,15 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
         """The request's times, as of when this is read."""
         progress = self._progress
         start_s, first_s = progress.start_s, progress.first_token_s
+        now_s = progress.end_s or time.monotonic()
+        counts = [output.num_tokens for output in self.outputs]
+        num_tokens, most = sum(counts), max(counts)
         return RequestMetrics(
             None if first_s is None else first_s - start_s,
-            (progress.end_s or time.monotonic()) - start_s,
-            sum(output.num_tokens for output in self.outputs),
+            now_s - start_s,
+            num_tokens,
+            None if first_s is None or most < 2 else (now_s - first_s) / (most - 1),
+            num_tokens / (now_s - start_s) if num_tokens else 0.0,
         )
 
     def __repr__(self) -> str:

@@ -36,7 +36,6 @@ from nanocore.protocol.messages import Event, FinishReason, Reply
 from nanocore.worker.executors.executor import StepExecutor
 
 
-
 class EngineCore:
     """Runs requests from the inbox to outputs in the outbox.
 

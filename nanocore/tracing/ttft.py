@@ -14,7 +14,7 @@ from nanocore.tracing.life import Life
 PARTS: Final = {
     "compiling": "until its structured output was compiled",
     "handover": "from the io thread, which checks it, to the scheduler",
-    "waiting": "for its first row",
+    "waiting": "waiting for its first row",
     "prefill": "in steps that computed its prompt",
     "between_chunks": "with a row, in steps that computed nothing of it",
     "preempted": "without the row that it had lost",

@@ -17,7 +17,8 @@ def summary_text(summary: RunSummary) -> str:
         f"{one.num_tokens} tokens computed ({per_s:.0f}/s)",
         f"  requests     {one.num_requests}, of which {one.num_finished} ended; at once at most "
         f"{one.max_running} running, {one.max_waiting} waiting",
-        f"  KV blocks    at most {one.max_kv_usage:.1%} in use, {one.num_preemptions} preemptions",
+        f"  KV blocks    at most {one.max_kv_usage:.1%} in use, "
+        f"{_num(one.num_preemptions, 'preemption')}",
         f"  prefix cache {one.cached_tokens} of {one.prompt_tokens} prompt tokens found, by "
         f"{one.num_hits} requests",
     ]
@@ -66,7 +67,7 @@ def _waits(verb: str, waits: list[Wait], indent: str = "  ") -> list[str]:
         return [f"{indent}{verb}: not at all"]
     lines = [f"{indent}{verb} {_seconds(total_ms)}:"]
     for wait in waits:
-        steps = f" ({wait.num_steps} steps)" if wait.num_steps else ""
+        steps = f" ({_num(wait.num_steps, 'step')})" if wait.num_steps else ""
         lines.append(
             f"{indent}  {_seconds(wait.ms):>10}  {REASONS.get(wait.reason, wait.reason)}{steps}"
         )
@@ -100,8 +101,8 @@ def _ttft(one: Explanation) -> list[str]:
         f"    {_seconds(part.ms):>10}  {part.share:>6.1%}  {PARTS[part.name]}"
         for part in one.ttft_parts
     ]
-    chunks = "1 step" if one.num_chunks == 1 else f"{one.num_chunks} steps"
-    return [*lines, f"  prompt computed in {chunks}, {one.num_decode_steps} decode steps"]
+    chunks, decodes = _num(one.num_chunks, "step"), _num(one.num_decode_steps, "decode step")
+    return [*lines, f"  prompt computed in {chunks}, {decodes}"]
 
 
 def _percentiles(values: Percentiles) -> str:
@@ -109,6 +110,10 @@ def _percentiles(values: Percentiles) -> str:
         f"p50 {_seconds(values.p50_ms)}, p90 {_seconds(values.p90_ms)}, p99 "
         f"{_seconds(values.p99_ms)}, longest {_seconds(values.max_ms)} (of {values.num})"
     )
+
+
+def _num(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _seconds(ms: float) -> str:

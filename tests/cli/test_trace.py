@@ -45,7 +45,7 @@ def test_a_summary_in_words(trace: str, capsys: pytest.CaptureFixture[str]) -> N
     for words in (
         "run 1: 0.060 s, 6 steps (0.060 s in steps), 27 tokens computed (450/s)",
         "3, of which 2 ended; at once at most 1 running, 1 waiting",
-        "at most 25.0% in use, 1 preemptions",
+        "at most 25.0% in use, 1 preemption",
         "4 of 20 prompt tokens found, by 1 requests",
         "20.000 ms  every row was taken",
         "10.000 ms  too few KV blocks were free",
@@ -87,10 +87,10 @@ def test_an_explanation_in_words(trace: str, capsys: pytest.CaptureFixture[str])
         "  prefix cache: 4 of 8 tokens found, computed for a\n"
         "  preempted at 0.050000 s for c\n"
         "    did not run for 10.000 ms:\n"
-        f"       10.000 ms  {REASONS['kv_blocks']} (1 steps)\n"
+        f"       10.000 ms  {REASONS['kv_blocks']} (1 step)\n"
         "  time to first token 33.000 ms:\n"
         "      1.000 ms    3.0%  from the io thread, which checks it, to the scheduler\n"
-        "     21.000 ms   63.6%  for its first row\n"
+        "     21.000 ms   63.6%  waiting for its first row\n"
         "     10.000 ms   30.3%  in steps that computed its prompt\n"
         "      1.000 ms    3.0%  from its first token to the socket\n"
         "  prompt computed in 2 steps, 0 decode steps\n"
