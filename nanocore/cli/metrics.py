@@ -17,7 +17,7 @@ from nanocore.protocol.metrics import Metric, MetricSample
 
 DEFAULT_HOST: Final = "127.0.0.1"
 _PACKAGES: Final = ("prometheus_client",)
-_PATIENCE_S: Final = 5.0
+_PATIENCE_S: Final = 2.0
 
 
 def run(arguments: list[str]) -> int:

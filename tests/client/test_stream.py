@@ -187,7 +187,8 @@ def test_a_request_that_ends_without_tokens_has_no_time_to_first_token(
     driven.end("abort")
     metrics = driven.final().metrics
     assert metrics.time_to_first_token_s is None
-    assert metrics.num_output_tokens == 0
+    assert metrics.num_output_tokens == metrics.output_tokens_per_s == 0
+    assert metrics.time_per_output_token_s is None
     assert metrics.e2e_latency_s >= 0
 
 
@@ -208,3 +209,4 @@ def test_times_are_those_of_the_first_token_and_the_end_however_late_they_are_re
     now_s = 200.0
     metrics = driven.final().metrics
     assert (metrics.time_to_first_token_s, metrics.e2e_latency_s) == (1.0, 3.0)
+    assert (metrics.time_per_output_token_s, metrics.output_tokens_per_s) == (2.0, 2 / 3)
