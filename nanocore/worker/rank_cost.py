@@ -11,6 +11,7 @@ import math
 import torch
 
 from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.checked_model import loaded_bytes
@@ -85,8 +86,13 @@ def table_bytes(model: DecoderModel, config: WorkerConfig) -> int:
     """What is known of rows and positions: token ids twice, block ids, and rotations."""
     rows, length = config.max_num_seqs, config.max_model_len
     token_bytes = 2 * 4 * rows * length + 4 * rows * -(-length // config.block_size)
-    rotary = model.rotary_tables(length).values()
-    return token_bytes + sum(table.cos.nbytes + table.sin.nbytes for table in rotary)
+    return token_bytes + length * _rotary_values(model.config) * model.placement.dtype.itemsize
+
+
+def _rotary_values(config: ModelConfig) -> int:
+    """Of a position in `DecoderModel.rotary_tables`, which may be too long to be made here."""
+    rotations = set(map(config.rotation, range(config.num_layers)))
+    return sum(2 if name == "none" else config.rope[name].rotary_dim for name in rotations)
 
 
 def _num_values(entry: Entry) -> int:

@@ -19,7 +19,7 @@ from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.model_cost import AttentionCost, ModelCost
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
-from nanocore.worker.rank_cost import rank_cost
+from nanocore.worker.rank_cost import rank_cost, table_bytes
 from tests.model_families import BUILDERS, reference_model
 from tests.worker.configs import make_worker_config
 from tests.worker.running import make_runner, run_runner, write_script
@@ -115,6 +115,17 @@ def test_experts_are_read_as_they_are_chosen_and_the_embedding_is_not(tmp_path: 
     assert cost.held_bytes == 4 * cost.num_params
     idle = len(moe.sparse_layers) * (moe.num_experts - moe.num_experts_per_tok) * expert
     assert cost.active_params == cost.num_params - idle
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2"])
+def test_tables_are_as_large_as_they_are_made(name: str, tmp_path: Path) -> None:
+    folder = BUILDERS[name](tmp_path)
+    config = config_of(folder)
+    model = build_model(load_model_config(folder), Placement(torch.float32, CPU))
+    made = list(model.rotary_tables(64).values())
+    rotary_bytes = sum(table.cos.nbytes + table.sin.nbytes for table in made)
+    token_bytes, num_blocks = 2 * 4 * config.max_num_seqs * 64, config.max_num_seqs * 4
+    assert table_bytes(model, config) == token_bytes + 4 * num_blocks + rotary_bytes
 
 
 def test_quantized_weights_and_kv_are_read_as_they_are_kept() -> None:
