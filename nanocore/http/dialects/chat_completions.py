@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -11,6 +10,7 @@ import msgspec
 
 from nanocore.client import SamplingParams
 from nanocore.client.chat.request import ChatOptions
+from nanocore.http.answer_id import AnswerId
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_encoders import ChatAnswerEncoder, ChatStreamEncoder, ChatStyle
 from nanocore.http.dialects.chat_options import effort_kwargs, is_function, template_options
@@ -117,17 +117,18 @@ async def serve(exchange: Exchange) -> None:
     client = exchange.client
     params = request.params(client.model_card.default_sampling)
     exchange.note_params(params, request.stream)
+    answer_id = AnswerId("chatcmpl-", request.request_id)
     answer = await client.submit_chat(
         request.messages,  # type: ignore[arg-type]
         params,
-        None,
+        answer_id.engine_id(),
         request.priority or 0,
         request.cache_salt,
         True,
         **request.options(exchange.settings),
     )
     style = ChatStyle(
-        id=f"chatcmpl-{request.request_id or uuid.uuid4().hex}",
+        id=answer_id.text,
         created_s=int(time.time()),
         model=model,
         fingerprint=client.model_card.numerics_fingerprint,

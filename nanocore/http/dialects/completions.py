@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from nanocore.client import AsyncEngineClient, ModelCard, SamplingParams
 from nanocore.client.chat.constraints import read_response_format
 from nanocore.client.chat.event_stream import AnswerStream
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.http.answer_id import AnswerId
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_completions import StreamOptions
 from nanocore.http.dialects.completion_encoders import (
@@ -111,8 +111,9 @@ async def serve(exchange: Exchange) -> None:
     )
     room = client.model_card.max_model_len - (params.max_tokens or 1)
     token_ids = truncated(whole, request.truncate_prompt_tokens, room)
+    answer_id = AnswerId("cmpl-", request.request_id)
     style = CompletionStyle(
-        id=f"cmpl-{request.request_id or uuid.uuid4().hex}",
+        id=answer_id.text,
         created_s=int(time.time()),
         model=model,
         fingerprint=client.model_card.numerics_fingerprint,
@@ -131,7 +132,7 @@ async def serve(exchange: Exchange) -> None:
         )
     else:
         encoder = CompletionAnswerEncoder(style)
-    answers = await _submit(client, token_ids, params, request)
+    answers = await _submit(client, token_ids, params, request, answer_id)
     await Delivery(exchange, answers, encoder).run()
 
 
@@ -147,18 +148,24 @@ async def _submit(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     request: CompletionRequest,
+    answer_id: AnswerId,
 ) -> list[AnswerStream]:
     """All of them, or none."""
     if len(prompts) > 1:
         _check_batch(client, len(prompts) * params.n)
     answers: list[AnswerStream] = []
     try:
-        for prompt in prompts:
+        for i, prompt in enumerate(prompts):
             if len(answers) % _SUBMITTED_AT_ONCE == _SUBMITTED_AT_ONCE - 1:
                 await asyncio.sleep(0)
             answers.append(
                 await client.submit(
-                    prompt, params, None, request.priority or 0, request.cache_salt, True
+                    prompt,
+                    params,
+                    answer_id.engine_id(i if len(prompts) > 1 else None),
+                    request.priority or 0,
+                    request.cache_salt,
+                    True,
                 )
             )
     except BaseException:

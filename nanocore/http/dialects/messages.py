@@ -6,7 +6,6 @@ not done here, and the header `nanocore-ignored` names it.
 
 from __future__ import annotations
 
-import uuid
 from typing import Any, Final
 
 from msgspec.structs import replace
@@ -14,6 +13,7 @@ from msgspec.structs import replace
 from nanocore.client import SamplingParams
 from nanocore.client.chat.messages import ChatMessage
 from nanocore.client.chat.request import ChatOptions, prepare_chat
+from nanocore.http.answer_id import AnswerId
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_options import template_options
 from nanocore.http.dialects.message_blocks import chat_messages, is_prefilled
@@ -47,10 +47,17 @@ async def serve(exchange: Exchange) -> None:
     params = sampling_params(request, client.model_card.default_sampling)
     exchange.note_params(params, request.stream)
     messages, options = conversation(exchange, request)
+    answer_id = AnswerId("msg_", request.request_id)
     answer = await client.submit_chat(
-        messages, params, None, request.priority or 0, request.cache_salt, True, **options
+        messages,
+        params,
+        answer_id.engine_id(),
+        request.priority or 0,
+        request.cache_salt,
+        True,
+        **options,
     )
-    style = MessageStyle(f"msg_{request.request_id or uuid.uuid4().hex}", model)
+    style = MessageStyle(answer_id.text, model)
     kind = MessageStreamEncoder if request.stream else MessageAnswerEncoder
     await Delivery(exchange, [answer], kind(style)).run()
 

@@ -180,7 +180,7 @@ async def serve(exchange: Exchange) -> None:
     answer = await client.submit_chat(
         messages_of([*before, *items], request.instructions),  # type: ignore[arg-type]
         params,
-        None,
+        f"resp_{key}",
         request.priority or 0,
         request.cache_salt,
         True,
