@@ -176,8 +176,9 @@ def test_the_documents_name_every_flag_and_no_other() -> None:
     for name, own_flags in (("bench.md", bench_flags), ("batch.md", flags_of(batch_parser()))):
         section = (DOCS / name).read_text("utf-8").split("\n## Flags\n")[1].split("\n## ")[0]
         assert set(FLAG.findall(section)) == own_flags
-    # Of nanocore-keygen, nanocore-conformance, nanocore trace and explain.
-    others = {"--client", "--out", "--engine", "--perfetto", "--json"}
+    # Of nanocore-keygen, nanocore-conformance, nanocore trace, explain, top and metrics.
+    others = {"--client", "--out", "--engine", "--perfetto", "--json", "--once", "--interval"}
+    others |= {"--metrics-port", "--metrics-host"}
     for document in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md")):
         text = re.sub(r"`python [^`]*`", "", document.read_text("utf-8"))
         known = flags | server_flags | bench_flags | flags_of(batch_parser()) | others

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.metrics import families
 from nanocore.engine_core.process.forecast import forecast
 from nanocore.engine_core.process.forecast_table import table
 from nanocore.engine_core.scheduling.step import Chunk, StepPlan
@@ -66,7 +67,9 @@ def test_the_log_has_lines_like_those_of_the_example() -> None:
         assert without_numbers(line) in map(without_numbers, DOCUMENT.splitlines())
 
 
-def test_every_number_of_utilisation_is_explained() -> None:
-    for name in Utilisation(COST, SPEED).totals():
-        kind = re.sub("^(decode|prefill)_", "…_", name)
-        assert f"`{kind}`" in DOCUMENT, name
+def test_every_metric_is_explained_and_no_other() -> None:
+    section = DOCUMENT.split("\n## Metrics\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    named = set(re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in rows)))
+    told = (families.GAUGES, families.COUNTERS, families.BY_LABEL, families.STEPS)
+    assert named == {name for names in (*told, families.histograms(1)) for name in names}

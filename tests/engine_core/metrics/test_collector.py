@@ -2,54 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from nanocore.engine_core.metrics.collector import DeskCounts, MetricsCollector
-from nanocore.engine_core.scheduling.request import Request
-from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.metrics.collector import DeskCounts
 from nanocore.protocol.messages import Event
-from nanocore.protocol.metrics import Metric
-from tests.fakes import FakeExecutor, make_request, make_scheduler
+from tests.engine_core.metrics.clocked_engine import Engine
+from tests.fakes import make_request
 
 ABORT = Event(handle=1, finish_reason="abort")
-
-
-class Engine:
-    """A scheduler, its worker and its metrics; a step takes a second, or as a test says."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.now_s = 100.0
-        self.scheduler: Scheduler
-        self.executor: FakeExecutor
-        self.scheduler, self.executor = make_scheduler(clock=lambda: self.now_s, **settings)
-        self.collector = MetricsCollector(self.scheduler, {"max_num_queued_reqs": 2}, {"a": "b"})
-
-    def add(self, request: Request) -> Request:
-        for sample in request.samples:
-            sample.received_s = self.now_s
-        self.scheduler.add(request)
-        return request
-
-    def step(self, seconds: float = 1.0) -> None:
-        group = self.scheduler.next_group()
-        assert group is not None
-        result = self.executor.execute(self.scheduler.schedule(group))
-        self.now_s += seconds
-        self.scheduler.update(result)
-
-    def metrics(self, desk: DeskCounts | None = None) -> dict[str, Metric]:
-        return {one.name: one for one in self.collector.collect(desk or DeskCounts())}
-
-    def value(self, name: str, *labels: tuple[str, str]) -> float:
-        (value,) = [s.value for s in self.metrics()[name].samples if s.labels == list(labels)]
-        return value
-
-    def observed(self, name: str) -> tuple[int, float]:
-        """(how many, their sum)."""
-        (sample,) = self.metrics()[name].samples
-        return sum(sample.counts), sample.value
 
 
 def test_the_times_of_a_request_are_those_of_its_steps() -> None:

@@ -1,0 +1,53 @@
+"""A scheduler, its worker and its metrics, whose clock a test moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanocore.engine_core.metrics.collector import DeskCounts, MetricsCollector
+from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.utilisation import Utilisation
+from nanocore.protocol.metrics import Metric
+from tests.fakes import FakeExecutor, make_scheduler
+
+
+class Engine:
+    """A scheduler, its worker and its metrics; a step takes a second, or as a test says."""
+
+    def __init__(self, utilisation: Utilisation | None = None, **settings: Any) -> None:
+        self.now_s = 100.0
+        self.scheduler: Scheduler
+        self.executor: FakeExecutor
+        self.scheduler, self.executor = make_scheduler(clock=lambda: self.now_s, **settings)
+        self.rejections = {"max_num_queued_reqs": 2}
+        self.utilisation = utilisation
+        counted = self.scheduler, self.rejections
+        self.collector = MetricsCollector(*counted, {"a": "b"}, utilisation)
+
+    def add(self, request: Request) -> Request:
+        for sample in request.samples:
+            sample.received_s = self.now_s
+        self.scheduler.add(request)
+        return request
+
+    def step(self, seconds: float = 1.0) -> None:
+        group = self.scheduler.next_group()
+        assert group is not None
+        result = self.executor.execute(self.scheduler.schedule(group))
+        self.now_s += seconds
+        self.scheduler.update(result)
+        if self.utilisation is not None:
+            self.utilisation.add(seconds, self.scheduler.completed.plan)
+
+    def metrics(self, desk: DeskCounts | None = None) -> dict[str, Metric]:
+        return {one.name: one for one in self.collector.collect(desk or DeskCounts())}
+
+    def value(self, name: str, *labels: tuple[str, str]) -> float:
+        (value,) = [s.value for s in self.metrics()[name].samples if s.labels == list(labels)]
+        return value
+
+    def observed(self, name: str) -> tuple[int, float]:
+        """(how many, their sum)."""
+        (sample,) = self.metrics()[name].samples
+        return sum(sample.counts), sample.value
