@@ -44,6 +44,8 @@ def run(arguments: list[str]) -> int:
     except NanocoreError as error:
         standard_streams.complain(f"nanocore bench: {error}")
         return _exit_code(error)
+    except BrokenPipeError:
+        raise  # nobody reads what it prints
     except Exception:
         logger.exception("internal error")
         return StartError.exit_code

@@ -56,6 +56,8 @@ def run_command(name: str, parse: Callable[[], Options], work: Callable[[Options
                 text += f"; {hint}"
         complain(f"{name}: {text}")
         return exit_code
+    except BrokenPipeError:
+        raise  # nobody reads what it prints
     except Exception:
         logger.exception("internal error")
         return StartError.exit_code

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Final, NoReturn
 
 from nanocore import __version__
+from nanocore.system import standard_streams
 
 _SUBCOMMANDS: Final = {
     "serve": ("nanocore.cli.serve", "serve a model over HTTP"),
@@ -60,6 +61,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         exit_code = _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         exit_code = 130
+    except BrokenPipeError:  # nobody reads what is printed: `| head`
+        exit_code = standard_streams.BROKEN_PIPE
+        standard_streams.flush_or_drop()
     sys.exit(exit_code)
 
 

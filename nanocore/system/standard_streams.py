@@ -16,6 +16,8 @@ from contextlib import suppress
 from typing import Final
 
 STDERR_FD: Final = 2
+BROKEN_PIPE: Final = 141
+"""Exit code of a command whose reader has gone: what a shell says of one that SIGPIPE ended."""
 _PATIENCE_MS: Final = 100
 
 

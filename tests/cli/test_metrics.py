@@ -92,6 +92,20 @@ def test_a_look_at_an_engine(running: Engine, capsys: pytest.CaptureFixture[str]
     assert (load["num_running"], load["num_clients"]) == (0, 1)
 
 
+def test_a_reader_that_leaves_ends_it_without_a_word(running: Engine) -> None:
+    arguments = ["top", "--endpoint", running.endpoint, "--interval", "0.01", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "nanocore.cli", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as top:  # fmt: skip
+        assert top.stdout is not None
+        assert top.stderr is not None
+        json.loads(top.stdout.readline())
+        top.stdout.close()
+        assert top.stderr.read() == ""
+        assert top.wait(60) == 141
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

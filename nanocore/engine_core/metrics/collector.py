@@ -79,7 +79,8 @@ class MetricsCollector:
         self._fold_intervals()
         if first := _take(journal.first_tokens):
             seconds, prompts, cached = zip(*first, strict=True)
-            histograms["time_to_first_token_seconds"].observe(seconds)
+            known = [one for one in seconds if one is not None]
+            histograms["time_to_first_token_seconds"].observe(known)
             self._prompt_tokens += sum(prompts)
             self._cached_tokens += sum(cached)
         self._requests.observe(_take(journal.ended))

@@ -22,9 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class FirstToken(NamedTuple):
-    """Of a request that has begun to answer. seconds: since the engine received it."""
+    """Of a request that has begun to answer.
 
-    seconds: float
+    seconds: since the engine received it; None if its answer is an embedding, which has no tokens.
+    """
+
+    seconds: float | None
     num_prompt_tokens: int
     num_cached_tokens: int
 
@@ -61,9 +64,11 @@ class Journal:
     ended: deque[Ended] = field(default_factory=deque)
 
     def begin(self, request: Request, now_s: float) -> None:
-        """A request has its first token."""
-        request.life.first_token_s = now_s
-        seconds = now_s - request.received_s
+        """A request has its first token, or its embedding."""
+        seconds = None
+        if request.sampling.pooling is None:
+            request.life.first_token_s = now_s
+            seconds = now_s - request.received_s
         cached = request.num_cached_tokens or 0
         self.first_tokens.append(FirstToken(seconds, request.num_prompt_tokens, cached))
 

@@ -76,6 +76,18 @@ def test_a_preempted_request_is_one_request() -> None:
     assert (count, seconds) == (2, engine.observed("inter_token_latency_seconds")[1])
 
 
+def test_an_embedding_has_no_tokens_and_no_times_of_them() -> None:
+    engine = Engine()
+    engine.add(make_request(1, [1] * 6, 1, pooling="last"))
+    engine.step()
+    assert engine.scheduler.num_requests == 0
+    assert engine.value("prompt_tokens") == 6
+    assert engine.observed("e2e_request_latency_seconds") == (1, 1)
+    assert engine.observed("time_to_first_token_seconds") == (0, 0)
+    for name in ("prefill", "decode", "inference"):
+        assert engine.observed(f"request_{name}_time_seconds") == (0, 0)
+
+
 def test_samples_are_requests_and_together_one_with_n() -> None:
     engine = Engine()
     request = make_request(1, [1] * 5, 4, n=3)
