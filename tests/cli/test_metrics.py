@@ -92,6 +92,19 @@ def test_a_look_at_an_engine(running: Engine, capsys: pytest.CaptureFixture[str]
     assert (load["num_running"], load["num_clients"]) == (0, 1)
 
 
+def test_to_a_pipe_views_are_printed_one_below_the_other(running: Engine) -> None:
+    arguments = ["top", "--endpoint", running.endpoint, "--interval", "0.01"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "nanocore.cli", *arguments], stdout=subprocess.PIPE, text=True
+    ) as top:
+        assert top.stdout is not None
+        heads = (line for line in top.stdout if "nanocore top" in line)
+        assert len([next(heads), next(heads)]) == 2
+        top.send_signal(signal.SIGINT)
+        top.stdout.read()
+        assert top.wait(60) == 130
+
+
 def test_a_reader_that_leaves_ends_it_without_a_word(running: Engine) -> None:
     arguments = ["top", "--endpoint", running.endpoint, "--interval", "0.01", "--json"]
     with subprocess.Popen(

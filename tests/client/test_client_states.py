@@ -31,6 +31,7 @@ CALLS: dict[str, Callable[[AsyncEngineClient], Any]] = {
     "with_tokenizer": lambda client: client.with_tokenizer(str),
     "read_file": lambda client: client.read_file("tokenizer.json"),
     "stats": lambda client: client.stats(),
+    "metrics": lambda client: client.metrics(),
     "health": lambda client: client.health(),
     "reset_prefix_cache": lambda client: client.reset_prefix_cache(),
     "pause": lambda client: client.pause(),
@@ -207,6 +208,7 @@ def test_an_llm_that_is_closed_says_so(monkeypatch: pytest.MonkeyPatch, endpoint
         lambda: llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False),
         llm.get_tokenizer,
         llm.stats,
+        llm.metrics,
         llm.reset_prefix_cache,
         lambda: llm.model_card,
     ):

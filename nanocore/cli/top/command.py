@@ -20,6 +20,7 @@ from nanocore.client import AsyncEngineClient
 from nanocore.protocol.errors import NanocoreError
 
 _HISTORY: Final = 600
+_NOBODY: Final = "no engine answers; waiting for it"
 
 
 def run(arguments: list[str]) -> int:
@@ -29,11 +30,10 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     given = _parse(arguments)
-    if given.json or given.once:
-        asyncio.run(_print_load(given))
-    else:
-        require(["rich"], "the live view needs", "pip install '.[top]', or use --json")
-        asyncio.run(_watch(given))
+    if not given.json:
+        require(["rich"], "the view needs", "pip install '.[top]', or use --json")
+    is_live = sys.stdout.isatty() and not (given.json or given.once)
+    asyncio.run(_watch(given) if is_live else _print_loads(given))
     return 0
 
 
@@ -77,18 +77,22 @@ async def watch(
         await asyncio.sleep(interval_s)
 
 
-async def _print_load(given: argparse.Namespace) -> None:
+async def _print_loads(given: argparse.Namespace) -> None:
+    """One look below the other, for files, pipes and programs."""
+
     def show(load: Load | None) -> None:
         if given.json:
-            sys.stdout.write(msgspec.json.encode(load).decode() + "\n")
-            sys.stdout.flush()
+            told = {"error": _NOBODY} if load is None else load
+            sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
+        elif load is None:
+            sys.stdout.write(f"{_NOBODY}\n")
         else:
             from rich.console import Console
 
             from nanocore.cli.top.view import view
 
-            assert load is not None
             Console().print(view(_title(client), load, [load.generation_tokens_per_s]))
+        sys.stdout.flush()
 
     async with join(given) as client:
         await watch(client, given.interval, show, is_once=given.once)
@@ -102,11 +106,11 @@ async def _watch(given: argparse.Namespace) -> None:
 
     history: deque[float] = deque(maxlen=_HISTORY)
     async with join(given) as client:
-        with Live(Text("reading …"), auto_refresh=False, screen=sys.stdout.isatty()) as live:
+        with Live(Text("reading …"), auto_refresh=False, screen=True) as live:
 
             def show(load: Load | None) -> None:
                 if load is None:
-                    live.update(Text("no engine answers; waiting for it"), refresh=True)
+                    live.update(Text(_NOBODY), refresh=True)
                     return
                 history.append(load.generation_tokens_per_s)
                 live.update(view(_title(client), load, [*history]), refresh=True)
