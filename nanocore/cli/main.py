@@ -64,6 +64,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except BrokenPipeError:  # nobody reads what is printed: `| head`
         exit_code = standard_streams.BROKEN_PIPE
         standard_streams.flush_or_drop()
+    except OSError as error:  # a full disk, say, behind what is printed
+        standard_streams.complain(f"nanocore: {error.strerror or error}")
+        exit_code = 1
+        standard_streams.flush_or_drop()
     sys.exit(exit_code)
 
 

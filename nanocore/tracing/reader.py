@@ -38,7 +38,7 @@ class TraceReader:
                 for number, line in enumerate(file, 1):
                     try:
                         step = decode(line)
-                    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                         found = self._mended(number, line, error)
                         if found is None:
                             continue
@@ -61,7 +61,7 @@ class TraceReader:
             if start > 0:
                 try:
                     step = self._decoder.decode(line[start:])
-                except (msgspec.MsgspecError, UnicodeDecodeError):
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     pass
                 else:
                     self.num_cut_lines += 1

@@ -32,7 +32,9 @@ def summary_text(summary: RunSummary) -> str:
         ]
     if one.slowest:
         lines.append("  the slowest first tokens (nanocore explain REQUEST says more)")
-        lines += [f"    {_seconds(slow.ttft_ms):>10}  {slow.request}" for slow in one.slowest]
+        lines += [
+            f"    {_seconds(slow.ttft_ms):>10}  {_shown(slow.request)}" for slow in one.slowest
+        ]
     return "\n".join(lines)
 
 
@@ -58,7 +60,7 @@ def _head(one: Explanation) -> str:
         known += [f"{one.prompt_tokens} prompt tokens", f"session {one.session}"]
     if one.priority:
         known.append(f"priority {one.priority}")
-    return f"request {one.request}: {', '.join(known)}"
+    return f"request {_shown(one.request)}: {', '.join(known)}"
 
 
 def _waits(verb: str, waits: list[Wait], indent: str = "  ") -> list[str]:
@@ -78,12 +80,12 @@ def _hits(one: Explanation) -> str:
     if not one.cached_tokens:
         return "  prefix cache: nothing found"
     of = "" if one.prompt_tokens is None else f" of {one.prompt_tokens}"
-    whose = f", computed for {', '.join(one.cached_from)}" if one.cached_from else ""
+    whose = f", computed for {', '.join(map(_shown, one.cached_from))}" if one.cached_from else ""
     return f"  prefix cache: {one.cached_tokens}{of} tokens found{whose}"
 
 
 def _pause(one: Explanation, pause: Pause) -> list[str]:
-    by = "" if pause.by is None else f" for {pause.by}"
+    by = "" if pause.by is None else f" for {_shown(pause.by)}"
     if pause.by == one.request:
         by = ": it needed a block itself, and was the last in line"
     text = f"preempted at {pause.at_s:.6f} s{by}"
@@ -118,3 +120,8 @@ def _num(count: int, noun: str) -> str:
 
 def _seconds(ms: float) -> str:
     return f"{ms:.3f} ms" if ms < 1e3 else f"{ms / 1e3:.3f} s"
+
+
+def _shown(request_id: str) -> str:
+    """As it is, or as Python writes it: a client may have put a terminal's commands into it."""
+    return request_id if request_id.isprintable() else repr(request_id)

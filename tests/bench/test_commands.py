@@ -146,6 +146,7 @@ def test_throughput_has_vllms_keys(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "Total num output tokens:  20\n" in capsys.readouterr().out
 
 
+@pytest.mark.campaign
 def test_latency_has_vllms_keys(tmp_path: Path) -> None:
     file = tmp_path / "l.json"
     flags = "--batch-size 2 --input-len 6 --output-len 5 --num-iters 3 --num-iters-warmup 1"
@@ -156,6 +157,7 @@ def test_latency_has_vllms_keys(tmp_path: Path) -> None:
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
+@pytest.mark.campaign
 def test_startup_has_vllms_keys(tmp_path: Path) -> None:
     file = tmp_path / "s.json"
     flags = "--num-iters-cold 1 --num-iters-warmup 0 --num-iters-warm 1"

@@ -119,6 +119,15 @@ def test_a_reader_that_leaves_ends_it_without_a_word(running: Engine) -> None:
         assert top.wait(60) == 141
 
 
+def test_a_full_disk_is_told_in_a_line(running: Engine) -> None:
+    command = [sys.executable, "-m", "nanocore.cli", "metrics", "--endpoint", running.endpoint]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "nanocore: No space left on device\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -55,6 +55,19 @@ def test_a_summary_in_words(trace: str, capsys: pytest.CaptureFixture[str]) -> N
     assert written.out.splitlines()[-2:] == ["     33.000 ms  b", "     12.500 ms  a"]
 
 
+def test_what_a_client_put_into_an_id_does_not_reach_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b[31mevil\n"
+    steps = line(1, {evil: 8}, new=[evil], first=[evil], arrived=[arrival(evil, 8, 0.008, 0.009)])
+    trace = write(tmp_path / "steps.jsonl", steps | {"sent": {evil: 0.02}})
+    for command in (("trace", trace), ("explain", evil, trace)):
+        assert exit_code(*command) == 0
+        out = capsys.readouterr().out
+        assert repr(evil) in out
+        assert "\x1b" not in out
+
+
 def test_a_summary_for_programs(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Path(trace).open("a") as file:
         file.write(text([line(1, {"z": 1})]) + '{"step":2,')

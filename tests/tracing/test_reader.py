@@ -62,6 +62,7 @@ def test_blank_lines_are_nothing(tmp_path: Path) -> None:
         (text([line(1)]) + text([line(2, t_s="soon")]), 2),
         ("\x00\x01\n", 1),
         ("no end of line", 1),
+        ('{"a":' * 100_000 + "\n", 1),
     ],
 )
 def test_what_is_no_step_is_told_with_its_line(tmp_path: Path, bad: str, number: int) -> None:

@@ -43,11 +43,17 @@ class Reading:
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Seconds, estimated from a histogram; None if nothing was observed."""
+    """Seconds. mean: None if nothing was observed.
 
+    p50, p90, p99: estimated from a histogram's buckets; None if nothing was observed, or below the
+    first of its bounds, `least`, where they would be a guess.
+    """
+
+    mean: float | None
     p50: float | None
     p90: float | None
     p99: float | None
+    least: float
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +96,10 @@ def load_between(before: Reading, now: Reading) -> Load:
         old = before.counts(name) or [0] * len(now.counts(name))
         counts = [new - earlier for new, earlier in zip(now.counts(name), old, strict=True)]
         bounds = now.bounds(name)
-        return Quantiles(*(quantile(bounds, counts, share) for share in (0.5, 0.9, 0.99)))
+        num_observed = sum(counts)
+        mean = (now.value(name) - before.value(name)) / num_observed if num_observed else None
+        p50, p90, p99 = [quantile(bounds, counts, share) for share in (0.5, 0.9, 0.99)]
+        return Quantiles(mean, p50, p90, p99, least=bounds[0] if bounds else 0.0)
 
     def utilisation(kind: str, work: str, most: str) -> float | None:
         busy_s = rate("step_seconds", kind=kind) * now.value(most, kind=kind)
@@ -128,7 +137,8 @@ def load_between(before: Reading, now: Reading) -> Load:
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
     """As PromQL's histogram_quantile: even within a bucket, and at most the last bound.
 
-    counts: of each bucket alone, the last of them beyond all bounds.
+    None in the first bucket, which may be wide: nothing is known of the values there. counts: of
+    each bucket alone, the last of them beyond all bounds.
     """
     totals = list(accumulate(counts))
     if not totals or not totals[-1]:
@@ -136,6 +146,8 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
     rank = share * totals[-1]
     for i, total in enumerate(totals[:-1]):
         if total >= rank and counts[i]:
-            low = bounds[i - 1] if i else 0.0
+            if not i:
+                return None
+            low = bounds[i - 1]
             return low + (bounds[i] - low) * (rank - (total - counts[i])) / counts[i]
     return bounds[-1]

@@ -30,7 +30,7 @@ def view(title: str, load: Load, history: Sequence[float]) -> RenderableType:
             Text(),
             _ends(load),
         ),
-        title=f"nanocore top · {title}{state}",
+        title=Text(f"nanocore top · {title}{state}"),
         title_align="left",
     )
 
@@ -74,7 +74,7 @@ def _tokens(load: Load, history: Sequence[float]) -> Table:
 
 def _latencies(load: Load) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for head in ("ms", "p50", "p90", "p99"):
+    for head in ("ms", "mean", "p50", "p90", "p99"):
         table.add_column(head, justify="left" if head == "ms" else "right")
     for name, quantiles in (
         ("in the queue", load.queue_s),
@@ -89,7 +89,7 @@ def _latencies(load: Load) -> Table:
 def _ends(load: Load) -> Table:
     table = _grid(2)
     ends = [f"{rate:,.1f} {reason}" for reason, rate in load.ended_per_s.items() if rate]
-    table.add_row("ended/s", ", ".join(ends) or "none")
+    table.add_row("ended/s", Text(", ".join(ends) or "none"))
     table.add_row("preempted/s", f"{load.preemptions_per_s:,.1f}")
     table.add_row("refused/s", f"{load.rejections_per_s:,.1f}")
     return table
@@ -107,5 +107,8 @@ def _share(share: float | None) -> str:
 
 
 def _milliseconds(quantiles: Quantiles) -> Iterable[str]:
-    values = quantiles.p50, quantiles.p90, quantiles.p99
-    return ["-" if value is None else f"{value * 1e3:,.1f}" for value in values]
+    if quantiles.mean is None:
+        return ["-"] * 4
+    values = quantiles.mean, quantiles.p50, quantiles.p90, quantiles.p99
+    least = f"<{quantiles.least * 1e3:g}"
+    return [least if value is None else f"{value * 1e3:,.1f}" for value in values]

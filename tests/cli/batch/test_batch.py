@@ -188,6 +188,7 @@ def test_files_that_cannot_be_are_said_before_an_engine_is_asked(
         assert requests.read_bytes() == before
 
 
+@pytest.mark.campaign
 def test_an_engine_of_its_own_is_launched_with_the_flags_that_are_its(
     requests: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +197,7 @@ def test_an_engine_of_its_own_is_launched_with_the_flags_that_are_its(
     assert "the bundled demo model" in capfd.readouterr().err
 
 
+@pytest.mark.campaign
 def test_why_its_engine_does_not_start_is_said_with_its_exit_code(
     requests: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,8 @@ def by(name: str, label: str, values: dict[str, float]) -> Metric:
 
 
 def histogram(name: str, counts: list[int]) -> Metric:
-    return Metric(name, "histogram", "", [MetricSample(1.0, counts=counts)], [1.0, 2.0])
+    samples = [MetricSample(1.5 * sum(counts), counts=counts)]
+    return Metric(name, "histogram", "", samples, [1.0, 2.0])
 
 
 def reading(at_s: float, scale: int) -> Reading:
@@ -74,7 +75,16 @@ def test_utilisation_is_of_the_time_of_such_steps(load: Load) -> None:
 
 def test_quantiles_are_of_what_was_observed_in_between(load: Load) -> None:
     assert load.ttft_s.p50 == pytest.approx(1 + 1 / 3)
-    assert load.e2e_s.p50 is None
+    assert load.ttft_s.mean == 1.5
+    assert load.e2e_s.mean is load.e2e_s.p50 is None
+
+
+def test_what_is_below_the_first_bound_is_not_guessed() -> None:
+    before = Reading([histogram("request_queue_time_seconds", [0, 0, 0])], 1.0)
+    now = Reading([histogram("request_queue_time_seconds", [4, 0, 0])], 2.0)
+    queue_s = load_between(before, now).queue_s
+    assert (queue_s.mean, queue_s.p99, queue_s.least) == (1.5, None, 1.0)
+    assert "<1000" in shown(load_between(before, now))
 
 
 @pytest.mark.parametrize(
@@ -82,9 +92,9 @@ def test_quantiles_are_of_what_was_observed_in_between(load: Load) -> None:
     [
         ([0, 0, 0], 0.5, None),
         ([], 0.5, None),
-        ([4, 0, 0], 0.5, 0.5),
+        ([4, 0, 0], 0.5, None),
         ([0, 4, 0], 0.5, 1.5),
-        ([2, 2, 0], 0.5, 1.0),
+        ([2, 2, 0], 0.75, 1.5),
         ([2, 0, 2], 0.99, 2.0),
         ([0, 0, 1], 0.5, 2.0),
     ],
@@ -97,13 +107,23 @@ def test_a_quantile_is_what_prometheus_estimates(
     )
 
 
-def test_a_view_says_all_of_it(load: Load) -> None:
+def shown(load: Load) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(view("a model", load, [1.0, 50.0, 100.0]))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_a_view_says_all_of_it(load: Load) -> None:
+    text = shown(load)
     for words in ("a model", "50.0%", "25.0%", "100.0 tokens/s", "30.0%", "4.0 stop", "1,333.3"):
         assert words in text
     assert "▁▅█" in text
+
+
+def test_a_models_name_is_shown_as_it_is(load: Load) -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(view("[bold]x[/nothing]", load, []))
+    assert "[bold]x[/nothing]" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_sparkline_is_as_high_as_its_largest_value() -> None:
