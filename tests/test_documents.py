@@ -178,6 +178,7 @@ def test_the_documents_name_every_flag_and_no_other() -> None:
         assert set(FLAG.findall(section)) == own_flags
     # Of nanocore-keygen, nanocore-conformance, nanocore trace, explain, top and metrics.
     others = {"--client", "--out", "--engine", "--perfetto", "--json", "--once", "--interval"}
+    others |= {"--timeout"}
     others |= {"--metrics-port", "--metrics-host"}
     for document in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md")):
         text = re.sub(r"`python [^`]*`", "", document.read_text("utf-8"))

@@ -10,6 +10,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from nanocore.bench.arrivals import Ramp, Traffic
@@ -247,6 +248,12 @@ def _report(given: argparse.Namespace) -> Report:
             goodput[name] = any_number(text)
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"--goodput {name}: {error} of milliseconds") from None
+    keeps = given.save_result or given.append_result
+    if given.save_detailed and not keeps:
+        raise ConfigError("--save-detailed says what --save-result keeps: give that, too")
+    folder = Path(given.result_dir or "")
+    if keeps and folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(f"--result-dir {folder} is no folder that can be written to")
     return Report(
         label=given.label,
         percentile_metrics=metrics,

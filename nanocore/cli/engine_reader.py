@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import NoReturn
+import asyncio
+import re
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, NoReturn
 
+from nanocore.cli.flag_types import seconds
 from nanocore.client import AsyncEngineClient
 from nanocore.protocol.errors import ConfigError, NanocoreError, StartError
 from nanocore.system import standard_streams
 
 JOIN_TIMEOUT_S = 10.0
+_SIGNALS: Final = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 class ReaderParser(argparse.ArgumentParser):
@@ -21,6 +26,8 @@ class ReaderParser(argparse.ArgumentParser):
         self.add_argument("--endpoint", metavar="ENDPOINT",
             help="of the engine, ipc:// or tcp:// (default: this user's own)")  # fmt: skip
         self.add_argument("--curve-dir", metavar="DIR", help="keys of nanocore-keygen, for tcp://")
+        self.add_argument("--timeout", type=seconds, default=JOIN_TIMEOUT_S, metavar="S",
+            help="seconds that it may take to answer (default: %(default)g)")  # fmt: skip
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
@@ -30,8 +37,34 @@ class ReaderParser(argparse.ArgumentParser):
 def join(given: argparse.Namespace, resume: bool = True) -> AsyncEngineClient:
     """A client of the engine that the flags name; not yet connected."""
     return AsyncEngineClient.connect(
-        given.endpoint, timeout_s=JOIN_TIMEOUT_S, curve_dir=given.curve_dir, resume=resume
+        given.endpoint, timeout_s=given.timeout, curve_dir=given.curve_dir, resume=resume
     )
+
+
+async def run_until_signal(work: Coroutine[Any, Any, object]) -> int:
+    """Do this until it ends or SIGINT, SIGTERM or SIGHUP cancels it; returns the exit code.
+
+    asyncio's own way with SIGINT misses one that comes just before the loop goes to sleep: here the
+    signal itself wakes it.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    seen: list[int] = []
+
+    def stop(number: int) -> None:
+        seen.append(number)
+        task.cancel()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not seen:
+            raise
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+    return 128 + seen[0] if seen else 0
 
 
 def report_errors(name: str, command: Callable[[], int]) -> int:
@@ -42,7 +75,10 @@ def report_errors(name: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except NanocoreError as error:
-        standard_streams.complain(f"{name}: {error}")
+        text = str(error)
+        for argument, flag in (("timeout_s", "--timeout"), ("curve_dir", "--curve-dir")):
+            text = re.sub(rf"\b{argument}\b", flag, text)
+        standard_streams.complain(f"{name}: {text}")
         return error.exit_code if isinstance(error, StartError) else StartError.exit_code
     finally:
         standard_streams.flush_or_drop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Final, NoReturn
 
 from nanocore import __version__
@@ -57,6 +58,8 @@ def _run(arguments: list[str]) -> int:
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a subcommand; exits with its code."""
+    if isinstance(sys.stdout, TextIOWrapper):  # of a terminal that knows ASCII alone
+        sys.stdout.reconfigure(errors="replace")
     try:
         exit_code = _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:

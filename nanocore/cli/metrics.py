@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import sys
 from collections.abc import Iterable
 from typing import Final
 
 from nanocore.cli.command import require
-from nanocore.cli.engine_reader import ReaderParser, join, report_errors
+from nanocore.cli.engine_reader import ReaderParser, join, report_errors, run_until_signal
 from nanocore.cli.flag_types import DEFAULT_NAMESPACE, metrics_namespace, port
 from nanocore.client import AsyncEngineClient
-from nanocore.protocol.errors import AddressInUseError, NanocoreError
+from nanocore.protocol.errors import AddressInUseError, ConfigError, NanocoreError
 from nanocore.protocol.metrics import Metric, MetricSample
 
 DEFAULT_HOST: Final = "127.0.0.1"
@@ -28,8 +29,8 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     given = _parse(arguments)
     require(_PACKAGES, "metrics need", "pip install '.[server]'")
-    asyncio.run(_print(given) if given.metrics_port is None else _serve(given))
-    return 0
+    work = _print(given) if given.metrics_port is None else _serve(given)
+    return asyncio.run(run_until_signal(work))
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -75,11 +76,14 @@ async def _serve(given: argparse.Namespace) -> None:
         registry.register(MetricsCollector(read, name, given.metrics_namespace))
         try:
             server, thread = start_http_server(given.metrics_port, given.metrics_host, registry)
+        except socket.gaierror as error:
+            raise ConfigError(f"--metrics-host {given.metrics_host}: {error.strerror}") from None
         except OSError as error:
             raise AddressInUseError(
                 f"--metrics-port {given.metrics_port}: {error.strerror}; choose another, or 0"
             ) from None
-        print(f"metrics: http://{given.metrics_host}:{server.server_port}/metrics", flush=True)
+        host = f"[{given.metrics_host}]" if ":" in given.metrics_host else given.metrics_host
+        print(f"metrics: http://{host}:{server.server_port}/metrics", flush=True)
         try:
             await asyncio.Event().wait()
         finally:

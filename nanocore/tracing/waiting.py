@@ -17,6 +17,7 @@ from nanocore.tracing.run import Run, StepTimes
 
 REASONS: Final = {
     "rows": "every row was taken (--max-num-seqs)",
+    "stage": "the next step was for other rows, which are dealt to pipeline stages in turns",
     "kv_blocks": "too few KV blocks were free",
     "budget": "the steps' token budget was spent (--max-num-batched-tokens)",
     "partial_prefills": "no more prompts may be in chunks at once (--max-num-partial-prefills)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -73,8 +74,8 @@ def test_metrics_are_served_until_ctrl_c_also_while_the_engine_is_gone() -> None
         url = exporter.stdout.readline().split()[-1]
         assert values(read(url))["nanocore:engine_up"] == 1
     assert values(read(url)) == {"nanocore:engine_up": 0}
-    exporter.send_signal(signal.SIGINT)
-    assert exporter.wait(60) == 130
+    exporter.send_signal(signal.SIGTERM)
+    assert exporter.wait(60) == 143
     exporter.stdout.close()
 
 
@@ -103,6 +104,16 @@ def test_to_a_pipe_views_are_printed_one_below_the_other(running: Engine) -> Non
         top.send_signal(signal.SIGINT)
         top.stdout.read()
         assert top.wait(60) == 130
+
+
+def test_a_terminal_without_unicode_gets_what_it_can_show(running: Engine) -> None:
+    arguments = ["top", "--endpoint", running.endpoint, "--interval", "0.01", "--once"]
+    done = subprocess.run(
+        [sys.executable, "-m", "nanocore.cli", *arguments],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "nanocore top ?" in done.stdout
 
 
 def test_a_reader_that_leaves_ends_it_without_a_word(running: Engine) -> None:
@@ -134,7 +145,7 @@ def test_a_full_disk_is_told_in_a_line(running: Engine) -> None:
         (("top", "--interval", "0"), "no number of seconds above 0"),
         (("top", "--intervals", "1"), "unrecognized arguments: --intervals 1"),
         (("metrics", "--metrics-namespace", "a-b"), "'a-b' is no name"),
-        (("metrics", "--endpoint", "tcp://127.0.0.1:9"), "needs curve_dir"),
+        (("metrics", "--endpoint", "tcp://127.0.0.1:9"), "needs --curve-dir"),
     ],
 )
 def test_wrong_flags_are_told_in_a_line(
@@ -144,6 +155,14 @@ def test_wrong_flags_are_told_in_a_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"nanocore {arguments[0]}: ")
     assert text in line
+
+
+def test_a_host_that_is_none_is_told_in_a_line(
+    running: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--metrics-port", "0", "--metrics-host", "nowhere.invalid")
+    assert exit_code("metrics", "--endpoint", running.endpoint, *flags) == 2
+    assert "--metrics-host nowhere.invalid: " in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_told_in_a_line(

@@ -120,6 +120,12 @@ def test_the_first_in_line_is_told_with_what_it_lacks(
     assert line["blocked"] == {"id": "r2", "by": by}
 
 
+def test_who_waits_for_another_stages_rows_does_not_lack_one(path: Path) -> None:
+    line = TracedCore(path, num_groups=2).step(add(1, 4), add(2, 4), add(3, 4))
+    assert line["new"] == ["r1", "r2"]
+    assert line["blocked"] == {"id": "r3", "by": "stage"}
+
+
 def test_nobody_is_blocked_when_nobody_waits(path: Path) -> None:
     assert TracedCore(path).step(add(1, 4), add(2, 4))["blocked"] is None
 

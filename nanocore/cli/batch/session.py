@@ -54,7 +54,23 @@ def answer_batch(options: BatchOptions) -> int:
             return asyncio.run(_answer(options, plan, results, bar))
 
 
+class _Once(logging.Filter):
+    """Lets each line pass once: of many requests that fail for one reason, one tells it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is new."""
+        text = record.getMessage()
+        is_new = text not in self._seen
+        self._seen.add(text)
+        return is_new
+
+
 async def _answer(options: BatchOptions, plan: Plan, results: Results, bar: tqdm[None]) -> int:
+    logging.getLogger("nanocore.http.errors").addFilter(_Once())
     app = App(options.app)
 
     def show() -> None:

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from nanocore.cli.command import require
-from nanocore.cli.engine_reader import ReaderParser, join, report_errors
+from nanocore.cli.engine_reader import ReaderParser, join, report_errors, run_until_signal
 from nanocore.cli.flag_types import seconds
 from nanocore.cli.top.readings import Load, Reading, load_between
 from nanocore.client import AsyncEngineClient
@@ -33,8 +33,7 @@ def _run(arguments: list[str]) -> int:
     if not given.json:
         require(["rich"], "the view needs", "pip install '.[top]', or use --json")
     is_live = sys.stdout.isatty() and not (given.json or given.once)
-    asyncio.run(_watch(given) if is_live else _print_loads(given))
-    return 0
+    return asyncio.run(run_until_signal(_watch(given) if is_live else _print_loads(given)))
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -10,9 +10,9 @@ from typing import Literal
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 
-Shortage = Literal["rows", "budget", "kv_blocks", "partial_prefills"]
-"""A row, token budget, KV blocks, or that fewer prompts are in chunks
-(`max_num_partial_prefills`)."""
+Shortage = Literal["rows", "stage", "budget", "kv_blocks", "partial_prefills"]
+"""A row; a step of another pipeline stage's rows, which have their share of requests equally; token
+budget; KV blocks; or that fewer prompts are in chunks (`max_num_partial_prefills`)."""
 
 
 def first_in_line(scheduler: Scheduler) -> tuple[Request, Shortage] | None:
@@ -21,7 +21,8 @@ def first_in_line(scheduler: Scheduler) -> tuple[Request, Shortage] | None:
     if head is None:
         return None
     if scheduler.num_admissible(plan.group) <= 0:
-        return head, "rows"
+        is_full = scheduler.num_running >= scheduler.config.max_num_seqs
+        return head, "rows" if is_full else "stage"
     if plan.num_tokens >= plan.token_budget:
         return head, "budget"
     is_short = bool(plan.preempted) or scheduler.running.is_short_of_blocks
