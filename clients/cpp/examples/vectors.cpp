@@ -26,10 +26,10 @@ namespace {
 const std::set<string> bin_fields{"prompt_token_ids", "output_token_ids", "handles", "tokens",
                                   "counts",           "data",             "embedding"};
 
-// Beside these, whatever stands in a map of log probabilities is a bin.
+// Beside these, whatever stands in a map of log probabilities is a bin; metrics' counts are none.
 bool is_bin(const string& name, const ordered_json& value) {
     static const std::set<string> columns{"ranks", "token_ids", "logprobs"};
-    return bin_fields.count(name) || (columns.count(name) && value.is_string());
+    return value.is_string() && (bin_fields.count(name) || columns.count(name));
 }
 
 string from_hex(const string& hex) {
@@ -104,11 +104,13 @@ bool same_field(const Map& map, const string& name, const ordered_json& value) {
     if (value.is_object()) return same(map.get<Map>(name), value);
     if (value.empty()) return map.get<TokenIds>(name).empty();
     if (value[0].is_string()) return map.get<vector<string>>(name) == value;
+    if (value[0].is_number_float()) return map.get<vector<double>>(name) == value;
     if (value[0].is_number()) return map.get<vector<int64_t>>(name) == value;
     if (name == "logit_bias") {
         const auto pairs = value.get<vector<std::pair<int64_t, double>>>();
         return map.get<vector<std::pair<int64_t, double>>>(name) == pairs;
     }
+    if (name == "labels") return map.get<vector<vector<string>>>(name) == value;
     if (value[0].is_array()) return map.get<vector<vector<int64_t>>>(name) == value;
     const auto maps = map.get<vector<Map>>(name);
     return std::equal(maps.begin(), maps.end(), value.begin(), value.end(), same);
