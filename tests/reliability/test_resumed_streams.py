@@ -22,7 +22,8 @@ def resume(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.timeout(300)  # it starts twelve processes, one after the other
 @pytest.mark.parametrize(
-    ("num_ranks", "standby", "num_kills"), [(1, False, 3), (1, True, 3), (2, False, 2)]
+    ("num_ranks", "standby", "num_kills"),
+    [(1, False, 3), (1, True, 3), pytest.param(2, False, 2, marks=pytest.mark.campaign)],
 )
 def test_streams_of_every_kind_go_on_when_their_engine_is_killed(
     resume: ModuleType, num_ranks: int, standby: bool, num_kills: int
