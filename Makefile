@@ -18,18 +18,18 @@ help:
 	@echo "make clean  remove the environment and caches"
 
 # The kernels are compiled with each installation, so tests do with one: it has all that engines need.
-SOURCES := pyproject.toml setup.py constraints-cpu.txt $(wildcard nanocore/kernels/cpu/*.h nanocore/kernels/cpu/*.cpp) nanocore/kernels/cpu/build.py
+SOURCES := pyproject.toml demo_model/pyproject.toml setup.py constraints-cpu.txt $(wildcard nanocore/kernels/cpu/*.h nanocore/kernels/cpu/*.cpp) nanocore/kernels/cpu/build.py
 
 $(VENV)/.engine: $(SOURCES)
 	@echo "setting up $(VENV) with nanocore[engine,server]"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".[engine,server]"
+	@$(PIP) -e ".[engine,server]" -e ./demo_model
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES)
 	@echo "setting up $(VENV) with nanocore[engine,server,dev]"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".[engine,server,dev]"
+	@$(PIP) -e ".[engine,server,dev]" -e ./demo_model
 	@touch $(VENV)/.engine $@
 
 demo: $(VENV)/.engine
@@ -50,4 +50,4 @@ bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/compare.py --model small --out benchmarks/results/offline-small.json
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info demo_model/build demo_model/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

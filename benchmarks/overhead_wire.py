@@ -5,7 +5,7 @@ outputs_us           a step's OUTPUT of one token per request: encode, decode, u
 client_us_per_token  from an OUTPUT's frames to the text that a reader gets of each stream
 
 CPU time, and not the clock on the wall, because other processes share the machine. The client's
-tokens are those of a real text, by the tokenizer of the bundled demo model.
+tokens are those of a real text, by the tokenizer of the demo model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ from nanocore.client import SamplingParams
 from nanocore.client.stream import RequestStream
 from nanocore.client.stream_table import StreamTable
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.output_frames import output_frames
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
@@ -100,8 +100,8 @@ def _per_call_us(call: Callable[[], Any], repeats: int) -> list[float]:
 
 
 def demo_folder() -> Path:
-    """The bundled demo model's folder."""
-    return Path(str(resources.files("nanocore") / "demo_model"))
+    """The demo model's folder."""
+    return demo_model_folder()
 
 
 def client_us_per_token(num_streams: int, repeats: int) -> list[float]:

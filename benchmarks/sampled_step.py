@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from importlib import resources
 from pathlib import Path
 from statistics import median
 from typing import Final
@@ -19,6 +18,7 @@ from typing import Final
 import numpy as np
 from report import describe_run, spread, table, with_range, write_report
 
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.executors.local_executor import LocalExecutor
@@ -78,10 +78,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, default=RESULTS / "sampled_step.json")
     arguments = parser.parse_args()
-    with resources.as_file(resources.files("nanocore") / "demo_model") as folder:
-        config = EngineConfig(device="cpu", block_size=BLOCK_SIZE, max_num_seqs=NUM_ROWS)
-        executor = LocalExecutor(config.worker_config(str(folder), BLOCK_SIZE * NUM_BLOCKS))
-        executor.load_model()
+    folder = demo_model_folder()
+    config = EngineConfig(device="cpu", block_size=BLOCK_SIZE, max_num_seqs=NUM_ROWS)
+    executor = LocalExecutor(config.worker_config(str(folder), BLOCK_SIZE * NUM_BLOCKS))
+    executor.load_model()
     executor.allocate_kv_cache(NUM_ROWS * NUM_BLOCKS, BLOCK_SIZE * NUM_BLOCKS)
     executor.capture()
     cases = {"plain": 0, f"{NUM_ASKING} rows ask for everything": 1}

@@ -4,7 +4,7 @@
     python examples/lm_eval_nanocore.py --model nanocore --tasks hellaswag,gsm8k \
         --model_args pretrained=path/to/folder,dtype=float32,max_model_len=4096
 
-Without `pretrained` the bundled demo model is evaluated; further arguments are flags of
+Without `pretrained` the demo model is evaluated; further arguments are flags of
 `nanocore-engine`. `--apply_chat_template` takes the model's own. Batches are the engine's to make:
 all requests of a task are given to it at once, and `--batch_size` has no meaning.
 """

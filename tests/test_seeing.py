@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.metrics import families
 from nanocore.engine_core.process.forecast import forecast
@@ -30,7 +31,7 @@ COST = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, at
 def printed() -> list[str]:
     """The lines of `--check` for the demo model, on a machine of some speed."""
     config = EngineConfig(device="cpu", kv_cache_memory_bytes=2 * 10**9)
-    folder = ROOT / "nanocore" / "demo_model"
+    folder = demo_model_folder()
     ranks = dry_run(config.worker_config(str(folder), 2048))
     names = str(folder), "Qwen3ForCausalLM"
     return table(forecast(config, names, ranks, (32768, 2048), [SPEED])).splitlines()

@@ -21,7 +21,7 @@ DEMO_MODEL_ID: Final = "demo model"
 
 @dataclass(frozen=True, slots=True)
 class OwnEngine:
-    """model: None is the bundled demo model. arguments: of the engine."""
+    """model: None is the demo model. arguments: of the engine."""
 
     model: str | None
     tokenizer: str | None

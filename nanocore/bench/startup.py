@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from tqdm import tqdm
 
 from nanocore.bench.offline import OwnEngine, build_parser, parse, percentiles_of, write_json
 from nanocore.bench.parser import BenchParser, at_least
+from nanocore.demo_model import demo_model_folder
 
 CACHE_VARIABLES: Final = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 """Where the libraries of an engine keep what they compile."""
@@ -66,7 +66,7 @@ def startup_parser() -> BenchParser:
 
 def model_folder(model: str | None) -> Path | None:
     """Of a model that is a folder here, or of the demo model."""
-    folder = Path(str(resources.files("nanocore"))) / "demo_model" if model is None else Path(model)
+    folder = demo_model_folder() if model is None else Path(model)
     return folder if folder.is_dir() else None
 
 

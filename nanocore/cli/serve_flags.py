@@ -156,7 +156,7 @@ def build_parser() -> CommandParser:
         description="Serve a model over HTTP, in the dialects of OpenAI's and Anthropic's APIs. "
         "An engine is launched, and ends with the server; flags that are not listed here are its, "
         "as `nanocore-engine --help` lists them. MODEL, a folder or an id on the hub, comes first; "
-        "without one the bundled demo model is served.",
+        "without one the demo model is served.",
         epilog=_EXIT_CODES,
         allow_abbrev=False,
     )

@@ -64,7 +64,7 @@ class LinkedClient:
         If the engine dies it is started again, and requests go on where they stopped.
 
         Args:
-            model: model folder, or id on the hub; None is the bundled demo model.
+            model: model folder, or id on the hub; None is the demo model.
             tokenizer: folder with the tokenizer's files; None reads them from the engine.
             start_timeout_s: how long the engine may take to load.
             resume: False lets requests fail with the engine, for good.

@@ -39,7 +39,7 @@ class LLM:
     """An engine of one's own, used synchronously.
 
     Args:
-        model: model folder; None is the bundled demo model.
+        model: model folder; None is the demo model.
         tokenizer, start_timeout_s, engine_args: as for `AsyncEngineClient.launch`.
 
     Raises:

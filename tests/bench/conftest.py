@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import nanocore
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.demo_model import demo_model_folder
 from tests.end_to_end.forked import engine
 
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 MakeFile = Callable[[str], str]
 
 

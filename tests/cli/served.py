@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import nanocore
+from nanocore.demo_model import demo_model_folder
 
 EXIT_TIMEOUT_S = 60.0
-DEMO = Path(nanocore.__file__).parent / "demo_model"
+DEMO = demo_model_folder()
 MESSAGES = [{"role": "user", "content": "hi"}]
 _URL = re.compile(r"listening at https?://(\S+):(\d+)|listening at unix:(\S+)")
 

@@ -10,12 +10,12 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from nanocore.client import AsyncEngineClient, SamplingParams
+from nanocore.demo_model import demo_model_folder
 from tests.conformance.fake_engine import fake_engine
 from tests.conformance.fake_grammar import EOS_ID, PIECES
 from tests.end_to_end.engine_process import engine
@@ -26,7 +26,7 @@ QUESTION = "What is 123 + 456?"
 MAX_TOKENS = 32
 MANY_TOKENS = 1500
 """As many as take so long that an engine can be killed before it has given them."""
-DEMO_MODEL = Path(str(resources.files("nanocore") / "demo_model"))
+DEMO_MODEL = demo_model_folder()
 _COMMENT = re.compile(r'(?P<text>"(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 

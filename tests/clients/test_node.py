@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.demo_model import demo_model_folder
 from tests.clients.conftest import (
     MAX_TOKENS,
     NO_TYPE,
@@ -160,7 +160,7 @@ def test_texts_get_the_same_token_ids_as_in_python(chat: Chat, tmp_path: Path) -
     """
     env = {"XDG_CACHE_HOME": str(tmp_path)}
     texts, chats = json.loads(node("--input-type=module", "--eval", program, env=env))
-    tokenizer = Tokenizer.from_folder(Path(str(resources.files("nanocore") / "demo_model")))
+    tokenizer = Tokenizer.from_folder(demo_model_folder())
     assert texts == [tokenizer.encode(text) for text in TEXTS]
     # The example lets what spells a special token be one; Python's encode_chat would not.
     prompts = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in TEXTS]

@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-import nanocore
 from nanocore.client import (
     AsyncEngineClient,
     CompletionOutput,
@@ -19,10 +18,11 @@ from nanocore.client import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from nanocore.demo_model import demo_model_folder
 from tests.end_to_end.forked import engine
 
 FILE: Final = Path(__file__).with_suffix(".json")
-DEMO_MODEL: Final = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL: Final = demo_model_folder()
 FLAGS: Final = ("--dtype", "float32", "--max-num-seqs", "4")
 QUESTION: Final = "Sort these words: pear apple fig plum apple"
 

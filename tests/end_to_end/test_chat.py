@@ -7,8 +7,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -25,10 +23,11 @@ from nanocore.client import (
 )
 from nanocore.client.chat.answer import ChatAnswer
 from nanocore.client.chat.events import Failed, Started
+from nanocore.demo_model import demo_model_folder
 from nanocore.protocol.structured_outputs import ReasoningMarks
 from tests.end_to_end.forked import Engine, engine
 
-DEMO = Path(str(resources.files("nanocore") / "demo_model"))
+DEMO = demo_model_folder()
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 QUESTION: Any = [{"role": "user", "content": "What is 250 + 329?"}]
 SUM = {

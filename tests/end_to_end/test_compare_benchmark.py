@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 
+from nanocore.demo_model import demo_model_folder
+
 pytestmark = pytest.mark.campaign
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-DEMO_MODEL = Path(__file__).parents[2] / "nanocore" / "demo_model"
+DEMO_MODEL = demo_model_folder()
 
 FAKE_DRIVER = """\
 import sys

@@ -6,11 +6,10 @@ A small sample of what `tests/demo_model/accuracy.py` measures.
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-import nanocore
+from nanocore.demo_model import demo_model_folder
 from tests.demo_model.accuracy import CONDITIONS, Condition, Outcome, evaluate
 from tests.demo_model.tasks import TASKS, held_out
 
@@ -32,7 +31,7 @@ def run(condition: Condition) -> Outcome:
 
 
 def test_the_weights_are_small_enough_to_ship() -> None:
-    weights = Path(nanocore.__file__).parent / "demo_model" / "model.safetensors"
+    weights = demo_model_folder() / "model.safetensors"
     assert weights.stat().st_size <= MAX_BYTES
 
 

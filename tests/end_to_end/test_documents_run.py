@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from nanocore.cli.main import main
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.endpoint import default_endpoint
@@ -58,7 +59,7 @@ def test_the_protocols_raw_client_prints_eight_tokens_as_it_stands(tmp_path: Pat
     """With the model that `nanocore-engine` serves when no other is named."""
     (tmp_path / "msgpack.py").write_text(MSGPACK)
     source = python_blocks("PROTOCOL.md")[0]
-    with engine(ROOT / "nanocore" / "demo_model") as running:
+    with engine(demo_model_folder()) as running:
         printed = run_python(source, tmp_path, running.endpoint)
     assert len(printed.split()) == 8
     assert all(int(token) >= 0 for token in printed.split())
@@ -129,7 +130,7 @@ def test_the_programs_of_the_clients_page_that_join_an_engine_print_what_it_says
     short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    with engine(ROOT / "nanocore" / "demo_model", "--listen", default_endpoint()):
+    with engine(demo_model_folder(), "--listen", default_endpoint()):
         for source, printed in programs_of_clients_page()[0]:
             exec(source, {})
             found = capsys.readouterr().out
@@ -163,7 +164,7 @@ def test_the_batch_of_its_page_is_answered_as_it_says(
     ((source, printed),) = programs("docs/batch.md")
     monkeypatch.chdir(tmp_path)
     Path("questions.jsonl").write_text(lines)
-    with engine(ROOT / "nanocore" / "demo_model") as running, pytest.raises(SystemExit) as ended:
+    with engine(demo_model_folder()) as running, pytest.raises(SystemExit) as ended:
         main([*command.split(), "--endpoint", running.endpoint])
     assert ended.value.code == 1
     exec(source, {})

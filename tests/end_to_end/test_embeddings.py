@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import nanocore
 from nanocore.client import AsyncEngineClient, EmbeddingOutput, NanocoreError, SamplingParams
+from nanocore.demo_model import demo_model_folder
 from nanocore.protocol.sampling import Pooling
 from tests.campaign import in_campaign
 from tests.end_to_end.forked import engine
 
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 FLAGS = ("--tp 2", "--pp 2", "--tp 2 --pp 2", "--no-enable-prefix-caching")
 POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 PROMPTS = [[(7 * i + j * j) % 900 + 10 for j in range(length)]

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 
 from nanocore.client import AsyncEngineClient, SamplingParams, StructuredOutputsParams
+from nanocore.demo_model import demo_model_folder
 from tests.demo_model.json_sums import ASKS_JSON, SUM_SCHEMA, Sum, held_out_sums
 from tests.end_to_end.forked import engine
 
-DEMO_MODEL = Path(__file__).parents[2] / "nanocore" / "demo_model"
+DEMO_MODEL = demo_model_folder()
 COUNT = 48
 LEAST = 0.93
 LEAST_UNHELD = 0.85

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-import nanocore
 from nanocore.client import AsyncEngineClient, SamplingParams
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.kv_cache.block_key import KeyChain
 from nanocore.protocol.codec import pack_int32
@@ -27,7 +27,7 @@ from tests.kv_event_peers import PATIENCE_MS, Peer, peers, untyped
 
 pytestmark = pytest.mark.campaign
 
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 TOPIC = "kv@engine-0@demo"
 SALT = "tenant-7-secret"
 CLEARED = {"type": "AllBlocksCleared"}

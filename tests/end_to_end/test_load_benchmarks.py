@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from nanocore.demo_model import demo_model_folder
+
 pytestmark = pytest.mark.campaign
 
-DEMO_MODEL = Path(__file__).parents[2] / "nanocore" / "demo_model"
+DEMO_MODEL = demo_model_folder()
 
 
 def run_main(

@@ -9,17 +9,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 
 import pytest
 
 from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.client.tokenizer import TOKENIZER_FILES, Tokenizer
+from nanocore.demo_model import demo_model_folder
 from tests.client.vocabulary_folders import write_byte_level
 from tests.end_to_end.forked import Engine, engine
 
-DEMO_FOLDER = Path(str(resources.files("nanocore") / "demo_model"))
+DEMO_FOLDER = demo_model_folder()
 QUESTION = "What is 123 + 456?"
 CHAT = """
 import asyncio, sys

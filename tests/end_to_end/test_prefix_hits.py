@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 
-import nanocore
 from nanocore.client import AsyncEngineClient, RequestOutput, SamplingParams
 from nanocore.client.tokenizer import ChatMessage
+from nanocore.demo_model import demo_model_folder
 from tests.end_to_end.forked import engine
 
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 NUM_TURNS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import nanocore
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.demo_model import demo_model_folder
 from nanocore.protocol.messages import Submit
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.structured_outputs import StructuredOutputs
@@ -25,7 +24,7 @@ from tests.campaign import in_campaign
 from tests.end_to_end.forked import engine
 from tests.end_to_end.raw_requests import Answer, ask
 
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 QUESTION = "Sort these words: pear apple fig plum apple"
 SCHEMA = {
     "type": "object",

@@ -8,14 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-import nanocore
 from nanocore.client import (
     AsyncEngineClient,
     RequestOutput,
@@ -24,11 +22,12 @@ from nanocore.client import (
 )
 from nanocore.client.token_texts import REPLACEMENT
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.demo_model import demo_model_folder
 from tests.campaign import in_campaign
 from tests.end_to_end.forked import engine
 from tests.end_to_end.sampling_oracle import LETTERS, Oracle
 
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 FLAGS = (
     "--max-num-batched-tokens 24",
     "--tp 2",

@@ -7,15 +7,15 @@ import json
 import random
 from pathlib import Path
 
-import nanocore
 from nanocore.cli.trace import read_trace
 from nanocore.client import AsyncEngineClient, RequestOutput, SamplingParams
+from nanocore.demo_model import demo_model_folder
 from nanocore.tracing.explanation import explanation_of, read_runs
 from nanocore.tracing.life import Chunk
 from tests.end_to_end.engine_process import engine
 from tests.tracing.pictures import read_picture
 
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 FLAGS = (
     "--max-num-seqs=6", "--max-num-batched-tokens=64", "--num-gpu-blocks-override=40",
     "--scheduling-policy=priority", "--block-size=16",

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from nanocore.demo_model import demo_model_folder
+
 pytestmark = pytest.mark.campaign
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "structured_outputs.py"
-DEMO_MODEL = Path(__file__).parents[2] / "nanocore" / "demo_model"
+DEMO_MODEL = demo_model_folder()
 
 
 @pytest.mark.timeout(300)

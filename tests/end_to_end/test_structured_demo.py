@@ -11,7 +11,6 @@ import json
 import random
 import re
 from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +23,10 @@ from nanocore.client import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from nanocore.demo_model import demo_model_folder
 from tests.end_to_end.forked import Engine, engine
 
-DEMO_MODEL = Path(__file__).parents[2] / "nanocore" / "demo_model"
+DEMO_MODEL = demo_model_folder()
 SUM = r"\d+ \+ \d+ = \d+"
 SCHEMA = {
     "type": "object",

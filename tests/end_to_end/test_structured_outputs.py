@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import jsonschema
 import pytest
 
-import nanocore
 from nanocore.client import (
     AsyncEngineClient,
     CompletionOutput,
@@ -26,10 +25,11 @@ from nanocore.client import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from nanocore.demo_model import demo_model_folder
 from tests.end_to_end.forked import engine
 
 T = TypeVar("T")
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 PROMPT = "What is 12 + 30?"
 PERSON = {
     "type": "object",

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Coroutine, Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams, collect
 from nanocore.client.tokenizer import ChatMessage
+from nanocore.demo_model import demo_model_folder
 from tests.end_to_end.engine_process import Engine, engine, run_to_exit
 from tests.end_to_end.rank_processes import rank_pids
 from tests.port_scanner import PROBES, scan
@@ -24,7 +24,7 @@ from tests.protocol.keys import KeyFolders, free_port, make_key_folders
 
 pytestmark = pytest.mark.campaign
 
-DEMO_MODEL = Path(str(resources.files("nanocore") / "demo_model"))
+DEMO_MODEL = demo_model_folder()
 QUESTION: list[ChatMessage] = [{"role": "user", "content": "What is 2 + 3?"}]
 ANSWER = "2 + 3 = 5"
 GREEDY = SamplingParams(temperature=0, max_tokens=16)

@@ -6,20 +6,19 @@ import asyncio
 import os
 import signal
 from contextlib import suppress
-from pathlib import Path
 
-import nanocore
 from nanocore.client import (
     AsyncEngineClient,
     EngineOverloadedError,
     SamplingParams,
     StructuredOutputsParams,
 )
+from nanocore.demo_model import demo_model_folder
 from tests.end_to_end.engine_process import engine
 from tests.end_to_end.rank_processes import child_pids
 from tests.engine_core.structured.test_trials import ENDLESS, is_running
 
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 WAIT_S = 60
 
 

@@ -12,13 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlCall, ControlReply
@@ -49,7 +49,7 @@ from tests.campaign import examples
 from tests.engine_core.scripted_io import MAX_NUM_CLIENTS, Io
 from tests.fakes import FakePeers
 
-FILES = ModelFiles(Path(__file__).parents[2] / "nanocore" / "demo_model")
+FILES = ModelFiles(demo_model_folder())
 IDS = ["x", "y", "z"]
 BAD_SUBMITS = [{"prompt_token_ids": b""}, {"cache_salt": ""}, {"priority": 2**40}]
 NO_MESSAGES = [[b"?", b""], [b""], [b"\x10"], [b"\x14", b"\xc1"], [b"\x01", b"\x80"]]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest
@@ -20,7 +20,7 @@ from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
 from tests.engine_core.scripted_io import Io
 
-FILES = ModelFiles(Path(__file__).parents[2] / "nanocore" / "demo_model")
+FILES = ModelFiles(demo_model_folder())
 
 
 @pytest.fixture

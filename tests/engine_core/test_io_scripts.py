@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.mailbox import AddRequest
 from nanocore.protocol.codec import encode
@@ -22,7 +22,7 @@ from tests.engine_core.io_script import Kind, Record, ScriptRunner
 from tests.engine_core.scripted_io import Io
 from tests.protocol.samples import ENGINE_MESSAGES
 
-FILES = ModelFiles(Path(__file__).parents[2] / "nanocore" / "demo_model")
+FILES = ModelFiles(demo_model_folder())
 REQUEST_IDS = st.sampled_from(["r", "s", "\u202e", "\U0001f4a9" * 256, "x" * 257, "", "y" * 2000])
 VALUES = st.one_of(
     st.none(),

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-import nanocore
 from nanocore.client import AsyncEngineClient
+from nanocore.demo_model import demo_model_folder
 from nanocore.http.app import App
 from nanocore.http.settings import AppSettings
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "examples" / "lm_eval_nanocore.py"
 TASKS = Path(__file__).parent / "tasks"
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 PACKAGES = ("lm_eval[api]==0.4.13", "accelerate")
 UNREACHABLE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ProxyError")
 TIMEOUT_S = 800.0

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import nanocore
+from nanocore.demo_model import demo_model_folder
 from tests.client.conftest import endpoint, tokenizer, tokenizer_folder
 from tests.end_to_end.forked import engine
 
 __all__ = ["demo_endpoint", "endpoint", "tokenizer", "tokenizer_folder"]
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 
 
 @pytest.fixture(scope="package")

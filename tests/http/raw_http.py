@@ -12,13 +12,12 @@ import re
 import socket
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractContextManager, asynccontextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import uvloop
 
-import nanocore
 from nanocore.client import AsyncEngineClient
+from nanocore.demo_model import demo_model_folder
 from nanocore.http.app import App
 from nanocore.http.server import HttpServer
 from nanocore.http.server_settings import ConnectionLimits, ServerSettings
@@ -120,7 +119,7 @@ class RawServer:
 
 def demo_engine(*flags: str) -> AbstractContextManager[Engine]:
     """With the demo model, in a process of its own."""
-    model = Path(nanocore.__file__).parent / "demo_model"
+    model = demo_model_folder()
     return engine(model, "--kv-cache-memory-bytes", "64000000", *flags)
 
 

@@ -11,17 +11,16 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from importlib import resources
-from pathlib import Path
 
 import uvloop
 
+from nanocore.demo_model import demo_model_folder
 from nanocore.http.server_settings import ServerSettings
 from nanocore.http.service import EngineAddress, HttpService
 from nanocore.http.settings import AppSettings
 from tests.end_to_end.forked import engine
 
-DEMO = Path(str(resources.files("nanocore") / "demo_model"))
+DEMO = demo_model_folder()
 MODEL_NAME = "demo"
 START_TIMEOUT_S = 60.0
 

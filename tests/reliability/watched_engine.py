@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import nanocore
+from nanocore.demo_model import demo_model_folder
 from tests.end_to_end import forked
 from tests.reliability.visitor import PATIENCE_S, Visitor, visitor
 
-DEMO_MODEL: Final = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL: Final = demo_model_folder()
 MAX_NUM_SEQS: Final = 16
 MAX_NUM_QUEUED_REQS: Final = 512
 

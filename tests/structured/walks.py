@@ -9,20 +9,19 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-import nanocore
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.structured.compilation import compile_grammar
 from nanocore.engine_core.structured.matcher import Grammar, Matcher
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.structured_outputs import StructuredOutputsParams
 
-DEMO_MODEL: Final = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL: Final = demo_model_folder()
 VOCAB_SIZE: Final = 1030
 EOS: Final = 2
 RANKS: Final = ['}]"@', "0n1:", ",", "", " \n", "{["]

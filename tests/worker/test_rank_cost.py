@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import nanocore
+from nanocore.demo_model import demo_model_folder
 from nanocore.kernels import torch_moe
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
@@ -25,7 +25,7 @@ from tests.worker.configs import make_worker_config
 from tests.worker.running import make_runner, run_runner, write_script
 
 CPU = torch.device("cpu")
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 
 
 def config_of(folder: Path, **changes: Any) -> WorkerConfig:

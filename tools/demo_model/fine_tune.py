@@ -1,4 +1,4 @@
-"""Teach the bundled demo model its sums as JSON: python tools/demo_model/fine_tune.py --out DIR.
+"""Teach the demo model its sums as JSON: python tools/demo_model/fine_tune.py --out DIR.
 
 The weights go on from where they are, in float32, at a lower learning rate that falls to nothing
 over the training time; all the tasks of before stay in the mix. Weights are written every few
@@ -17,13 +17,14 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from nanocore.demo_model import demo_model_folder
 from tests.demo_model.json_sums import SUM_SCHEMA, held_out_sums
 from tests.demo_model.tasks import SHORT_TASKS, Example, Mix, held_out
 from tools.demo_model.data import ChatEncoder, collate, pool
 from tools.demo_model.model import batch_loss, export
 from tools.demo_model.tokenizer import build
 
-BUNDLED = Path(__file__).resolve().parents[2] / "nanocore" / "demo_model"
+BUNDLED = demo_model_folder()
 SEED = 20_000_000
 BATCH_TOKENS = 1024
 WARM_UP_STEPS = 30

@@ -15,12 +15,12 @@ import secrets
 import signal
 import time
 from contextlib import ExitStack, closing
-from importlib import resources
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Final
 
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io.admission import Admission
@@ -348,8 +348,9 @@ def find_model(config: EngineConfig) -> Path:
     if config.revision is not None:
         revision = shorten(config.revision)
         raise ConfigError(f"--revision {revision}: it is that of a --model, and none is given")
-    logger.info("no --model given: serving the bundled demo model")
-    return Path(str(resources.files("nanocore") / "demo_model"))
+    folder = demo_model_folder()
+    logger.info("no --model given: serving the demo model")
+    return folder
 
 
 def _executor(

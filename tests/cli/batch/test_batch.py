@@ -194,7 +194,7 @@ def test_an_engine_of_its_own_is_launched_with_the_flags_that_are_its(
 ) -> None:
     assert batch(requests, tmp_path / "out", "--max-num-seqs", "2", "--dtype", "float32") == 0
     assert len(answers(tmp_path / "out")) == NUM_LINES
-    assert "the bundled demo model" in capfd.readouterr().err
+    assert "the demo model" in capfd.readouterr().err
 
 
 @pytest.mark.campaign

@@ -17,16 +17,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import tokenizers
 
-import nanocore
 from nanocore.client import InvalidRequestError
 from nanocore.client.chat.template import ChatTemplate
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.demo_model import demo_model_folder
 from tests.client.family_templates import FAMILIES
 from tests.client.trained_tokenizers import TRAINED
 
@@ -290,7 +289,7 @@ def chatml() -> Tokenizer:
     """With the demo model's template, which trims nothing: a newline is before each answer."""
     backend = TRAINED[GPT_2]()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    config = Path(nanocore.__file__).parent / "demo_model" / "tokenizer_config.json"
+    config = demo_model_folder() / "tokenizer_config.json"
     files = {"tokenizer.json": backend.to_str().encode(), config.name: config.read_bytes()}
     return Tokenizer(files, "test")
 

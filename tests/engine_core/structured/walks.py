@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-import nanocore
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.structured.compilation import CompiledGrammar, compile_grammar
 from nanocore.engine_core.structured.matcher import Matcher
 from nanocore.engine_core.structured.vocabulary import Vocabulary
@@ -16,7 +16,7 @@ from nanocore.protocol.structured_outputs import StructuredOutputs
 
 BYTE_LEVEL_TOKENS = 260
 BYTE_LEVEL_EOS = 259
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 
 
 def demo_vocabulary() -> Vocabulary:
