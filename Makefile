@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints-cpu.txt
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS)
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint bench wheel clean
 
 help:
 	@echo "make demo   a model answers: launch the engine, stream a chat, 64 requests at once"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-all  the long campaigns, too: sanitizers, all GPU kernels compiled, benchmarks, other languages' clients"
 	@echo "make lint   style and types alone"
 	@echo "make bench  our engine alone on the workloads W1-W5, to benchmarks/results/"
+	@echo "make wheel  what would be published, to dist/: wheels and source distributions of nanocore and its demo model"
 	@echo "make clean  remove the environment and caches"
 
 # The kernels are compiled with each installation, so tests do with one: it has all that engines need.
@@ -49,5 +50,8 @@ test-all: lint
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/compare.py --model small --out benchmarks/results/offline-small.json
 
+wheel: $(VENV)/.dev
+	$(BIN)/python tools/build_packages.py
+
 clean:
-	rm -rf $(VENV) build *.egg-info demo_model/build demo_model/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info demo_model/build demo_model/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

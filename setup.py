@@ -1,26 +1,42 @@
 """Compiles the CPU kernels; everything else about the package is in pyproject.toml.
 
-Each instruction set is an extension of its own. They are optional: without a C++ compiler the
-package installs, and nanocore computes with torch.
+Each instruction set is a library of its own. They are optional: without a C++ compiler the package
+installs, and nanocore computes with torch. What an earlier build left is never packed.
 """
 
 import copy
 import runpy
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 _FOLDER = Path("nanocore/kernels/cpu")
 _BUILD = runpy.run_path(str(_FOLDER / "build.py"))
 
 
+class Build(build):
+    """Begins with an empty folder: all that is in it is packed."""
+
+    def run(self):
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class BuildExt(build_ext):
-    """Instruction sets are compiled side by side."""
+    """Instruction sets are compiled side by side, to libraries that know no Python."""
 
     def finalize_options(self):
         super().finalize_options()
         self.parallel = self.parallel or True
+
+    def get_ext_filename(self, fullname):
+        """Without the name of a Python, of which ctypes knows nothing."""
+        *packages, name = fullname.split(".")
+        return str(Path(*packages, _BUILD["library_name"](name.removeprefix("_"))))
 
     def build_extension(self, ext):
         """In a folder of its own: all have the same source, and would share its object file."""
@@ -28,9 +44,26 @@ class BuildExt(build_ext):
         own.build_temp = str(Path(self.build_temp) / ext.name.rpartition(".")[2])
         build_ext.build_extension(own, ext)
 
+    def copy_extensions_to_source(self):
+        """The old ones go first: they may be in use, or stay behind where compiling fails."""
+        for name in _BUILD["INSTRUCTION_SETS"]:
+            (_FOLDER / _BUILD["library_name"](name)).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
+
+class BdistWheel(bdist_wheel):
+    """For every Python 3 of a platform."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
 
 setup(
-    cmdclass={"build_ext": BuildExt},
+    cmdclass={
+        "build": Build,
+        "build_ext": BuildExt,
+        "bdist_wheel": BdistWheel,
+    },
     ext_modules=[
         Extension(
             f"nanocore.kernels.cpu._{name}",

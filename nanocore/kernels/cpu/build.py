@@ -1,4 +1,4 @@
-"""How the CPU kernels are compiled: the flags of each instruction set, the best first.
+"""How the CPU kernels are compiled, and what the libraries are called.
 
 Read by setup.py, which has nothing of nanocore but this file, and by `library`, which looks for
 what it made. One source for all: what an instruction set lacks is decided by the compiler's macros.
@@ -29,7 +29,13 @@ INSTRUCTION_SETS: Final[dict[str, tuple[str, ...]]] = {
     **(_X86 if platform.machine() in ("x86_64", "AMD64") else {}),
     "plain": (),
 }
-"""Compiler flags by name."""
+"""Compiler flags by name, the best first."""
+
+
+def library_name(instruction_set: str) -> str:
+    """Its file beside this one: no Python is in it, so no Python is in its name."""
+    return f"_{instruction_set}.so"
+
 
 COMPILE_FLAGS: Final = (
     "-std=c++20",
@@ -40,5 +46,6 @@ COMPILE_FLAGS: Final = (
     "-Wall",
     "-Wextra",
     "-Wno-psabi",
+    "-g0",  # Python's own flags ask for debug information: ten times the size, and paths
 )
 LINK_FLAGS: Final = ("-pthread",)

@@ -1,14 +1,13 @@
 """The compiled kernels: which of the libraries this machine can run, and their C interface.
 
-setup.py compiles the same sources once for each instruction set, as extension modules that are
-loaded by ctypes and not imported (so they need no Python headers, and calls release the
-interpreter). Where no compiler was at hand there are none, and the torch backend serves.
+setup.py compiles the same sources once for each instruction set, as libraries beside this file that
+ctypes loads (so they know no Python, and calls release the interpreter). Where no compiler was at
+hand there are none, and the torch backend serves.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
@@ -18,7 +17,7 @@ from typing import Any, Final
 
 import xxhash
 
-from nanocore.kernels.cpu.build import INSTRUCTION_SETS
+from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
 ABI_VERSION: Final = 9
 
@@ -220,9 +219,9 @@ def find_library() -> Library | None:
 def runnable_libraries() -> Iterator[Library]:
     """Those that were compiled and that this machine can run, the best first."""
     for name in INSTRUCTION_SETS:
-        spec = importlib.util.find_spec(f"nanocore.kernels.cpu._{name}")
-        if spec is None or spec.origin is None:
+        path = Path(__file__).with_name(library_name(name))
+        if not path.is_file():
             continue
-        library = Library(spec.origin, name)
+        library = Library(str(path), name)
         if library.call("is_supported"):
             yield library

@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "logit_edits.h"
 #include "logprobs.h"
+#include "old_systems.h"
 #include "sampling.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))

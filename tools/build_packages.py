@@ -1,0 +1,107 @@
+"""Build what would be published: python tools/build_packages.py [--out dist].
+
+A source distribution and a wheel of nanocore and of its demo model. Each wheel is built from the
+unpacked source distribution, in a folder and an environment of its own, so it has nothing of a
+working tree that no source names. nanocore's has the four kernel libraries in it, and its platform
+is what auditwheel finds that these need. The last commit's time is that of all files, so that one
+compiler makes the same bytes of a commit, whenever it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Final
+
+from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+
+
+def run(*command: str | Path, environment: dict[str, str]) -> None:
+    """Run it silently; what it said is told if it fails."""
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        sys.exit(f"{done.stdout}\n{' '.join(map(str, command))}: exit code {done.returncode}")
+
+
+def build_environment() -> dict[str, str]:
+    """This process's, with the tools beside its interpreter in PATH and the last commit's time."""
+    environment = dict(os.environ)
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    if "SOURCE_DATE_EPOCH" not in environment and (ROOT / ".git").exists():
+        command = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
+        environment["SOURCE_DATE_EPOCH"] = subprocess.check_output(command, text=True).strip()
+    return environment
+
+
+def build(project: Path, out: Path, environment: dict[str, str]) -> list[Path]:
+    """The source distribution, and the wheel that was built from it."""
+    run(sys.executable, "-m", "build", "--outdir", out, project, environment=environment)
+    source, wheel = sorted(out.iterdir(), key=lambda path: path.suffix)
+    if "SOURCE_DATE_EPOCH" in environment:
+        set_times(source, int(environment["SOURCE_DATE_EPOCH"]))
+    return [source, wheel]
+
+
+def set_times(source: Path, time_s: int) -> None:
+    """Pack a source distribution again, with this time and nobody's name on all its files."""
+    with tarfile.open(source) as archive:
+        entries = [(member, archive.extractfile(member)) for member in archive.getmembers()]
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as again:
+            for member, content in sorted(entries, key=lambda entry: entry[0].name):
+                member.mtime, member.pax_headers = time_s, {}
+                member.uid = member.gid = 0
+                member.uname = member.gname = ""
+                again.addfile(member, content)
+    source.write_bytes(gzip.compress(packed.getvalue(), mtime=time_s))
+
+
+def for_its_platform(wheel: Path, out: Path, environment: dict[str, str]) -> Path:
+    """A wheel whose name says which glibc its libraries need. It must have all of them."""
+    libraries = {f"nanocore/kernels/cpu/{library_name(name)}" for name in INSTRUCTION_SETS}
+    missing = libraries - set(zipfile.ZipFile(wheel).namelist())
+    if missing:
+        sys.exit(f"{', '.join(sorted(missing))}: not compiled; a wheel needs g++ in PATH, or CXX")
+    command = (sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", out, wheel)
+    run(*command, environment=environment)
+    (repaired,) = out.iterdir()
+    return repaired
+
+
+def build_packages(out: Path) -> list[Path]:
+    """Build all, and move them to `out` when all are there; returns what is there."""
+    environment = build_environment()
+    with tempfile.TemporaryDirectory(prefix="nanocore-packages-") as name:
+        ours, repaired, demo = (Path(name) / part for part in ("ours", "repaired", "demo"))
+        for folder in (ours, repaired, demo):
+            folder.mkdir()
+        source, wheel = build(ROOT, ours, environment)
+        made = [source, *build(ROOT / "demo_model", demo, environment)]
+        made.append(for_its_platform(wheel, repaired, environment))
+        out.mkdir(parents=True, exist_ok=True)
+        return [Path(shutil.move(path, out / path.name)) for path in made]
+
+
+def main() -> None:
+    """Build, and say what there is."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="(default: dist/)")
+    for path in build_packages(parser.parse_args().out):
+        print(f"{path.stat().st_size / 1e6:6.2f} MB  {path}")
+
+
+if __name__ == "__main__":
+    main()
