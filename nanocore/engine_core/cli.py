@@ -11,7 +11,8 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Final, Literal, NoReturn, get_args
@@ -148,6 +149,17 @@ def _require_room() -> None:
             )
 
 
+@contextmanager
+def _missing_packages_told() -> Iterator[None]:
+    """A package that the block cannot import becomes an error that says what brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed: an engine needs what `pip install '.[engine]'` brings"
+        ) from None
+
+
 def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
     """`run_engine`, imported with the garbage collector off.
 
@@ -155,11 +167,8 @@ def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
     """
     gc.disable()
     try:
-        from nanocore.engine_core.process.process import run_engine
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{error.name} is not installed: an engine needs what `pip install '.[engine]'` brings"
-        ) from None
+        with _missing_packages_told():
+            from nanocore.engine_core.process.process import run_engine
     finally:
         gc.freeze()
         gc.enable()
@@ -170,7 +179,8 @@ def _run(config: EngineConfig, check: CheckFormat | None, parent: ParentLink | N
     """Check or serve; these import torch, which takes seconds."""
     _require_room()
     if check is not None:
-        from nanocore.engine_core.process.check import check_engine
+        with _missing_packages_told():
+            from nanocore.engine_core.process.check import check_engine
 
         check_engine(config, as_json=check == "json")
         return 0

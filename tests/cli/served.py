@@ -38,9 +38,15 @@ class _UnixConnection(http.client.HTTPConnection):
 class Served:
     """A server from its start to its end. log: the lines that were read of its stderr."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(
+        self, *arguments: str, python: str = sys.executable, cwd: Path | None = None
+    ) -> None:
         self.process = subprocess.Popen(
-            command(*arguments), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+            [python, *command(*arguments)[1:]],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            cwd=cwd,
         )
         self.log: list[str] = []
         self.host, self.port, self.uds = _URL.search(self.line("listening at")).groups()  # type: ignore[union-attr]
@@ -99,9 +105,11 @@ def command(*arguments: str, port: str = "0") -> list[str]:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Served]:
+def serving(
+    *arguments: str, python: str = sys.executable, cwd: Path | None = None
+) -> Iterator[Served]:
     """Start a server, which listens then; ended with the block, whatever it does."""
-    served = Served(*arguments)
+    served = Served(*arguments, python=python, cwd=cwd)
     try:
         yield served
     finally:

@@ -118,6 +118,11 @@ def test_the_readmes_program_prints_what_the_readme_says(tmp_path: Path) -> None
     assert run_python(source, tmp_path) == printed
 
 
+def test_the_program_of_the_index_page_prints_what_it_says(tmp_path: Path) -> None:
+    ((source, printed),) = programs("docs/index-page.md")
+    assert run_python(source, tmp_path) == printed
+
+
 def programs_of_clients_page() -> tuple[list[tuple[str, str | None]], list[tuple[str, str | None]]]:
     """Those that join the engine at the user's default endpoint, and those that launch one."""
     of_page = programs("docs/client.md")
@@ -182,6 +187,7 @@ def test_every_program_of_the_documents_is_run_here() -> None:
         "docs/batch.md",
         "docs/client.md",
         "docs/http.md",
+        "docs/index-page.md",
         "docs/kv-events.md",
     }
 

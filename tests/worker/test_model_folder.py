@@ -117,7 +117,7 @@ def test_without_the_hubs_library_the_error_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelFileError, match=r"pip install 'nanocore\[engine\]'"):
+    with pytest.raises(ModelFileError, match=r"pip install '\.\[engine\]'"):
         resolve_model("org/name")
 
 

@@ -74,7 +74,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
     except ModuleNotFoundError:
         raise ModelFileError(
             f"--model {hub_id}: there is no such folder, and downloading it needs huggingface_hub: "
-            "pip install 'nanocore[engine]'"
+            "in the repository, pip install '.[engine]'"
         ) from None
     what = f"{hub_id} at revision {revision}" if revision else hub_id
     try:

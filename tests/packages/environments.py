@@ -1,0 +1,96 @@
+"""Fresh environments of any Python, into which what was built is installed as a user would.
+
+Programs in them find no compiler and nothing of the repository: PATH is the environment's own, and
+the working folder is empty.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+UNREACHABLE = ("Could not find a version", "No matching distribution", "NewConnectionError")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment without pip: this process' pip installs into it."""
+
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def site_packages(self) -> Path:
+        (found,) = self.folder.glob("lib/python3*/site-packages")
+        return found
+
+    def variables(self, **others: str) -> dict[str, str]:
+        """Of its programs: no others' packages, no compiler."""
+        dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CC", "CXX")
+        kept = {name: value for name, value in os.environ.items() if name not in dropped}
+        return {**kept, "PATH": str(self.folder / "bin"), **others}
+
+    def install(self, *arguments: str | Path) -> None:
+        """By `pip install`; skips the test where the package index cannot be reached."""
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python)
+        done = self.run(*pip, "install", "--quiet", *arguments, check=False)
+        if done.returncode and any(text in done.stderr for text in UNREACHABLE):
+            pytest.skip(f"the package index cannot be reached: {done.stderr}")
+        assert done.returncode == 0, done.stderr
+
+    def run(self, *command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """A program, in an empty folder of the environment's; one of its own by its name."""
+        program, *arguments = command
+        own = self.folder / "bin" / program
+        folder = self.folder / "empty"
+        folder.mkdir(exist_ok=True)
+        done = subprocess.run(
+            [own if own.exists() else program, *arguments],
+            env=self.variables(),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    def see_packages_of_this_one(self) -> None:
+        """Let it import what is installed here, torch for one, and not what is editable here."""
+        (self.site_packages / "outer.pth").write_text(sysconfig.get_path("purelib"))
+
+
+def make_environment(folder: Path, version: str | None = None) -> Environment:
+    """A fresh one, of a Python of this version; skips the test where there is none."""
+    python = sys.executable if version is None else find_python(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version} here")
+    subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True)
+    return Environment(folder)
+
+
+def find_python(version: str) -> str | None:
+    """The interpreter, if one is in PATH, or one of pyenv's."""
+    if version == f"{sys.version_info.major}.{sys.version_info.minor}":
+        return sys.executable
+    found = shutil.which(f"python{version}")
+    if found is None:
+        return None
+    asked = subprocess.run(
+        [found, "-c", "import sys; print(sys.executable)"],
+        env={**os.environ, "PYENV_VERSION": version},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return asked.stdout.strip() if asked.returncode == 0 else None
