@@ -191,7 +191,7 @@ def test_who_comes_to_a_queue_that_another_one_has_filled_has_one_request_in_it(
 
 
 @pytest.mark.parametrize(
-    "operation", sorted({*get_args(ControlOperation)} - {"read_file", "drain", "metrics"})
+    "operation", sorted({*get_args(ControlOperation)} - {"read_file", "drain", "metrics", "steps"})
 )
 def test_an_operation_of_the_allow_list_reaches_the_step_loop(io: Io, operation: str) -> None:
     io.receive(Control(call_id=7, operation=operation))
