@@ -347,5 +347,6 @@ class Scheduler:
         self._last_update_s = now_s
         if self.budget.has_target:
             self.budget.observe(plan.num_tokens, plan.context, seconds)
-        load = self.num_running, self.num_waiting, self.kv_cache.num_free_blocks
+        rows = len(self.running.table)
+        load = rows, len(self._requests) - rows, self.kv_cache.num_free_blocks
         self.journal.steps.append(plan.note(now_s, seconds, *load))

@@ -88,7 +88,7 @@ class StepPlan:
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens computed of the others."""
-        return sum([chunk.num_tokens for chunk in self.chunks]) if self.chunks else 0
+        return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property
     def num_tokens(self) -> int:
@@ -105,13 +105,13 @@ class StepPlan:
     def note(
         self, ended_s: float, seconds: float, num_running: int, num_waiting: int, num_free: int
     ) -> StepNote:
-        """What is noted of the step at its end. num_free: blocks."""
+        """What is noted of the step at its end, quickly. num_free: blocks."""
         return StepNote(
             self.number,
             ended_s,
             seconds,
-            self.num_decode_tokens,
-            self.num_prefill_tokens,
+            len(self.decoding) if self.decode_counts is None else self.num_decode_tokens,
+            self.num_prefill_tokens if self.chunks else 0,
             num_running,
             num_waiting,
             num_free,
