@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -10,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from msgspec.structs import replace
 
-from nanocore.client import AsyncEngineClient, RecentSteps, RequestWay, StepColumns
+from nanocore.client import AsyncEngineClient, RecentSteps, RequestWay, Stats, StepColumns
 from nanocore.http.app import App
 from nanocore.http.live_view import live_requests
 from nanocore.http.settings import AppSettings
@@ -21,6 +23,7 @@ from tests.http.in_process import app_of
 from tests.http.test_openapi import DOCUMENT
 from tests.protocol.samples import STATS
 
+ROOT = Path(__file__).parents[2]
 CHAT = {"messages": [{"role": "user", "content": "Count from 3 to 9"}], "max_tokens": 6}
 VIEW = {
     "engine", "model", "max_model_len", "num_blocks", "now_s", "draining", "stats", "steps",
@@ -82,6 +85,17 @@ def test_a_chat_is_seen_step_by_step_and_under_its_answers_id(demo_endpoint: str
             Draft202012Validator(schema).validate(view)
 
     run(scenario())
+
+
+def test_the_answer_in_the_text_is_such_an_answer() -> None:
+    text = (ROOT / "docs" / "seeing.md").read_text("utf-8")
+    view = json.loads(
+        text.split("## Steps and ways", 1)[1].split("```json\n", 1)[1].split("```")[0]
+    )
+    assert view.keys() == VIEW
+    assert [step.keys() for step in view["steps"]] == [STEP]
+    assert [request.keys() for request in view["requests"]] == [REQUEST]
+    assert view["stats"].keys() < {*Stats.__struct_fields__}
 
 
 def test_requests_of_others_and_those_whose_id_opens_an_answer_have_none(
