@@ -26,6 +26,7 @@ from nanocore.protocol.errors import (
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.metrics import Metric, MetricSample, Stats
 from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.steps import RecentSteps, RequestWay, StepColumns
 from nanocore.protocol.structured_outputs import StructuredOutputsParams
 
 __all__ = [
@@ -50,13 +51,16 @@ __all__ = [
     "ModelCard",
     "NanocoreError",
     "ProtocolError",
+    "RecentSteps",
     "RenderProcessError",
     "RequestMetrics",
     "RequestOutput",
+    "RequestWay",
     "Resume",
     "SamplingParams",
     "ScoreOutput",
     "Stats",
+    "StepColumns",
     "StructuredOutputsParams",
     "ToolCall",
     "collect",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nanocore.protocol.errors import ConfigError, InvalidRequestError
+from nanocore.protocol.errors import ConfigError, InvalidRequestError, quoted
+from nanocore.protocol.fields import MAX_EXACT_INT
 from nanocore.protocol.messages import MAX_TIMEOUT_S
 from nanocore.protocol.sampling import SamplingParams
 
@@ -61,6 +62,13 @@ def check_request_timeout(seconds: object) -> None:
     if isinstance(seconds, (int, float)) and seconds is not True and 0 < seconds <= MAX_TIMEOUT_S:
         return
     raise InvalidRequestError(f"timeout_s={seconds!r}: above 0, and at most {MAX_TIMEOUT_S:g}")
+
+
+def check_after(number: object) -> int:
+    """Raises InvalidRequestError unless a step could have this number, or it is 0."""
+    if type(number) is int and 0 <= number <= MAX_EXACT_INT:
+        return number
+    raise InvalidRequestError(f"after={quoted(number)}: the number of a step, 0 to 2**53 - 1")
 
 
 def check_endpoint(endpoint: object) -> str:

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import TypeVar, Unpack
 
 from nanocore.client.arguments import (
+    check_after,
     check_request_id,
     check_request_timeout,
     check_sampling_params,
@@ -34,8 +35,11 @@ from nanocore.protocol.errors import InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import ControlOperation, Reply
 from nanocore.protocol.metrics import Metric, Stats
 from nanocore.protocol.sampling import Pooling, SamplingParams
+from nanocore.protocol.steps import RecentSteps
 
 HEALTH_TIMEOUT_S = 5.0
+STEPS_SINCE = 11
+"""The minor version of the protocol that brought CONTROL `steps`."""
 Result = TypeVar("Result")
 
 
@@ -290,6 +294,28 @@ class AsyncEngineClient(LinkedClient):
         if reply.metrics is None:
             raise ProtocolError(f"the engine tells no metrics: {reply.message}")
         return reply.metrics
+
+    async def recent_steps(self, after: int = 0) -> RecentSteps:
+        """The engine's last steps, and the ways of requests that are open or ended lately.
+
+        Args:
+            after: only steps with larger numbers; requests are told in any case.
+
+        Raises:
+            ProtocolError: the engine is too old to tell.
+        """
+        after = check_after(after)
+        connection = (await self._session()).connection
+        major, minor = connection.welcome.protocol
+        if minor < STEPS_SINCE:  # it would refuse the message, and not answer the call
+            raise ProtocolError(
+                f"steps came with protocol {major}.{STEPS_SINCE}, and this engine speaks "
+                f"{major}.{minor}: use a newer engine"
+            )
+        reply = await connection.control("steps", after=after)
+        if reply.steps is None:
+            raise ProtocolError(f"the engine tells no steps: {reply.message}")
+        return reply.steps
 
     async def health(self) -> EngineHealth:
         """A sign of life, or EngineDeadError."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from nanocore.protocol.errors import NanocoreError
 from nanocore.protocol.messages import Control, ControlOperation, Message, Ping, Pong, Reply
@@ -28,6 +28,14 @@ class EngineHealth:
     step_age_s: float | None = None
 
 
+class ControlFields(TypedDict, total=False):
+    """Of a CONTROL: file and offset of read_file, after of steps."""
+
+    file: str | None
+    offset: int
+    after: int
+
+
 class Calls:
     """Belongs to a connection. send: says something to its engine."""
 
@@ -41,11 +49,11 @@ class Calls:
         """Calls that await an answer."""
         return len(self._replies) + len(self._pongs)
 
-    async def control(self, operation: ControlOperation, file: str | None, offset: int) -> Reply:
+    async def control(self, operation: ControlOperation, **fields: Unpack[ControlFields]) -> Reply:
         """The answer to a CONTROL."""
         return await self._call(
             self._replies,
-            lambda call_id: Control(call_id=call_id, operation=operation, file=file, offset=offset),
+            lambda call_id: Control(call_id=call_id, operation=operation, **fields),
         )
 
     async def ping(self) -> Pong:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, Unpack
 
-from nanocore.client.calls import Calls, EngineHealth
+from nanocore.client.calls import Calls, ControlFields, EngineHealth
 from nanocore.client.handshake import say_hello
 from nanocore.client.part import Part
 from nanocore.client.sample import Sample
@@ -178,11 +178,9 @@ class EngineConnection:
             self._socket.post(encode(Abort(**name)))
         self._streams.leave(stream, sample)
 
-    async def control(
-        self, operation: ControlOperation, file: str | None = None, offset: int = 0
-    ) -> Reply:
-        """Run a CONTROL operation and wait for its reply. file, offset: of read_file."""
-        return await self._calls.control(operation, file, offset)
+    async def control(self, operation: ControlOperation, **fields: Unpack[ControlFields]) -> Reply:
+        """Run a CONTROL operation and wait for its reply."""
+        return await self._calls.control(operation, **fields)
 
     async def ping(self, timeout_s: float) -> EngineHealth:
         """Ask for a sign of life.

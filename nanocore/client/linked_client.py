@@ -200,6 +200,11 @@ class LinkedClient:
         return self._entered().welcome.limits
 
     @property
+    def engine_instance(self) -> str:
+        """Names the engine's run, and changes with every start."""
+        return self._entered().welcome.engine_instance
+
+    @property
     def is_connected(self) -> bool:
         """Whether a session is open; if not, the next call opens one."""
         return self._entered().session_is_open

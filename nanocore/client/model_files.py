@@ -102,7 +102,7 @@ class ModelFiles:
     async def _chunk(self, file: ModelFile, offset: int) -> bytes:
         try:
             async with asyncio.timeout(CHUNK_TIMEOUT_S):
-                reply = await self._connection.control("read_file", file.name, offset)
+                reply = await self._connection.control("read_file", file=file.name, offset=offset)
         except TimeoutError:
             raise EngineDeadError(
                 f"the engine did not send {file.name} within {CHUNK_TIMEOUT_S} s"

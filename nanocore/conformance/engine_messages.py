@@ -18,7 +18,9 @@ def vectors(peer: Peer, *, before_hello: bool = False) -> list[Vector]:
     policy = "priority" if "priority" in peer.welcome.capabilities else "fcfs"
     has = {None, f"{policy} scheduling"}
     has |= {
-        f"protocol 1.{minor}" for minor in (5, 6, 7, 8, 9) if peer.welcome.protocol >= (1, minor)
+        f"protocol 1.{minor}"
+        for minor in (5, 6, 7, 8, 9, 11)
+        if peer.welcome.protocol >= (1, minor)
     }
     if "structured_outputs" in peer.welcome.capabilities:
         has |= {"structured outputs"} | ({"reasoning"} if "protocol 1.7" in has else set())

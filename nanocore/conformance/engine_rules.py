@@ -16,6 +16,7 @@ from nanocore.conformance import (  # noqa: F401 - they add their rules
     engine_sampling,
     engine_sessions,
     engine_structured,
+    engine_watched,
 )
 from nanocore.conformance.engine_under_test import ENGINE_RULES
 

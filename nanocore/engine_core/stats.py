@@ -1,9 +1,32 @@
-"""What CONTROL `stats` answers, as far as the step loop knows it: counters and gauges of now."""
+"""What CONTROL `stats` answers: counters and gauges of now, out of what either thread knows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.metrics import Stats
+
+
+@dataclass
+class DeskCounts:
+    """What the front desk knows.
+
+    num_compiling: requests that wait for their structured output. num_aborts: of those.
+    is_paused: a session holds a pause. closed: sessions by reason.
+    """
+
+    num_clients: int = 0
+    num_protocol_errors: int = 0
+    num_compiling: int = 0
+    num_aborts: int = 0
+    backlog_bytes: int = 0
+    is_draining: bool = False
+    is_paused: bool = False
+    closed: Mapping[str, int] = field(default_factory=dict)
 
 
 def stats_of(scheduler: Scheduler, is_paused: bool) -> Stats:
@@ -24,4 +47,15 @@ def stats_of(scheduler: Scheduler, is_paused: bool) -> Stats:
         generation_tokens=counters.generation_tokens,
         num_steps=counters.num_steps,
         paused=is_paused,
+    )
+
+
+def completed(stats: Stats, desk: DeskCounts) -> Stats:
+    """What the step loop knows, with what the desk does."""
+    return msgspec.structs.replace(
+        stats,
+        num_requests_waiting=stats.num_requests_waiting + desk.num_compiling,
+        num_aborts=stats.num_aborts + desk.num_aborts,
+        num_clients=desk.num_clients,
+        num_protocol_errors=desk.num_protocol_errors,
     )

@@ -10,6 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from nanocore.http import answers
+from nanocore.http.live_view import LiveView
+from nanocore.protocol.fields import MAX_EXACT_INT
 
 JSON: Final = "application/json"
 
@@ -54,6 +56,20 @@ NOTES: Final = {
     ),
     ("GET", "/metrics"): Note(summary="For Prometheus.", content_type="text/plain"),
     ("GET", "/openapi.json"): Note(summary="This document.", is_local=True),
+    ("GET", "/live"): Note(
+        summary="The engine's last steps, and the ways of its requests.",
+        answer=LiveView,
+        errors=(400,),
+        query={
+            "after": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": MAX_EXACT_INT,
+                "default": 0,
+                "description": "Only steps with larger numbers.",
+            },
+        },
+    ),
     ("GET", "/v1/models"): Note(
         summary="The names of the model.", answer=answers.ModelList, errors=(503,), is_local=True
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
 from typing import Any, Final, TypeAlias, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -127,6 +128,11 @@ class Exchange:
     def headers(self, name: bytes) -> list[bytes]:
         """All values of a header that may be there more than once; name: in lower case."""
         return [value for known, value in self.scope["headers"] if known == name]
+
+    def query(self) -> dict[str, str]:
+        """The URL's parameters, of each name the last value."""
+        given = parse_qs(self.scope.get("query_string", b"").decode("latin-1"))
+        return {name: values[-1] for name, values in given.items()}
 
     def note_params(self, params: SamplingParams, is_stream: bool | None) -> None:
         """What the request asks for, once that is known."""

@@ -16,7 +16,7 @@ from nanocore.http.dialects import (
     responses,
     stored_responses,
 )
-from nanocore.http.endpoints import embeddings, models, probes, tokenize
+from nanocore.http.endpoints import embeddings, live, models, probes, tokenize
 from nanocore.http.errors import HttpError
 from nanocore.http.exchange import Exchange
 from nanocore.http.openapi import openapi_document
@@ -37,6 +37,7 @@ ROUTES: Final[tuple[Route, ...]] = (
     Route("GET", "/version", probes.version, is_open=True),
     Route("GET", "/metrics", probes.metrics, is_open=True),
     Route("GET", "/openapi.json", openapi, is_open=True),
+    Route("GET", "/live", live.live),
     Route("GET", "/v1/models", models.list_models),
     Route("GET", "/v1/models/{id}", models.get_model),
     Route(

@@ -31,13 +31,14 @@ from nanocore.protocol.fields import (
 )
 from nanocore.protocol.metrics import Metric, Stats
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
+from nanocore.protocol.steps import RecentSteps
 
-PROTOCOL_VERSION = (1, 10)
+PROTOCOL_VERSION = (1, 11)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 ControlOperation = Literal[
-    "stats", "reset_prefix_cache", "pause", "resume", "read_file", "drain", "metrics"
+    "stats", "reset_prefix_cache", "pause", "resume", "read_file", "drain", "metrics", "steps"
 ]
 Capability = Literal["prefix_caching", "priority", "structured_outputs", "embeddings"]
 ModelFileName = Literal[
@@ -316,6 +317,7 @@ class Control(Message, frozen=True, forbid_unknown_fields=True):
 
     operation: one of `ControlOperation`; others are answered, too: they cannot be done.
     file, offset: of read_file; which of the model card's files, and from which byte on.
+    after: of steps; only those of larger numbers.
     """
 
     op = Op.CONTROL
@@ -323,13 +325,14 @@ class Control(Message, frozen=True, forbid_unknown_fields=True):
     operation: Annotated[str, limited(enum=get_args(ControlOperation))]
     file: Annotated[str | None, since(3)] = None
     offset: Annotated[ExactInt, since(3)] = 0
+    after: Annotated[ExactInt, since(11)] = 0
 
 
 class Reply(Message, frozen=True):
     """Engine to client: the outcome of a CONTROL. ok is False if it could not be done.
 
     stats: of "stats". data: of "read_file", at most max_file_chunk_bytes; empty at the file's end.
-    metrics: of "metrics".
+    metrics: of "metrics". steps: of "steps".
     """
 
     op = Op.REPLY
@@ -339,6 +342,7 @@ class Reply(Message, frozen=True):
     stats: Stats | None = None
     data: Annotated[bytes | None, since(3)] = None
     metrics: Annotated[list[Metric] | None, since(10)] = None
+    steps: Annotated[RecentSteps | None, since(11)] = None
 
 
 class Draining(Message, frozen=True):

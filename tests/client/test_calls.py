@@ -7,10 +7,11 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from nanocore.client import EngineDeadError
+from nanocore.client import EngineDeadError, InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import Control, Ping, Pong, Reply
 from nanocore.protocol.metrics import Stats
-from tests.client.fake_engine import connected
+from nanocore.protocol.steps import RecentSteps, StepColumns
+from tests.client.fake_engine import connected, welcome_message
 from tests.client.running import run
 from tests.protocol.samples import STATS
 
@@ -122,5 +123,54 @@ def test_a_cancelled_call_leaves_the_session_as_it_was(endpoint: str) -> None:
             engine.send(Reply(call_id=first.call_id, stats=_stats(1)))
             engine.send(Reply(call_id=second.call_id, stats=_stats(2)))
             assert (await call).num_steps == 2
+
+    run(scenario())
+
+
+def test_recent_steps_are_those_after_a_number(endpoint: str) -> None:
+    told = RecentSteps(now_s=2.5, stats=STATS, steps=StepColumns(number=[8]), requests=[])
+
+    async def scenario() -> None:
+        async with connected(endpoint) as (engine, client):
+            for after in (0, 7):
+                call = asyncio.create_task(client.recent_steps(after))
+                control = await engine.receive(Control)
+                assert (control.operation, control.after) == ("steps", after)
+                engine.send(Reply(call_id=control.call_id, steps=told))
+                assert await call == told
+            call = asyncio.create_task(client.recent_steps())
+            control = await engine.receive(Control)
+            engine.send(Reply(call_id=control.call_id, ok=False, message="not today"))
+            with pytest.raises(ProtocolError, match="tells no steps: not today"):
+                await call
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("after", [-1, 2**53, 1.0, True, "1", None])
+def test_a_number_that_no_step_has_is_not_sent(endpoint: str, after: int) -> None:
+    async def scenario() -> None:
+        async with connected(endpoint) as (_, client):
+            with pytest.raises(InvalidRequestError, match=f"after={after!r}: "):
+                await client.recent_steps(after)
+
+    run(scenario())
+
+
+def test_an_engine_of_1_10_is_not_asked_for_steps(endpoint: str) -> None:
+    """It would refuse the field, and end nothing that waits."""
+    welcome = replace(welcome_message(), protocol=(1, 10))
+
+    async def scenario() -> None:
+        async with connected(endpoint, welcome) as (engine, client):
+            with pytest.raises(
+                ProtocolError, match=r"steps came with protocol 1\.11.* speaks 1\.10"
+            ):
+                await client.recent_steps(3)
+            call = asyncio.create_task(client.stats())
+            control = await engine.receive(Control)
+            assert control.operation == "stats", "nothing was sent before"
+            engine.send(Reply(call_id=control.call_id, stats=STATS))
+            await call
 
     run(scenario())

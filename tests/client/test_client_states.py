@@ -32,6 +32,7 @@ CALLS: dict[str, Callable[[AsyncEngineClient], Any]] = {
     "read_file": lambda client: client.read_file("tokenizer.json"),
     "stats": lambda client: client.stats(),
     "metrics": lambda client: client.metrics(),
+    "recent_steps": lambda client: client.recent_steps(),
     "health": lambda client: client.health(),
     "reset_prefix_cache": lambda client: client.reset_prefix_cache(),
     "pause": lambda client: client.pause(),

@@ -64,6 +64,7 @@ from tests.conformance.fake_model import (
     right_digests,
 )
 from tests.conformance.fake_sampling import LogprobColumns
+from tests.conformance.fake_watch import FakeWatch
 from tests.protocol_files.lines import NEW_IN_1_5, NEW_IN_1_9
 
 NEWER_FIELDS = dict.fromkeys(NEW_IN_1_5, 5) | {"structured_outputs": 6, "pooling": 7}
@@ -99,6 +100,7 @@ class FakeEngine(threading.Thread):
         self._num_handles = self._num_sessions = self._num_aborts = 0
         self._num_errors = self._num_steps = self._num_tokens = 0
         self._model = FakeModel(self._defects)
+        self._watch = FakeWatch(self._defects)
         self._structured = structured and minor >= 6 and not self.has("structured-at-will")
         self._compiling: list[tuple[Client, Submit]] = []
         self._aborted: set[tuple[str, str]] = set()  # (session, request id) of what compiles
@@ -196,6 +198,7 @@ class FakeEngine(threading.Thread):
             for request in [*client.requests.values()]:
                 if time.monotonic() > request.deadline_s:
                     del client.requests[request.handle]
+                    self._watch.ended(request.handle, reason)
                     event = Event(handle=request.handle, finish_reason=reason)
                     self._send(client, Output(events=[event]))
 
@@ -391,6 +394,8 @@ class FakeEngine(threading.Thread):
             self._send(client, Output(events=[end]))
             return
         client.requests |= {request.handle: request for request in samples}
+        for request in samples:
+            self._watch.accepted(request, client.session)
 
     def _abort(self, client: Client, ids: list[str]) -> None:
         for request_id in ids:
@@ -416,6 +421,7 @@ class FakeEngine(threading.Thread):
 
     def _end_sample(self, client: Client, request: Request) -> None:
         del client.requests[request.handle]
+        self._watch.ended(request.handle, "abort")
         self._num_aborts += 1
         self._send(client, Output(events=[Event(handle=request.handle, finish_reason="abort")]))
         if self.has("id-free-early"):
@@ -427,6 +433,12 @@ class FakeEngine(threading.Thread):
         match call.operation:
             case "stats":
                 return Reply(call_id=call_id, stats=self._stats())
+            case "metrics" if self._minor >= 10:
+                metrics = self._watch.metrics(self._num_steps, self._num_tokens)
+                return Reply(call_id=call_id, metrics=metrics)
+            case "steps" if self._minor >= 11:
+                recent = self._watch.recent(call.after, client.session, self._stats())
+                return Reply(call_id=call_id, steps=recent)
             case "drain":
                 pass
             case "pause":
@@ -471,6 +483,7 @@ class FakeEngine(threading.Thread):
 
     def _step(self) -> None:
         self._num_steps += 1
+        sampled = [r for client in self._clients.values() for r in client.requests.values()]
         for client in list(self._clients.values()):
             if client.requests:
                 if self.has("count-of-zero"):
@@ -481,6 +494,8 @@ class FakeEngine(threading.Thread):
                 if self.has("token-after-end") and output.events:
                     handle = output.events[-1].handle
                     self._send(client, Output(handles=pack_int32([handle]), tokens=bytes(4)))
+        if sampled:
+            self._watch.step(self._num_steps, [one for one in sampled if one.output])
 
     def _output(self, client: Client) -> Output:
         handles, counts, tokens, events = [], [], [], []
@@ -495,6 +510,7 @@ class FakeEngine(threading.Thread):
             token, event = self._model.next(request, self._num_steps)
             if event.finish_reason is not None:
                 del client.requests[request.handle]
+                self._watch.ended(request.handle, event.finish_reason)
                 event = Event(handle=request.handle) if self.has("no-end") else event
             if self.has("token-lost") and request.num_tokens > 1 and i == len(requests) - 1 > 0:
                 events += [event]
@@ -559,6 +575,8 @@ def _know_only(message: Message, minor: int) -> None:
     newer = {name for name, since in NEWER_FIELDS.items() if since > minor}
     if isinstance(message, Abort) and message.handles and "handles" in newer:
         raise ProtocolError("ABORT: the map has the unknown field `handles`")
+    if isinstance(message, Control) and message.after and minor < 11:
+        raise ProtocolError("CONTROL: the map has the unknown field `after`")
     if isinstance(message, Submit):
         names = {*msgspec.to_builtins(message.sampling or EngineSamplingParams())}
         names |= {name for name in NEW_IN_1_9 if getattr(message, name, None)}

@@ -22,6 +22,8 @@ SINCE_1_5 = {
 STRUCTURED = "nanocore.conformance.engine_structured"
 EMBEDDINGS = "embeddings-are-of-the-prompts-tokens"
 RESUMED = "resumed-requests-go-on-as-they-would-have"
+METRICS, STEPS = "metrics-say-what-they-are", "steps-tell-what-was-computed"
+WAYS = "ways-of-requests-are-told"
 RULES = {rule.name: rule for rule in ENGINE_RULES.all}
 USUAL = [rule.name for rule in ENGINE_RULES.all if not rule.slow and not rule.flag]
 SINCE_1_9 = {
@@ -29,6 +31,12 @@ SINCE_1_9 = {
     for rule in ENGINE_RULES.all
     if rule.body.__module__ == "nanocore.conformance.engine_resumed" and not rule.flag
 }
+WATCHED = {
+    rule.name
+    for rule in ENGINE_RULES.all
+    if rule.body.__module__ == "nanocore.conformance.engine_watched"
+}
+"""Of 1.10 and 1.11."""
 
 
 def under_test(endpoint: str, patience_s: float = PATIENCE_S) -> EngineUnderTest:
@@ -64,6 +72,7 @@ def test_an_engine_without_structured_outputs_is_not_asked_for_them(
         - ({"structured-outputs-need-their-capability"} if minor == 6 else set())
         | {EMBEDDINGS}
         | SINCE_1_9
+        | WATCHED
     )
 
 
@@ -81,6 +90,7 @@ def test_an_engine_of_1_4_is_not_asked_for_what_came_later(endpoint: str) -> Non
         }
         | {"mistyped-parameters-are-guessed", EMBEDDINGS}
         | SINCE_1_9
+        | WATCHED
     )
 
 
@@ -280,6 +290,22 @@ DEFECTS = {
     "timeout-is-abort": ("timeouts-end-requests", "'timeout' abort"),
     "timeout-at-once": ("timeouts-end-requests", "with a long timeout_s"),
     "no-guesses": ("mistyped-parameters-are-guessed", "names 'temperature'"),
+    "metrics-twice": (METRICS, "a name once"),
+    "bucket-missing": (METRICS, "3 counts of seconds"),
+    "bounds-mixed": (METRICS, "ascending bounds"),
+    "counter-falls": (METRICS, "counters that do not fall"),
+    "metrics-stand": (METRICS, "a counter that grows"),
+    "after-ignored": (STEPS, "steps above"),
+    "newest-first": (STEPS, "in ascending order"),
+    "column-short": (STEPS, "columns of one length"),
+    "prefill-untold": (STEPS, "num_prefill_tokens"),
+    "decode-untold": (STEPS, "at least 4 in num_decode_tokens"),
+    "queue-untold": (WAYS, "'queued' as the first"),
+    "end-untold": (WAYS, "'ended' as the last"),
+    "reason-misread": (WAYS, "its finish_reason"),
+    "ways-forgotten": (WAYS, "one way of handle"),
+    "clock-stands": (WAYS, "up to now_s"),
+    "names-told": ("foreign-requests-have-no-names", "no request_id of another"),
     "wrong-digest": ("files-are-what-the-card-says", "sha256"),
     "offset-ignored": ("files-can-be-read-from-anywhere", "from byte 1 on"),
     "any-file": ("no-other-file-is-served", "'config.json'"),

@@ -196,5 +196,6 @@ def test_the_schema_describes_every_valid_message() -> None:
         "client-control-unknown-operation",
         "client-control-empty-operation",
         "engine-error-of-a-later-version",
+        "engine-reply-steps-phase-of-a-later-version",
         "engine-welcome-file-of-a-later-version",
     }

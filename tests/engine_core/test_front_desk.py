@@ -11,7 +11,14 @@ import pytest
 from nanocore.engine_core.io.front_desk import BACKLOG_TIMEOUT_S
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S
-from nanocore.engine_core.mailbox import AbortRequests, ControlCall, ControlReply, Farewell
+from nanocore.engine_core.mailbox import (
+    AbortRequests,
+    AddRequest,
+    ControlCall,
+    ControlReply,
+    Farewell,
+)
+from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import (
     MAX_FILE_CHUNK_BYTES,
     PROTOCOL_VERSION,
@@ -29,6 +36,8 @@ from nanocore.protocol.messages import (
 )
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.steps import RecentSteps
+from nanocore.worker.plan import ModelRunnerOutput
 from tests.engine_core.scripted_io import MAX_NUM_QUEUED_REQS, TOKENIZER, Io, columns
 
 
@@ -191,7 +200,7 @@ def test_who_comes_to_a_queue_that_another_one_has_filled_has_one_request_in_it(
 
 
 @pytest.mark.parametrize(
-    "operation", sorted({*get_args(ControlOperation)} - {"read_file", "drain", "metrics"})
+    "operation", sorted({*get_args(ControlOperation)} - {"read_file", "drain", "metrics", "steps"})
 )
 def test_an_operation_of_the_allow_list_reaches_the_step_loop(io: Io, operation: str) -> None:
     io.receive(Control(call_id=7, operation=operation))
@@ -208,6 +217,42 @@ def test_metrics_are_answered_without_the_step_loop(io: Io) -> None:
     assert values["num_clients"] == 1
     assert values["num_protocol_errors"] == 1
     assert io.inbox.empty()
+
+
+def steps_of(io: Io, peer: bytes, after: int = 0) -> RecentSteps:
+    io.receive(Control(call_id=7, operation="steps", after=after), peer)
+    (reply,) = io.take_sent()
+    assert isinstance(reply, Reply)
+    assert reply.call_id == 7
+    assert reply.steps is not None
+    return reply.steps
+
+
+def test_steps_are_answered_without_the_step_loop_and_foreign_requests_have_no_names(
+    io: Io,
+) -> None:
+    io.receive(Hello(protocol=(1, 11)), b"b")
+    for peer in (b"a", b"b"):
+        io.receive(Submit(request_id="same", prompt_token_ids=b"\1\0\0\0"), peer)
+        event = io.inbox.get_nowait()
+        assert isinstance(event, AddRequest)
+        io.scheduler.add(event.request)
+    io.scheduler.schedule()
+    io.scheduler.update(ModelRunnerOutput(rows=pack_int32([0, 1]), token_ids=pack_int32([5, 6])))
+    io.take_sent()
+    assert [way.request_id for way in steps_of(io, b"a").requests] == ["same", ""]
+    seen = steps_of(io, b"b")
+    assert [way.request_id for way in seen.requests] == ["", "same"]
+    assert [way.way[0] for way in seen.requests] == [("queued", 1000.0)] * 2
+    assert seen.steps.num_prefill_tokens == [2]
+    assert seen.stats.num_clients == 2
+    assert not seen.stats.paused
+    assert not steps_of(io, b"b", after=1).steps.number
+    assert io.inbox.empty()
+    io.receive(Control(call_id=8, operation="pause"))
+    assert steps_of(io, b"b").stats.paused
+    io.receive(Bye())
+    assert not steps_of(io, b"b").stats.paused
 
 
 @pytest.mark.parametrize("operation", ["shutdown", "__class__", "", "STATS"])

@@ -9,7 +9,8 @@ import pytest
 from prometheus_client.core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanocore.engine_core.metrics.collector import DeskCounts, MetricsCollector
+from nanocore.engine_core.metrics.collector import MetricsCollector
+from nanocore.engine_core.stats import DeskCounts
 from nanocore.http.exposition import exposition
 from nanocore.protocol.metrics import Metric, MetricSample
 from tests.fakes import make_request, make_scheduler

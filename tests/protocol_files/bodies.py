@@ -67,6 +67,27 @@ METRICS = [
         "samples": [{"value": 2.25, "counts": [3, 0, MAX_INT]}],
     },
 ]  # fmt: skip
+STEPS: Body = {
+    "now_s": 1234.75,
+    "stats": STATS | MORE_STATS,
+    "steps": {
+        "number": [16, 17], "ended_s": [1234.5, 1234.625], "duration_s": [0.25, 0.125],
+        "num_decode_tokens": [0, 2], "num_prefill_tokens": [128, 0], "num_running": [2, 1],
+        "num_waiting": [1, 1], "num_used_blocks": [10, 9], "num_preempted": [1, 0],
+    },
+    "requests": [
+        {
+            "handle": 7, "request_id": "a", "num_prompt_tokens": 128, "num_cached_tokens": 16,
+            "num_output_tokens": 2, "finish_reason": "stop",
+            "way": [["queued", 1234.0], ["prefill", 1234.25], ["decode", 1234.5],
+                    ["ended", 1234.625]],
+        },
+        {
+            "handle": 2**32 - 1, "num_prompt_tokens": 1, "num_cached_tokens": 0,
+            "num_output_tokens": 0, "way": [["queued", 1234.5]],
+        },
+    ],
+}  # fmt: skip
 LOGPROBS: Body = {
     "handles": handles(8, 8), "ranks": handles(1, 3), "counts": handles(3, 3),
     "token_ids": column(43, 43, 9, 44, 9, 43), "logprobs": floats(-0.5, -0.5, -1.5, -4.5, -0.5, -3),
@@ -77,7 +98,7 @@ PROMPT_LOGPROBS: Body = {
 }  # fmt: skip
 
 FULL_CLIENT: dict[int, Body] = {
-    HELLO: {"protocol": [1, 10], "client": "vectors/1"},
+    HELLO: {"protocol": [1, 11], "client": "vectors/1"},
     SUBMIT: {
         "request_id": "a", "prompt_token_ids": PROMPT, "sampling": SAMPLING, "cache_salt": "pepper",
         "timeout_s": 60.5,
@@ -90,7 +111,7 @@ FULL_CLIENT: dict[int, Body] = {
 }  # fmt: skip
 FULL_ENGINE: dict[int, Body] = {
     WELCOME: {
-        "protocol": [1, 10],
+        "protocol": [1, 11],
         "session": "4f1d2c3b5a697887",
         "engine_instance": "0123456789abcdef0123456789abcdef",
         "model": MODEL
@@ -106,7 +127,7 @@ FULL_ENGINE: dict[int, Body] = {
         },
         "capabilities": ["prefix_caching", "priority", "structured_outputs", "embeddings"],
     },
-    REFUSED: {"message": "8 clients are served", "supported": [[1, 10]], "retry_after_s": 1.5},
+    REFUSED: {"message": "8 clients are served", "supported": [[1, 11]], "retry_after_s": 1.5},
     ACCEPTED: {"request_id": "a", "handle": 7, "seed": MAX_INT},
     OUTPUT: {
         "handles": handles(7, 8),

@@ -37,6 +37,7 @@ NEW_IN_1_5 = {
 """Fields that clients send only to engines which know them."""
 NEW_IN_1_9 = {"output_token_ids", "timeout_s", "session_timeout_ms"}
 """Likewise; an older engine would ignore the last one, in PING, whatever it is."""
+NEW_IN_1_11 = {"after"}
 
 pack = msgspec.msgpack.encode
 
@@ -87,7 +88,9 @@ def valid(
     line = _line(sender, op, name, pack(body) if raw is None else raw)
     line["message"] = _readable(body)
     sampling = body.get("sampling") or {}
-    if sender == "client" and NEW_IN_1_9 & body.keys():
+    if sender == "client" and NEW_IN_1_11 & body.keys():
+        line["presumes"] = "protocol 1.11"
+    elif sender == "client" and NEW_IN_1_9 & body.keys():
         line["presumes"] = "protocol 1.9"
     elif sender == "client" and "pooling" in sampling:
         line["presumes"] = "protocol 1.7" if sampling["pooling"] is None else "embeddings"

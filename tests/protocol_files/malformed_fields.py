@@ -18,6 +18,7 @@ from tests.protocol_files.bodies import (
     MORE_STATS,
     PROMPT,
     STATS,
+    STEPS,
 )
 from tests.protocol_files.lines import (
     ABORT,
@@ -82,7 +83,9 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
         ABORT: {"request_ids": "list!", "handles": "bin"},
         PING: {"nonce": "int", "session_timeout_ms": "int?"},
         PONG: {"nonce": "int", "num_steps": "int?", "step_age_ms": "int?"},
-        CONTROL: {"call_id": "int!", "operation": "str!", "file": "str?", "offset": "int"},
+        CONTROL: {
+            "call_id": "int!", "operation": "str!", "file": "str?", "offset": "int", "after": "int",
+        },
         BYE: {"reason": "str"},
     },
     "engine": {
@@ -127,6 +130,13 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "stats.num_protocol_errors": "int",
             "metrics": "list?", "metrics.name": "str!", "metrics.type": "str!",
             "metrics.help": "str!", "metrics.samples": "list!", "metrics.bounds": "list",
+            "steps": "map?", "steps.now_s": "float!", "steps.stats": "map!", "steps.steps": "map!",
+            **{f"steps.steps.{name}": "list" for name in STEPS["steps"]},
+            "steps.requests": "list!", "steps.requests.handle": "int!",
+            **{f"steps.requests.num_{name}_tokens": "int!"
+               for name in ("prompt", "cached", "output")},
+            "steps.requests.way": "list!", "steps.requests.request_id": "str",
+            "steps.requests.finish_reason": "str?",
         },
         DRAINING: {"deadline_ms": "int?"},
         BYE: {"reason": "str"},
@@ -135,14 +145,16 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
 EXACT_INTS: dict[Sender, tuple[tuple[int, str], ...]] = {
     "client": (
         (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (PONG, "step_age_ms"),
-        (CONTROL, "call_id"), (CONTROL, "offset"), (PING, "session_timeout_ms"),
+        (CONTROL, "call_id"), (CONTROL, "offset"), (CONTROL, "after"),
+        (PING, "session_timeout_ms"),
     ),
     "engine": (
         (PING, "nonce"), (PONG, "nonce"), (PONG, "num_steps"), (PONG, "step_age_ms"),
         (REPLY, "call_id"), (ACCEPTED, "handle"), (OUTPUT, "events.handle"),
+        (REPLY, "steps.requests.handle"),
     ),
 }  # fmt: skip
-HANDLES = ("handle", "events.handle")
+HANDLES = ("handle", "events.handle", "steps.requests.handle")
 BAD_BIASES: tuple[object, ...] = (
     [1], [[1]], [[1, 2.0, 3]], [[]], [["1", 2.0]], [[1, "2"]], [[1.0, 2.0]], [[1, True]],
     [[[1], 2.0]], [{"1": 2.0}], [None], [[1, None]],
@@ -170,6 +182,7 @@ def good(sender: Sender, op: int) -> Body:
     if sender == "client":
         return FULL_CLIENT[op]
     whole = {"call_id": 1, "stats": STATS | MORE_STATS, "metrics": METRICS}
+    whole["steps"] = STEPS
     return whole if op == REPLY else FULL_ENGINE[op]
 
 
@@ -221,6 +234,9 @@ def wrong_types(sender: Sender) -> Iterator[Line]:
         ("engine", REFUSED, "supported", [[1]]), ("engine", OUTPUT, "events", [1]),
         ("engine", OUTPUT, "events", [[]]), ("engine", OUTPUT, "events", [None]),
         ("engine", OUTPUT, "events.finish_reason", "bored"),
+        ("engine", REPLY, "steps.steps.number", ["1"]),
+        ("engine", REPLY, "steps.requests.way", [["queued"]]),
+        ("engine", REPLY, "steps.requests.way", [[1.5, "queued"]]),
     ]  # fmt: skip
     for i, (of, op, path, value) in enumerate(inner):
         if of == sender:

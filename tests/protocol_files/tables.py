@@ -23,6 +23,7 @@ from nanocore.protocol.messages import (
 )
 from nanocore.protocol.metrics import Metric, MetricSample, Stats
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
+from nanocore.protocol.steps import RecentSteps, RequestWay, StepColumns
 from nanocore.protocol.structured_outputs import (
     ReasoningMarks,
     StructuralTag,
@@ -41,6 +42,9 @@ HEADINGS: dict[str, Struct] = {
     "#### Stats": Stats,
     "#### Metric": Metric,
     "#### Metric sample": MetricSample,
+    "#### Recent steps": RecentSteps,
+    "#### Step columns": StepColumns,
+    "#### Request way": RequestWay,
     "## 9. Sampling parameters": EngineSamplingParams,
     "### Structured outputs": StructuredOutputs,
     "#### Reasoning": ReasoningMarks,
@@ -59,6 +63,7 @@ FIRST_SINCE = {
     ReasoningMarks: "1.7",
     Draining: "1.9",
     **dict.fromkeys((Metric, MetricSample), "1.10"),
+    **dict.fromkeys((RecentSteps, StepColumns, RequestWay), "1.11"),
 }
 
 

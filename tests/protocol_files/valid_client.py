@@ -214,6 +214,10 @@ def aborts_and_controls() -> Iterator[Line]:
         "read-file-empty-name": read | {"file": ""},
         "unknown-operation": {"call_id": 3, "operation": "no_such_operation"},
         "empty-operation": {"call_id": 3, "operation": ""},
+        "metrics": {"call_id": 5, "operation": "metrics"},
+        "steps": {"call_id": 6, "operation": "steps"},
+        "steps-after": {"call_id": 6, "operation": "steps", "after": 5},
+        "steps-after-the-largest": {"call_id": 6, "operation": "steps", "after": MAX_INT},
     }.items():
         yield valid("client", CONTROL, name, more)
 

@@ -14,6 +14,7 @@ from tests.protocol_files.bodies import (
     MORE_STATS,
     SAMPLING,
     STATS,
+    STEPS,
 )
 from tests.protocol_files.lines import (
     ACCEPTED,
@@ -216,10 +217,15 @@ def replies() -> Iterator[Line]:
         "stats-minimal": {"stats": STATS},
         "metrics": {"metrics": METRICS},
         "metrics-empty": {"metrics": []},
+        "steps": {"steps": STEPS},
+        "steps-none": {"steps": STEPS | {"steps": {}, "requests": []}},
+        "steps-phase-of-a-later-version": {
+            "steps": changed(STEPS, "requests.way", [["queued", 1234.5], ["loading", 1235.5]])
+        },
         "data": {"data": b'{"model": "\xff\x00'},
         "data-empty": {"data": b""},
         "data-300-bytes": {"data": bytes(range(100)) * 3},
-        "nils": {"message": None, "stats": None, "data": None, "metrics": None},
+        "nils": dict.fromkeys(("message", "stats", "data", "metrics", "steps")),
     }.items():
         yield valid("engine", REPLY, name, {"call_id": 1} | more)
     for name, call_id in {"smallest": 0, "largest": MAX_INT}.items():
@@ -227,6 +233,11 @@ def replies() -> Iterator[Line]:
     body = {"call_id": 1, "stats": STATS}
     raw = pack(changed(body, "stats.new_in_9", 1))
     yield valid("engine", REPLY, "unknown-field-in-stats", body, raw=raw)
+    body = {"call_id": 1, "steps": STEPS}
+    for path in ("steps", "steps.steps", "steps.requests"):
+        raw = pack(changed(body, f"{path}.new_in_9", [1]))
+        name = f"unknown-field-in-{path.replace('.', '-')}"
+        yield valid("engine", REPLY, name, body, raw=raw)
 
 
 def drains() -> Iterator[Line]:

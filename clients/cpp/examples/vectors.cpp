@@ -110,6 +110,10 @@ bool same_field(const Map& map, const string& name, const ordered_json& value) {
         const auto pairs = value.get<vector<std::pair<int64_t, double>>>();
         return map.get<vector<std::pair<int64_t, double>>>(name) == pairs;
     }
+    if (name == "way") {
+        const auto moves = value.get<vector<std::pair<string, double>>>();
+        return map.get<vector<std::pair<string, double>>>(name) == moves;
+    }
     if (name == "labels") return map.get<vector<vector<string>>>(name) == value;
     if (value[0].is_array()) return map.get<vector<vector<int64_t>>>(name) == value;
     const auto maps = map.get<vector<Map>>(name);

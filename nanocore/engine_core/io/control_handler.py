@@ -13,7 +13,8 @@ from typing import Final, get_args
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.session import Session
 from nanocore.engine_core.mailbox import ControlCall, Inbox
-from nanocore.engine_core.metrics.collector import DeskCounts, MetricsCollector
+from nanocore.engine_core.metrics.collector import MetricsCollector
+from nanocore.engine_core.stats import DeskCounts
 from nanocore.protocol.errors import shorten
 from nanocore.protocol.messages import Control, ControlOperation, Reply
 
@@ -51,6 +52,9 @@ class ControlHandler:
                 return self._read_file(control)
             case "metrics":
                 return Reply(call_id=control.call_id, metrics=self.metrics.collect(counts()))
+            case "steps":
+                steps = self.metrics.recent_steps(control.after, session.client, counts())
+                return Reply(call_id=control.call_id, steps=steps)
             case _:
                 names = ", ".join(get_args(ControlOperation))
                 text = f"operation {shorten(control.operation)!r} is not one of {names}"

@@ -27,8 +27,8 @@ from nanocore.engine_core.io.request_desk import RequestDesk
 from nanocore.engine_core.io.session import MAX_BACKLOGS_BYTES, Session, over_limit
 from nanocore.engine_core.io.session_table import SessionTable
 from nanocore.engine_core.mailbox import BeginDrain, ControlReply, Farewell, GrammarDone, Inbox
-from nanocore.engine_core.metrics.collector import DeskCounts
 from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.stats import DeskCounts, completed
 from nanocore.protocol.codec import (
     InvalidSubmitError,
     encode,
@@ -155,14 +155,7 @@ class FrontDesk:
 
     def completed(self, stats: Stats) -> Stats:
         """What the step loop knows, with what is known here."""
-        compiling = self._requests.compiling
-        return msgspec.structs.replace(
-            stats,
-            num_requests_waiting=stats.num_requests_waiting + len(compiling),
-            num_aborts=stats.num_aborts + compiling.num_aborts,
-            num_clients=len(self.sessions),
-            num_protocol_errors=self._num_protocol_errors,
-        )
+        return completed(stats, self.counts())
 
     def flush(self, now_s: float) -> None:
         """Send slow clients what their sockets take now; cut off who took nothing for long.
@@ -196,7 +189,7 @@ class FrontDesk:
                 self._send(session, Ping(), now_s)
 
     def counts(self) -> DeskCounts:
-        """What is known here, for the metrics."""
+        """What is known here, for metrics and statistics."""
         compiling, slow = self._requests.compiling, self.sessions.slow.values()
         return DeskCounts(
             num_clients=len(self.sessions),
@@ -205,6 +198,7 @@ class FrontDesk:
             num_aborts=compiling.num_aborts,
             backlog_bytes=sum([one.backlog.num_bytes for one in slow if one.backlog]),
             is_draining=self.drain.is_on,
+            is_paused=any(one.has_paused for one in self.sessions.by_peer.values()),
             closed=self._num_closed,
         )
 

@@ -9,37 +9,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TypeVar, get_args
 
 import numpy as np
 
 from nanocore.engine_core.metrics import families
 from nanocore.engine_core.metrics.histogram import Histogram
+from nanocore.engine_core.metrics.recent import Recent
 from nanocore.engine_core.metrics.request_metrics import RequestMetrics
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.stats import DeskCounts, completed, stats_of
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.protocol.messages import FinishReason
 from nanocore.protocol.metrics import Metric, MetricSample, MetricType
+from nanocore.protocol.steps import RecentSteps
 
 T = TypeVar("T")
-
-
-@dataclass
-class DeskCounts:
-    """What the front desk knows.
-
-    num_compiling: requests that wait for their structured output. num_aborts: of those.
-    closed: sessions by reason.
-    """
-
-    num_clients: int = 0
-    num_protocol_errors: int = 0
-    num_compiling: int = 0
-    num_aborts: int = 0
-    backlog_bytes: int = 0
-    is_draining: bool = False
-    closed: Mapping[str, int] = field(default_factory=dict)
 
 
 class MetricsCollector:
@@ -67,6 +52,7 @@ class MetricsCollector:
         self._help = families.histograms(scheduler.config.max_model_len)
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in self._help.items()}
         self._requests = RequestMetrics(self._histograms)
+        self._recent = Recent(scheduler)
         self._prompt_tokens = self._cached_tokens = 0
 
     def fold(self) -> None:
@@ -74,8 +60,9 @@ class MetricsCollector:
         journal, histograms = self._journal, self._histograms
         if self._utilisation is not None:
             self._utilisation.fold()
-        if steps := _take(journal.step_tokens):
-            histograms["iteration_tokens_total"].observe(steps)
+        if steps := _take(journal.steps):
+            histograms["iteration_tokens_total"].observe([step.num_tokens for step in steps])
+            self._recent.steps.extend(steps)
         self._fold_intervals()
         if first := _take(journal.first_tokens):
             seconds, prompts, cached = zip(*first, strict=True)
@@ -83,7 +70,16 @@ class MetricsCollector:
             histograms["time_to_first_token_seconds"].observe(known)
             self._prompt_tokens += sum(prompts)
             self._cached_tokens += sum(cached)
-        self._requests.observe(_take(journal.ended))
+        ended = _take(journal.ended)
+        self._requests.observe(ended)
+        self._recent.ended.extend(ended)
+
+    def recent_steps(self, after: int, client: int, desk: DeskCounts) -> RecentSteps:
+        """The last steps, as of now, with numbers above `after`; as this client may see them."""
+        stats = completed(stats_of(self._scheduler, desk.is_paused), desk)
+        open_requests = self._scheduler.open_requests()  # first, so that who ends now is in one
+        self.fold()
+        return self._recent.tell(after, client, open_requests, stats)
 
     def collect(self, desk: DeskCounts) -> list[Metric]:
         """All metrics, as of now."""

@@ -78,6 +78,11 @@ class Request:
         self.num_prompt_tokens = self.num_tokens - self.num_resumed_tokens
 
     @property
+    def client_request_id(self) -> str:
+        """The client's name for the request that it is a sample of."""
+        return self.request_id.removesuffix(f"#{self.sample}") if self.sample else self.request_id
+
+    @property
     def num_submitted_tokens(self) -> int:
         """Tokens that it came with."""
         return self.num_prompt_tokens + self.num_resumed_tokens

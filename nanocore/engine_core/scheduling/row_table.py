@@ -113,10 +113,10 @@ class RowTable:
         """Give a request, whose tokens these are, the lowest free row of the group to prefill."""
         row = heapq.heappop(self._free_rows[group])
         self._num_rows += 1
-        request.row = row
         self.requests[row] = request
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
+        request.row = row  # only now: another thread that looks there finds the request's own count
         self.num_computed[row] = self.num_cached[row] = num_computed
         self.max_computed[row] = request.max_num_tokens - 1
         self.hold(request, held_tokens)

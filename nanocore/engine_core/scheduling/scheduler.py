@@ -40,7 +40,7 @@ class Scheduler:
 
     Args:
         config: the limits. kv_cache: owned by the scheduler from here on.
-        clock: seconds; of the journal, and of steps if there is a latency target.
+        clock: seconds, of steps and of the journal.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Scheduler:
         self.completed = StepOutcome(StepPlan(0, 0))
         """The step whose result came in last."""
         self.clock = clock
-        self._begun_s: deque[float] = deque()  # steps in flight; if there is a target
+        self._begun_s: deque[float] = deque()  # steps in flight
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []  # by `end`, since the last update
@@ -77,6 +77,10 @@ class Scheduler:
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._requests)
+
+    def open_requests(self) -> list[Request]:
+        """Those, in the order in which they came; for any thread."""
+        return list(self._requests.values())
 
     @property
     def num_running(self) -> int:
@@ -135,6 +139,7 @@ class Scheduler:
             self._requests[sample.handle] = sample
             sample.arrival = num_steps if arrival is None else arrival
             sample.arrival_s, sample.life.queued_s = self._came[1], now_s
+            sample.life.move("queued", sample.received_s or now_s)
             self.counters.prompt_tokens += sample.num_prompt_tokens
         self.waiting.push(request)
 
@@ -176,7 +181,7 @@ class Scheduler:
         plan.preempt_first(gave_way, self.waiting.peek() if gave_way else None)
         for request in plan.preempted:
             self.waiting.push(request)
-            request.life.num_preemptions += 1
+            request.life.preempt(self.clock())
             if self._urgency is not None:
                 self._urgency.left(request)
         counters.num_preemptions += len(plan.preempted)
@@ -184,8 +189,7 @@ class Scheduler:
             self.waiting.release(running.request(row))
         if self.waiting and may_admit:
             self._schedule_waiting(plan, budget)
-        if self.budget.has_target:
-            self._begun_s.append(self.clock())
+        self._begun_s.append(self.clock())
         return running.begin(plan)
 
     def update(self, result: ModelRunnerOutput) -> list[ClientOutput]:
@@ -196,10 +200,7 @@ class Scheduler:
         """
         now_s = self.clock()
         self.completed = outcome = self.running.accept(result, now_s)
-        if self.budget.has_target:
-            self._measure(outcome.plan)
         self.counters.generation_tokens += len(outcome.tokens.token_ids)
-        self.journal.step_tokens.append(outcome.plan.num_tokens)
         events: list[tuple[int, Event]] = []
         for request in outcome.started:
             started = Event(handle=request.handle, num_cached_tokens=request.num_cached_tokens)
@@ -212,6 +213,8 @@ class Scheduler:
             self.journal.end(request, ended, now_s)
         outcome.finished += self._ended
         self._ended = []
+        outcome.begin_decodes(self.running.table.requests, now_s)
+        self._note(outcome.plan, now_s)
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
     def _can_admit(self, group: int) -> bool:
@@ -324,7 +327,7 @@ class Scheduler:
         """Give a waiting request a row and its first tokens."""
         self.counters.count_dequeued(request)
         self.running.admit(plan, request, hits, count)
-        request.life.admitted_s = request.life.admitted_s or self.clock()
+        request.life.admit(self.clock())
         if self._urgency is not None:
             self._urgency.admitted(request)
 
@@ -338,9 +341,12 @@ class Scheduler:
         if request.held_back:
             self.waiting.replace(request)
 
-    def _measure(self, plan: StepPlan) -> None:
-        """Teach the cost model how long a step took, since the one before it ended."""
-        now_s = self.clock()
+    def _note(self, plan: StepPlan, now_s: float) -> None:
+        """Note a step, and teach the cost model how long it took since the one before it ended."""
         seconds = now_s - max(self._begun_s.popleft(), self._last_update_s)
         self._last_update_s = now_s
-        self.budget.observe(plan.num_tokens, plan.context, seconds)
+        if self.budget.has_target:
+            self.budget.observe(plan.num_tokens, plan.context, seconds)
+        rows = len(self.running.table)
+        load = rows, len(self._requests) - rows, self.kv_cache.num_free_blocks
+        self.journal.steps.append(plan.note(now_s, seconds, *load))

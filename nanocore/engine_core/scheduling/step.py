@@ -7,7 +7,7 @@ step begins (`begin`); what happens from then on is the outcome's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.scheduling.ends import End
+from nanocore.engine_core.scheduling.journal import StepNote
 from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.scheduling.spans import IntArray, attended_tokens
@@ -79,11 +80,20 @@ class StepPlan:
         self.masked: list[tuple[int, Request]] = []
 
     @property
+    def num_decode_tokens(self) -> int:
+        """Tokens computed of rows that decode."""
+        counts = self.decode_counts
+        return len(self.decoding) if counts is None else int(counts.sum())
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens computed of the others."""
+        return sum([chunk.num_tokens for chunk in self.chunks])
+
+    @property
     def num_tokens(self) -> int:
         """Tokens computed, over all rows."""
-        counts = self.decode_counts
-        num_decoded = len(self.decoding) if counts is None else int(counts.sum())
-        return num_decoded + sum([chunk.num_tokens for chunk in self.chunks])
+        return self.num_decode_tokens + self.num_prefill_tokens
 
     @property
     def context(self) -> int:
@@ -91,6 +101,22 @@ class StepPlan:
         counts = 1 if self.decode_counts is None else self.decode_counts
         decoded = int(attended_tokens(counts, self.decode_ends).sum())
         return decoded + sum([int(attended_tokens(n, n + start)) for _, n, start in self.chunks])
+
+    def note(
+        self, ended_s: float, seconds: float, num_running: int, num_waiting: int, num_free: int
+    ) -> StepNote:
+        """What is noted of the step at its end, quickly. num_free: blocks."""
+        return StepNote(
+            self.number,
+            ended_s,
+            seconds,
+            len(self.decoding) if self.decode_counts is None else self.num_decode_tokens,
+            self.num_prefill_tokens if self.chunks else 0,
+            num_running,
+            num_waiting,
+            num_free,
+            len(self.preempted),
+        )
 
     def preempt(self, request: Request, preempter: Request) -> None:
         """Say that a request has lost its row, and for whom."""
@@ -170,6 +196,15 @@ class StepOutcome:
         self.started: list[Request] = []
         self.finished: list[Request] = []
         self.prompt_logprobs: list[tuple[int, LogprobColumns]] = []
+
+    def begin_decodes(self, requests: Sequence[Request | None], now_s: float) -> None:
+        """Note whose known tokens it has completed, but of those that have ended.
+
+        requests: by row, after its ends.
+        """
+        for row in self.plan.completed:
+            if (request := requests[row]) is not None and row not in self.dead_rows:
+                request.life.move("decode", now_s)
 
 
 def new_row(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any, Final
-from urllib.parse import parse_qs
 
 from nanocore.http.errors import HttpError, bad_request
 from nanocore.http.exchange import Exchange
@@ -16,7 +15,7 @@ _USUAL_LISTED: Final = 20
 async def get(exchange: Exchange) -> None:
     """GET /v1/responses/{id}."""
     stored = _stored(exchange)
-    if _query(exchange).get("stream", "false").lower() == "true":
+    if exchange.query().get("stream", "false").lower() == "true":
         raise bad_request("a stored response is not streamed again: leave stream out", "stream")
     await exchange.reply(200, stored.body)
 
@@ -39,7 +38,7 @@ async def cancel(exchange: Exchange) -> None:
 
 async def list_input_items(exchange: Exchange) -> None:
     """GET /v1/responses/{id}/input_items, the last ones first unless asked otherwise."""
-    query = _query(exchange)
+    query = exchange.query()
     items: list[dict[str, Any]] = [*_stored(exchange).input_items]
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -75,9 +74,3 @@ def _stored(exchange: Exchange) -> StoredResponse:
             "not_found",
         )
     return stored
-
-
-def _query(exchange: Exchange) -> dict[str, str]:
-    """The last value of each name."""
-    given = parse_qs(exchange.scope.get("query_string", b"").decode("latin-1"))
-    return {name: values[-1] for name, values in given.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanocore.engine_core.metrics.collector import DeskCounts
+from nanocore.engine_core.stats import DeskCounts
 from nanocore.protocol.messages import Event
 from tests.engine_core.metrics.clocked_engine import Engine
 from tests.fakes import make_request
@@ -135,7 +135,7 @@ def test_the_journal_is_emptied_whoever_asks() -> None:
     journal = engine.scheduler.journal
     assert len(journal.ended) == 3
     engine.collector.fold()
-    for noted in (journal.ended, journal.intervals, journal.step_tokens, journal.first_tokens):
+    for noted in (journal.ended, journal.intervals, journal.steps, journal.first_tokens):
         assert not noted
     assert engine.observed("e2e_request_latency_seconds")[0] == 3
 
@@ -154,4 +154,4 @@ def test_a_step_of_the_same_rows_notes_as_much_however_many_they_are(num_others:
     for _ in range(3):
         engine.step()
     assert list(journal.intervals) == [(1.0, num_others + 1)] * 3
-    assert list(journal.step_tokens) == [num_others + 1] * 3
+    assert [step.num_tokens for step in journal.steps] == [num_others + 1] * 3
