@@ -187,7 +187,7 @@ def test_the_reading_path_names_what_is_in_its_files() -> None:
 
 @pytest.mark.parametrize("document", MARKDOWN, ids=name_of)
 def test_every_python_program_of_a_document_compiles(document: Path) -> None:
-    """Those that users read are also run: end_to_end/test_documents_run.py."""
+    """Those that users read are also run: tests/docs."""
     blocks = re.findall(r"```python\n(.*?)```", document.read_text("utf-8"), flags=re.DOTALL)
     for block in blocks:
         compile(block, str(document), "exec")

@@ -16,6 +16,7 @@ from nanocore.engine_core.scheduling.step import Chunk, StepPlan
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.model_cost import MachineSpeed, ModelCost
+from tests.docs.blocks import blocks
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = (ROOT / "docs" / "seeing.md").read_text("utf-8")
@@ -37,10 +38,8 @@ def printed() -> list[str]:
 
 
 def example() -> list[str]:
-    blocks = DOCUMENT.split("```")[1::2]
-    return (
-        next(block for block in blocks if block.lstrip().startswith("memory")).strip().split("\n")
-    )
+    (text,) = [b.text for b in blocks("docs/seeing.md") if b.text.startswith("memory\n")]
+    return text.strip().split("\n")
 
 
 def without_numbers(line: str) -> str:
