@@ -14,7 +14,7 @@ MAX_CELL_CHARS = 180
 """Of a table's cell: what is longer is a paragraph, and belongs into the text."""
 MAX_READING_LINES = 2500
 MAX_README_LINES = 150
-NOT_OURS = {"node_modules", "target", "build", "__pycache__"}
+NOT_OURS = {"node_modules", "target", "build", "site", "__pycache__"}
 SOURCES = {".py", ".h", ".hpp", ".cpp", ".ts", ".mjs", ".rs"}
 FILE = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|md|h|hpp|cpp|ts|mjs|rs)|(?:[\w-]+/)+")
 OURS = "benchmarks|examples|nanocore|tests|tools"
