@@ -49,7 +49,7 @@ test-all: lint
 
 # Every document is checked on the way: a link that leads nowhere is an error.
 docs: $(VENV)/.dev
-	$(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "to read it: $(BIN)/python -m http.server -d site -b 127.0.0.1"
 
 bench: $(VENV)/.dev
