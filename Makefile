@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= -c constraints-cpu.txt
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS)
 
-.PHONY: help demo test test-all lint bench wheel clean
+.PHONY: help demo test test-all lint docs bench wheel clean
 
 help:
 	@echo "make demo   a model answers: launch the engine, stream a chat, 64 requests at once"
 	@echo "make test   style, types and the tests, in a few minutes"
 	@echo "make test-all  the long campaigns, too: sanitizers, all GPU kernels compiled, benchmarks, other languages' clients"
 	@echo "make lint   style and types alone"
+	@echo "make docs   the documents as a site, in site/"
 	@echo "make bench  our engine alone on the workloads W1-W5, to benchmarks/results/"
 	@echo "make wheel  what would be published, to dist/: wheels and source distributions of nanocore and its demo model"
 	@echo "make clean  remove the environment and caches"
@@ -47,6 +48,11 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Every document is checked on the way: a link that leads nowhere is an error.
+docs: $(VENV)/.dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "to read it: $(BIN)/python -m http.server -d site -b 127.0.0.1"
+
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/compare.py --model small --out benchmarks/results/offline-small.json
 
@@ -54,4 +60,4 @@ wheel: $(VENV)/.dev
 	$(BIN)/python tools/build_packages.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo_model/build demo_model/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info demo_model/build demo_model/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,7 @@ MAX_CELL_CHARS = 180
 """Of a table's cell: what is longer is a paragraph, and belongs into the text."""
 MAX_READING_LINES = 2500
 MAX_README_LINES = 150
-NOT_OURS = {"node_modules", "target", "build", "__pycache__"}
+NOT_OURS = {"node_modules", "target", "build", "site", "__pycache__"}
 SOURCES = {".py", ".h", ".hpp", ".cpp", ".ts", ".mjs", ".rs"}
 FILE = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|md|h|hpp|cpp|ts|mjs|rs)|(?:[\w-]+/)+")
 OURS = "benchmarks|examples|nanocore|tests|tools"
@@ -187,7 +187,7 @@ def test_the_reading_path_names_what_is_in_its_files() -> None:
 
 @pytest.mark.parametrize("document", MARKDOWN, ids=name_of)
 def test_every_python_program_of_a_document_compiles(document: Path) -> None:
-    """Those that users read are also run: end_to_end/test_documents_run.py."""
+    """Those that users read are also run: tests/docs."""
     blocks = re.findall(r"```python\n(.*?)```", document.read_text("utf-8"), flags=re.DOTALL)
     for block in blocks:
         compile(block, str(document), "exec")

@@ -27,7 +27,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         f"(default: {RANDOM})")  # fmt: skip
     add("--dataset-path", metavar="FILE", help="of all but random and prefix_repetition")
     add("--num-prompts", type=at_least(1), default=_DEFAULTS.num_prompts, metavar="N",
-        help=f"requests (default: {_DEFAULTS.num_prompts})")  # fmt: skip
+        help=f"how many requests (default: {_DEFAULTS.num_prompts})")  # fmt: skip
     add("--seed", type=at_least(0), default=0, metavar="N",
         help="of what is drawn: prompts, lengths, arrivals (default: 0)")  # fmt: skip
     add("--input-len", type=at_least(1), metavar="N", help="the same as --random-input-len")
@@ -61,7 +61,7 @@ def _add_drawn(parser: argparse.ArgumentParser) -> None:
     add("random_prefix_len", 0, "tokens that begin all prompts")
     add("prefix_repetition_prefix_len", 0, "tokens of a prefix")
     add("prefix_repetition_suffix_len", 0, "tokens of what follows it")
-    add("prefix_repetition_num_prefixes", 1, "prefixes")
+    add("prefix_repetition_num_prefixes", 1, "how many prefixes")
     add("prefix_repetition_output_len", 1, "tokens of an answer")
 
 

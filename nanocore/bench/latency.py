@@ -63,7 +63,7 @@ def latency_parser() -> BenchParser:
         ("--batch-size", 1, 8, "requests at once"),
         ("--n", 1, 1, "answers to each"),
         ("--num-iters-warmup", 0, 10, "batches before, which do not count"),
-        ("--num-iters", 1, 30, "batches"),
+        ("--num-iters", 1, 30, "batches that count"),
     ):
         parser.add_argument(flag, type=at_least(least), default=default, metavar="N",
                             help=f"{text} (default: {default})")  # fmt: skip

@@ -50,7 +50,9 @@ def build_parser(name: str, description: str) -> BenchParser:
         allow_abbrev=False,
     )
     parser.add_argument("--model", help="folder, or id on the hub (default: the demo model)")
-    parser.add_argument("--output-json", metavar="FILE", help="write the figures")
+    parser.add_argument(
+        "--output-json", metavar="FILE", help="write the figures as JSON into this file"
+    )
     return parser
 
 

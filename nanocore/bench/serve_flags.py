@@ -108,8 +108,8 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
         "its tokenizer is used")  # fmt: skip
     add("--curve-dir", metavar="DIR", help="with tcp://: keys of nanocore-keygen")
     add("--base-url", metavar="URL", help="of the server, instead of --host and --port")
-    add("--host", help="(default: 127.0.0.1)")
-    add("--port", type=at_least(1), help="(default: 8000)")
+    add("--host", help="of the server (default: 127.0.0.1)")
+    add("--port", type=at_least(1), help="of the server (default: 8000)")
     add("--endpoint", metavar="PATH", help="of the API (default: the backend's)")
     add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="of every request; "
         "OPENAI_API_KEY of the environment is sent as a bearer's")  # fmt: skip
@@ -129,11 +129,16 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "inf is even (default: 1)")  # fmt: skip
     add("--ramp-up-strategy", choices=("linear", "exponential"),
         help="instead of --request-rate, one that grows")  # fmt: skip
-    add("--ramp-up-start-rps", type=above_zero, metavar="RPS", help="of the first request")
-    add("--ramp-up-end-rps", type=above_zero, metavar="RPS", help="of the last one")
+    add("--ramp-up-start-rps", type=above_zero, metavar="RPS", help="rate at the first request")
+    add("--ramp-up-end-rps", type=above_zero, metavar="RPS", help="rate at the last one")
     add("--self-timed", action=argparse.BooleanOptionalAction,
         help="requests arrive when the trace says (default with a trace)")  # fmt: skip
-    add("--max-concurrency", type=at_least(1), metavar="N", help="requests in flight")
+    add(
+        "--max-concurrency",
+        type=at_least(1),
+        metavar="N",
+        help="requests in flight at once (default: any)",
+    )
     add("--num-warmups", type=at_least(0), default=0, metavar="N",
         help="requests before, which do not count (default: 0)")  # fmt: skip
     add("--ready-check-timeout-sec", type=at_least(0), default=0, metavar="S",
@@ -144,30 +149,52 @@ def _add_asked(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("requests").add_argument
     add("--ignore-eos", action="store_true",
         help="answers are as long as asked for; so it is with random and traces")  # fmt: skip
-    add("--logprobs", type=at_least(0), metavar="N", help="of each token the N most likely")
+    add(
+        "--logprobs",
+        type=at_least(0),
+        metavar="N",
+        help="ask for the N most likely tokens of each place, too",
+    )
     for name, kind in _SAMPLING.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar="X",
-            help="(default: the model's)")  # fmt: skip
+            help="sampling parameter of every request (default: the model's)")  # fmt: skip
     add("--extra-body", type=json_object, default={}, metavar="JSON",
         help="fields of every request over HTTP")  # fmt: skip
-    add("--request-id-prefix", metavar="TEXT", help="(default: bench-, and a random name)")
+    add("--request-id-prefix", metavar="TEXT", help="what ids begin with (default: bench-, and a "
+        "random name)")  # fmt: skip
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("result").add_argument
     add("--percentile-metrics", default="ttft,tpot,itl", metavar="NAMES",
-        help=f"by commas, of {', '.join(METRICS)} (default: ttft,tpot,itl)")  # fmt: skip
+        help=f"what is summarized, by commas: of {', '.join(METRICS)} "
+        "(default: ttft,tpot,itl)")  # fmt: skip
     add("--metric-percentiles", type=percentiles, default=(99.0,), metavar="NUMBERS",
-        help="by commas (default: 99)")  # fmt: skip
+        help="percentiles of these, by commas (default: 99)")  # fmt: skip
     add("--goodput", nargs="+", default=[], metavar="NAME:MS",
         help=f"count requests within all of these; {', '.join(GOODPUT_METRICS)}")  # fmt: skip
-    add("--save-result", action="store_true", help="write the figures as JSON")
-    add("--save-detailed", action="store_true", help="those of each request, too")
-    add("--append-result", action="store_true", help="as a further line of the file")
-    add("--result-dir", metavar="DIR", help="(default: here)")
-    add("--result-filename", metavar="FILE", help="(default: made of what was measured)")
+    add("--save-result", action="store_true", help="write the figures as JSON into a file")
+    add(
+        "--save-detailed",
+        action="store_true",
+        help="with --save-result: those of each request, too",
+    )
+    add(
+        "--append-result",
+        action="store_true",
+        help="with --save-result: as a further line of the file",
+    )
+    add("--result-dir", metavar="DIR", help="where the file is written (default: here)")
+    add("--result-filename", metavar="FILE", help="the file's name (default: made of what "
+        "was measured)")  # fmt: skip
     add("--label", help="of the result's file name (default: the backend)")
-    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="into the JSON")
+    add(
+        "--metadata",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="what else the JSON is to say",
+    )
     add("--html", metavar="FILE", help="write a report with plots, a page that needs no other file")
     add("--disable-tqdm", action="store_true", help="no progress bar")
 

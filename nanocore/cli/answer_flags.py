@@ -14,8 +14,12 @@ def add_answer_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--served-model-name", nargs="+", action="extend", default=[], metavar="NAME",
         help="what clients may call the model; the first is its name in answers")  # fmt: skip
-    add("--tool-call-parser", default="auto", metavar="NAME", help="or none (default: auto)")
-    add("--reasoning-parser", default="auto", metavar="NAME", help="or none (default: auto)")
+    add("--tool-call-parser", default="auto", metavar="NAME",
+        help="how answers write tool calls: one of vLLM's names, or none (default: auto, found "
+        "out from the chat template)")  # fmt: skip
+    add("--reasoning-parser", default="auto", metavar="NAME",
+        help="how answers write reasoning: one of vLLM's names, or none (default: auto, found "
+        "out from the chat template)")  # fmt: skip
     add("--default-chat-template-kwargs", type=json_object, default={}, metavar="JSON",
         help="for the chat template, where a request says nothing else")  # fmt: skip
     add("--allowed-chat-template-kwargs", nargs="+", action="extend", default=[], metavar="NAME",

@@ -15,6 +15,9 @@ from nanocore.protocol.errors import ConfigError, NanocoreError, StartError
 from nanocore.system import standard_streams
 
 JOIN_TIMEOUT_S = 10.0
+_EXIT_CODES: Final = """\
+exit codes: 0 done, 2 usage or configuration, 5 address in use, 70 no engine answers, or internal
+error, 130 interrupted"""
 _SIGNALS: Final = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
@@ -22,7 +25,7 @@ class ReaderParser(argparse.ArgumentParser):
     """Says what is wrong in one line. Has the flags that name an engine."""
 
     def __init__(self, prog: str, description: str) -> None:
-        super().__init__(prog=prog, description=description, allow_abbrev=False)
+        super().__init__(prog=prog, description=description, epilog=_EXIT_CODES, allow_abbrev=False)
         self.add_argument("--endpoint", metavar="ENDPOINT",
             help="of the engine, ipc:// or tcp:// (default: this user's own)")  # fmt: skip
         self.add_argument("--curve-dir", metavar="DIR", help="keys of nanocore-keygen, for tcp://")

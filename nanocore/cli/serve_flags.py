@@ -181,9 +181,9 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
 
 def _add_address(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--host", help="address or name; others than loopback need an API key "
+    add("--host", help="address or name to listen at; others than loopback need an API key "
         "(default: 127.0.0.1)")  # fmt: skip
-    add("--port", type=port, help="0 is any that is free (default: 8000)")
+    add("--port", type=port, help="port to listen at; 0 is any that is free (default: 8000)")
     add("--uds", metavar="PATH", help="listen at a Unix socket, and at no port")
 
 
@@ -195,7 +195,7 @@ def _add_keys(group: argparse._ArgumentGroup) -> None:
     add("--api-key-file", metavar="FILE", help="a key per line, in a file that is yours alone")
     add("--ssl-certfile", metavar="FILE", help="serve TLS with this certificate (PEM)")
     add("--ssl-keyfile", metavar="FILE", help="its key, if it is in a file of its own")
-    add("--ssl-keyfile-password", metavar="TEXT", help="of that file")
+    add("--ssl-keyfile-password", metavar="TEXT", help="what opens the key's file")
     add("--ssl-ca-certs", metavar="FILE", help="clients need certificates of these authorities")
     add("--ssl-cert-reqs", type=int, choices=(0, 1, 2), help="whether they do: no, may, must "
         "(default: 2 with --ssl-ca-certs, else 0)")  # fmt: skip
@@ -206,12 +206,17 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         shown = "as many as descriptors allow" if default is None else f"{default:g}"
         if isinstance(default, int):
             shown = str(default)
-        metavar = "S" if kind is seconds else "N"
+        metavar = "S" if kind in (seconds, seconds_or_none) else "N"
         text = f"{help} (default: {shown})"
         group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
 
-    add("--max-body-bytes", at_least(1), MAX_BODY_BYTES, "of a request")
-    add("--max-header-bytes", at_least(256), 64 * 1024, "request line, headers and trailers")
+    add("--max-body-bytes", at_least(1), MAX_BODY_BYTES, "bytes of a request's body")
+    add(
+        "--max-header-bytes",
+        at_least(256),
+        64 * 1024,
+        "bytes of request line, headers and trailers",
+    )
     add("--header-timeout", seconds, 10.0, "seconds for a request's headers to come")
     add("--body-timeout", seconds, 60.0, "seconds for a request's body to come")
     add("--send-timeout", seconds, 600.0, "seconds a client may take nothing of its answer")
@@ -241,7 +246,12 @@ def _add_watching(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--enable-access-log", dest="access_log", action="store_true", default=False,
         help="a line per request on stderr")  # fmt: skip
-    add("--disable-access-log", dest="access_log", action="store_false", help="(the default)")
+    add(
+        "--disable-access-log",
+        dest="access_log",
+        action="store_false",
+        help="no line per request (the default)",
+    )
     add("--log-format", choices=get_args(LogFormat), default=DEFAULT_LOG_FORMAT,
         help="json: each line of the log an object, the engine's too (default: text)")  # fmt: skip
     add("--metrics-namespace", type=metrics_namespace, default=DEFAULT_NAMESPACE, metavar="NAME",

@@ -10,10 +10,14 @@ from nanocore.system import standard_streams
 from nanocore.tracing.step import TraceError
 
 _USAGE_ERROR = 2
+_EXIT_CODES = "exit codes: 0 done, 2 usage, or what cannot be read or is not there, 130 interrupted"
 
 
 class TraceParser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, description=description, epilog=_EXIT_CODES)
 
     def error(self, message: str) -> NoReturn:
         """Raises TraceError."""

@@ -36,6 +36,8 @@ request, print each token id on a line of its own as it arrives, and flush it, t
 says why on stderr and exit with 1; so it must not be told to go on with another engine. An example:
 
   nanocore-conformance --client -- node stream.js {endpoint} {prompt} {max_tokens}
+
+exit codes: 0 it conforms, 1 it does not, 2 the command line or the endpoint cannot work
 """
 
 

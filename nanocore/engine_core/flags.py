@@ -84,7 +84,8 @@ def _options(hint: Any) -> dict[str, Any]:
         return {"choices": get_args(hint)}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
-    return {"type": _READERS[get_origin(hint) or hint]}
+    kind = get_origin(hint) or hint
+    return {"type": _READERS[kind]} | ({"metavar": _METAVARS[kind]} if kind in _METAVARS else {})
 
 
 def _whole(text: str) -> int | str:
@@ -110,3 +111,5 @@ def _json(text: str) -> object:
 
 
 _READERS: Final = {int: _whole, float: _real, str: str, dict: _json}
+_METAVARS: Final = {int: "N", float: "X"}
+"""What --help calls a value whose declaration names none."""

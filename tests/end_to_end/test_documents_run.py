@@ -1,4 +1,4 @@
-"""What the documents tell a newcomer to run, run as written."""
+"""What documents tell one to run and tests/docs does not run as it stands."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from typing import Any
 
 import pytest
 
-from nanocore.cli.main import main
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.protocol.codec import pack_int32
-from nanocore.protocol.endpoint import default_endpoint
-from tests.cli.served import serving
 from tests.end_to_end.forked import engine
 from tests.kv_event_peers import numbered
 
@@ -32,13 +29,6 @@ MSGPACK = "import msgspec; packb, unpackb = msgspec.msgpack.encode, msgspec.msgp
 def python_blocks(document: str) -> list[str]:
     text = (ROOT / document).read_text()
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-
-
-def programs(document: str) -> list[tuple[str, str | None]]:
-    """Each program of a document, and what it prints if a block of text follows that says so."""
-    text = (ROOT / document).read_text()
-    found = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", text, flags=re.DOTALL)
-    return [(source, printed or None) for source, printed in found]
 
 
 def run_python(source: str, folder: Path, *arguments: str) -> str:
@@ -110,86 +100,6 @@ def test_the_kv_events_subscriber_prints_every_batch(tmp_path: Path, short_path:
             router.kill()
     assert [line.split()[0] for line in printed] == [str(i) for i in range(num_published)]
     assert "BlockRemoved" in printed[0]
-
-
-def test_the_readmes_program_prints_what_the_readme_says(tmp_path: Path) -> None:
-    ((source, printed),) = programs("README.md")
-    assert printed is not None
-    assert run_python(source, tmp_path) == printed
-
-
-def test_the_program_of_the_index_page_prints_what_it_says(tmp_path: Path) -> None:
-    ((source, printed),) = programs("docs/index-page.md")
-    assert run_python(source, tmp_path) == printed
-
-
-def programs_of_clients_page() -> tuple[list[tuple[str, str | None]], list[tuple[str, str | None]]]:
-    """Those that join the engine at the user's default endpoint, and those that launch one."""
-    of_page = programs("docs/client.md")
-    assert [printed is None for _, printed in of_page] == [False] * 10 + [True, False]
-    joining = [program for program in of_page if "connect()" in program[0]]
-    return joining, [program for program in of_page if program not in joining]
-
-
-def test_the_programs_of_the_clients_page_that_join_an_engine_print_what_it_says(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    with engine(demo_model_folder(), "--listen", default_endpoint()):
-        for source, printed in programs_of_clients_page()[0]:
-            exec(source, {})
-            found = capsys.readouterr().out
-            assert found == printed or (printed is None and len(found) > 2)
-
-
-@pytest.mark.campaign
-def test_the_programs_of_the_clients_page_that_launch_an_engine_print_what_it_says(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    for source, printed in programs_of_clients_page()[1]:
-        found = run_python(source.replace("path/to/folder", str(tiny_model)), tmp_path)
-        assert found == printed or (printed is None and len(found) > 2)
-
-
-def test_the_program_of_the_http_page_prints_what_it_says(tmp_path: Path) -> None:
-    ((source, printed),) = programs("docs/http.md")
-    with serving() as served:
-        served.line("ready:")
-        assert "127.0.0.1:8000" in source
-        source = source.replace("127.0.0.1:8000", f"{served.host}:{served.port}")
-        assert run_python(source, tmp_path) == printed
-
-
-def test_the_batch_of_its_page_is_answered_as_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (ROOT / "docs" / "batch.md").read_text()
-    (lines,) = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
-    (command,) = re.findall(r"```\nnanocore (batch .*?) --model path/to/folder\n```", page)
-    ((source, printed),) = programs("docs/batch.md")
-    monkeypatch.chdir(tmp_path)
-    Path("questions.jsonl").write_text(lines)
-    with engine(demo_model_folder()) as running, pytest.raises(SystemExit) as ended:
-        main([*command.split(), "--endpoint", running.endpoint])
-    assert ended.value.code == 1
-    exec(source, {})
-    assert capsys.readouterr().out == printed
-
-
-def test_every_program_of_the_documents_is_run_here() -> None:
-    """A page that gains one must be named in a test, too; excerpts of code are no programs."""
-    documents = {path.relative_to(ROOT).as_posix(): path for path in ROOT.glob("docs/*.md")}
-    documents |= {path.name: path for path in ROOT.glob("*.md")}
-    program = re.compile(r"(?:import|from) ")
-    assert {name for name in documents if any(map(program.match, python_blocks(name)))} == {
-        "PROTOCOL.md",
-        "README.md",
-        "docs/batch.md",
-        "docs/client.md",
-        "docs/http.md",
-        "docs/index-page.md",
-        "docs/kv-events.md",
-    }
 
 
 @pytest.mark.timeout(300)

@@ -36,10 +36,10 @@ GAUGES: Final = {
 }
 COUNTERS: Final = {
     "prefix_cache_queries": "Tokens that were looked up in the prefix cache.",
-    "prefix_cache_hits": "Tokens that were found there.",
+    "prefix_cache_hits": "Tokens that were found in the prefix cache.",
     "num_preemptions": "Times that a running request lost its row and blocks.",
     "prompt_tokens": "Prompt tokens of requests that have begun to answer.",
-    "prompt_tokens_cached": "Those of them that were found in the prefix cache.",
+    "prompt_tokens_cached": "Prompt tokens of such requests that were found in the prefix cache.",
     "generation_tokens": "Tokens that were generated.",
     "num_steps": "Steps.",
     "num_aborts": "Requests that were ended by their clients, or by their time.",
@@ -61,10 +61,10 @@ BY_LABEL: Final[dict[str, tuple[MetricType, str]]] = {
 
 STEPS: Final[dict[str, tuple[MetricType, str, str]]] = {
     "steps": ("counter", "steps", "Steps, by whether all rows decode or a prompt is computed."),
-    "step_tokens": ("counter", "tokens", "Tokens that they computed."),
-    "step_seconds": ("counter", "seconds", "Seconds that the step loop was busy with them."),
-    "step_read_bytes": ("counter", "bytes", "Bytes of weights and KV cache that they read."),
-    "step_flops": ("counter", "flops", "Floating point operations of their matrices."),
+    "step_tokens": ("counter", "tokens", "Tokens that steps computed."),
+    "step_seconds": ("counter", "seconds", "Seconds that the step loop was busy with steps."),
+    "step_read_bytes": ("counter", "bytes", "Bytes of weights and KV cache that steps read."),
+    "step_flops": ("counter", "flops", "Floating point operations of steps' matrices."),
     "machine_bytes_per_second": (
         "gauge", "peak_bytes_per_second", "What memory and caches give to steps of this size.",
     ),
@@ -87,17 +87,20 @@ def histograms(max_model_len: int) -> dict[str, tuple[str, tuple[float, ...]]]:
         ),
         "e2e_request_latency_seconds": ("Until a request's end.", LATENCY_BOUNDS),
         "request_queue_time_seconds": ("In the queue, until first admitted.", LATENCY_BOUNDS),
-        "request_inference_time_seconds": ("From there to the last token.", LATENCY_BOUNDS),
+        "request_inference_time_seconds": ("From admission to the last token.", LATENCY_BOUNDS),
         "request_prefill_time_seconds": ("From admission to the first token.", LATENCY_BOUNDS),
         "request_decode_time_seconds": ("From the first token to the last.", LATENCY_BOUNDS),
         "iteration_tokens_total": ("Tokens that a step computed.", STEP_TOKENS_BOUNDS),
         "request_prompt_tokens": ("Prompt tokens of a request.", tokens),
         "request_generation_tokens": ("Tokens generated for a request.", tokens),
-        "request_max_num_generation_tokens": ("Of its samples the longest.", tokens),
+        "request_max_num_generation_tokens": ("Tokens of a request's longest sample.", tokens),
         "request_params_max_tokens": ("Tokens that a request might have had.", tokens),
         "request_params_n": ("Samples that a request was to have.", NUM_SAMPLES_BOUNDS),
         "request_num_preemptions": ("Preemptions of a request.", PREEMPTIONS_BOUNDS),
-        "request_prefill_kv_computed_tokens": ("Prompt tokens not found cached.", tokens),
+        "request_prefill_kv_computed_tokens": (
+            "Prompt tokens of a request that were not cached.",
+            tokens,
+        ),
     }
 
 

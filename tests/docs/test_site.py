@@ -1,0 +1,118 @@
+"""The documents as a site: links, what is in it, and that nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT
+from tools.docs_site import hook
+
+LOADS = {
+    "script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src",
+    "audio": "src", "embed": "src", "object": "data", "link": "href", "use": "href",
+}  # fmt: skip
+IN_REPOSITORY = {
+    f"{name}.md" for name in ("README", "PROTOCOL", "ARCHITECTURE", "RELIABILITY", "CHANGELOG")
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "rewritten"),
+    [
+        ("[a](../PROTOCOL.md#6-x)", "[a](repository/PROTOCOL.md#6-x)"),
+        ("[a](engine.md)", "[a](engine.md)"),
+        ("[a](reference/README.md#x)", "[a](reference/README.md#x)"),
+        ("[a](../clients/node)", "[a](repository/clients/node/README.md)"),
+        ("[a](#here)", "[a](#here)"),
+        ("[a](https://example.org/x.md)", "[a](https://example.org/x.md)"),
+        ("[core.py](../nanocore/engine_core/core.py)", "`nanocore/engine_core/core.py`"),
+        ("[`core.py`](../nanocore/engine_core/core.py)", "`nanocore/engine_core/core.py`"),
+        (
+            "[the loop](../nanocore/engine_core/core.py)",
+            "the loop (`nanocore/engine_core/core.py`)",
+        ),
+        ("`[a](../PROTOCOL.md)`", "`[a](../PROTOCOL.md)`"),
+        ("```text\n[a](../PROTOCOL.md)\n```\n", "```text\n[a](../PROTOCOL.md)\n```\n"),
+        ("![a](../PROTOCOL.md)", "![a](../PROTOCOL.md)"),
+    ],
+)
+def test_links_are_those_of_the_site(text: str, rewritten: str) -> None:
+    assert hook.rewritten(text, "docs/http.md") == rewritten
+
+
+def test_links_from_documents_that_were_brought_in() -> None:
+    text = "[a](docs/http.md#flags), [b](PROTOCOL.md)"
+    assert hook.rewritten(text, "README.md") == "[a](../http.md#flags), [b](PROTOCOL.md)"
+
+
+def test_a_link_that_leads_nowhere_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.md"):
+        hook.rewritten("[a](none.md)", "docs/http.md")
+
+
+def test_every_document_is_in_the_site() -> None:
+    ours = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert ours | IN_REPOSITORY <= set(hook.documents())
+
+
+class Loading(HTMLParser):
+    """What a browser would fetch for a page, in urls."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.urls: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.urls += [value or "" for name, value in attrs if LOADS.get(tag) == name]
+        self.urls += re.findall(r"url\(([^)]*)\)", dict(attrs).get("style") or "")
+
+
+def is_outside(url: str) -> bool:
+    return re.match(r"['\"]?(?:[a-z]+:)?//", url) is not None
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as `make docs` does it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
+def test_nothing_of_the_site_is_loaded_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
+        text = page.read_text("utf-8")
+        urls = Loading(text).urls
+        assert urls
+        assert [url for url in urls if is_outside(url)] == [], page
+        assert 'class="mermaid"' not in text, "the theme fetches what draws it"
+    for sheet in site.rglob("*.css"):
+        urls = re.findall(r"(?:url\(|@import )\s*([^)\s;]+)", sheet.read_text("utf-8"))
+        assert [url for url in urls if is_outside(url)] == [], sheet
+
+
+@pytest.mark.campaign
+def test_every_document_can_be_found_in_the_site(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
+    found = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    for document in hook.documents():
+        place = hook.page_of(document).removesuffix(".md") + ".html"
+        place = re.sub(r"(^|/)README\.html$", r"\1index.html", place)
+        assert (site / place).exists()
+        assert place in found, document
+    text = (site / "http.html").read_text("utf-8")
+    assert "<!-- not run" not in text

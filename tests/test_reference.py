@@ -1,0 +1,53 @@
+"""docs/reference/ against the code, of which it is made."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from nanocore.cli import bench, main
+from tools.reference.__main__ import FOLDER, pages
+from tools.reference.parsers import commands, parser_of
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    written = {path.name: path.read_text("utf-8") for path in FOLDER.glob("*.md")}
+    assert written == pages(), "run python -m tools.reference"
+
+
+def test_every_command_is_in_it() -> None:
+    subcommands = {f"nanocore {name}" for name in main._SUBCOMMANDS if name != "bench"}
+    benchmarks = {f"nanocore bench {name}" for name in bench._BENCHMARKS}
+    scripts = {"nanocore-engine", "nanocore-keygen", "nanocore-conformance"}
+    assert commands().keys() == subcommands | benchmarks | scripts
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_flag_has_a_line_that_says_what_it_does(name: str) -> None:
+    parser, _ = commands()[name]
+    page = (FOLDER / f"{name.replace(' ', '-')}.md").read_text("utf-8")
+    items = page.split("\n- ")[1:]
+    for action in parser._actions:
+        if (
+            not action.option_strings
+            or action.help == "==SUPPRESS=="
+            or "--help" in action.option_strings
+        ):
+            continue
+        flag = action.option_strings[0]
+        (line,) = [one for one in items if one.startswith(f"`{flag}`")]
+        said = re.sub(r"\((?:default|repeatable)[^)]*\)", "", line.partition(": ")[2])
+        assert len(said.split()) >= 2, f"{flag} of {name} says nothing"
+
+
+def test_a_command_that_parses_nothing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "silent_command.py").write_text("def run(arguments):\n    return 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(LookupError, match="parses no arguments"):
+        parser_of("silent_command")

@@ -1,0 +1,67 @@
+"""The page of HTTP endpoints, from the document that /openapi.json is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanocore.http.openapi import openapi_document
+from nanocore.http.routes import ROUTES
+from tools.reference.markdown import item, page, wrapped
+
+_ABOUT = (
+    "The endpoints of [nanocore serve](nanocore-serve.md), as `GET /openapi.json` describes them; "
+    "it has the schemas in full. [Serving over HTTP](../http.md) says what clients may rely on."
+)
+
+
+def endpoints_page() -> str:
+    """The page."""
+    document = openapi_document(ROUTES, "")
+    schemas = document["components"]["schemas"]
+    parts = [wrapped(_ABOUT)]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            parts += [f"## `{method.upper()} {path}`", *_endpoint(operation, schemas)]
+    return page("HTTP endpoints", *parts)
+
+
+def _endpoint(operation: dict[str, Any], schemas: dict[str, Any]) -> list[str]:
+    key = "" if operation["security"] else " No key is needed."
+    about = [wrapped(operation["summary"] + key)]
+    lines = []
+    if "requestBody" in operation:
+        content = operation["requestBody"]["content"]["application/json"]["schema"]
+        body = schemas[content["$ref"].rpartition("/")[2]]
+        required = body.get("required", [])
+        names = [
+            f"`{name}`" + (" (required)" if name in required else "") for name in _fields(body)
+        ]
+        lines.append(item(f"Body: {', '.join(names)}."))
+    query = [one for one in operation["parameters"] if one["in"] == "query"]
+    if query:
+        shown = ", ".join(f"`{one['name']}` ({_schema(one['schema'])})" for one in query)
+        lines.append(item(f"Query: {shown}."))
+    for status, answer in operation["responses"].items():
+        lines.append(item(f"{status}: {_answer(answer)}"))
+    return [*about, "\n".join(lines)]
+
+
+def _fields(body: dict[str, Any]) -> list[str]:
+    return list(body["properties"])
+
+
+def _answer(answer: dict[str, Any]) -> str:
+    kinds = []
+    for content_type, content in answer.get("content", {}).items():
+        ref = content.get("schema", {}).get("$ref")
+        kinds.append(f"`{ref.rpartition('/')[2]}`" if ref else content_type)
+    return f"{answer['description']} ({', '.join(kinds)})" if kinds else answer["description"]
+
+
+def _schema(schema: dict[str, Any]) -> str:
+    words = [", ".join(map(str, schema["enum"]))] if "enum" in schema else [schema["type"]]
+    if "minimum" in schema:
+        words.append(f"{schema['minimum']} to {schema['maximum']}")
+    if "default" in schema:
+        words.append(f"default: {schema['default']}")
+    return "; ".join(words)

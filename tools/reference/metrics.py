@@ -1,0 +1,82 @@
+"""The page of all metrics, as an engine without a model tells them: names, labels, buckets."""
+
+from __future__ import annotations
+
+from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.metrics.collector import DeskCounts, MetricsCollector
+from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.utilisation import Utilisation
+from nanocore.kv_cache import KVCacheManager
+from nanocore.protocol.metrics import Metric
+from nanocore.worker.model_cost import MachineSpeed, ModelCost
+from tools.reference.markdown import item, page, wrapped
+
+MAX_MODEL_LEN = 4096
+_CACHE = {
+    "block_size": "16",
+    "num_gpu_blocks": "8",
+    "enable_prefix_caching": "True",
+    "cache_dtype": "auto",
+}
+_FREE_LABELS = {
+    "sessions_closed": "reason",
+    "cache_config_info": ", ".join(f"`{k}`" for k in _CACHE),
+}
+"""Of these the values are not a closed set."""
+_COST = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, attention=[])
+_SPEED = MachineSpeed(bytes_per_s=1, flops_per_s=1, near_bytes=1, near_bytes_per_s=1)
+_ABOUT = (
+    "What `GET /metrics` of [nanocore serve](nanocore-serve.md), [nanocore metrics]"
+    "(nanocore-metrics.md) and `await client.metrics()` tell; [Seeing](../seeing.md#metrics) says "
+    "how. For Prometheus each name begins with `nanocore:`, or with what `--metrics-namespace` "
+    "says, a counter's ends in `_total`, and each series has the labels `model_name` and `engine` "
+    "besides. Times are in seconds, a request's from when its SUBMIT was read. `nanocore metrics` "
+    "has a gauge `engine_up`, too, which is 0 while no engine answers."
+)
+
+
+def metrics_page() -> str:
+    """The page."""
+    parts = []
+    for kind in ("gauge", "counter", "histogram"):
+        lines = [_line(metric) for metric in _metrics() if metric.type == kind]
+        parts += [f"## {kind.capitalize()}s", "\n".join(lines)]
+    buckets = (
+        "Buckets of tokens go on as 1, 2, 5, 10, … up to `--max-model-len`, which is "
+        f"{MAX_MODEL_LEN:,} here."
+    )
+    return page("Metrics", wrapped(_ABOUT), *parts, wrapped(buckets))
+
+
+def _metrics() -> list[Metric]:
+    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=MAX_MODEL_LEN)
+    scheduler = Scheduler(config, KVCacheManager(8, 16))
+    limit = QueueLimit(1, 1, scheduler.counters)
+    used = Utilisation(_COST, _SPEED)
+    collector = MetricsCollector(scheduler, limit.rejections, _CACHE, used)
+    return collector.collect(DeskCounts(closed={"": 0}))
+
+
+def _line(metric: Metric) -> str:
+    notes = ""
+    if labels := _labels(metric):
+        notes += f" Labels: {labels}."
+    if metric.bounds:
+        notes += f" Buckets: {', '.join(f'{bound:g}' for bound in metric.bounds)}."
+    return item(f"`{metric.name}`: {metric.help}{notes}")
+
+
+def _labels(metric: Metric) -> str:
+    if metric.name in _FREE_LABELS:
+        names = _FREE_LABELS[metric.name]
+        return names if "`" in names else f"`{names}`"
+    values: dict[str, list[str]] = {}
+    for sample in metric.samples:
+        for name, value in sample.labels:
+            values.setdefault(name, []).append(f"`{value}`")
+    return "; ".join(f"`{name}` is {_either(found)}" for name, found in values.items())
+
+
+def _either(values: list[str]) -> str:
+    return values[0] if len(values) == 1 else f"{', '.join(values[:-1])} or {values[-1]}"
