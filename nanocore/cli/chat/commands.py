@@ -62,6 +62,11 @@ def parse(text: str) -> Given | None:
     return Given(name, argument)
 
 
+def is_command(text: str) -> bool:
+    """Whether it has the form of one."""
+    return _FORM.fullmatch(text) is not None
+
+
 def help_text() -> str:
     """Of all commands and keys."""
     rows = [(f"/{name} {one.argument}".strip(), one.meaning) for name, one in COMMANDS.items()]

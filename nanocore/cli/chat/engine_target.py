@@ -60,7 +60,7 @@ class EngineTarget:
 
     def news(self) -> str:
         """See `ChatTarget`."""
-        return "" if self._log is None else self._log.last_line()
+        return "" if self._log is None else f"starting the engine: {self._log.last_line()}"
 
     async def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]

@@ -58,6 +58,7 @@ class MarkupStream:
             if piece == "\n":
                 self._is_line_start, self._line_style = True, PLAIN
                 self._is_bold = self._is_code = False
+                style = PLAIN
             elif piece == "`" and not self._line_style:
                 self._is_code = not self._is_code
                 style = CODE

@@ -5,7 +5,6 @@ Enter sends; Alt-Enter, and Enter within what is pasted, begin a line. Ctrl-C em
 
 from __future__ import annotations
 
-import asyncio
 import select
 from collections.abc import Callable, Iterable
 
@@ -13,14 +12,15 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.application import run_in_terminal
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
-from prompt_toolkit.filters import Condition
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.history import History
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output
 
-from nanocore.cli.chat.commands import COMMANDS
+from nanocore.cli.chat.commands import COMMANDS, is_command
 from nanocore.cli.chat.sampling import NAMES
 from nanocore.cli.chat.terminal import Interrupts
 
@@ -63,18 +63,19 @@ class Prompt:
             EOFError: nothing more.
         """
         with self._interrupts.to(self._session.default_buffer.reset):
-            return await self._session.prompt_async(handle_sigint=False)
+            text = await self._session.prompt_async(handle_sigint=False)
+        # Bytes that the locale's encoding does not know are UTF-8 all the same.
+        return text.encode(errors="surrogateescape").decode(errors="replace")
 
     def above(self, write: Callable[[], None]) -> None:
         """Write something; while a prompt is shown, above it."""
         if self._session.app.is_running:
-            # It is awaited by the application itself, which ends after it.
-            asyncio.ensure_future(run_in_terminal(write))  # noqa: RUF006
+            run_in_terminal(write)  # the application waits for it before it ends
         else:
             write()
 
     def _is_command(self) -> bool:
-        return self._session.default_buffer.text.startswith("/")
+        return is_command(self._session.default_buffer.text)
 
 
 class CommandCompleter(Completer):
@@ -109,20 +110,22 @@ class CommandCompleter(Completer):
 
 def _keys() -> KeyBindings:
     keys = KeyBindings()
+    is_typing = has_focus(DEFAULT_BUFFER)  # and does not search
 
-    @keys.add("enter")
+    @keys.add("enter", filter=is_typing)
     def _enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        if _has_more(event):  # it was pasted into a terminal that does not say so
+        # Pasted into a terminal that does not say so; but commands are typed ahead, one by one.
+        if _has_more(event) and not is_command(buffer.text):
             buffer.newline(copy_margin=False)
         else:
             buffer.validate_and_handle()
 
-    @keys.add("escape", "enter")
+    @keys.add("escape", "enter", filter=is_typing)
     def _new_line(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 
-    @keys.add("c-c")
+    @keys.add("c-c", filter=is_typing)
     def _clear(event: KeyPressEvent) -> None:
         event.current_buffer.reset()
 

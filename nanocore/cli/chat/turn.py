@@ -23,7 +23,7 @@ from nanocore.client.chat.events import (
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """What a turn took; None: nobody has said.
 
-    tokens_per_s: after the first token. num_context_tokens: of the conversation with the answer.
+    tokens_per_s: of the answer, on average since the question was sent.
     """
 
     num_prompt_tokens: int | None = None
@@ -90,11 +90,11 @@ class Turn:
                 num_cached_tokens=started.num_cached_tokens if started and num_prompt else None,
                 ttft_s=ttft_s,
             )
-        took_s = 0.0 if self._first_s is None else self._last_s - self._first_s
+        took_s = self._last_s - self._start_s
         return Figures(
             num_prompt_tokens=usage.num_prompt_tokens,
             num_cached_tokens=usage.num_cached_tokens,
             num_output_tokens=usage.num_output_tokens,
             ttft_s=ttft_s,
-            tokens_per_s=(usage.num_output_tokens - 1) / took_s if took_s > 0 else None,
+            tokens_per_s=usage.num_output_tokens / took_s if took_s > 0 else None,
         )
