@@ -55,13 +55,18 @@ class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float
 
 
-def add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    """Those of every command that has an engine."""
+def add_engine_flags(group: argparse._ArgumentGroup, bare_endpoint: str | None = None) -> None:
+    """Those of every command that has an engine.
+
+    bare_endpoint: what --endpoint means without a value; None: it needs one.
+    """
     add = group.add_argument
     add("--model", help="the same as MODEL")
     add("--endpoint", action="append", default=[],
+        nargs=None if bare_endpoint is None else "?", const=bare_endpoint,
         help="join the engine that runs there (ipc:// or tcp://), and launch none; repeat it for "
-        "engines of the same model, of which one is used as long as it serves")  # fmt: skip
+        "engines of the same model, of which one is used as long as it serves"
+        + ("" if bare_endpoint is None else "; without a value it is this user's own"))  # fmt: skip
     add("--curve-dir", metavar="DIR", help="with --endpoint tcp://: keys of nanocore-keygen")
     add("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the engine's)")
     add(

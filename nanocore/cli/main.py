@@ -13,6 +13,7 @@ from nanocore.system import standard_streams
 
 _SUBCOMMANDS: Final = {
     "serve": ("nanocore.cli.serve", "serve a model over HTTP"),
+    "chat": ("nanocore.cli.chat.command", "chat with a model in the terminal"),
     "top": ("nanocore.cli.top.command", "watch what an engine does"),
     "metrics": ("nanocore.cli.metrics", "print an engine's metrics, or serve them to Prometheus"),
     "bench": ("nanocore.cli.bench", "measure an engine or a server"),

@@ -47,7 +47,8 @@ class EngineKeeper:
     Args:
         flags: of `engine_flags`. max_restarts: in a row, without `progress` and without an engine
             that has served for 30 s; 0: the first death is the end. standby: keep a second engine
-            loaded beside the one that serves.
+            loaded beside the one that serves. output_fd: where what engines write goes; None: where
+            ours does.
 
     Attributes:
         ended: why there is no engine any more, and will be none; None until then. is_restarting:
@@ -56,7 +57,13 @@ class EngineKeeper:
             and when an engine last said that it serves; 0 before.
     """
 
-    def __init__(self, flags: Sequence[str], max_restarts: int = 5, standby: bool = False) -> None:
+    def __init__(
+        self,
+        flags: Sequence[str],
+        max_restarts: int = 5,
+        standby: bool = False,
+        output_fd: int | None = None,
+    ) -> None:
         self.ended: NanocoreError | None = None
         self.is_restarting = False
         self.num_restarts = 0
@@ -68,6 +75,7 @@ class EngineKeeper:
         self._flags = flags
         self._max_restarts = max_restarts
         self._has_standby = standby
+        self._output_fd = output_fd
         self._timeout_s = 0.0
         self._num_in_a_row = 0
         self._directory: LaunchDirectory | None = None
@@ -165,7 +173,7 @@ class EngineKeeper:
     def _launch(self, *flags: str) -> EngineProcess:
         """Raises EngineStartError if there is no room for a process."""
         assert self._directory is not None, "it is made before the first engine"
-        engine = EngineProcess([*self._flags, *flags], self._directory)
+        engine = EngineProcess([*self._flags, *flags], self._directory, self._output_fd)
         self._processes.append(engine)
         return engine
 

@@ -35,13 +35,16 @@ class EngineProcess:
     """A `nanocore-engine` of our own.
 
     Args:
-        flags: of `engine_flags`. directory: where it listens.
+        flags: of `engine_flags`. directory: where it listens. output_fd: where what it writes goes;
+            None: where ours does.
 
     Raises:
         EngineStartError: there is no room for a process, or the directory's path is too long.
     """
 
-    def __init__(self, flags: Sequence[str], directory: LaunchDirectory) -> None:
+    def __init__(
+        self, flags: Sequence[str], directory: LaunchDirectory, output_fd: int | None = None
+    ) -> None:
         with ExitStack() as failing:
             try:
                 self.endpoint = f"{IPC}{directory.path / 'engine.sock'}"
@@ -50,7 +53,7 @@ class EngineProcess:
                 failing.callback(self._link.close)
                 with engine_end:
                     self._link.sendall(os.fsencode(directory.path) + b"\0")
-                    self._process = self._start(engine_end.fileno(), flags)
+                    self._process = self._start(engine_end.fileno(), flags, output_fd)
                 self._pidfd = os.pidfd_open(self._process.pid)
             except (OSError, ConfigError) as error:
                 raise EngineStartError(f"no engine process could be started: {error}") from None
@@ -60,12 +63,16 @@ class EngineProcess:
         self.stands_by = False
         """Whether it has said that all is loaded, and that it waits for its endpoint."""
 
-    def _start(self, parent_fd: int, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _start(
+        self, parent_fd: int, flags: Sequence[str], output_fd: int | None
+    ) -> subprocess.Popen[bytes]:
         # Its own session: Ctrl-C reaches the client, which then ends the engine in order.
         return subprocess.Popen(
             [*COMMAND, f"--parent-fd={parent_fd}", f"--listen={self.endpoint}", *flags],
             pass_fds=[parent_fd],
             stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
             start_new_session=True,
         )
 

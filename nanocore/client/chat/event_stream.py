@@ -7,7 +7,7 @@ event loop; `events` is the same for who has a task of its own.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from nanocore.client.chat.events import (
     ChatEvent,
@@ -23,6 +23,7 @@ from nanocore.client.chat.events import (
 )
 from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
 from nanocore.client.logprobs import SampleLogprobs
+from nanocore.client.resume import Resume
 from nanocore.client.sample import Sample
 from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer import Tokenizer
@@ -65,6 +66,11 @@ class AnswerStream:
     def is_answered(self) -> bool:
         """Whether the engine has accepted the request, or refused."""
         return self._stream.is_answered
+
+    @property
+    def resumes(self) -> Sequence[Resume]:
+        """How often, and how, it has gone on with another engine."""
+        return self._stream.resumes
 
     @property
     def first_token_s(self) -> float | None:

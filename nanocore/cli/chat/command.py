@@ -1,0 +1,27 @@
+"""`nanocore chat`: from the command line to a conversation, and from errors to exit codes."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from nanocore.cli.chat.flags import ChatOptions, parse
+from nanocore.cli.command import require, require_engine, run_command
+
+_REMEDY = "pip install '.[chat]'"
+
+
+def run(arguments: list[str]) -> int:
+    """Chat until the end; returns the exit code."""
+    return run_command("nanocore chat", partial(parse, arguments, os.environ), _chat)
+
+
+def _chat(options: ChatOptions) -> int:
+    require(("prompt_toolkit", "rich"), "a chat needs", _REMEDY)
+    if options.url is None:
+        require_engine(options.engine)
+    else:
+        require(("aiohttp",), "--url needs", _REMEDY)
+    from nanocore.cli.chat.session import chat
+
+    return chat(options)

@@ -1,0 +1,128 @@
+"""EngineTarget: an engine of one's own, or one that runs, over the wire.
+
+An engine that is launched ends with the target. Its log goes to a file. `switch` ends it before
+another one starts, for two models may not fit; if that fails, the last one is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Final, cast
+
+from msgspec.structs import replace
+
+from nanocore.cli.chat.files import EngineLog
+from nanocore.cli.chat.target import Message, Resumed, TargetEvent
+from nanocore.cli.engine_choice import EngineChoice
+from nanocore.client import AsyncEngineClient
+from nanocore.client.chat.messages import ChatMessage
+from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.protocol.errors import EngineDeadError, InvalidRequestError, NanocoreError
+from nanocore.protocol.sampling import SamplingParams
+
+_LAUNCH: Final = "/model NAME launches one"
+
+
+class EngineTarget:
+    """See `ChatTarget`. log: of the engine that is launched; None: one is joined."""
+
+    def __init__(self, choice: EngineChoice, log: EngineLog | None) -> None:
+        self._choice, self._log = choice, log
+        self._client: AsyncEngineClient | None = None
+
+    async def open(self) -> None:
+        """See `ChatTarget`."""
+        client = self._new_client()
+        await client.__aenter__()
+        self._client = client
+
+    async def close(self) -> None:
+        """See `ChatTarget`."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+
+    @property
+    def model(self) -> str:
+        """See `ChatTarget`."""
+        return "" if self._client is None else self._client.model_card.model
+
+    @property
+    def max_model_len(self) -> int | None:
+        """See `ChatTarget`."""
+        return None if self._client is None else self._client.model_card.max_model_len
+
+    @property
+    def is_connected(self) -> bool:
+        """See `ChatTarget`."""
+        return self._client is not None and self._client.is_connected
+
+    def news(self) -> str:
+        """See `ChatTarget`."""
+        return "" if self._log is None else f"starting the engine: {self._log.last_line()}"
+
+    async def ask(
+        self, messages: Sequence[Message], sampling: Mapping[str, Any]
+    ) -> AsyncGenerator[TargetEvent, None]:
+        """See `ChatTarget`."""
+        client = self._client
+        if client is None:
+            raise EngineDeadError(f"there is no engine: {_LAUNCH}")
+        recommended = SamplingParams.from_engine(client.model_card.default_sampling)
+        params = replace(recommended, **sampling)
+        num_resumes = 0
+        try:
+            answer = await client.submit_chat(
+                cast("Sequence[ChatMessage]", messages), params, fit_max_tokens=True
+            )
+        except EngineDeadError as error:
+            raise EngineDeadError(f"{error}{'' if self._log is None else f'; {_LAUNCH}'}") from None
+        events = answer.events()
+        try:
+            async for event in events:
+                for resume in answer.resumes[num_resumes:]:
+                    num_resumes += 1
+                    yield Resumed(resume.num_output_tokens, resume.is_exact)
+                yield event
+        finally:
+            await events.aclose()
+
+    async def models(self) -> list[str]:
+        """See `ChatTarget`."""
+        return [self.model] if self.model else []
+
+    async def switch(self, model: str) -> None:
+        """See `ChatTarget`: launches another engine, with the flags of the last one."""
+        if self._log is None:
+            raise InvalidRequestError(
+                f"the engine at {self._choice.endpoints[0]} was joined with the model that it has: "
+                "only an engine that this command has launched gives way to another"
+            )
+        last = self._choice
+        others = [flag for flag in last.flags if not flag.startswith("--model=")]
+        await self.close()
+        self._choice = replace(last, flags=(f"--model={model}", *others))
+        try:
+            await self.open()
+        except (NanocoreError, asyncio.CancelledError):
+            self._choice = last
+            await self.open()
+            raise
+
+    def _new_client(self) -> AsyncEngineClient:
+        choice, log = self._choice, self._log
+        if log is None:
+            return AsyncEngineClient.connect(
+                choice.endpoints,
+                curve_dir=choice.curve_dir,
+                tokenizer=choice.tokenizer,
+                timeout_s=choice.start_timeout_s,
+            )
+        return AsyncEngineClient(
+            endpoints=(),
+            tokenizer=choice.tokenizer,
+            timeout_s=choice.start_timeout_s,
+            resume_timeout_s=choice.start_timeout_s,
+            new_keeper=lambda: EngineKeeper(choice.flags, choice.max_restarts, output_fd=log.fd),
+        )

@@ -1,0 +1,158 @@
+"""One run of `nanocore chat`: its target from beginning to end, and what is done with it.
+
+With a terminal on both sides it is a conversation, else one question. What the client logs of an
+engine that dies becomes a note; the engine's own log is a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from prompt_toolkit.history import History, InMemoryHistory
+from rich.console import Console
+
+from nanocore.cli.chat.conversation import Conversation
+from nanocore.cli.chat.engine_target import EngineTarget
+from nanocore.cli.chat.files import EngineLog, InputHistory, state_directory
+from nanocore.cli.chat.flags import ChatOptions
+from nanocore.cli.chat.loop import ChatLoop
+from nanocore.cli.chat.once import answer_once
+from nanocore.cli.chat.prompt import Prompt
+from nanocore.cli.chat.target import ChatTarget
+from nanocore.cli.chat.terminal import Interrupts, LinePrompt, is_dumb, quiet_keyboard
+from nanocore.cli.chat.view import View, harmless
+from nanocore.protocol.errors import ConfigError
+from nanocore.system import standard_streams
+
+if TYPE_CHECKING:
+    from nanocore.cli.chat.openai_target import OpenAITarget
+
+_MAX_QUESTION_BYTES: Final = 2**24
+
+
+def chat(options: ChatOptions) -> int:
+    """All of it; the exit code.
+
+    Raises:
+        NanocoreError: nobody can be asked, or the one question has no answer.
+    """
+    interrupts = Interrupts()
+    if options.quick is None and sys.stdin.isatty() and sys.stdout.isatty():
+        return asyncio.run(interrupts.run(_converse(options, interrupts)))
+    question = options.quick if options.quick is not None else _read_question()
+    with _logged_to(standard_streams.complain):
+        return asyncio.run(interrupts.run(_answer(options, question)))
+
+
+async def _answer(options: ChatOptions, question: str) -> None:
+    conversation = Conversation(options.system)
+    conversation.say(question)
+    async with _opened(options, None) as target:
+        await answer_once(target, conversation, options.sampling)
+
+
+async def _converse(options: ChatOptions, interrupts: Interrupts) -> None:
+    view = View(Console(), options.is_plain)
+    async with _opened(options, view) as target:
+        loop = ChatLoop(
+            target, Conversation(options.system), dict(options.sampling), view, interrupts,
+            partial(quiet_keyboard, sys.stdin.fileno()),
+        )  # fmt: skip
+        view.note(f"{loop.status(sys.maxsize)}; /help lists commands, Ctrl-D ends")
+        dumb = is_dumb(dict(os.environ))
+        prompt: LinePrompt | Prompt
+        if dumb:
+            prompt = LinePrompt(sys.stdin.fileno(), _write, interrupts)
+        else:
+            prompt = Prompt(_history(view), loop.status, lambda: loop.models, interrupts)
+        with _logged_to(lambda text: prompt.above(partial(view.note, text))):
+            await loop.run(prompt, tells_figures=dumb)
+
+
+@asynccontextmanager
+async def _opened(options: ChatOptions, view: View | None) -> AsyncIterator[ChatTarget]:
+    """view: of who waits for it, if somebody does."""
+    with ExitStack() as closing_last:
+        target: EngineTarget | OpenAITarget
+        if options.url is not None:
+            from nanocore.cli.chat.openai_target import OpenAITarget
+
+            target = OpenAITarget(options.url, options.api_key, options.model_name)
+        elif options.engine.endpoints:
+            target = EngineTarget(options.engine, None)
+        else:
+            log = EngineLog(state_directory() / "chat-engine.log")
+            closing_last.callback(log.close)
+            target = EngineTarget(options.engine, log)
+        try:
+            if view is None:
+                await target.open()
+            else:
+                async with view.waiting(target.news):
+                    await target.open()
+            yield target
+        finally:
+            await target.close()
+
+
+def _history(view: View) -> History:
+    """Of what was typed, also at other times."""
+    try:
+        return InputHistory(state_directory() / "chat-history", view.note)
+    except ConfigError as error:
+        view.note(f"{error}: what is typed is not kept")
+        return InMemoryHistory()
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _read_question() -> str:
+    """All of standard input.
+
+    Raises:
+        ConfigError: it is no question.
+    """
+    try:
+        data = sys.stdin.buffer.read(_MAX_QUESTION_BYTES + 1)
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is no text in UTF-8: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"standard input cannot be read: {error.strerror}") from None
+    if len(data) > _MAX_QUESTION_BYTES:
+        raise ConfigError(f"standard input has more than {_MAX_QUESTION_BYTES // 2**20} MiB")
+    if not text.strip():
+        raise ConfigError("standard input is empty: write a question to it, or use -q MESSAGE")
+    return text.removesuffix("\n")
+
+
+class _Notes(logging.Handler):
+    """Warnings as lines."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """In whatever thread it comes: those of the client come in the event loop's."""
+        self._tell(harmless(record.getMessage()))
+
+
+@contextmanager
+def _logged_to(tell: Callable[[str], None]) -> Iterator[None]:
+    handler, root = _Notes(tell), logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)

@@ -1,0 +1,166 @@
+"""What is kept of a conversation, in memory, in files, and in what is set."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanocore.cli.chat import sampling
+from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
+from nanocore.cli.chat.files import EngineLog, InputHistory, state_directory
+from nanocore.protocol.errors import ConfigError, InvalidRequestError
+
+HELLO = {"role": "user", "content": "hello"}
+HI = {"role": "assistant", "content": "hi"}
+
+
+def spoken() -> Conversation:
+    conversation = Conversation("Be kind.")
+    conversation.say("hello")
+    conversation.answer(HI)
+    return conversation
+
+
+def test_a_question_enters_the_conversation_with_its_answer() -> None:
+    conversation = spoken()
+    conversation.say("lost")
+    conversation.say("found")
+    system = {"role": "system", "content": "Be kind."}
+    assert conversation.messages == [system, HELLO, HI, {"role": "user", "content": "found"}]
+
+
+def test_taking_back_removes_the_last_question_and_what_followed() -> None:
+    conversation = spoken()
+    conversation.turns.append({"role": "tool", "content": "3"})
+    conversation.say("never answered")
+    assert conversation.take_back()["content"] == "never answered"
+    assert conversation.take_back() == HELLO
+    assert conversation.turns == []
+    with pytest.raises(InvalidRequestError, match="nothing has been said yet"):
+        conversation.take_back()
+
+
+def test_a_new_conversation_keeps_the_systems_words() -> None:
+    conversation = spoken()
+    conversation.clear()
+    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
+
+
+def test_a_conversation_that_is_saved_is_loaded_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    chat = SavedChat(model="m", sampling={"seed": 3}, messages=spoken().messages)
+    save(path, chat)
+    save(path, chat)  # over itself
+    assert load(path) == chat
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["a.json"]
+    other = Conversation()
+    other.replace(load(path).messages)
+    assert (other.system, other.messages) == ("Be kind.", chat.messages)
+
+
+def test_a_list_of_messages_is_a_conversation_and_its_last_question_waits(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_text('[{"role": "user", "content": [{"type": "text", "text": "so?"}]}]')
+    conversation = spoken()
+    conversation.replace(load(path).messages)
+    assert conversation.turns == []
+    assert conversation.pending is not None
+    assert conversation.pending["content"][0]["text"] == "so?"
+
+
+def test_no_other_file_is_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("dear to me")
+    with pytest.raises(InvalidRequestError, match=r"holds no conversation.*left as it is"):
+        save(path, SavedChat(messages=[HELLO]))
+    assert path.read_text() == "dear to me"
+    with pytest.raises(InvalidRequestError, match="cannot be written: No such file"):
+        save(tmp_path / "none" / "a.json", SavedChat(messages=[HELLO]))
+
+
+@pytest.mark.parametrize("content", ['[{"content": "x"}]', "[1]", "{", '{"messages": 3}', "\xff"])
+def test_what_is_no_conversation_is_not_loaded(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(InvalidRequestError, match=r"bad\.json holds no conversation"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("temperature", "0", 0),
+        ("top_p", "0.5", 0.5),
+        ("stop", "END", "END"),
+        ("stop", "11", "11"),
+        ("stop", '["a", "b"]', ["a", "b"]),
+        ("ignore_eos", "true", True),
+        ("seed", "", None),
+    ],
+)
+def test_a_value_is_json_or_a_text(name: str, text: str, value: Any) -> None:
+    changed = sampling.with_value({"seed": 3}, name, text)
+    assert changed.get(name) == value
+    assert changed.get("seed") == (3 if name != "seed" else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error"),
+    [
+        ("temprature", "0", "did you mean temperature"),
+        ("zzz", "0", "there are temperature, top_p"),
+        ("temperature", "-1", "temperature"),
+        ("temperature", "hot", "temperature='hot' is of the wrong type"),
+        ("min_tokens", "9", "at most max_tokens"),
+    ],
+)
+def test_what_cannot_be_is_not_set(name: str, text: str, error: str) -> None:
+    with pytest.raises(InvalidRequestError, match=error):
+        sampling.with_value({"max_tokens": 3}, name, text)
+
+
+def test_what_was_typed_is_kept_for_its_user_alone_and_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanocore.cli.chat.files.MAX_ENTRIES", 3)
+    path = tmp_path / "history"
+    history = InputHistory(path, pytest.fail)
+    for number in range(7):
+        history.store_string(f"{number}\nü")
+    history.store_string("x" * 20_000)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = InputHistory(path, pytest.fail)
+    assert list(again.load_history_strings()) == ["6\nü", "5\nü", "4\nü"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_history_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    history = InputHistory(tmp_path, told.append)
+    history.store_string("a")
+    history.store_string("b")
+    assert len(told) == 1
+    assert "Is a directory: what is typed is not kept there" in told[0]
+
+
+def test_files_lie_in_a_directory_that_is_the_users_alone(tmp_path: Path) -> None:
+    directory = state_directory({"XDG_STATE_HOME": str(tmp_path)})
+    assert directory == tmp_path / "nanocore"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    directory.chmod(0o755)
+    with pytest.raises(ConfigError, match="the directory for history and logs"):
+        state_directory({"XDG_STATE_HOME": str(tmp_path)})
+
+
+def test_the_last_line_of_an_engines_log_is_what_it_says(tmp_path: Path) -> None:
+    log = EngineLog(tmp_path / "log")
+    assert log.last_line() == ""
+    os.write(log.fd, b"one\n 10%\r 20%\r")
+    assert log.last_line() == " 20%"
+    log.close()
+    log.close()

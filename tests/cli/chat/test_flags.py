@@ -1,0 +1,97 @@
+"""What a command line asks for, and what it cannot ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanocore.cli import command
+from nanocore.cli.chat.flags import parse
+from nanocore.cli.main import main
+from nanocore.protocol.endpoint import default_endpoint
+from nanocore.protocol.errors import ConfigError
+
+
+def test_without_flags_the_bundled_model_is_launched() -> None:
+    options = parse([], {})
+    assert (options.engine.flags, options.engine.endpoints) == ((), ())
+    assert (options.url, options.quick, options.sampling, options.system) == (None, None, {}, "")
+
+
+def test_a_model_comes_first_and_other_flags_go_to_the_engine() -> None:
+    options = parse(
+        ["path/to", "--dtype", "float32", "-q", "hi", "--set", "seed=3", "--set", "stop=a=b"], {}
+    )
+    assert options.engine.flags == ("--model=path/to", "--dtype", "float32")
+    assert (options.quick, options.sampling) == ("hi", {"seed": 3, "stop": "a=b"})
+
+
+def test_a_bare_endpoint_is_the_users_own(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    own = default_endpoint()
+    assert parse(["--endpoint"], {}).engine.endpoints == (own,)
+    assert parse(["--endpoint", "--plain"], {}).engine.endpoints == (own,)
+    assert parse(["--endpoint", "ipc:///x/y"], {}).engine.endpoints == ("ipc:///x/y",)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://h:8000", "http://h:8000/v1"),
+        ("http://h:8000/", "http://h:8000/v1"),
+        ("https://h/api/v1/", "https://h/api/v1"),
+    ],
+)
+def test_a_url_without_a_path_gets_v1(url: str, expected: str) -> None:
+    assert parse(["--url", url], {}).url == expected
+
+
+def test_a_key_is_the_flags_or_the_environments() -> None:
+    environment = {"OPENAI_API_KEY": "theirs"}
+    assert parse(["--url", "http://h"], {}).api_key is None
+    assert parse(["--url", "http://h"], environment).api_key == "theirs"
+    assert parse(["--url", "http://h", "--api-key", "mine"], environment).api_key == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--url", "h:8000"], "no URL such as http://HOST:8000/v1"),
+        (["--url", "http://h/v1?x=1"], "no URL such as"),
+        (["m", "--url", "http://h"], "leave m out"),
+        (["--url", "http://h", "--dtype", "float32"], "leave --dtype out"),
+        (["--url", "http://h", "--endpoint"], "leave --endpoint out"),
+        (["--model-name", "m"], "--model-name is for a server, with --url"),
+        (["--api-key", "k"], "--api-key is for a server"),
+        (["m", "--endpoint", "ipc:///x/y"], "leave m out"),
+        (["m", "--model", "n"], "two models, m and --model n"),
+        (["-q", " "], "--quick: a message is needed"),
+        (["--set", "temperature"], "NAME=VALUE is needed"),
+        (["--set", "temprature=0"], "did you mean temperature"),
+        (["--set", "top_p=2"], "top_p"),
+    ],
+)
+def test_what_cannot_be_is_said(arguments: list[str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        parse(arguments, {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [(["-q", "x"], "prompt_toolkit"), (["--url", "http://h", "-q", "x"], "aiohttp")],
+)
+def test_missing_packages_are_named(
+    arguments: list[str],
+    package: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else name)
+    with pytest.raises(SystemExit) as ended:
+        main(["chat", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert f"{package}: in the repository, pip install '.[chat]'\n" in error

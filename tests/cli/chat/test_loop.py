@@ -1,0 +1,309 @@
+"""The loop: questions, commands and what goes wrong, with a target that a test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.input import PipeInput, create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from nanocore.cli.chat.conversation import Conversation
+from nanocore.cli.chat.loop import ChatLoop
+from nanocore.cli.chat.once import answer_once
+from nanocore.cli.chat.prompt import CommandCompleter, Prompt
+from nanocore.cli.chat.terminal import Interrupts
+from nanocore.client.chat.events import Failed, Started, Text
+from nanocore.protocol.errors import (
+    ConfigError,
+    ContextLengthError,
+    EngineDeadError,
+    EngineOverloadedError,
+    NanocoreError,
+)
+from tests.cli.chat.fake_target import FakeTarget, Shown, answer
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+class Typed:
+    """Reads these, one after another, and then the end."""
+
+    def __init__(self, *texts: str) -> None:
+        self._texts = list(texts)
+
+    async def read(self) -> str:
+        if not self._texts:
+            raise EOFError
+        return self._texts.pop(0)
+
+
+def chat(target: FakeTarget, *texts: str, system: str = "", **arguments: Any) -> str:
+    """What is shown when these are typed."""
+    shown, interrupts = Shown(), Interrupts()
+    loop = ChatLoop(target, Conversation(system), {}, shown.view, interrupts)
+    assert asyncio.run(interrupts.run(loop.run(Typed(*texts), **arguments))) == 0
+    return shown.text
+
+
+def contents(messages: list[dict[str, Any]]) -> list[Any]:
+    return [message["content"] for message in messages]
+
+
+def test_a_conversation_goes_on_with_its_answers() -> None:
+    target = FakeTarget(answer("hi there"), answer("still here"))
+    assert chat(target, "hello", "", "  ", "you?", system="Be kind.") == "hi there\nstill here\n"
+    assert target.asked[0][0] == [SYSTEM, {"role": "user", "content": "hello"}]
+    assert contents(target.asked[1][0]) == ["Be kind.", "hello", "hi there", "you?"]
+
+
+def test_what_is_typed_after_exit_is_not_read() -> None:
+    target = FakeTarget()
+    assert chat(target, "/exit", "hello") == ""
+    assert target.asked == []
+
+
+def test_sampling_is_what_was_set_last() -> None:
+    target = FakeTarget(answer("a"), answer("b"))
+    shown = chat(
+        target, "/set seed 3", "/set temperature 0", "x", "/set seed", "/set top_p 7", "/set", "y"
+    )
+    assert [sampling for _, sampling in target.asked] == [
+        {"seed": 3, "temperature": 0}, {"temperature": 0},
+    ]  # fmt: skip
+    assert "top_p" in shown
+
+
+def test_a_question_is_asked_again_without_its_answer() -> None:
+    target = FakeTarget(answer("a"), answer("b"), answer("c"))
+    assert chat(target, "x", "y", "/retry") == "a\nb\nc\n"
+    assert target.asked[1] == target.asked[2]
+
+
+def test_what_was_taken_back_or_forgotten_is_not_sent() -> None:
+    target = FakeTarget(*map(answer, "abcd"))
+    chat(target, "one", "two", "/undo", "three", "/new", "/system Be kind.", "four")
+    assert contents(target.asked[2][0]) == ["one", "a", "three"]
+    assert contents(target.asked[3][0]) == ["Be kind.", "four"]
+
+
+def test_the_systems_words_are_shown_and_removed() -> None:
+    target = FakeTarget(answer("a"))
+    shown = chat(target, "/system", "/system -", "/system", "x", system="Be kind.")
+    assert shown == "Be kind.\n(nothing)\na\n"
+    assert contents(target.asked[0][0]) == ["x"]
+
+
+def test_a_model_is_shown_and_changed_and_the_conversation_stays() -> None:
+    target = FakeTarget(answer("a"), answer("b"))
+    shown = chat(target, "x", "/model", "/model none", "/model other", "y")
+    assert shown.splitlines() == [
+        "a", "* fake", "  other", "there is no model 'none'", "(other answers)", "b",
+    ]  # fmt: skip
+    assert contents(target.asked[1][0]) == ["x", "a", "y"]
+
+
+def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    target = FakeTarget(answer("a"), answer("b"))
+    shown = chat(
+        target, f"/save {path}", "x", "/set seed 3", f"/save {path}", "/new", "/set seed",
+        f"/load {path}", "y",
+    )  # fmt: skip
+    assert shown.splitlines()[0] == "nothing has been said yet"
+    assert contents(target.asked[1][0]) == ["x", "a", "y"]
+    assert target.asked[1][1] == {"seed": 3}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ContextLengthError("the prompt has 9 tokens: max_model_len=8"),
+        EngineDeadError("the engine is gone"),
+        EngineOverloadedError("too busy"),
+        ConfigError("HTTP 401: wrong key"),
+    ],
+)
+def test_an_error_is_a_line_and_the_question_can_be_asked_again(error: NanocoreError) -> None:
+    target = FakeTarget([error], answer("a"))
+    shown = chat(target, "x", "/retry")
+    assert shown == f"{error}; /retry asks again\na\n"
+    assert target.asked[0] == target.asked[1]
+
+
+def test_what_failed_is_left_behind_by_the_next_question() -> None:
+    target = FakeTarget([EngineDeadError("gone")], answer("a"))
+    chat(target, "x", "y")
+    assert contents(target.asked[1][0]) == ["y"]
+
+
+def test_what_came_before_an_error_is_kept_as_an_answer() -> None:
+    gone = EngineDeadError("gone")
+    target = FakeTarget([Started("r", (), 0), Text("half"), Failed(gone), gone], answer("b"))
+    assert chat(target, "x", "y") == "half\ngone; /retry asks again\nb\n"
+    assert contents(target.asked[1][0]) == ["x", "half", "y"]
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    target = FakeTarget([Started("r", (), 0), Text("half"), interrupt], answer("b"))
+    assert chat(target, "x", "y") == "half\n(stopped)\nb\n"
+    assert target.num_left == 1
+    assert contents(target.asked[1][0]) == ["x", "half", "y"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_end_the_chat_leave_the_answer(number: signal.Signals) -> None:
+    target = FakeTarget([Text("half"), lambda: signal.raise_signal(number)])
+    shown, interrupts = Shown(), Interrupts()
+    loop = ChatLoop(target, Conversation(), {}, shown.view, interrupts)
+    assert asyncio.run(interrupts.run(loop.run(Typed("x", "y")))) == 128 + number
+    assert (len(target.asked), target.num_left) == (1, 1)
+
+
+def test_an_answer_that_waits_for_an_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanocore.cli.chat.loop._LOST_POLL_S", 0.001)
+    target = FakeTarget()
+    waits = asyncio.Event()
+
+    async def ask(*_: object) -> Any:
+        target.is_connected = False
+        await waits.wait()
+        yield Text("a")
+
+    shown, interrupts = Shown(), Interrupts()
+    note = shown.view.note
+
+    def noted(text: str) -> None:
+        note(text)
+        waits.set()
+
+    monkeypatch.setattr(target, "ask", ask)
+    monkeypatch.setattr(shown.view, "note", noted)
+    loop = ChatLoop(target, Conversation(), {}, shown.view, interrupts)
+    asyncio.run(interrupts.run(loop.run(Typed("x"))))
+    assert shown.text == "(there is no engine now; the answer waits for one, or for Ctrl-C)\na\n"
+
+
+def test_a_full_context_is_told() -> None:
+    shown = chat(FakeTarget(answer("a b c", "length", 97)), "x", tells_figures=True)
+    assert shown.splitlines()[1:] == [
+        "(cut: the context of 100 tokens is full; /new begins anew)",
+        shown.splitlines()[2],
+    ]
+    assert shown.splitlines()[2].startswith("(fake | context 100/100 | ")
+
+
+# -- with keys ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def keyboard() -> Iterator[PipeInput]:
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        yield keys
+
+
+def prompted(keys: PipeInput, interrupts: Interrupts, history: InMemoryHistory) -> Prompt:
+    return Prompt(
+        history, lambda columns: f"{columns}", lambda: (), interrupts, keys, DummyOutput()
+    )
+
+
+def typed(keys: str, num_texts: int, *entries: str) -> list[str]:
+    """So many texts that are read of these keys, which come at once, with this history."""
+    with keyboard() as pipe:
+        interrupts, history, read = Interrupts(), InMemoryHistory(list(entries)), []
+
+        async def run() -> None:
+            prompt = prompted(pipe, interrupts, history)
+            pipe.send_bytes(keys.encode(errors="surrogateescape"))
+            read.extend([await prompt.read() for _ in range(num_texts)])
+            pipe.send_text("\x04")  # Ctrl-D
+            with pytest.raises(EOFError):
+                await prompt.read()
+
+        asyncio.run(interrupts.run(run()))
+        return read
+
+
+@pytest.mark.parametrize(
+    ("keys", "texts"),
+    [
+        ("hello\r", ["hello"]),
+        ("a\x1b\rb\r", ["a\nb"]),
+        ("\x1b[200~a\r\nb\x1b[201~\r", ["a\nb"]),
+        ("one\rtwo\rthree\r", ["one\ntwo\nthree"]),
+        ("/new\r/set seed 3\rhello\r", ["/new", "/set seed 3", "hello"]),
+        ("wrong\x03right\r", ["right"]),
+        ("\udcffü\r", ["\ufffdü"]),
+    ],
+    ids=[
+        "enter", "alt-enter", "bracketed paste", "paste", "commands ahead", "ctrl-c",
+        "no UTF-8",
+    ],
+)  # fmt: skip
+def test_keys_make_texts(keys: str, texts: list[str]) -> None:
+    assert typed(keys, len(texts)) == texts
+
+
+def test_what_was_typed_before_is_found_again() -> None:
+    assert typed("\x12one\r\r", 1, "line one", "line two") == ["line one"]  # Ctrl-R
+
+
+def completed(text: str) -> list[str]:
+    completer = CommandCompleter(lambda: ["qwen", "llama"])
+    event = CompleteEvent(completion_requested=True)
+    found = completer.get_completions(Document(text), event)
+    return [text[: len(text) + one.start_position] + one.text for one in found]
+
+
+def test_commands_and_what_they_take_are_completed(tmp_path: Path) -> None:
+    (tmp_path / "saved.json").touch()
+    assert completed("/s") == ["/system", "/set", "/save"]
+    assert completed("/set top") == ["/set top_p", "/set top_k"]
+    assert completed("/model q") == ["/model qwen"]
+    assert completed(f"/load {tmp_path}/sa") == [f"/load {tmp_path}/saved.json"]
+    assert completed("hello /s") == completed("/new x") == []
+
+
+# -- one question -----------------------------------------------------------------------------
+
+
+def once(target: FakeTarget) -> None:
+    conversation = Conversation()
+    conversation.say("x")
+    asyncio.run(answer_once(target, conversation, {"seed": 3}))
+
+
+def test_one_question_prints_its_answer_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    target = FakeTarget(answer("an\x1b answer"))
+    once(target)
+    assert capsys.readouterr() == ("an\x1b answer\n", "")  # to no terminal, as it is
+    assert target.asked == [([{"role": "user", "content": "x"}], {"seed": 3})]
+
+
+def test_an_answer_that_is_cut_says_so_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    once(FakeTarget(answer("half", "length")))
+    written = capsys.readouterr()
+    assert written.out == "half\n"
+    assert written.err == "nanocore chat: cut: it is as long as max_tokens allows\n"
+
+
+def test_one_question_that_cannot_be_answered_is_an_error_of_usage() -> None:
+    with pytest.raises(ConfigError, match="too long"):
+        once(FakeTarget([ContextLengthError("too long")]))
+    with pytest.raises(EngineDeadError):
+        once(FakeTarget([EngineDeadError("gone")]))
+    with pytest.raises(NanocoreError, match="it ended early: abort"):
+        once(FakeTarget(answer("half", "abort")))

@@ -1,0 +1,176 @@
+"""A server's chunks become events, and its refusals lines that say what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from nanocore.cli.chat.openai_target import OpenAITarget
+from nanocore.client.chat.answer import AnswerCollector, ChatAnswer, ToolCall
+from nanocore.client.chat.events import Started, Usage
+from nanocore.protocol.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    NanocoreError,
+)
+from tests.bench.fake_server import DONE, FakeServer, Script, chat, event, serving
+
+QUESTION = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "y", "reasoning_content": "hm"},
+    {"role": "user", "content": "z"},
+]
+
+
+def answering(*pieces: bytes, status: int = 200) -> Script:
+    return lambda body: (status, pieces)
+
+
+def delta(reason: str | None = None, **fields: Any) -> bytes:
+    return event({"choices": [{"index": 0, "delta": fields, "finish_reason": reason}]})
+
+
+@asynccontextmanager
+async def opened(server: FakeServer, **arguments: Any) -> AsyncIterator[OpenAITarget]:
+    arguments = {"api_key": None, "model": None} | arguments
+    target = OpenAITarget(f"{server.url}/v1", **arguments)
+    try:
+        await target.open()
+        yield target
+    finally:
+        await target.close()
+
+
+async def collected(target: OpenAITarget, **sampling: Any) -> ChatAnswer:
+    collector, is_first = AnswerCollector(), True
+    async for one in target.ask(QUESTION, sampling):
+        assert isinstance(one, Started) == is_first
+        is_first = False
+        collector.add(one)  # type: ignore[arg-type]
+    (answer,) = collector.answers()
+    return answer
+
+
+def ask(script: Script, **arguments: Any) -> tuple[ChatAnswer, FakeServer]:
+    async def run() -> ChatAnswer:
+        async with opened(server, **arguments) as target:
+            return await collected(target, seed=3)
+
+    with serving(script) as server:
+        return asyncio.run(run()), server
+
+
+def test_a_question_is_sent_as_openais_api_has_it() -> None:
+    answer, server = ask(answering(*chat(["a", " b"])), api_key="secret")
+    assert (answer.content, answer.finish_reason) == ("a b", "stop")
+    assert answer.usage == Usage(7, 0, 2, 0)
+    ((path, headers, body),) = server.requests
+    assert (path, headers["authorization"]) == ("/v1/chat/completions", "Bearer secret")
+    assert body == {
+        "model": "fake",
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "z"},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "seed": 3,
+    }
+
+
+def test_reasoning_calls_and_cached_tokens_are_told() -> None:
+    details = {"cached_tokens": 4}
+    answer, _ = ask(
+        answering(
+            delta(role="assistant", content=""),
+            delta(reasoning="so ", content=None),
+            delta(reasoning_content="what"),
+            delta(tool_calls=[{"index": 0, "id": "c1", "function": {"name": "f"}}]),
+            delta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}]),
+            delta(tool_calls=[{"index": 2, "function": {"name": "g", "arguments": "1"}}]),
+            delta("tool_calls"),
+            event({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3,
+                "prompt_tokens_details": details}}),
+            DONE,
+        )
+    )  # fmt: skip
+    assert answer.reasoning == "so what"
+    assert answer.tool_calls == [ToolCall("c1", "f", "{}"), ToolCall("call_1", "g", "1")]
+    assert (answer.finish_reason, answer.usage) == ("tool_calls", Usage(9, 4, 3, 0))
+
+
+def test_reasons_of_other_servers_are_an_end_and_so_is_done() -> None:
+    assert ask(answering(delta(content="a"), delta("eos"), DONE))[0].finish_reason == "stop"
+    assert ask(answering(delta(content="a"), DONE))[0].finish_reason == "stop"
+
+
+ERROR = b'{"error": {"message": "so\\nnot", "code": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "words"),
+    [
+        (401, ERROR, ConfigError, r"HTTP 401: so not \(the key is --api-key's, or OPENAI_API_KEY"),
+        (400, ERROR, InvalidRequestError, "HTTP 400: so not$"),
+        (422, b'{"detail": [1]}', InvalidRequestError, "detail"),
+        (429, b'{"message": "busy"}', EngineOverloadedError, "HTTP 429: busy"),
+        (503, b"", EngineOverloadedError, r"HTTP 503: \(no reason\)"),
+        (500, b"<html>" * 500, NanocoreError, r"\(3000 characters\)"),
+        (200, delta(content="a"), EngineDeadError, "lost before the answer had ended"),
+        (200, b"data: {\n\n", NanocoreError, "no chunk of an answer"),
+        (200, delta(content="a") + b"data: " + ERROR + b"\n\n", NanocoreError, "error: so not"),
+    ],
+)
+def test_what_goes_wrong_is_a_line(
+    status: int, body: bytes, kind: type[Exception], words: str
+) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        ask(answering(body, status=status), model="m")
+    assert "\n" not in str(caught.value)
+
+
+def test_models_are_listed_and_chosen() -> None:
+    async def run() -> Sequence[str]:
+        async with opened(server) as target:
+            with pytest.raises(InvalidRequestError, match="there is no model 'none': fake"):
+                await target.switch("none")
+            await target.switch("fake")
+            assert target.max_model_len is None
+            return await target.models()
+
+    with serving(answering()) as server:
+        assert asyncio.run(run()) == ["fake"]
+
+
+def test_a_server_that_lists_no_models_needs_a_name() -> None:
+    async def run(model: str | None) -> str:
+        async with opened(server, model=model) as target:
+            return target.model
+
+    with serving(answering()) as server:
+        server.models_status = 404
+        assert asyncio.run(run("mine")) == "mine"
+        with pytest.raises(InvalidRequestError, match="HTTP 404"):
+            asyncio.run(run(None))
+        server.models_status = 401
+        with pytest.raises(ConfigError, match="the key is --api-key's"):
+            asyncio.run(run("mine"))
+
+
+def test_a_server_that_is_not_there_is_said_to_be_missing() -> None:
+    with serving(answering()) as server:
+        pass
+
+    async def run() -> None:
+        async with opened(server):
+            pass
+
+    with pytest.raises(EngineDeadError, match=f"no server at {server.url}/v1"):
+        asyncio.run(run())

@@ -1,0 +1,199 @@
+"""What reaches the terminal: styles, notes, and no control character."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanocore.cli.chat.markup import BOLD, CODE, PLAIN, MarkupStream, Piece
+from nanocore.cli.chat.target import Resumed
+from nanocore.cli.chat.turn import Figures, Turn
+from nanocore.cli.chat.view import ending, harmless, status
+from nanocore.client.chat.answer import ChatAnswer
+from nanocore.client.chat.events import (
+    Finished,
+    Reasoning,
+    Started,
+    Text,
+    ToolArguments,
+    ToolBegin,
+    Usage,
+)
+from tests.cli.chat.fake_target import Shown
+
+MARKDOWN = """\
+# A title
+Some **bold** words, `code` and 2 ** 3, * a star, `a**b`.
+* **an item**
+  ```python
+  x = "**"  # no title
+
+  ```
+#hashtag ** and `an open one
+plain again **
+#"""
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """With neighbours of one style together."""
+    whole: list[Piece] = []
+    for text, style in pieces:
+        if whole and whole[-1][1] == style:
+            whole[-1] = (whole[-1][0] + text, style)
+        else:
+            whole.append((text, style))
+    return whole
+
+
+def styled(*deltas: str) -> list[Piece]:
+    stream = MarkupStream()
+    return joined([*[piece for delta in deltas for piece in stream.feed(delta)], *stream.finish()])
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("# A **b**\nx", [("# A **b**", BOLD), ("\nx", PLAIN)]),
+        ("a **b** c", [("a ", PLAIN), ("**b**", BOLD), (" c", PLAIN)]),
+        ("2 ** 3 * 4", [("2 ** 3 * 4", PLAIN)]),
+        ("a `b**c` d", [("a ", PLAIN), ("`b**c`", CODE), (" d", PLAIN)]),
+        ("```\n# x\n```\ny", [
+            ("```", CODE), ("\n", PLAIN), ("# x", CODE), ("\n", PLAIN), ("```", CODE),
+            ("\ny", PLAIN),
+        ]),
+        ("a `b\nc", [("a ", PLAIN), ("`b", CODE), ("\nc", PLAIN)]),
+        ("#tag", [("#tag", PLAIN)]),
+        ("**", [("**", PLAIN)]),
+    ],
+)  # fmt: skip
+def test_marks_stay_and_have_styles(text: str, pieces: list[Piece]) -> None:
+    assert styled(text) == pieces
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_text_looks_the_same_however_it_comes(seed: int) -> None:
+    draw = random.Random(seed)
+    rest, deltas = MARKDOWN, []
+    while rest:
+        size = draw.randint(1, 5)
+        deltas.append(rest[:size])
+        rest = rest[size:]
+    assert styled(*deltas) == styled(MARKDOWN)
+    assert "".join(piece for piece, _ in styled(*deltas)) == MARKDOWN
+
+
+def test_what_streams_is_not_held_back() -> None:
+    stream = MarkupStream()
+    assert stream.feed("Hello") == [("Hello", PLAIN)]
+    assert stream.feed(" wor") == [(" wor", PLAIN)]
+    assert stream.feed("ld**") == [("ld", PLAIN)]
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_no_control_character_of_a_model_reaches_the_terminal(is_plain: bool) -> None:
+    shown = Shown(is_plain)
+    for delta in ("a\x1b[2Jb", "\x07\x9b31m", "tab\there\r\n", "\x1b]0;title\x07"):
+        shown.view.show(Text(delta))
+        shown.view.show(Reasoning(delta))
+        shown.view.show(ToolBegin(0, "id", delta))
+        shown.view.show(ToolArguments(0, delta))
+    shown.view.note("\x1b[1m")
+    shown.view.error("\x1b[1m\n")
+    shown.view.say("\x1b[1m")
+    assert not set(shown.text) & ({*map(chr, range(32))} - {"\n"} | {*map(chr, range(127, 160))})
+    assert "a\\x1b[2Jb" in shown.text
+
+
+def test_styles_are_for_terminals_with_colours_and_without_wrapping() -> None:
+    coloured = Shown(force_terminal=True, color_system="standard", no_color=False)
+    coloured.view.show(Text("**b** " + "x" * 200))
+    assert coloured.text.startswith("\x1b[1m**\x1b[0m\x1b[1mb\x1b[0m\x1b[1m**\x1b[0m x")
+    assert "\n" not in coloured.text
+    plain = Shown(force_terminal=True, color_system=None)
+    plain.view.show(Text("**b**"))
+    plain.view.end_answer()
+    assert plain.text == "**b**\n"
+
+
+def test_parts_of_an_answer_begin_lines_and_notes_stand_between() -> None:
+    shown = Shown()
+    for event in (
+        Reasoning("well"), Reasoning(" now"), Text("so"), ToolBegin(0, "1", "f"),
+        ToolArguments(0, '{"a":'), ToolArguments(0, "1}"), ToolBegin(1, "2", "g"),
+        Text("on"), Resumed(5, True), Text("ward"), Resumed(6, False),
+    ):  # fmt: skip
+        shown.view.show(event)
+    shown.view.end_answer()
+    assert shown.text.splitlines() == [
+        "well now",
+        "so",
+        'calls f {"a":1}',
+        "calls g ",
+        "on",
+        "(another engine goes on behind 5 tokens)",
+        "ward",
+        "(another engine goes on behind 6 tokens, perhaps in other words)",
+    ]
+
+
+def test_harmless_text_stays_as_it_is() -> None:
+    assert harmless("Grüße 👩‍🔬\n\tx") == "Grüße 👩‍🔬\n\tx"
+
+
+def test_a_turn_measures_from_the_question() -> None:
+    clock = iter([10.0, 10.5, 12.0])
+    turn = Turn(lambda: next(clock))
+    turn.add(Started("r", range(30), 16))
+    turn.add(Text("a"))
+    assert turn.figures() == Figures(num_prompt_tokens=30, num_cached_tokens=16, ttft_s=0.5)
+    turn.add(Text("b"))
+    turn.add(Finished("stop", Usage(30, 16, 8, 0)))
+    figures = turn.figures()
+    assert (figures.tokens_per_s, figures.num_context_tokens) == (4.0, 38)
+    assert turn.message() == {"role": "assistant", "content": "ab"}
+
+
+def test_nothing_is_no_answer() -> None:
+    turn = Turn()
+    turn.add(Started("r", range(3), 0))
+    assert turn.message() is None
+
+
+FIGURES = Figures(
+    num_prompt_tokens=1030, num_cached_tokens=16, num_output_tokens=8, ttft_s=0.5, tokens_per_s=4.0
+)
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "line"),
+    [
+        (200, "m | context 1,038/2,048 | 4 tokens/s | first 500 ms | prompt 1,030 (16 cached)"),
+        (40, "m | context 1,038/2,048 | 4 tokens/s"),
+        (20, "m"),
+        (0, ""),
+    ],
+)
+def test_a_narrow_terminal_shows_what_matters_most(num_columns: int, line: str) -> None:
+    assert status("/models/m/", FIGURES, 2048, num_columns) == line
+
+
+def test_what_nobody_says_is_not_shown() -> None:
+    assert status("m\x1b", Figures(), None, 80) == "m\\x1b"
+
+
+@pytest.mark.parametrize(
+    ("reason", "max_model_len", "words"),
+    [
+        ("stop", 1038, ""),
+        ("length", 1038, "the context of 1,038 tokens is full"),
+        ("length", None, "max_tokens"),
+        ("error", 2048, "it ended early: why"),
+    ],
+)
+def test_an_answer_that_is_not_whole_says_why(
+    reason: str, max_model_len: int | None, words: str
+) -> None:
+    answer = ChatAnswer(finish_reason=reason, message="why")  # type: ignore[arg-type]
+    assert words in ending(answer, FIGURES, max_model_len)
+    assert bool(words) == bool(ending(answer, FIGURES, max_model_len))
