@@ -56,10 +56,13 @@ def _read(path: Path) -> list[str]:
 
 
 def _require_private(path: Path, info: os.stat_result) -> None:
-    if info.st_mode & 0o077 and stat.S_ISREG(info.st_mode):
+    # Root may hand a service its key by a group, as Kubernetes and systemd do.
+    is_handed = info.st_uid == 0 != os.getuid()
+    others = 0o037 if is_handed else 0o077
+    if info.st_mode & others and stat.S_ISREG(info.st_mode):
         raise KeyFileError(
             f"{path} has mode {stat.S_IMODE(info.st_mode):04o}, open to other users: "
-            f"chmod 600 {path}"
+            f"chmod {'640' if is_handed else '600'} {path}"
         )
     if info.st_uid not in (0, os.getuid()):
         raise KeyFileError(f"{path} belongs to user {info.st_uid}: chown {os.getuid()} {path}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -169,6 +172,21 @@ def test_a_key_file_that_cannot_be_used_is_refused(
     with pytest.raises(ConfigError, match=problem) as caught:
         options("--api-key-file", str(path))
     assert "keys" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "is_good"),
+    [(0, 0o440, True), (0, 0o640, True), (0, 0o660, False), (0, 0o444, False), (7, 0o440, False)],
+)
+def test_root_may_hand_a_key_to_a_service_by_its_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int, is_good: bool
+) -> None:
+    path = key_file(tmp_path, b"a\n")
+    info = os.stat_result((stat.S_IFREG | mode, *path.stat()[1:4], owner, *path.stat()[5:]))
+    monkeypatch.setattr(os, "getuid", lambda: 7)
+    monkeypatch.setattr(os, "fstat", lambda _: info)
+    with nullcontext() if is_good else pytest.raises(KeyFileError, match="open to other users"):
+        assert options("--api-key-file", str(path)).app.api_keys == ("a",)
 
 
 def test_a_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
