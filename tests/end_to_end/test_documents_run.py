@@ -180,6 +180,7 @@ def test_every_program_of_the_documents_is_run_here() -> None:
         "README.md",
         "docs/batch.md",
         "docs/client.md",
+        "docs/concepts.md",  # by tests/test_concepts.py
         "docs/http.md",
         "docs/kv-events.md",
     }

@@ -74,7 +74,7 @@ def runs(python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ru
         for command in others:
             command = command.replace("127.0.0.1:8000", f"{served.host}:{served.port}")
             command = command.replace("path/to/folder", str(DEMO_MODEL))
-            command = command.replace("path/to/nanocore", str(ROOT))
+            command = command.replace("path/to/repository", str(ROOT))
             run("bash", "-euo", "pipefail", "-c", command, cwd=folder, env=environment)
     names = [re.search(r"--output_path (\S+)", command) for command in others]
     return {name[1]: read(folder / name[1]) for name in names if name is not None}
