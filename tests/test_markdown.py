@@ -33,7 +33,9 @@ def walk(folder: Path) -> list[Path]:
 
 FILES = walk(ROOT)
 MARKDOWN = [path for path in FILES if path.suffix == ".md"]
-NAMING_OURS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "docs/kernels.md", "docs/reading.md")
+NAMING_OURS = (
+    "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/concepts.md", "docs/kernels.md", "docs/reading.md",
+)  # fmt: skip
 HISTORY = ROOT / "CHANGELOG.md"
 """It may name what is gone."""
 
@@ -143,9 +145,7 @@ def test_every_file_that_is_named_exists(document: Path) -> None:
     assert {name for name in missing if name.rpartition("/")[2] != "llama.cpp"} == set()
 
 
-@pytest.mark.parametrize(
-    "name", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/kernels.md", "docs/reading.md"]
-)
+@pytest.mark.parametrize("name", NAMING_OURS)
 def test_every_class_and_function_that_is_named_exists(name: str) -> None:
     """What looks like a name of ours, `InputBatch` or `find_prefix`, is one in the code."""
     parts = {

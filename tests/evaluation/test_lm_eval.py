@@ -12,9 +12,6 @@ import json
 import os
 import random
 import socket
-import subprocess
-import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from nanocore.client import AsyncEngineClient
 from nanocore.demo_model import demo_model_folder
 from nanocore.http.app import App
 from nanocore.http.settings import AppSettings
+from tests.evaluation.harness import OFFLINE, run
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 
@@ -33,9 +31,6 @@ ROOT = Path(__file__).parents[2]
 ADAPTER = ROOT / "examples" / "lm_eval_nanocore.py"
 TASKS = Path(__file__).parent / "tasks"
 DEMO_MODEL = demo_model_folder()
-PACKAGES = ("lm_eval[api]==0.4.13", "accelerate")
-UNREACHABLE = ("NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ProxyError")
-TIMEOUT_S = 800.0
 MAX_LENGTH = 2047
 """Tokens of a window and the one that is made behind it, for all alike; the model's own is 2048, of
 which the harness's client leaves one out."""
@@ -64,21 +59,6 @@ class Evaluation:
 
     results: dict[str, dict[str, Any]]
     responses: dict[str, list[Any]]
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with the harness."""
-    folder = tmp_path_factory.mktemp("lm_eval") / "venv"
-    _run(sys.executable, "-m", "venv", str(folder))
-    python = folder / "bin" / "python"
-    paths = _run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-    (Path(paths.stdout.strip()) / "outer.pth").write_text(sysconfig.get_path("purelib"))
-    installed = _run(str(python), "-m", "pip", "install", "--quiet", *PACKAGES, check=False)
-    if installed.returncode and any(name in installed.stderr for name in UNREACHABLE):
-        pytest.skip("the package index cannot be reached")
-    assert installed.returncode == 0, installed.stderr
-    return python
 
 
 @pytest.fixture(scope="module")
@@ -112,21 +92,12 @@ def _turn(rng: random.Random) -> str:
     )
 
 
-def _run(*command: str, check: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, **more
-    )
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
 def evaluate(python: Path, folder: Path, name: str, *command: str) -> Evaluation:
     """Run the harness on our tasks, offline."""
-    offline = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    environment = os.environ | dict.fromkeys(offline, "1")
+    environment = os.environ | OFFLINE
     environment |= {"PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "hf")}
     tasks = ("sums_choice", "sums_generate", "sums_greedy", "sums_perplexity")
-    _run(
+    run(
         *(str(python), *command, "--tasks", ",".join(tasks), "--include_path", str(TASKS)),
         *("--apply_chat_template", "--log_samples", "--output_path", name),
         cwd=folder,
@@ -180,7 +151,7 @@ def over_http(python: Path, folder: Path) -> tuple[Evaluation, dict[str, Any]]:
         command = ("-m", "lm_eval", "--model", "local-completions", "--batch_size", "16")
         args += f",max_length={MAX_LENGTH + 1}"
         found = evaluate(python, folder, "http", *command, "--model_args", args)
-        return found, json.loads(_run(str(python), "-c", REMOTE_TOKENIZER, url).stdout)
+        return found, json.loads(run(str(python), "-c", REMOTE_TOKENIZER, url).stdout)
 
     async def serve() -> tuple[Evaluation, dict[str, Any]]:
         app = App(AppSettings(served_model_names=("demo",)))
