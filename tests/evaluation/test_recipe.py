@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-import nanocore
 from nanocore.client import LLM, SamplingParams
+from nanocore.demo_model import demo_model_folder
 from tests.cli.served import serving
 from tests.evaluation.harness import OFFLINE, PACKAGES, run
 from tests.evaluation.stand_in_data import write_benchmarks
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recipes" / "lm-eval.md"
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 SUBJECTS = """
 import re
 from pathlib import Path

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-import nanocore
+from nanocore.demo_model import demo_model_folder
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
-DEMO_MODEL = Path(nanocore.__file__).parent / "demo_model"
+DEMO_MODEL = demo_model_folder()
 PACKAGES = ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.197")
 UNREACHABLE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ENETUNREACH", "ETIMEDOUT")
 INSTALL_TIMEOUT_S = 400.0
