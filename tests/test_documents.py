@@ -16,6 +16,7 @@ from nanocore.bench.serve_flags import build_parser as bench_serve_parser
 from nanocore.bench.startup import startup_parser
 from nanocore.bench.throughput import throughput_parser
 from nanocore.cli.batch.flags import build_parser as batch_parser
+from nanocore.cli.chat.flags import build_parser as chat_parser
 from nanocore.cli.serve_flags import build_parser as serve_parser
 from nanocore.client.connection import ENGINE_TIMEOUT_S, GRACE_S, TCP_ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
@@ -173,7 +174,9 @@ def test_the_documents_name_every_flag_and_no_other() -> None:
         for build in (bench_serve_parser, throughput_parser, latency_parser, startup_parser)
         for flag in flags_of(build())
     }
-    for name, own_flags in (("bench.md", bench_flags), ("batch.md", flags_of(batch_parser()))):
+    chat_flags = flags_of(chat_parser())
+    pages = {"bench.md": bench_flags, "batch.md": flags_of(batch_parser()), "chat.md": chat_flags}
+    for name, own_flags in pages.items():
         section = (DOCS / name).read_text("utf-8").split("\n## Flags\n")[1].split("\n## ")[0]
         assert set(FLAG.findall(section)) == own_flags
     # Of nanocore-keygen, nanocore-conformance, nanocore trace, explain, top and metrics.
@@ -182,7 +185,7 @@ def test_the_documents_name_every_flag_and_no_other() -> None:
     others |= {"--metrics-port", "--metrics-host"}
     for document in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS.glob("*.md")):
         text = re.sub(r"`python [^`]*`", "", document.read_text("utf-8"))
-        known = flags | server_flags | bench_flags | flags_of(batch_parser()) | others
+        known = flags | server_flags | bench_flags | flags_of(batch_parser()) | chat_flags | others
         assert set(FLAG.findall(text)) <= known, document.name
 
 

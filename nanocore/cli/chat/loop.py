@@ -35,7 +35,7 @@ class Reader(Protocol):
 
 class ChatLoop:
     """Args:
-    sampling: what is set at the beginning. quiet: what holds the keyboard while an answer comes.
+    sampling: what is set at the beginning. quiet: entered while an answer comes.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ Enter sends; Alt-Enter, and Enter within what is pasted, begin a line. Ctrl-C em
 
 from __future__ import annotations
 
-import select
 from collections.abc import Callable, Iterable
 
 from prompt_toolkit import PromptSession
@@ -134,8 +133,5 @@ def _keys() -> KeyBindings:
 
 def _has_more(event: KeyPressEvent) -> bool:
     """Whether other keys have come with this one: nobody types so fast."""
-    app = event.app
-    if any(press.key != Keys.CPRResponse for press in app.key_processor.input_queue):
-        return True
-    ready, _, _ = select.select([app.input.fileno()], [], [], 0)
-    return bool(ready)
+    queue = event.app.key_processor.input_queue
+    return any(press.key != Keys.CPRResponse for press in queue)
