@@ -98,7 +98,7 @@ class CommandCompleter(Completer):
                     yield Completion(
                         known, -len(name), display=f"/{known}", display_meta=command.meaning
                     )
-        elif name in ("save", "load"):
+        elif name in ("save", "load") or (name == "model" and argument[:1] in ("/", ".", "~")):
             yield from self._paths.get_completions(Document(argument), complete_event)
         else:
             values = {"set": NAMES, "model": self._models()}.get(name, ())

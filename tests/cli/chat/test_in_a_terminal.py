@@ -161,6 +161,24 @@ def test_the_transcript_of_the_page_is_what_is_shown(engine: forked.Engine) -> N
     assert figures.sub("", "".join(shown)) == transcript
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_the_chat_at_its_prompt(number: int, engine: forked.Engine) -> None:
+    with chatting("--endpoint", engine.endpoint) as terminal:
+        terminal.expect("Ctrl-D ends)")
+        terminal.expect(READY)
+        terminal.process.send_signal(number)
+        assert terminal.exit() == 128 + number
+
+
+def test_ctrl_c_ends_the_chat_while_its_engine_starts_and_the_engine_with_it() -> None:
+    with chatting("--dtype", "float32") as terminal:
+        terminal.expect("starting the engine: ")
+        below = Descendants(terminal.pid)
+        terminal.press(CTRL_C)
+        assert terminal.exit() == 130
+        below.wait_until_all_end()
+
+
 # -- one question -----------------------------------------------------------------------------
 
 
