@@ -172,6 +172,9 @@ def test_llguidance_is_imported_in_one_room() -> None:
         ("nanocore.bench.serve,nanocore.bench.http_target,nanocore.bench.throughput,"
          "nanocore.bench.latency,nanocore.bench.startup",
          "torch triton flash_attn transformers safetensors xxhash llguidance matplotlib"),
+        ("nanocore.cli.chat.session,nanocore.cli.chat.openai_target",
+         "torch triton flash_attn transformers numpy safetensors xxhash llguidance uvicorn"),
+        ("nanocore.cli.chat.command", "prompt_toolkit rich aiohttp torch numpy"),
         ("nanocore.cli.trace,nanocore.cli.explain",
          "torch triton flash_attn transformers numpy tokenizers zmq uvicorn"),
         ("nanocore.conformance.vectors", "torch triton flash_attn transformers numpy zmq"),

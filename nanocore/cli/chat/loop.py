@@ -6,9 +6,10 @@ Whatever goes wrong with a question is a line, and the loop goes on; `/retry` as
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, aclosing, nullcontext
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -35,7 +36,7 @@ class Reader(Protocol):
 
 class ChatLoop:
     """Args:
-    sampling: what is set at the beginning. quiet: what holds the keyboard while an answer comes.
+    sampling: what is set at the beginning. quiet: entered while an answer comes.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class ChatLoop:
 
     async def run(self, prompt: Reader, tells_figures: bool = False) -> None:
         """Until the end of the input, or `/exit`. tells_figures: in a line after each answer."""
+        with suppress(NanocoreError):  # a server may list none: they are for completion
+            self.models = await self._target.models()
         while True:
             try:
                 text = await prompt.read()
@@ -109,6 +112,7 @@ class ChatLoop:
 
     async def _watch(self) -> None:
         """Say that nobody is there, if so, and that one waits."""
+        await asyncio.sleep(_LOST_POLL_S)
         while self._target.is_connected:
             await asyncio.sleep(_LOST_POLL_S)
         self._view.note("there is no engine now; the answer waits for one, or for Ctrl-C")
@@ -152,6 +156,7 @@ class ChatLoop:
             others = [model for model in self.models if model != self._target.model]
             self._view.say("\n".join([f"* {self._target.model}", *[f"  {one}" for one in others]]))
             return
+        name = os.path.expanduser(name)
         async with self._view.waiting(self._target.news):
             is_done = await self._interrupts.stoppable(self._target.switch(name))
         if not is_done:

@@ -6,6 +6,7 @@ some. Leaving an answer closes its connection, by which servers know that nobody
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, Final, get_args
 
@@ -195,6 +196,8 @@ class OpenAITarget:
 
     def _lost(self, error: Exception) -> NanocoreError:
         reason = str(error) or type(error).__name__
+        if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
+            reason = os.strerror(error.os_error.errno)  # its text has what the URL says
         return EngineDeadError(f"no server at {self._url}, or none any more: {reason}")
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> NanocoreError:

@@ -5,7 +5,6 @@ Enter sends; Alt-Enter, and Enter within what is pasted, begin a line. Ctrl-C em
 
 from __future__ import annotations
 
-import select
 from collections.abc import Callable, Iterable
 
 from prompt_toolkit import PromptSession
@@ -99,7 +98,7 @@ class CommandCompleter(Completer):
                     yield Completion(
                         known, -len(name), display=f"/{known}", display_meta=command.meaning
                     )
-        elif name in ("save", "load"):
+        elif name in ("save", "load") or (name == "model" and argument[:1] in ("/", ".", "~")):
             yield from self._paths.get_completions(Document(argument), complete_event)
         else:
             values = {"set": NAMES, "model": self._models()}.get(name, ())
@@ -134,8 +133,5 @@ def _keys() -> KeyBindings:
 
 def _has_more(event: KeyPressEvent) -> bool:
     """Whether other keys have come with this one: nobody types so fast."""
-    app = event.app
-    if any(press.key != Keys.CPRResponse for press in app.key_processor.input_queue):
-        return True
-    ready, _, _ = select.select([app.input.fileno()], [], [], 0)
-    return bool(ready)
+    queue = event.app.key_processor.input_queue
+    return any(press.key != Keys.CPRResponse for press in queue)

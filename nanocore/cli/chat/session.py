@@ -11,7 +11,13 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -59,21 +65,41 @@ async def _answer(options: ChatOptions, question: str) -> None:
 
 
 async def _converse(options: ChatOptions, interrupts: Interrupts) -> None:
-    view = View(Console(), options.is_plain)
-    async with _opened(options, view) as target:
-        loop = ChatLoop(
-            target, Conversation(options.system), dict(options.sampling), view, interrupts,
-            partial(quiet_keyboard, sys.stdin.fileno()),
-        )  # fmt: skip
-        view.note(f"{loop.status(sys.maxsize)}; /help lists commands, Ctrl-D ends")
-        dumb = is_dumb(dict(os.environ))
-        prompt: LinePrompt | Prompt
-        if dumb:
-            prompt = LinePrompt(sys.stdin.fileno(), _write, interrupts)
-        else:
+    """From the first line to the last."""
+    view, keyboard = View(Console(), options.is_plain), sys.stdin.fileno()
+    prompt: LinePrompt | Prompt
+    if is_dumb(dict(os.environ)):
+        async with _opened(options, view) as target:
+            quiet = partial(quiet_keyboard, keyboard, in_lines=True)
+            loop = _loop(options, target, view, interrupts, quiet)
+            prompt = LinePrompt(keyboard, _write, interrupts)
+            await _run(loop, prompt, view, tells_figures=True)
+        return
+    # All the time: a terminal that changes its manner between two keys may lose one.
+    with quiet_keyboard(keyboard, in_lines=False):
+        async with _opened(options, view) as target:
+            loop = _loop(options, target, view, interrupts, nullcontext)
             prompt = Prompt(_history(view), loop.status, lambda: loop.models, interrupts)
-        with _logged_to(lambda text: prompt.above(partial(view.note, text))):
-            await loop.run(prompt, tells_figures=dumb)
+            await _run(loop, prompt, view, tells_figures=False)
+
+
+def _loop(
+    options: ChatOptions,
+    target: ChatTarget,
+    view: View,
+    interrupts: Interrupts,
+    quiet: Callable[[], AbstractContextManager[None]],
+) -> ChatLoop:
+    conversation = Conversation(options.system)
+    return ChatLoop(target, conversation, dict(options.sampling), view, interrupts, quiet)
+
+
+async def _run(
+    loop: ChatLoop, prompt: LinePrompt | Prompt, view: View, tells_figures: bool
+) -> None:
+    view.note(f"{loop.status(sys.maxsize)}; /help lists commands, Ctrl-D ends")
+    with _logged_to(lambda text: prompt.above(partial(view.note, text))):
+        await loop.run(prompt, tells_figures)
 
 
 @asynccontextmanager

@@ -78,15 +78,18 @@ class Interrupts:
 
 
 @contextmanager
-def quiet_keyboard(fd: int) -> Iterator[None]:
-    """What is typed meanwhile is not shown: it is read by who reads next. Ctrl-C does its work."""
+def quiet_keyboard(fd: int, in_lines: bool) -> Iterator[None]:
+    """What is typed meanwhile is not shown: it is read by who reads next. Ctrl-C does its work.
+
+    in_lines: by who reads lines; else by who reads keys.
+    """
     try:
         before = termios.tcgetattr(fd)
     except termios.error:  # no terminal
         yield
         return
     quiet = [*before]
-    quiet[3] &= ~(termios.ECHO | termios.ICANON)
+    quiet[3] &= ~(termios.ECHO if in_lines else termios.ECHO | termios.ICANON)
     termios.tcsetattr(fd, termios.TCSANOW, quiet)
     try:
         yield

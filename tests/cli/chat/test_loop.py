@@ -273,6 +273,7 @@ def test_commands_and_what_they_take_are_completed(tmp_path: Path) -> None:
     assert completed("/s") == ["/system", "/set", "/save"]
     assert completed("/set top") == ["/set top_p", "/set top_k"]
     assert completed("/model q") == ["/model qwen"]
+    assert completed(f"/model {tmp_path}/sa") == [f"/model {tmp_path}/saved.json"]
     assert completed(f"/load {tmp_path}/sa") == [f"/load {tmp_path}/saved.json"]
     assert completed("hello /s") == completed("/new x") == []
 
