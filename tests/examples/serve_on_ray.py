@@ -30,7 +30,7 @@ from nanocore.protocol.errors import NanocoreError
 from nanocore.protocol.metrics import Stats
 
 PORT = 8000
-SETTINGS = {"num_replicas": 2, "max_num_seqs": 8}
+SETTINGS = {"num_replicas": 2, "max_num_seqs": 32}
 PATIENCE_S = 90.0
 NUM_STREAMS = 6
 LONG = {"max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 4}
@@ -55,10 +55,13 @@ def add(a: int) -> tuple[int, str]:
 
 
 def begin_stream() -> tuple[http.client.HTTPConnection, http.client.HTTPResponse, bytes]:
-    """A long one, of which the first line has come."""
+    """A long one, of which the first chunk has come."""
     connection = ask("hi", **LONG)
     answer = connection.getresponse()
-    return connection, answer, answer.readline()
+    line = answer.readline()
+    while line.startswith(b":") or line == b"\n":  # a comment: nothing has come for a while
+        line = answer.readline()
+    return connection, answer, line
 
 
 def endpoints() -> list[Path]:
@@ -147,6 +150,14 @@ async def dropped_streams(pool: ThreadPoolExecutor) -> dict[str, Any]:
     }
 
 
+async def some_dropped_streams(pool: ThreadPoolExecutor) -> dict[str, Any]:
+    """Of engines that were held before they were through, which a busy machine may not manage."""
+    for _ in range(5):
+        if (dropped := await dropped_streams(pool))["open"]:
+            break
+    return dropped
+
+
 async def killed_engine(pool: ThreadPoolExecutor) -> dict[str, Any]:
     """The replica starts the next one, and requests wait for it."""
     endpoint = endpoints()[0]
@@ -198,7 +209,7 @@ async def watch() -> dict[str, Any]:
         return {
             "answers": await answers(pool),
             "both_served": await until(both_serve),
-            "dropped": await dropped_streams(pool),
+            "dropped": await some_dropped_streams(pool),
             "killed_engine": await killed_engine(pool),
             "killed_replica": await killed_replica(),
             "drained": await drained(pool),
