@@ -190,8 +190,8 @@ def test_the_build_gets_what_it_copies_and_nothing_that_it_does_not_need() -> No
     package = {name for name in tracked.stdout.decode().splitlines() if name[:9] == "nanocore/"}
     assert package <= sent
     assert {name.partition("/")[0] for name in sent} <= {
-        "LICENSE", "README.md", "constraints-cpu.txt", "demo_model", "deploy", "nanocore",
-        "pyproject.toml", "setup.py",
+        "LICENSE", "MANIFEST.in", "README.md", "constraints-cpu.txt", "demo_model", "deploy",
+        "docs", "nanocore", "pyproject.toml", "setup.py",
     }  # fmt: skip
     assert {name for name in sent if name.startswith("deploy/")} == {"deploy/entrypoint.sh"}
 
