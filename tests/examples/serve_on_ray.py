@@ -30,7 +30,7 @@ from nanocore.protocol.errors import NanocoreError
 from nanocore.protocol.metrics import Stats
 
 PORT = 8000
-SETTINGS = {"num_replicas": 2, "max_num_seqs": 32}
+SETTINGS = {"num_replicas": 2, "max_replicas": 3, "max_num_seqs": 32}
 PATIENCE_S = 90.0
 NUM_STREAMS = 6
 LONG = {"max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 4}
@@ -191,7 +191,8 @@ async def drained(pool: ThreadPoolExecutor) -> dict[str, Any]:
     )
     rests = [loop.run_in_executor(pool, answer.read) for _, answer, _ in begun]
     await loop.run_in_executor(
-        pool, lambda: serve.run(ray_serve.build(SETTINGS | {"num_replicas": 1}), blocking=False)
+        pool,
+        lambda: serve.run(ray_serve.build({"num_replicas": 1, "max_num_seqs": 32}), blocking=False),
     )
     ends = [(await rest).decode()[-14:].strip() for rest in rests]
     for connection, *_ in begun:

@@ -38,11 +38,10 @@ NAMESPACES: Final = (
 NUM_ROWS: Final = 300
 MAX_TOKENS: Final = 24
 RAY_DATA: Final = """
-import sys, ray
+import runpy, sys, ray
 ray.init(include_dashboard=False, object_store_memory=80 * 2**20, num_cpus=4)
-sys.path.insert(0, sys.argv.pop(1))
-import ray_data
-ray_data.main()
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
 ray.shutdown()
 """
 
@@ -123,7 +122,17 @@ def test_two_actors_answer_a_data_set_as_one_engine_does(python: Path, folder: P
     flags = ("--concurrency", "2", "--batch-size", "20", "--max-tokens", str(MAX_TOKENS))
     more = ("--engine", "max_num_seqs=16")
     target = folder / "answers"
-    run(python, folder, "-c", RAY_DATA, ROOT / "examples", source, target, *flags, *more)
+    run(
+        python,
+        folder,
+        "-c",
+        RAY_DATA,
+        ROOT / "examples" / "ray_data.py",
+        source,
+        target,
+        *flags,
+        *more,
+    )
     lines = [line for path in sorted(target.iterdir()) for line in path.read_text().splitlines()]
     answered = [json.loads(line) for line in lines]
     assert [row["id"] for row in answered] == [row["id"] for row in rows]
