@@ -62,7 +62,7 @@ def places() -> list[Place]:
     (pre_stop,) = SERVER["lifecycle"]["preStop"].values()
     return [
         Place("the image", json.loads(from_dockerfile("CMD"))),
-        Place("compose", server["command"], seconds(server["stop_grace_period"])),
+        Place("Compose", server["command"], seconds(server["stop_grace_period"])),
         Place(
             "Kubernetes",
             SERVER["args"],

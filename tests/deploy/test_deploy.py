@@ -40,6 +40,7 @@ from tests.deploy.manifests import (
     places,
     probes,
 )
+from tests.protocol_files.tables import table_after
 
 WRITTEN_TO = {"/tmp", "/var/cache/nanocore"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -61,6 +62,18 @@ def test_nobody_is_killed_who_is_still_ending_in_order(place: Place) -> None:
     ending_s = max(FLUSH_TIMEOUT_S, GRACE_S) + DISCONNECT_TIMEOUT_S + STOP_TIMEOUT_S
     assert place.grace_s is not None
     assert place.pre_stop_s + given.shutdown_timeout + ending_s < place.grace_s
+
+
+def test_the_pages_table_of_times_is_that_of_the_files() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    heading = "## It ends in order, if it is given the time"
+    rows = {row[0]: [float(cell) for cell in row[1:4]] for row in table_after(page, heading)}
+    said = {}
+    for place in places():
+        if place.grace_s is not None:
+            given, _ = serve_parser().parse_known_args(place.arguments[2:])
+            said[place.name] = [place.pre_stop_s, given.shutdown_timeout, place.grace_s]
+    assert rows == said
 
 
 def test_what_is_probed_is_served_without_a_key_also_to_who_drains() -> None:
@@ -177,8 +190,8 @@ def test_the_build_gets_what_it_copies_and_nothing_that_it_does_not_need() -> No
     package = {name for name in tracked.stdout.decode().splitlines() if name[:9] == "nanocore/"}
     assert package <= sent
     assert {name.partition("/")[0] for name in sent} <= {
-        "LICENSE", "README.md", "constraints-cpu.txt", "demo_model", "deploy", "nanocore",
-        "pyproject.toml", "setup.py",
+        "LICENSE", "MANIFEST.in", "README.md", "constraints-cpu.txt", "demo_model", "deploy",
+        "docs", "nanocore", "pyproject.toml", "setup.py",
     }  # fmt: skip
     assert {name for name in sent if name.startswith("deploy/")} == {"deploy/entrypoint.sh"}
 
