@@ -23,9 +23,9 @@ help:
 SOURCES := pyproject.toml demo_model/pyproject.toml setup.py constraints-cpu.txt $(wildcard nanocore/kernels/cpu/*.h nanocore/kernels/cpu/*.cpp) nanocore/kernels/cpu/build.py
 
 $(VENV)/.engine: $(SOURCES)
-	@echo "setting up $(VENV) with nanocore[engine,server]"
+	@echo "setting up $(VENV) with nanocore[engine,server,chat,top]"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".[engine,server]" -e ./demo_model
+	@$(PIP) -e ".[engine,server,chat,top]" -e ./demo_model
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES)

@@ -98,9 +98,11 @@ def build_parser() -> CommandParser:
     add_engine_flags(parser.add_argument_group("engine"), bare_endpoint="")
     server = parser.add_argument_group("any server of OpenAI's API")
     add = server.add_argument
-    add("--url", type=_api_url, help="e.g. http://127.0.0.1:8000/v1")
-    add("--model-name", metavar="NAME", help="(default: the first that the server names)")
-    add("--api-key", metavar="KEY", help="(default: that of OPENAI_API_KEY, if it is set)")
+    add("--url", type=_api_url, help="of its API, e.g. http://127.0.0.1:8000/v1")
+    add("--model-name", metavar="NAME",
+        help="of the server's models (default: the first that it names)")  # fmt: skip
+    add("--api-key", metavar="KEY",
+        help="for the server (default: that of OPENAI_API_KEY, if it is set)")  # fmt: skip
     return parser
 
 
