@@ -37,7 +37,14 @@ class EndpointNote(msgspec.Struct, frozen=True, kw_only=True):
 
 Note = EndpointNote
 NOTES: Final = {
-    ("GET", "/"): Note(summary="Is anybody there?", answer=answers.Name, is_local=True),
+    ("GET", "/"): Note(
+        summary="Is anybody there? For browsers, which ask for text/html, the web page.",
+        answer=answers.Name,
+        is_local=True,
+    ),
+    ("GET", "/page/{id}"): Note(
+        summary="A file of the web page.", content_type="*/*", is_local=True
+    ),
     ("GET", "/livez"): Note(
         summary="The process lives, also while it loads or drains.",
         answer=answers.Status,

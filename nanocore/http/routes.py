@@ -16,7 +16,7 @@ from nanocore.http.dialects import (
     responses,
     stored_responses,
 )
-from nanocore.http.endpoints import embeddings, live, models, probes, tokenize
+from nanocore.http.endpoints import embeddings, live, models, page, probes, tokenize
 from nanocore.http.errors import HttpError
 from nanocore.http.exchange import Exchange
 from nanocore.http.openapi import openapi_document
@@ -29,7 +29,8 @@ async def openapi(exchange: Exchange) -> None:
 
 
 ROUTES: Final[tuple[Route, ...]] = (
-    Route("GET", "/", probes.root, is_open=True),
+    Route("GET", "/", page.root, is_open=True),
+    Route("GET", "/page/{id}", page.file, is_open=True),
     Route("GET", "/livez", probes.livez, is_open=True),
     Route("GET", "/readyz", probes.readyz, is_open=True),
     Route("GET", "/health", probes.health, is_open=True),

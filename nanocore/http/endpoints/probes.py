@@ -15,11 +15,6 @@ CONNECT_TIMEOUT_S: Final = 0.5
 """For an engine that was gone to answer: probes do not wait for long."""
 
 
-async def root(exchange: Exchange) -> None:
-    """GET and HEAD /: some clients look whether anybody is there."""
-    await exchange.reply_json({"name": "nanocore", "version": __version__})
-
-
 async def livez(exchange: Exchange) -> None:
     """The process lives, also while it loads or drains."""
     await exchange.reply_json({"status": "alive"})

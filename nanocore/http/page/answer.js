@@ -1,0 +1,94 @@
+// An answer as it grows: what its chunks have brought so far, and how fast they came.
+// What is kept of it is plain data (`toMessage`), which goes to storage and back to the server.
+
+const MAX_TOOL_CALLS = 256;
+
+export class Answer {
+  constructor() {
+    this.content = "";
+    this.reasoning = "";
+    this.toolCalls = [];
+    this.finishReason = null;
+    this.usage = null;
+    this.ending = null; // of an answer without an end of its own: {kind, text}
+    this.startedMs = null; // when it was asked for
+    this.firstMs = null;
+    this.lastMs = null;
+  }
+
+  /** Take a chunk that came at nowMs. True if there is more to show. */
+  add(chunk, nowMs) {
+    if (chunk.usage) this.usage = chunk.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) return false;
+    const delta = choice.delta ?? {};
+    const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
+    const content = delta.content ?? "";
+    const calls = delta.tool_calls ?? [];
+    this.reasoning += reasoning;
+    this.content += content;
+    for (const call of calls) this.addCall(call);
+    if (choice.finish_reason) this.finishReason = choice.finish_reason;
+    const grows = Boolean(reasoning || content || calls.length);
+    if (grows) this.firstMs ??= nowMs;
+    if (grows || choice.finish_reason) this.lastMs = nowMs;
+    return grows || Boolean(choice.finish_reason);
+  }
+
+  addCall(delta) {
+    const index = delta.index ?? this.toolCalls.length;
+    if (!Number.isInteger(index) || index < 0 || index >= MAX_TOOL_CALLS) return;
+    while (this.toolCalls.length <= index) {
+      this.toolCalls.push({ id: "", type: "function", function: { name: "", arguments: "" } });
+    }
+    const call = this.toolCalls[index];
+    if (delta.id) call.id = delta.id;
+    call.function.name += delta.function?.name ?? "";
+    call.function.arguments += delta.function?.arguments ?? "";
+  }
+
+  /** The message that is kept. */
+  toMessage() {
+    return {
+      role: "assistant",
+      content: this.content,
+      reasoning: this.reasoning,
+      toolCalls: this.toolCalls,
+      finishReason: this.finishReason,
+      ending: this.ending,
+      figures: this.figures(),
+    };
+  }
+
+  /** What was measured here, and what the server counted. */
+  figures() {
+    const details = this.usage?.prompt_tokens_details;
+    return {
+      ttftMs: this.firstMs === null ? null : this.firstMs - this.startedMs,
+      tokensPerS: this.tokensPerS(),
+      promptTokens: this.usage?.prompt_tokens ?? null,
+      cachedTokens: details?.cached_tokens ?? null,
+      outputTokens: this.usage?.completion_tokens ?? null,
+    };
+  }
+
+  /** Of the tokens behind the first, in the time behind it; null where there is too little. */
+  tokensPerS() {
+    const tokens = this.usage?.completion_tokens ?? 0;
+    const seconds = (this.lastMs - this.firstMs) / 1000;
+    return this.firstMs === null || tokens < 2 || seconds <= 0 ? null : (tokens - 1) / seconds;
+  }
+}
+
+/** A kept message as the server takes it; null for an answer of which nothing came. */
+export function toServer(message) {
+  if (message.role !== "assistant") {
+    const { role, content, toolCallId } = message;
+    return toolCallId === undefined ? { role, content } : { role, content, tool_call_id: toolCallId };
+  }
+  if (!message.content && !message.toolCalls.length) return null;
+  const turn = { role: "assistant", content: message.content };
+  if (message.reasoning) turn.reasoning_content = message.reasoning;
+  if (message.toolCalls.length) turn.tool_calls = message.toolCalls;
+  return turn;
+}

@@ -1,0 +1,164 @@
+// The live view: asks /live once a second while it is seen, and shows what came.
+//
+// The engine's clock is the only one: ages and rates come from its times, so the browser's need not
+// agree. Another engine's numbers begin anew.
+import { ApiError, request } from "./api.js";
+import { byId, count, el } from "./dom.js";
+import { StepChart } from "./steps.js";
+import { showWays } from "./ways.js";
+
+const INTERVAL_MS = 1000;
+const MAX_STEPS = 512;
+const RATE_SAMPLES = 5; // a rate is over so many answers, some seconds
+const TILES = [
+  ["running", "Running"],
+  ["waiting", "Waiting"],
+  ["kv", "KV cache"],
+  ["hits", "Prefix hits"],
+  ["output", "Output tokens/s"],
+  ["prompt", "Prompt tokens/s"],
+  ["preemptions", "Preemptions"],
+];
+
+export class LiveView {
+  constructor() {
+    this.isShown = false;
+    this.isPaused = false;
+    this.timer = null;
+    this.asking = null;
+    this.values = {};
+    this.replacedAt = null;
+    this.chart = new StepChart(byId("steps"), byId("step-detail"));
+    this.forget();
+    byId("tiles").append(...TILES.map((tile) => this.tile(tile)));
+    byId("pause").addEventListener("click", () => this.setPaused(!this.isPaused));
+    byId("window").addEventListener("change", () => this.showWays());
+    new ResizeObserver(() => this.fitWays()).observe(byId("ways"));
+    document.addEventListener("visibilitychange", () => this.wake());
+  }
+
+  forget() {
+    this.engine = null;
+    this.steps = [];
+    this.samples = [];
+    this.last = null;
+    this.waysWidth = 0;
+  }
+
+  tile([name, label]) {
+    const value = el("dd", { text: "–", id: `tile-${name}` });
+    this.values[name] = value;
+    const bar = name === "kv" || name === "hits" ? el("span", { class: "meter", "aria-hidden": "true" }, el("i")) : null;
+    return el("div", { class: "tile" }, el("dt", { text: label }), value, bar);
+  }
+
+  setShown(isShown) {
+    this.isShown = isShown;
+    this.wake();
+  }
+
+  setPaused(isPaused) {
+    this.isPaused = isPaused;
+    byId("pause").setAttribute("aria-pressed", String(isPaused));
+    if (isPaused) this.say("paused", "Paused");
+    this.wake();
+  }
+
+  /** Ask now, and go on; or ask no more. */
+  wake() {
+    clearTimeout(this.timer);
+    if (!this.isShown || this.isPaused || document.visibilityState !== "visible") return;
+    this.asking ??= this.ask().finally(() => {
+      this.asking = null;
+      clearTimeout(this.timer);
+      this.timer = setTimeout(() => this.wake(), INTERVAL_MS);
+    });
+  }
+
+  async ask() {
+    const after = this.steps.at(-1)?.step ?? 0;
+    try {
+      const body = await (await request(`live?after=${after}`)).json();
+      if (!this.isPaused) this.take(body);
+    } catch (error) {
+      if (!(error instanceof ApiError)) throw error;
+      const isGone = error.status === 0 || error.status === 503;
+      this.say("gone", isGone ? `The engine is gone: ${error.words}` : error.words);
+    }
+  }
+
+  take(body) {
+    const isOther = this.engine !== null && body.engine !== this.engine;
+    if (isOther) {
+      this.forget();
+      this.chart.forget();
+    }
+    this.engine = body.engine;
+    if (isOther) {
+      this.replacedAt = new Date().toLocaleTimeString();
+      this.say("replaced", this.liveWords());
+      return; // `after` was of the old one's steps: the next answer has all
+    }
+    const newest = this.steps.at(-1)?.step ?? 0;
+    this.steps.push(...body.steps.filter((step) => step.step > newest));
+    this.steps.splice(0, this.steps.length - MAX_STEPS);
+    this.samples.push(body);
+    this.samples.splice(0, this.samples.length - RATE_SAMPLES);
+    this.last = body;
+    if (body.draining) this.say("draining", "The engine drains: it finishes what it has");
+    else this.say("", this.liveWords());
+    this.showTiles(body);
+    this.chart.show(this.steps, body);
+    this.showWays();
+  }
+
+  liveWords() {
+    return this.replacedAt ? `Live; the engine was replaced at ${this.replacedAt}` : "Live";
+  }
+
+  showTiles({ stats }) {
+    const hits = stats.prefix_cache_queries ? stats.prefix_cache_hits / stats.prefix_cache_queries : null;
+    this.set("running", count(stats.num_requests_running));
+    this.set("waiting", count(stats.num_requests_waiting));
+    this.set("kv", share(stats.kv_cache_usage_perc), stats.kv_cache_usage_perc);
+    this.set("hits", share(hits), hits);
+    this.set("output", rate(this.samples, "generation_tokens"));
+    this.set("prompt", rate(this.samples, "prompt_tokens"));
+    this.set("preemptions", count(stats.num_preemptions));
+  }
+
+  set(name, text, part = null) {
+    this.values[name].textContent = text;
+    const meter = this.values[name].parentElement.querySelector("i");
+    if (meter) meter.style.width = `${100 * Math.min(part ?? 0, 1)}%`;
+  }
+
+  /** Rows make the list higher; only another width is a reason to draw them again. */
+  fitWays() {
+    const width = byId("ways").clientWidth;
+    if (width !== this.waysWidth) this.showWays();
+    this.waysWidth = width;
+  }
+
+  showWays() {
+    if (this.last) showWays(this.last, Number(byId("window").value));
+  }
+
+  say(kind, text) {
+    const state = byId("live-state");
+    state.dataset.kind = kind;
+    if (state.textContent !== text) state.textContent = text;
+  }
+}
+
+function share(part) {
+  if (part === null) return "–";
+  return `${(100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
+}
+
+/** How fast a counter grew over the samples. */
+function rate(samples, counter) {
+  const [first, last] = [samples[0], samples.at(-1)];
+  const seconds = last.now_s - first.now_s;
+  return seconds > 0 ? count((last.stats[counter] - first.stats[counter]) / seconds) : "–";
+}

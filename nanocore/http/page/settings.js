@@ -1,0 +1,102 @@
+// The settings' form: what a request has beside its messages. Empty fields are not sent.
+import { byId, el } from "./dom.js";
+import { loadSettings, saveSettings } from "./store.js";
+
+// [name of the field, label, step, least, most]; the server has the last word on ranges.
+const NUMBERS = [
+  ["temperature", "Temperature", "any", 0, null],
+  ["top_p", "Top p", "any", 0, 1],
+  ["top_k", "Top k", 1, -1, null],
+  ["min_p", "Min p", "any", 0, 1],
+  ["max_tokens", "Max tokens", 1, 1, null],
+  ["seed", "Seed", 1, null, null],
+  ["presence_penalty", "Presence penalty", "any", -2, 2],
+  ["frequency_penalty", "Frequency penalty", "any", -2, 2],
+  ["repetition_penalty", "Repetition penalty", "any", 0, null],
+];
+
+/** A field that is no such thing: its element, and why. */
+export class SettingError extends Error {
+  constructor(field, message) {
+    super(message);
+    this.field = field;
+  }
+}
+
+/** Make the form, with what was kept. */
+export function startSettings() {
+  byId("number-settings").append(...NUMBERS.map(numberField));
+  const form = byId("settings-form");
+  const kept = loadSettings();
+  for (const field of fields()) field.value = kept[field.name] ?? "";
+  showToolsError();
+  form.addEventListener("input", () => {
+    saveSettings(Object.fromEntries(fields().map((field) => [field.name, field.value])));
+    showToolsError();
+  });
+  form.addEventListener("submit", (event) => event.preventDefault());
+  byId("reset-settings").addEventListener("click", () => {
+    form.reset();
+    for (const field of fields()) field.value = "";
+    saveSettings({});
+    showToolsError();
+  });
+}
+
+function numberField([name, label, step, min, max]) {
+  const id = `set-${name}`;
+  const input = el("input", { id, name, type: "number", step, min, max, placeholder: "default" });
+  return el("div", {}, el("label", { for: id, text: label }), input);
+}
+
+function fields() {
+  return [...byId("settings-form").elements].filter((field) => field.name);
+}
+
+function showToolsError() {
+  let text = "";
+  try {
+    tools();
+  } catch (error) {
+    text = error.message;
+  }
+  byId("set-tools-error").textContent = text;
+  byId("set-tools").setAttribute("aria-invalid", String(text !== ""));
+}
+
+function tools() {
+  const field = byId("set-tools");
+  if (!field.value.trim()) return null;
+  let value;
+  try {
+    value = JSON.parse(field.value);
+  } catch (error) {
+    throw new SettingError(field, `The tools are no JSON: ${error.message}`);
+  }
+  if (!Array.isArray(value)) throw new SettingError(field, "The tools are a JSON array.");
+  return value.length ? value : null;
+}
+
+/** The system prompt; empty: none. */
+export const systemPrompt = () => byId("set-system").value;
+
+/** The fields of a request that the form has. Raises SettingError. */
+export function requestFields() {
+  const found = {};
+  for (const [name, label] of NUMBERS) {
+    const field = byId(`set-${name}`);
+    if (!field.validity.valid) throw new SettingError(field, `${label}: ${field.validationMessage}`);
+    // As it is written: a seed may have more digits than a JavaScript number holds exactly.
+    if (field.value !== "") found[name] = JSON.rawJSON ? JSON.rawJSON(plain(field.value)) : Number(field.value);
+  }
+  const stop = byId("set-stop").value.split("\n").filter((line) => line !== "");
+  if (stop.length) found.stop = stop;
+  const known = tools();
+  if (known !== null) found.tools = known;
+  return found;
+}
+
+/** A number as JSON has them: "+.5e3", "007" and "1." are none there. */
+function plain(text) {
+  return /^-?(0|[1-9]\d*)$/.test(text) ? text : String(Number(text));
+}

@@ -1,0 +1,157 @@
+// The last steps, a bar for each: decode tokens below, prefill tokens above them. A bar is chosen by
+// pointing or by arrow keys, and its numbers are told.
+import { count, duration, svg } from "./dom.js";
+
+const HEIGHT = 190;
+const TOP = 14;
+const BOTTOM = 22;
+const LEFT = 44;
+const BAR = 7;
+const GAP = 2;
+const PLOT = HEIGHT - TOP - BOTTOM;
+
+export class StepChart {
+  /** element: a slider; detail: where the chosen step's numbers go. */
+  constructor(element, detail) {
+    this.element = element;
+    this.detail = detail;
+    this.hint = detail.textContent;
+    this.steps = [];
+    this.about = null;
+    this.chosen = null; // a step's number; null: none
+    new ResizeObserver(() => this.draw()).observe(element);
+    element.addEventListener("pointermove", (event) => this.point(event));
+    element.addEventListener("pointerdown", (event) => this.point(event));
+    element.addEventListener("keydown", (event) => this.press(event));
+  }
+
+  forget() {
+    this.chosen = null;
+    this.steps = [];
+    this.detail.textContent = this.hint;
+    this.draw();
+  }
+
+  /** about: the answer that they came with. */
+  show(steps, about) {
+    this.steps = steps;
+    this.about = about;
+    this.draw();
+    this.tell();
+  }
+
+  get seen() {
+    const room = Math.floor((this.element.clientWidth - LEFT) / (BAR + GAP));
+    return this.steps.slice(-Math.max(1, room));
+  }
+
+  choose(place) {
+    const { seen } = this;
+    if (!seen.length) return;
+    this.chosen = seen[Math.min(Math.max(place, 0), seen.length - 1)].step;
+    this.draw();
+    this.tell();
+  }
+
+  point(event) {
+    const x = event.clientX - this.element.getBoundingClientRect().left - LEFT;
+    if (x >= 0) this.choose(Math.floor(x / (BAR + GAP)));
+  }
+
+  press(event) {
+    const { seen } = this;
+    const at = seen.findIndex(({ step }) => step === this.chosen);
+    const from = at < 0 ? seen.length : at;
+    const places = {
+      ArrowLeft: from - 1,
+      ArrowDown: from - 1,
+      ArrowRight: at < 0 ? seen.length - 1 : at + 1,
+      ArrowUp: at < 0 ? seen.length - 1 : at + 1,
+      PageUp: from - 10,
+      PageDown: at < 0 ? seen.length - 1 : at + 10,
+      Home: 0,
+      End: seen.length - 1,
+    };
+    if (!(event.key in places)) return;
+    event.preventDefault();
+    this.choose(places[event.key]);
+  }
+
+  draw() {
+    const { seen } = this;
+    const most = Math.max(1, ...seen.map((step) => step.decode_tokens + step.prefill_tokens));
+    const top = rounded(most);
+    const width = Math.max(this.element.clientWidth, 1);
+    const parts = [0, top / 2, top].map((tokens) => axisLine(tokens, top, width));
+    seen.forEach((step, place) => parts.push(...bar(step, place, top, step.step === this.chosen)));
+    if (seen.length) parts.push(...ages(seen, this.about.now_s));
+    const chart = svg("svg", { width, height: HEIGHT, "aria-hidden": "true" }, ...parts);
+    this.element.replaceChildren(chart);
+  }
+
+  tell() {
+    const step = this.seen.find((one) => one.step === this.chosen);
+    const { element } = this;
+    element.setAttribute("aria-valuemin", this.seen[0]?.step ?? 0);
+    element.setAttribute("aria-valuemax", this.seen.at(-1)?.step ?? 0);
+    element.setAttribute("aria-valuenow", step?.step ?? this.seen.at(-1)?.step ?? 0);
+    const text = step ? words(step, this.about) : null;
+    element.setAttribute("aria-valuetext", text ?? `${this.steps.length} steps, none is chosen`);
+    this.detail.textContent = text ?? this.hint;
+  }
+}
+
+function words(step, { now_s, num_blocks }) {
+  const preempted = step.preempted ? `, ${count(step.preempted)} preempted` : "";
+  return (
+    `Step ${count(step.step)}, ${duration(Math.max(0, now_s - step.t_s))} ago, took ${duration(step.duration_s)}: ` +
+    `${count(step.decode_tokens)} decode and ${count(step.prefill_tokens)} prefill tokens; ` +
+    `${count(step.running)} running, ${count(step.waiting)} waiting${preempted}; ` +
+    `${count(step.used_blocks)} of ${count(num_blocks)} blocks in use`
+  );
+}
+
+/** The next of 2, 4, 6, 8, 10, 20, 40 and so on, whose halves are whole. */
+function rounded(number) {
+  let unit = 1;
+  while (unit * 10 < number) unit *= 10;
+  return Math.max(2, [1, 2, 4, 6, 8, 10].map((part) => part * unit).find((one) => one >= number));
+}
+
+function axisLine(tokens, top, width) {
+  const y = TOP + PLOT * (1 - tokens / top) + 0.5;
+  return svg(
+    "g",
+    {},
+    svg("line", { class: "grid", x1: LEFT - 4, x2: width, y1: y, y2: y }),
+    svg("text", { class: "tick", x: LEFT - 8, y: y + 4, "text-anchor": "end", text: count(tokens) }),
+  );
+}
+
+/** What there is, is seen: at least two pixels high. */
+function bar(step, place, top, isChosen) {
+  const x = LEFT + place * (BAR + GAP);
+  const high = (tokens) => (tokens ? Math.max(2, (PLOT * tokens) / top) : 0);
+  const decode = Math.min(high(step.decode_tokens), PLOT);
+  const prefill = Math.min(high(step.prefill_tokens), PLOT - decode + 2);
+  const floor = TOP + PLOT;
+  const part = (kind, y, height) => svg("rect", { class: kind, x, y, width: BAR, height });
+  const found = [];
+  if (isChosen) found.push(svg("rect", { class: "chosen", x: x - 2, y: TOP - 6, width: BAR + 4, height: PLOT + 12 }));
+  if (decode) found.push(part("decode", floor - decode, decode));
+  if (prefill) found.push(part("prefill", floor - decode - prefill, prefill));
+  if (step.preempted) found.push(svg("circle", { class: "preempted-dot", cx: x + BAR / 2, cy: TOP - 7, r: 3.5 }));
+  return found;
+}
+
+/** How long ago the first and the last step were. */
+function ages(seen, nowS) {
+  const end = LEFT + seen.length * (BAR + GAP);
+  const label = (step) => `${duration(Math.max(0, nowS - step.t_s))} ago`;
+  const y = HEIGHT - 5;
+  const found = [svg("text", { class: "tick", x: LEFT, y, text: label(seen[0]) })];
+  if (seen.length > 30) {
+    found.push(svg("text", { class: "tick", x: end, y, "text-anchor": "end", text: label(seen.at(-1)) }));
+  }
+  return found;
+}
