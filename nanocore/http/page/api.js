@@ -122,11 +122,13 @@ export function askForKey(reason) {
 
 /** Read an answer's server-sent events, each of JSON. True if [DONE] ended them. */
 export async function readEvents(response, onEvent) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = response.body.getReader(); // nothing in between, where a broken one would lose more
+  const decoder = new TextDecoder();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    const lines = (rest + (done ? "\n" : value)).split(/\r\n|\n/);
+    const text = done ? "\n" : decoder.decode(value, { stream: true });
+    const lines = (rest + text).split(/\r\n|\n/);
     rest = lines.pop();
     for (const line of lines) {
       if (!line.startsWith("data:")) continue; // a comment keeps the connection alive

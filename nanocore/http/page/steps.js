@@ -6,8 +6,8 @@ const HEIGHT = 190;
 const TOP = 14;
 const BOTTOM = 22;
 const LEFT = 44;
-const BAR = 7;
-const GAP = 2;
+const MAX_PITCH = 9; // from one bar to the next
+const MIN_PITCH = 4; // with less, patterns are not seen
 const PLOT = HEIGHT - TOP - BOTTOM;
 
 export class StepChart {
@@ -40,9 +40,17 @@ export class StepChart {
     this.tell();
   }
 
+  /** As many of the last steps as there is room for. */
   get seen() {
-    const room = Math.floor((this.element.clientWidth - LEFT) / (BAR + GAP));
-    return this.steps.slice(-Math.max(1, room));
+    return this.steps.slice(-Math.max(1, Math.floor(this.room / MIN_PITCH)));
+  }
+
+  get room() {
+    return this.element.clientWidth - LEFT;
+  }
+
+  get pitch() {
+    return Math.min(MAX_PITCH, Math.max(MIN_PITCH, this.room / this.seen.length));
   }
 
   choose(place) {
@@ -55,7 +63,7 @@ export class StepChart {
 
   point(event) {
     const x = event.clientX - this.element.getBoundingClientRect().left - LEFT;
-    if (x >= 0) this.choose(Math.floor(x / (BAR + GAP)));
+    if (x >= 0) this.choose(Math.floor(x / this.pitch));
   }
 
   press(event) {
@@ -78,13 +86,15 @@ export class StepChart {
   }
 
   draw() {
-    const { seen } = this;
+    const { seen, pitch } = this;
     const most = Math.max(1, ...seen.map((step) => step.decode_tokens + step.prefill_tokens));
     const top = rounded(most);
     const width = Math.max(this.element.clientWidth, 1);
     const parts = [0, top / 2, top].map((tokens) => axisLine(tokens, top, width));
-    seen.forEach((step, place) => parts.push(...bar(step, place, top, step.step === this.chosen)));
-    if (seen.length) parts.push(...ages(seen, this.about.now_s));
+    seen.forEach((step, place) => {
+      parts.push(...bar(step, LEFT + place * pitch, pitch, top, step.step === this.chosen));
+    });
+    if (seen.length) parts.push(...ages(seen, this.about.now_s, pitch));
     const chart = svg("svg", { width, height: HEIGHT, "aria-hidden": "true" }, ...parts);
     this.element.replaceChildren(chart);
   }
@@ -129,28 +139,28 @@ function axisLine(tokens, top, width) {
 }
 
 /** What there is, is seen: at least two pixels high. */
-function bar(step, place, top, isChosen) {
-  const x = LEFT + place * (BAR + GAP);
+function bar(step, x, pitch, top, isChosen) {
+  const wide = pitch * 0.78;
   const high = (tokens) => (tokens ? Math.max(2, (PLOT * tokens) / top) : 0);
   const decode = Math.min(high(step.decode_tokens), PLOT);
   const prefill = Math.min(high(step.prefill_tokens), PLOT - decode + 2);
   const floor = TOP + PLOT;
-  const part = (kind, y, height) => svg("rect", { class: kind, x, y, width: BAR, height });
+  const part = (kind, y, height) => svg("rect", { class: kind, x, y, width: wide, height });
   const found = [];
-  if (isChosen) found.push(svg("rect", { class: "chosen", x: x - 2, y: TOP - 6, width: BAR + 4, height: PLOT + 12 }));
+  if (isChosen) found.push(svg("rect", { class: "chosen", x: x - 2, y: TOP - 6, width: wide + 4, height: PLOT + 12 }));
   if (decode) found.push(part("decode", floor - decode, decode));
   if (prefill) found.push(part("prefill", floor - decode - prefill, prefill));
-  if (step.preempted) found.push(svg("circle", { class: "preempted-dot", cx: x + BAR / 2, cy: TOP - 7, r: 3.5 }));
+  if (step.preempted) found.push(svg("circle", { class: "preempted-dot", cx: x + wide / 2, cy: TOP - 7, r: 3.5 }));
   return found;
 }
 
 /** How long ago the first and the last step were. */
-function ages(seen, nowS) {
-  const end = LEFT + seen.length * (BAR + GAP);
+function ages(seen, nowS, pitch) {
+  const end = LEFT + seen.length * pitch;
   const label = (step) => `${duration(Math.max(0, nowS - step.t_s))} ago`;
   const y = HEIGHT - 5;
   const found = [svg("text", { class: "tick", x: LEFT, y, text: label(seen[0]) })];
-  if (seen.length > 30) {
+  if (end - LEFT > 200) {
     found.push(svg("text", { class: "tick", x: end, y, "text-anchor": "end", text: label(seen.at(-1)) }));
   }
   return found;

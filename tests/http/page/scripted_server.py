@@ -72,16 +72,18 @@ def end(finish_reason: str = "stop", **usage: Any) -> list[Part]:
 class ScriptedServer:
     """url: the page's. bodies: of the chat requests, as they came. live: what /live answers.
 
-    live_asked: the values of `after`, as they came. disconnects: chat requests that were left.
+    live_asked: the queries of /live, as they came. left: set once a chat request was left. key: that
+    requests need; None: they need none. models_after: so many refusals /v1/models answers.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.key: str | None = None
+        self.models_after = 0
         self.bodies: list[dict[str, Any]] = []
         self.live: dict[str, Any] | Refusal = Refusal(503, "the model is being loaded", 5)
         self.live_asked: list[str] = []
-        self.disconnects = 0
+        self.left = threading.Event()
         self._answers: deque[Sequence[Part] | Refusal] = deque()
         self._app = App(AppSettings())
 
@@ -97,7 +99,11 @@ class ScriptedServer:
             return
         headers = dict(scope["headers"])
         if self.key is not None and headers.get(b"authorization") != f"Bearer {self.key}".encode():
-            await _reply(send, 401, Refusal(401, "no valid API key").body)
+            await App(AppSettings(api_keys=(self.key,)))(scope, receive, send)
+        elif path == "/v1/models" and self.models_after > 0:
+            self.models_after -= 1
+            loading = Refusal(503, "the model is being loaded", 1)
+            await _reply(send, loading.status, loading.body, loading.headers)
         elif path == "/v1/models":
             model = {"id": f"/models/{MODEL}", "max_model_len": 2048}
             await _reply(send, 200, json.dumps({"data": [model]}).encode())
@@ -130,7 +136,7 @@ class ScriptedServer:
                 passing = asyncio.ensure_future(part.passed())
                 await asyncio.wait([leaving, passing], return_when=asyncio.FIRST_COMPLETED)
                 if leaving.done():
-                    self.disconnects += 1
+                    self.left.set()
                     part.open()
                     return
             elif isinstance(part, Drop):

@@ -1,0 +1,207 @@
+"""What a reader does with conversations: edit, ask again, keep, delete; and with the settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.http.page.conftest import NewPage, say
+from tests.http.page.scripted_server import Gate, Part, ScriptedServer, end
+
+pytestmark = pytest.mark.campaign
+
+
+def answer(text: str) -> list[Part]:
+    return [{"content": text}, *end()]
+
+
+def contents(body: dict[str, Any]) -> list[str]:
+    return [turn["content"] for turn in body["messages"]]
+
+
+def talk(scripted: ScriptedServer, page: Page, *questions: str) -> None:
+    """Each gets its own words as the answer."""
+    for question in questions:
+        scripted.answer_with(answer(f"Re: {question}"))
+        say(page, question)
+        expect(page.locator(".markdown").last).to_have_text(f"Re: {question}")
+        expect(page.locator("#send")).to_have_text("Send")
+
+
+def test_an_earlier_message_is_edited_and_the_conversation_goes_on_from_there(
+    scripted: ScriptedServer, page: Page
+) -> None:
+    talk(scripted, page, "one", "two", "three")
+    scripted.answer_with(answer("Re: 2"))
+    page.get_by_role("button", name="Edit", exact=True).nth(1).click()
+    editor = page.get_by_label("Edit the message")
+    expect(editor).to_be_focused()
+    expect(editor).to_have_value("two")
+    editor.fill("2")
+    editor.press("Enter")
+    expect(page.locator(".markdown").last).to_have_text("Re: 2")
+    expect(page.locator(".message")).to_have_count(4)
+    assert contents(scripted.bodies[-1]) == ["one", "Re: one", "2"]
+    talk(scripted, page, "four")
+    assert contents(scripted.bodies[-1]) == ["one", "Re: one", "2", "Re: 2", "four"]
+
+
+def test_an_edit_can_be_left(scripted: ScriptedServer, page: Page) -> None:
+    talk(scripted, page, "one")
+    edit = page.get_by_role("button", name="Edit", exact=True)
+    edit.click()
+    page.get_by_label("Edit the message").fill("other")
+    page.keyboard.press("Escape")
+    expect(page.locator(".message.user .text")).to_have_text("one")
+    expect(edit).to_be_focused()
+    assert len(scripted.bodies) == 1
+
+
+def test_an_answer_is_made_again_from_the_same_messages(
+    scripted: ScriptedServer, page: Page
+) -> None:
+    talk(scripted, page, "one", "two")
+    scripted.answer_with(answer("another"))
+    again = page.get_by_role("button", name="Regenerate")
+    expect(again).to_have_count(1)
+    again.click()
+    expect(page.locator(".markdown").last).to_have_text("another")
+    expect(page.locator(".message")).to_have_count(4)
+    assert scripted.bodies[2] == scripted.bodies[1]
+
+
+def test_conversations_are_kept_found_again_and_deleted(
+    scripted: ScriptedServer, page: Page
+) -> None:
+    talk(scripted, page, "first talk")
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator(".message")).to_have_count(0)
+    talk(scripted, page, "second talk")
+    assert contents(scripted.bodies[-1]) == ["second talk"]
+    page.reload()
+    entries = page.locator("#conversation-list .entry")
+    expect(entries).to_have_text(["second talk", "first talk"])
+    entries.nth(1).click()
+    expect(page.locator(".markdown")).to_have_text("Re: first talk")
+    expect(page.locator(".figures")).to_contain_text("prompt 20, 16 cached")
+    delete = page.get_by_role("button", name="Delete first talk")
+    delete.click()
+    expect(entries).to_have_count(2)
+    page.get_by_role("button", name="Really delete first talk?").click()
+    expect(entries).to_have_text(["second talk"])
+    expect(page.locator(".message")).to_have_count(0)
+    page.reload()
+    expect(entries).to_have_text(["second talk"])
+
+
+def test_another_conversation_stops_the_answer_of_this_one(
+    scripted: ScriptedServer, page: Page
+) -> None:
+    scripted.answer_with([{"content": "It begins"}, Gate()])
+    say(page, "Go")
+    expect(page.locator(".markdown")).to_have_text("It begins")
+    page.get_by_role("button", name="New conversation").click()
+    assert scripted.left.wait(30)
+    talk(scripted, page, "new")
+    expect(page.locator(".message")).to_have_count(2)
+
+
+def test_what_is_kept_is_bounded_and_the_oldest_goes(scripted: ScriptedServer, page: Page) -> None:
+    kept = [
+        {"id": f"old-{i}", "updatedMs": i, "messages": [{"role": "user", "content": f"talk {i}"}]}
+        for i in range(50)
+    ]
+    page.evaluate(
+        "kept => kept.forEach(c => localStorage.setItem(`nanocore.chat.${c.id}`, JSON.stringify(c)))",
+        kept,
+    )
+    page.evaluate("localStorage.setItem('nanocore.chat.broken', '{')")
+    talk(scripted, page, "the newest")
+    entries = page.locator("#conversation-list .entry")
+    expect(entries).to_have_count(50)
+    expect(entries.first).to_have_text("the newest")
+    expect(entries.last).to_have_text("talk 1")
+
+
+def test_a_browser_without_room_is_no_reason_to_fail(scripted: ScriptedServer, page: Page) -> None:
+    page.evaluate("localStorage.setItem('other', 'x'.repeat(5 * 2**20 - 200))")
+    talk(scripted, page, "where to?")
+    expect(page.locator("#storage-note")).to_contain_text("no room")
+
+
+SETTINGS: dict[str, tuple[str, Any]] = {
+    "Temperature": ("0.7", 0.7),
+    "Top p": ("0.9", 0.9),
+    "Top k": ("40", 40),
+    "Min p": ("0.05", 0.05),
+    "Max tokens": ("64", 64),
+    "Seed": ("9007199254740993", 9007199254740993),  # more than a double holds
+    "Presence penalty": ("-0.5", -0.5),
+    "Frequency penalty": ("0.25", 0.25),
+    "Repetition penalty": ("1.1", 1.1),
+}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def test_settings_reach_the_request_and_are_kept(scripted: ScriptedServer, page: Page) -> None:
+    page.get_by_role("button", name="Settings").click()
+    for label, (text, _) in SETTINGS.items():
+        page.get_by_label(label, exact=True).fill(text)
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Stop strings").fill("END\n\n###")
+    page.get_by_label("Tools").fill(json.dumps([TOOL]))
+    page.reload()
+    expect(page.locator("#model")).to_have_text("scripted")
+    talk(scripted, page, "Hi")
+    (body,) = scripted.bodies
+    given = {label.lower().replace(" ", "_"): value for label, (_, value) in SETTINGS.items()}
+    assert body == {
+        "model": "/models/scripted",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hi"},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **given,
+        "stop": ["END", "###"],
+        "tools": [TOOL],
+    }
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("button", name="Clear the settings").click()
+    talk(scripted, page, "Ho")
+    assert body.keys() - scripted.bodies[1].keys() == {*given, "stop", "tools"}
+    assert contents(scripted.bodies[1]) == ["Hi", "Re: Hi", "Ho"]
+
+
+@pytest.mark.parametrize(
+    ("label", "text", "says"),
+    [
+        ("Tools", "[{", "The tools are no JSON"),
+        ("Tools", "{}", "The tools are a JSON array."),
+        ("Top p", "2", "Top p:"),
+        ("Max tokens", "0.5", "Max tokens:"),
+    ],
+)
+def test_a_setting_that_is_none_is_told_before_anything_is_sent(
+    scripted: ScriptedServer, page: Page, label: str, text: str, says: str
+) -> None:
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label(label).fill(text)
+    page.get_by_role("button", name="Close").click()
+    say(page, "Hi")
+    expect(page.locator("#banner")).to_contain_text(says)
+    expect(page.get_by_label(label)).to_be_focused()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("Hi")
+    assert scripted.bodies == []
+
+
+def test_a_model_that_loads_is_waited_for(scripted: ScriptedServer, new_page: NewPage) -> None:
+    scripted.models_after = 1
+    page = new_page(scripted.url)
+    expect(page.locator("#banner")).to_contain_text("503: the model is being loaded")
+    expect(page.locator("#model")).to_have_text("scripted")
+    expect(page.locator("#banner")).to_be_empty()
