@@ -56,7 +56,9 @@ export class StepChart {
   choose(place) {
     const { seen } = this;
     if (!seen.length) return;
-    this.chosen = seen[Math.min(Math.max(place, 0), seen.length - 1)].step;
+    const { step } = seen[Math.min(Math.max(place, 0), seen.length - 1)];
+    if (step === this.chosen) return;
+    this.chosen = step;
     this.draw();
     this.tell();
   }

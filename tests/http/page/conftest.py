@@ -46,11 +46,12 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def new_page(browser: Browser) -> Iterator[NewPage]:
-    """Opens a page at a URL, in a browser without a past; arguments are a context's."""
+    """Opens a page at a URL, in a browser without a past. has_clock: its time is the test's, and
+    stands still until that turns it. settings: the context's."""
     contexts: list[BrowserContext] = []
     pages: list[tuple[str, list[str], list[str]]] = []
 
-    def open_page(url: str, **settings: Any) -> Page:
+    def open_page(url: str, has_clock: bool = False, **settings: Any) -> Page:
         context = browser.new_context(**{"viewport": WIDE, "reduced_motion": "reduce", **settings})
         contexts.append(context)
         context.set_default_timeout(PATIENCE_MS)
@@ -64,6 +65,9 @@ def new_page(browser: Browser) -> Iterator[NewPage]:
             lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None,
         )
         pages.append((url, asked, wrong))
+        if has_clock:
+            page.clock.install(time=0)
+            page.clock.pause_at(1)
         page.goto(url)
         return page
 
@@ -75,10 +79,17 @@ def new_page(browser: Browser) -> Iterator[NewPage]:
         assert [text for text in wrong if not STATUS.search(text)] == []
 
 
-@pytest.fixture
-def scripted() -> Iterator[ScriptedServer]:
+@pytest.fixture(scope="package")
+def _scripted() -> Iterator[ScriptedServer]:
     with scripted_server() as server:
         yield server
+
+
+@pytest.fixture
+def scripted(_scripted: ScriptedServer) -> ScriptedServer:
+    """One server for all tests, which has forgotten the last one."""
+    _scripted.forget()
+    return _scripted
 
 
 @pytest.fixture

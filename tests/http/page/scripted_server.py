@@ -72,12 +72,17 @@ def end(finish_reason: str = "stop", **usage: Any) -> list[Part]:
 class ScriptedServer:
     """url: the page's. bodies: of the chat requests, as they came. live: what /live answers.
 
-    live_asked: the queries of /live, as they came. left: set once a chat request was left. key: that
-    requests need; None: they need none. models_after: so many refusals /v1/models answers.
+    live_asked: the queries of /live, as they came. left: set once a chat request was left.
+    key: that requests need; None: they need none. models_after: so many refusals of /v1/models.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
+        self._app = App(AppSettings())
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as at the start."""
         self.key: str | None = None
         self.models_after = 0
         self.bodies: list[dict[str, Any]] = []
@@ -85,7 +90,6 @@ class ScriptedServer:
         self.live_asked: list[str] = []
         self.left = threading.Event()
         self._answers: deque[Sequence[Part] | Refusal] = deque()
-        self._app = App(AppSettings())
 
     def answer_with(self, *answers: Sequence[Part] | Refusal) -> None:
         """What the next chat requests get."""

@@ -115,8 +115,8 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes(scripted: ScriptedServer, p
         for i in range(50)
     ]
     page.evaluate(
-        "kept => kept.forEach(c => localStorage.setItem(`nanocore.chat.${c.id}`, JSON.stringify(c)))",
-        kept,
+        "all => { for (const [key, text] of all) localStorage.setItem(key, text); }",
+        [(f"nanocore.chat.{one['id']}", json.dumps(one)) for one in kept],
     )
     page.evaluate("localStorage.setItem('nanocore.chat.broken', '{')")
     talk(scripted, page, "the newest")
