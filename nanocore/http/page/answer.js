@@ -2,6 +2,7 @@
 // What is kept of it is plain data (`toMessage`), which goes to storage and back to the server.
 
 const MAX_TOOL_CALLS = 256;
+const LEAST_DECODE_MS = 50;
 
 export class Answer {
   constructor() {
@@ -72,11 +73,16 @@ export class Answer {
     };
   }
 
-  /** Of the tokens behind the first, in the time behind it; null where there is too little. */
+  /**
+   * Of the tokens behind the first, in the time behind it. What comes within a few milliseconds
+   * says nothing of that: then it is of all tokens since the request was sent.
+   */
   tokensPerS() {
     const tokens = this.usage?.completion_tokens ?? 0;
-    const seconds = (this.lastMs - this.firstMs) / 1000;
-    return this.firstMs === null || tokens < 2 || seconds <= 0 ? null : (tokens - 1) / seconds;
+    if (this.firstMs === null || tokens < 1) return null;
+    const decodeMs = this.lastMs - this.firstMs;
+    if (decodeMs >= LEAST_DECODE_MS && tokens > 1) return ((tokens - 1) / decodeMs) * 1000;
+    return (tokens / (this.lastMs - this.startedMs)) * 1000;
   }
 }
 

@@ -1,5 +1,6 @@
-// The last steps, a bar for each: decode tokens below, prefill tokens above them. A bar is chosen by
-// pointing or by arrow keys, and its numbers are told.
+// The last steps, a bar for each: decode tokens below, prefill tokens above them. The scale is of
+// square roots, for a few decode tokens are to be seen beside a chunk of a thousand. A bar is chosen
+// by pointing or by arrow keys, and its numbers are told.
 import { count, duration, svg } from "./dom.js";
 
 const HEIGHT = 190;
@@ -92,7 +93,7 @@ export class StepChart {
     const most = Math.max(1, ...seen.map((step) => step.decode_tokens + step.prefill_tokens));
     const top = rounded(most);
     const width = Math.max(this.element.clientWidth, 1);
-    const parts = [0, top / 2, top].map((tokens) => axisLine(tokens, top, width));
+    const parts = [0, top / 16, top / 4, top].map((tokens) => axisLine(tokens, top, width));
     seen.forEach((step, place) => {
       parts.push(...bar(step, LEFT + place * pitch, pitch, top, step.step === this.chosen));
     });
@@ -123,15 +124,19 @@ function words(step, { now_s, num_blocks }) {
   );
 }
 
-/** The next of 2, 4, 6, 8, 10, 20, 40 and so on, whose halves are whole. */
+/** The next of 16 times 1, 2, 4 and so on: its quarter and its sixteenth are whole. */
 function rounded(number) {
-  let unit = 1;
-  while (unit * 10 < number) unit *= 10;
-  return Math.max(2, [1, 2, 4, 6, 8, 10].map((part) => part * unit).find((one) => one >= number));
+  let top = 16;
+  while (top < number) top *= 2;
+  return top;
+}
+
+function high(tokens, top) {
+  return PLOT * Math.sqrt(tokens / top);
 }
 
 function axisLine(tokens, top, width) {
-  const y = TOP + PLOT * (1 - tokens / top) + 0.5;
+  const y = TOP + PLOT - high(tokens, top) + 0.5;
   return svg(
     "g",
     {},
@@ -140,12 +145,10 @@ function axisLine(tokens, top, width) {
   );
 }
 
-/** What there is, is seen: at least two pixels high. */
 function bar(step, x, pitch, top, isChosen) {
   const wide = pitch * 0.78;
-  const high = (tokens) => (tokens ? Math.max(2, (PLOT * tokens) / top) : 0);
-  const decode = Math.min(high(step.decode_tokens), PLOT);
-  const prefill = Math.min(high(step.prefill_tokens), PLOT - decode + 2);
+  const decode = high(step.decode_tokens, top);
+  const prefill = high(step.decode_tokens + step.prefill_tokens, top) - decode;
   const floor = TOP + PLOT;
   const part = (kind, y, height) => svg("rect", { class: kind, x, y, width: wide, height });
   const found = [];

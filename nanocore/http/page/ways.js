@@ -5,12 +5,15 @@ const MAX_ROWS = 24;
 const HEIGHT = 16;
 const PHASES = ["queued", "prefill", "decode", "preempted"];
 
-/** Show an answer's requests over the last `windowS` seconds; open ones first, then the newest. */
+/**
+ * Show an answer's requests over the last `windowS` seconds; the open ones in
+ * the order of their coming, then the others, the last to end first.
+ */
 export function showWays({ requests, now_s: nowS }, windowS) {
   const known = requests.map((request) => spansOf(request, nowS));
   const seen = known
     .filter(({ endS, isOpen }) => isOpen || endS > nowS - windowS)
-    .sort((a, b) => b.isOpen - a.isOpen || b.startS - a.startS);
+    .sort((a, b) => b.isOpen - a.isOpen || (a.isOpen ? a.startS - b.startS : b.endS - a.endS));
   byId("window-start").textContent = `${windowS} s ago`;
   const list = byId("ways");
   list.replaceChildren(...seen.slice(0, MAX_ROWS).map((one) => row(one, nowS, windowS)));

@@ -31,9 +31,9 @@ STATUS = re.compile(r"Failed to load resource: the server responded with a statu
 NewPage = Callable[..., Page]
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One for all tests."""
+    """One for the tests of a file: its driver has the event loop of their thread."""
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if chromium is None:
         pytest.skip("no chromium is installed")
@@ -79,7 +79,7 @@ def new_page(browser: Browser) -> Iterator[NewPage]:
         assert [text for text in wrong if not STATUS.search(text)] == []
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def _scripted() -> Iterator[ScriptedServer]:
     with scripted_server() as server:
         yield server
@@ -87,7 +87,7 @@ def _scripted() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def scripted(_scripted: ScriptedServer) -> ScriptedServer:
-    """One server for all tests, which has forgotten the last one."""
+    """A file's one server, which has forgotten the test before."""
     _scripted.forget()
     return _scripted
 
@@ -100,7 +100,7 @@ def page(scripted: ScriptedServer, new_page: NewPage) -> Page:
     return opened
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     """`nanocore serve` with the demo model, and little KV memory."""
     flags = ("--num-gpu-blocks-override", "140", "--max-num-seqs", "8")

@@ -49,7 +49,11 @@ def test_steps_are_a_bar_each_of_decode_and_prefill_tokens(live: Page) -> None:
     )
     assert (len(decode), len(prefill)) == (20, 4)
     assert decode == sorted(decode)
-    assert prefill[0] == pytest.approx(decode[-1] * 128 / 20, rel=0.01), "one scale for both"
+    # Squares of heights are as tokens are: of the decodes, and of all of a step.
+    assert decode[19] / decode[4] == pytest.approx((20 / 5) ** 0.5, rel=0.01)
+    tops = [decode[4] + prefill[0], decode[19] + prefill[3]]
+    assert tops[1] / tops[0] == pytest.approx((148 / 133) ** 0.5, rel=0.01)
+    assert tops[0] / decode[4] == pytest.approx((133 / 5) ** 0.5, rel=0.01)
     expect(live.locator("#steps .preempted-dot")).to_have_count(1)
 
 
@@ -80,10 +84,10 @@ def test_a_step_tells_its_numbers_to_pointers_and_keys(live: Page) -> None:
 def test_each_request_has_its_way_in_phases(live: Page) -> None:
     rows = live.locator("#ways li")
     expect(rows.locator(".name")).to_have_text(
-        ["request 5", "request 3", "chatcmpl-mine", "request 1"]
+        ["chatcmpl-mine", "request 3", "request 5", "request 1"]
     )
     expect(rows.locator(".phase")).to_have_text(
-        ["a phase of tomorrow", "queued", "preempted", "ended: stop"]
+        ["preempted", "queued", "a phase of tomorrow", "ended: stop"]
     )
     ended = rows.nth(3)
     expect(ended.locator(".detail")).to_have_text(
