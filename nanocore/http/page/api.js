@@ -4,6 +4,7 @@ import { byId } from "./dom.js";
 
 const BASE = new URL("..", import.meta.url);
 const KEY = "nanocore.key";
+const VISIBLE_ASCII = /^[\x21-\x7e]+$/; // what a header can carry
 
 /** What the server, or the way to it, says instead of an answer. status: 0 if nothing came. */
 export class ApiError extends Error {
@@ -27,7 +28,7 @@ export class ApiError extends Error {
  */
 export async function request(path, { body, signal, onSend } = {}) {
   for (;;) {
-    const used = sessionStorage.getItem(KEY);
+    const used = keptKey();
     onSend?.();
     const response = await send(path, body, signal, used);
     if (response.ok) return response;
@@ -76,10 +77,28 @@ function messageOf(body) {
 // -- keys -----------------------------------------------------------------------------------------
 
 let asking = null;
+let unkeptKey = null; // where the browser refuses storage
+
+function keptKey() {
+  try {
+    return sessionStorage.getItem(KEY) ?? unkeptKey;
+  } catch {
+    return unkeptKey;
+  }
+}
+
+function keepKey(key) {
+  unkeptKey = key;
+  try {
+    sessionStorage.setItem(KEY, key);
+  } catch {
+    // it lasts as long as the page, then
+  }
+}
 
 /** Whether there is another key than `used` to try; all requests that need one ask once. */
 async function newKey(used, reason) {
-  if (sessionStorage.getItem(KEY) !== used) return true;
+  if (keptKey() !== used) return true;
   asking ??= askForKey(used === null ? "" : reason).finally(() => (asking = null));
   return asking;
 }
@@ -99,8 +118,11 @@ export function askForKey(reason) {
       "submit",
       (event) => {
         event.preventDefault();
-        sessionStorage.setItem(KEY, input.value.trim());
-        dialog.close("given");
+        const key = input.value.trim();
+        if (VISIBLE_ASCII.test(key)) {
+          keepKey(key);
+          dialog.close("given");
+        } else byId("key-reason").textContent = "A key has letters, digits and signs of ASCII alone.";
       },
       { signal },
     );
@@ -123,6 +145,14 @@ export function askForKey(reason) {
 /** Read an answer's server-sent events, each of JSON. True if [DONE] ended them. */
 export async function readEvents(response, onEvent) {
   const reader = response.body.getReader(); // nothing in between, where a broken one would lose more
+  try {
+    return await eachEvent(reader, onEvent);
+  } finally {
+    reader.cancel().catch(() => {}); // nothing more is wanted of it, and it may be broken
+  }
+}
+
+async function eachEvent(reader, onEvent) {
   const decoder = new TextDecoder();
   let rest = "";
   for (;;) {
@@ -133,10 +163,7 @@ export async function readEvents(response, onEvent) {
     for (const line of lines) {
       if (!line.startsWith("data:")) continue; // a comment keeps the connection alive
       const data = line.slice(5).trim();
-      if (data === "[DONE]") {
-        await reader.cancel();
-        return true;
-      }
+      if (data === "[DONE]") return true;
       const event = parsed(data);
       const message = messageOf(event);
       if (message !== null) throw new ApiError(message, 0);

@@ -11,11 +11,13 @@ const THEMES = ["auto", "light", "dark"]; // auto: as the system has it
 
 startSettings();
 const live = new LiveView();
-const chat = new Chat((field, message) => {
+const chat = new Chat(showSetting, findModel);
+
+function showSetting(field, message) {
   setPanel("settings", true);
   field.focus();
   say(message);
-});
+}
 
 // -- views ----------------------------------------------------------------------------------------
 

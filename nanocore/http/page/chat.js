@@ -16,9 +16,13 @@ const DEMO_NAME = "demo_model";
 const DEMO_QUESTIONS = ["What is 123 + 456?", "Sort: pear apple fig", "Count from 7 to 12."];
 
 export class Chat {
-  /** showSettings: opens the settings, where a field of theirs is wrong. */
-  constructor(showSettings) {
+  /**
+   * showSettings: opens the settings, where a field of theirs is wrong. findModel: asks the server
+   * for its model, which may be another one by now.
+   */
+  constructor(showSettings, findModel) {
     this.showSettings = showSettings;
+    this.findModel = findModel;
     this.modelName = "Answer";
     this.model = null;
     this.conversation = newConversation();
@@ -137,6 +141,7 @@ export class Chat {
       if (!isWhole) ending = { kind: "incomplete", text: "Incomplete: the stream ended before the answer did." };
     } catch (error) {
       ending = endingOf(error);
+      if (error.status === 404) this.findModel();
     }
     this.finish(run, ending);
   }

@@ -8,6 +8,7 @@ import { StepChart } from "./steps.js";
 import { showWays } from "./ways.js";
 
 const INTERVAL_MS = 1000;
+const TIMEOUT_MS = 10_000;
 const MAX_STEPS = 512;
 const RATE_SAMPLES = 5; // a rate is over so many answers, some seconds
 const TILES = [
@@ -78,13 +79,19 @@ export class LiveView {
   async ask() {
     const after = this.steps.at(-1)?.step ?? 0;
     try {
-      const body = await (await request(`live?after=${after}`)).json();
+      const signal = AbortSignal.timeout(TIMEOUT_MS);
+      const body = await (await request(`live?after=${after}`, { signal })).json();
       if (!this.isPaused) this.take(body);
     } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      const isGone = error.status === 0 || error.status === 503;
-      this.say("gone", isGone ? `The engine is gone: ${error.words}` : error.words);
+      this.fail(error);
     }
+  }
+
+  fail(error) {
+    const isAnswer = error instanceof ApiError && error.status !== 0;
+    const words = error.words ?? error.message;
+    if (error.status === 401) this.setPaused(true); // who gives no key is not asked each second
+    this.say("gone", isAnswer && error.status !== 503 ? words : `The engine is gone: ${words}`);
   }
 
   take(body) {

@@ -7,6 +7,7 @@ export class Scroller {
     this.element = element;
     this.jump = jump;
     this.isFollowing = true;
+    this.top = 0;
     element.addEventListener("scroll", () => this.look(), { passive: true });
     new ResizeObserver(() => this.follow()).observe(element);
     jump.addEventListener("click", () => {
@@ -15,10 +16,12 @@ export class Scroller {
     });
   }
 
-  /** Whoever is near the end goes on with it. */
+  /** Whoever is near the end goes on with it; only going up leaves it, for text may grow meanwhile. */
   look() {
     const { scrollHeight, scrollTop, clientHeight } = this.element;
-    this.isFollowing = scrollHeight - scrollTop - clientHeight < NEAR_PX;
+    if (scrollHeight - scrollTop - clientHeight < NEAR_PX) this.isFollowing = true;
+    else if (scrollTop < this.top) this.isFollowing = false;
+    this.top = scrollTop;
     this.jump.hidden = this.isFollowing;
   }
 

@@ -73,7 +73,8 @@ class ScriptedServer:
     """url: the page's. bodies: of the chat requests, as they came. live: what /live answers.
 
     live_asked: the queries of /live, as they came. left: set once a chat request was left.
-    key: that requests need; None: they need none. models_after: so many refusals of /v1/models.
+    model: its name, behind a folder's. key: that requests need; None: they need none.
+    models_after: so many refusals of /v1/models come first.
     """
 
     def __init__(self, url: str) -> None:
@@ -85,6 +86,7 @@ class ScriptedServer:
         """Be as at the start."""
         self.key: str | None = None
         self.models_after = 0
+        self.model = MODEL
         self.bodies: list[dict[str, Any]] = []
         self.live: dict[str, Any] | Refusal = Refusal(503, "the model is being loaded", 5)
         self.live_asked: list[str] = []
@@ -109,7 +111,7 @@ class ScriptedServer:
             loading = Refusal(503, "the model is being loaded", 1)
             await _reply(send, loading.status, loading.body, loading.headers)
         elif path == "/v1/models":
-            model = {"id": f"/models/{MODEL}", "max_model_len": 2048}
+            model = {"id": f"/models/{self.model}", "max_model_len": 2048}
             await _reply(send, 200, json.dumps({"data": [model]}).encode())
         elif path == "/live":
             self.live_asked.append(scope["query_string"].decode())

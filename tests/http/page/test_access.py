@@ -21,10 +21,11 @@ RICH: list[Part] = [
     {"tool_calls": [CALL]},
     *end("tool_calls"),
 ]
-SIZES = [
-    pytest.param(1280, 800, id="wide"),
-    pytest.param(360, 740, id="phone"),
-    pytest.param(640, 400, id="enlarged"),  # 1280 by 800 at 200 %
+AUDITED = [
+    pytest.param("light", 1280, 800, id="wide, light"),
+    pytest.param("dark", 1280, 800, id="wide, dark"),
+    pytest.param("dark", 360, 740, id="phone"),
+    pytest.param("light", 640, 400, id="enlarged"),  # 1280 by 800 at 200 %
 ]
 FOCUSED = """() => {
     const { activeElement: element } = document;
@@ -85,8 +86,7 @@ def tab_to(page: Page, name: str, back: bool = False) -> None:
     raise AssertionError(f"no {name!r} in {passed}")
 
 
-@pytest.mark.parametrize(("width", "height"), SIZES)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("scheme", "width", "height"), AUDITED)
 def test_an_audit_finds_nothing_and_nothing_is_wider_than_the_window(
     scripted: ScriptedServer, new_page: NewPage, scheme: str, width: int, height: int
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.http.page.conftest import NewPage, say
-from tests.http.page.scripted_server import Gate, Part, ScriptedServer, end
+from tests.http.page.scripted_server import Gate, Part, Refusal, ScriptedServer, end
 
 pytestmark = pytest.mark.campaign
 
@@ -197,6 +197,27 @@ def test_a_setting_that_is_none_is_told_before_anything_is_sent(
     expect(page.get_by_label(label)).to_be_focused()
     expect(page.get_by_label("Message", exact=True)).to_have_value("Hi")
     assert scripted.bodies == []
+
+
+def test_the_demo_model_says_what_it_can_do(scripted: ScriptedServer, new_page: NewPage) -> None:
+    scripted.model = "demo_model"
+    page = new_page(scripted.url)
+    scripted.answer_with(answer("123 + 456 = 579"))
+    page.get_by_role("button", name="What is 123 + 456?").click()
+    expect(page.locator(".markdown")).to_have_text("123 + 456 = 579")
+    assert contents(scripted.bodies[0]) == ["What is 123 + 456?"]
+
+
+def test_a_server_with_another_model_by_now_is_asked_for_it(
+    scripted: ScriptedServer, page: Page
+) -> None:
+    scripted.model = "new"
+    scripted.answer_with(Refusal(404, "there is no scripted"), answer("Hello."))
+    say(page, "Hi")
+    expect(page.locator("#model")).to_have_text("new")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".markdown")).to_have_text("Hello.")
+    assert [body["model"] for body in scripted.bodies] == ["/models/scripted", "/models/new"]
 
 
 def test_a_model_that_loads_is_waited_for(scripted: ScriptedServer, new_page: NewPage) -> None:

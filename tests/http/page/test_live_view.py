@@ -152,6 +152,21 @@ def test_an_error_of_another_kind_is_told_as_it_is(scripted: ScriptedServer, liv
     expect(live.locator("#live-state")).to_have_text("400: this engine speaks protocol 1.10")
 
 
+def test_who_gives_no_key_is_not_asked_for_it_again_and_again(
+    scripted: ScriptedServer, live: Page
+) -> None:
+    scripted.key = "right"
+    live.clock.run_for(1000)
+    live.get_by_role("button", name="Cancel").click()
+    expect(live.locator("#live-state")).to_contain_text("401: no valid API key")
+    live.clock.run_for(60_000)
+    expect(live.get_by_role("dialog")).to_be_hidden()
+    live.get_by_role("button", name="Pause").click()
+    live.get_by_label("API key").fill("right")
+    live.get_by_role("button", name="Use it").click()
+    expect(live.locator("#live-state")).to_have_text("Live")
+
+
 def test_nothing_is_asked_while_nobody_looks(scripted: ScriptedServer, live: Page) -> None:
     answered(scripted, live, live_answer())
     for hide, show in (

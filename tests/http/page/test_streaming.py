@@ -197,11 +197,13 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
     scripted.key = "right"
     page = new_page(scripted.url)
     dialog = page.get_by_role("dialog")
-    for key in ("wrong", "right"):
+    for key in ("schl\u00fcssel", "wrong", "right"):
         expect(dialog).to_be_visible()
         expect(page.get_by_label("API key")).to_be_focused()
         page.get_by_label("API key").fill(key)
         page.keyboard.press("Enter")
+        if key == "schl\u00fcssel":
+            expect(dialog).to_contain_text("of ASCII alone")
         if key == "wrong":
             expect(dialog).to_contain_text("no valid API key")
     expect(page.locator("#model")).to_have_text("scripted")
