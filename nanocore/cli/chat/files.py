@@ -87,6 +87,15 @@ class InputHistory(FileHistory):
             self._complain(f"{self._path}: {error.strerror}: what is typed is not kept there")
 
 
+def open_engine_log(complain: Callable[[str], None]) -> EngineLog:
+    """In the state directory; where that cannot be, it goes nowhere, and `complain` is told why."""
+    try:
+        return EngineLog(state_directory() / "chat-engine.log")
+    except ConfigError as error:
+        complain(f"{error}: the engine's log is not kept")
+        return EngineLog(Path(os.devnull))
+
+
 class EngineLog:
     """Where a launched engine writes its log, for it must not write into the conversation.
 

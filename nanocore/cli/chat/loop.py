@@ -56,25 +56,29 @@ class ChatLoop:
 
     async def run(self, prompt: Reader, tells_figures: bool = False) -> None:
         """Until the end of the input, or `/exit`. tells_figures: in a line after each answer."""
-        with suppress(NanocoreError):  # a server may list none: they are for completion
-            self.models = await self._target.models()
-        while True:
-            try:
-                text = await prompt.read()
-                given = parse(text) if text.strip() else None
-                if given is not None and given.name == "exit":
+        with self._interrupts.to(_nothing):  # between a question and its answer, say
+            with suppress(NanocoreError):  # a server may list none: they are for completion
+                await self._interrupts.stoppable(self._find_models())
+            while True:
+                try:
+                    if not await self._turn(await prompt.read(), tells_figures):
+                        return
+                except EOFError:
                     return
-                if given is not None:
-                    await self._obey(given)
-                elif text.strip():
-                    self._conversation.say(text.strip("\n"))
-                    await self._ask()
-                    if tells_figures:
-                        self._view.note(self.status(sys.maxsize))
-            except EOFError:
-                return
-            except NanocoreError as error:
-                self._view.error(str(error))
+                except NanocoreError as error:
+                    self._view.error(str(error))
+
+    async def _turn(self, text: str, tells_figures: bool) -> bool:
+        """Whether there is to be another one."""
+        given = parse(text) if text.strip() else None
+        if given is not None:
+            await self._obey(given)
+        elif text.strip():
+            self._conversation.say(text.strip("\n"))
+            await self._ask()
+            if tells_figures:
+                self._view.note(self.status(sys.maxsize))
+        return given is None or given.name != "exit"
 
     def status(self, num_columns: int) -> str:
         """What is known, in a line."""
@@ -152,7 +156,8 @@ class ChatLoop:
 
     async def _model(self, name: str) -> None:
         if not name:
-            self.models = await self._target.models()
+            if not await self._interrupts.stoppable(self._find_models()):
+                return
             others = [model for model in self.models if model != self._target.model]
             self._view.say("\n".join([f"* {self._target.model}", *[f"  {one}" for one in others]]))
             return
@@ -164,6 +169,9 @@ class ChatLoop:
             return
         self._figures = Figures()
         self._view.note(f"{self._target.model} answers")
+
+    async def _find_models(self) -> None:
+        self.models = await self._target.models()
 
     def _set(self, argument: str) -> None:
         if argument:
@@ -185,3 +193,6 @@ class ChatLoop:
         self._conversation.replace(chat.messages)
         self._figures = Figures()
         self._view.note(f"{len(chat.messages)} messages; the conversation goes on behind them")
+
+
+def _nothing() -> None: ...

@@ -143,7 +143,8 @@ class OpenAITarget:
         assert self._session is not None, "it is open"
         url = f"{self._url}/models"
         try:
-            async with self._session.get(url) as response:
+            timeout = aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
+            async with self._session.get(url, timeout=timeout) as response:
                 if response.status != 200:
                     raise await self._refusal(response)
                 data = await _body(response)
@@ -195,7 +196,7 @@ class OpenAITarget:
             ) from None
 
     def _lost(self, error: Exception) -> NanocoreError:
-        reason = str(error) or type(error).__name__
+        reason = str(error) or f"no answer within {CONNECT_TIMEOUT_S:g} s"
         if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
             reason = os.strerror(error.os_error.errno)  # its text has what the URL says
         return EngineDeadError(f"no server at {self._url}, or none any more: {reason}")

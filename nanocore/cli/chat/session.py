@@ -26,7 +26,7 @@ from rich.console import Console
 
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.engine_target import EngineTarget
-from nanocore.cli.chat.files import EngineLog, InputHistory, state_directory
+from nanocore.cli.chat.files import InputHistory, open_engine_log, state_directory
 from nanocore.cli.chat.flags import ChatOptions
 from nanocore.cli.chat.loop import ChatLoop
 from nanocore.cli.chat.once import answer_once
@@ -114,7 +114,7 @@ async def _opened(options: ChatOptions, view: View | None) -> AsyncIterator[Chat
         elif options.engine.endpoints:
             target = EngineTarget(options.engine, None)
         else:
-            log = EngineLog(state_directory() / "chat-engine.log")
+            log = open_engine_log(standard_streams.complain if view is None else view.note)
             closing_last.callback(log.close)
             target = EngineTarget(options.engine, log)
         try:

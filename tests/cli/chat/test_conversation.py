@@ -11,7 +11,7 @@ import pytest
 
 from nanocore.cli.chat import sampling
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
-from nanocore.cli.chat.files import EngineLog, InputHistory, state_directory
+from nanocore.cli.chat.files import EngineLog, InputHistory, open_engine_log, state_directory
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 
 HELLO = {"role": "user", "content": "hello"}
@@ -163,4 +163,17 @@ def test_the_last_line_of_an_engines_log_is_what_it_says(tmp_path: Path) -> None
     os.write(log.fd, b"one\n 10%\r 20%\r")
     assert log.last_line() == " 20%"
     log.close()
+    log.close()
+
+
+def test_without_a_directory_an_engines_log_goes_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    told: list[str] = []
+    log = open_engine_log(told.append)
+    os.write(log.fd, b"a line")
+    assert (log.last_line(), len(told)) == ("", 1)
+    assert told[0].endswith(": the engine's log is not kept")
     log.close()

@@ -163,6 +163,20 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat() -> None:
     assert contents(target.asked[1][0]) == ["x", "half", "y"]
 
 
+def test_ctrl_c_between_answers_does_nothing_and_stops_a_look_for_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = FakeTarget(answer("a"))
+
+    async def models() -> list[str]:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    monkeypatch.setattr(target, "models", models)
+    assert chat(target, "/model", "x") == "a\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signals_that_end_the_chat_leave_the_answer(number: signal.Signals) -> None:
     target = FakeTarget([Text("half"), lambda: signal.raise_signal(number)])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from threading import Event
 from typing import Any
 
 import pytest
 
 from nanocore.cli.chat.openai_target import OpenAITarget
 from nanocore.client.chat.answer import AnswerCollector, ChatAnswer, ToolCall
-from nanocore.client.chat.events import Started, Usage
+from nanocore.client.chat.events import Started, Text, Usage
 from nanocore.protocol.errors import (
     ConfigError,
     EngineDeadError,
@@ -134,6 +136,47 @@ def test_what_goes_wrong_is_a_line(
     with pytest.raises(kind, match=words) as caught:
         ask(answering(body, status=status), model="m")
     assert "\n" not in str(caught.value)
+
+
+def test_leaving_an_answer_closes_its_connection() -> None:
+    closed = Event()
+
+    def endless(body: dict[str, Any]) -> tuple[int, Any]:
+        def pieces() -> Iterator[bytes]:
+            try:
+                while True:
+                    yield delta(content="a")
+            except GeneratorExit:
+                closed.set()
+
+        return 200, pieces()
+
+    async def run() -> None:
+        async with opened(server) as target, aclosing(target.ask(QUESTION, {})) as events:
+            async for one in events:
+                if isinstance(one, Text):
+                    break
+            await events.aclose()
+            assert await asyncio.to_thread(closed.wait, 30)
+
+    with serving(endless) as server:
+        asyncio.run(run())
+
+
+def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanocore.cli.chat.openai_target.CONNECT_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+
+        async def run() -> None:
+            target = OpenAITarget(url, None, None)
+            try:
+                await target.open()
+            finally:
+                await target.close()
+
+        with pytest.raises(EngineDeadError, match="no server at"):
+            asyncio.run(run())
 
 
 def test_models_are_listed_and_chosen() -> None:
