@@ -38,10 +38,14 @@ NAMESPACES: Final = (
 NUM_ROWS: Final = 300
 MAX_TOKENS: Final = 24
 RAY_DATA: Final = """
-import runpy, sys, ray
+import json, runpy, sys, ray
 ray.init(include_dashboard=False, object_store_memory=80 * 2**20, num_cpus=4)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
+_, program, source, *flags = sys.argv
+ray.data.read_json(source).write_parquet("questions")
+for rows, target in ((source, "answers"), ("questions", "answers-parquet")):
+    sys.argv[:] = [program, rows, target, *flags]
+    runpy.run_path(program, run_name="__main__")
+print(json.dumps(ray.data.read_parquet("answers-parquet").take_all()))
 ray.shutdown()
 """
 
@@ -121,21 +125,14 @@ def test_two_actors_answer_a_data_set_as_one_engine_does(python: Path, folder: P
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ("--concurrency", "2", "--batch-size", "20", "--max-tokens", str(MAX_TOKENS))
     more = ("--engine", "max_num_seqs=16")
-    target = folder / "answers"
-    run(
-        python,
-        folder,
-        "-c",
-        RAY_DATA,
-        ROOT / "examples" / "ray_data.py",
-        source,
-        target,
-        *flags,
-        *more,
-    )
-    lines = [line for path in sorted(target.iterdir()) for line in path.read_text().splitlines()]
+    example = ROOT / "examples" / "ray_data.py"
+    from_parquet = run(python, folder, "-c", RAY_DATA, example, source, *flags, *more)
+    paths = sorted((folder / "answers").iterdir())
+    lines = [line for path in paths for line in path.read_text().splitlines()]
     answered = [json.loads(line) for line in lines]
     assert [row["id"] for row in answered] == [row["id"] for row in rows]
+    answers = {row["id"]: row for row in json.loads(from_parquet.splitlines()[-1])}
+    assert answers == {row["id"]: row for row in answered}
 
     refused = answered.pop(7)
     assert refused["answer"] == ""
