@@ -61,7 +61,8 @@ def features_page() -> str:
     legend += "".join(f"\n{item(f'{letters[k]} {names[k][0]}: {names[k][1]}.')}" for k in keys[1:])
     parts = [wrapped(_ABOUT), table(head, rows), legend]
     for key in keys:
-        parts += [f"## {names[key][0].capitalize()}", "\n".join(_lines(key, known, names))]
+        name = names[key][0]
+        parts += [f"## {name[0].upper()}{name[1:]}", "\n".join(_lines(key, known, names))]
     return page("Features together", *parts)
 
 
