@@ -42,7 +42,7 @@ def test_every_flag_has_a_line_that_says_what_it_does(name: str) -> None:
             continue
         flag = action.option_strings[0]
         (line,) = [one for one in items if one.startswith(f"`{flag}`")]
-        said = re.sub(r"\((?:default|repeatable)[^)]*\)", "", line.partition(": ")[2])
+        said = re.sub(r"\((?:default: \S+|repeatable)\)", "", line.partition(": ")[2])
         assert len(said.split()) >= 2, f"{flag} of {name} says nothing"
 
 
