@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from nanocore.cli import bench, main
-from tools.reference.__main__ import FOLDER, pages
+from tools.reference.__main__ import FEATURES, FOLDER, pages
+from tools.reference.features import evidence, features, features_page
 from tools.reference.parsers import commands, parser_of
 
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+ROOT = Path(__file__).parents[1]
 
 
 def test_the_reference_is_what_the_code_says() -> None:
     written = {path.name: path.read_text("utf-8") for path in FOLDER.glob("*.md")}
     assert written == pages(), "run python -m tools.reference"
+    assert FEATURES.read_text("utf-8") == features_page(), "run python -m tools.reference"
 
 
 def test_every_command_is_in_it() -> None:
@@ -40,7 +42,7 @@ def test_every_flag_has_a_line_that_says_what_it_does(name: str) -> None:
             continue
         flag = action.option_strings[0]
         (line,) = [one for one in items if one.startswith(f"`{flag}`")]
-        said = re.sub(r"\((?:default|repeatable)[^)]*\)", "", line.partition(": ")[2])
+        said = re.sub(r"\((?:default: \S+|repeatable)\)", "", line.partition(": ")[2])
         assert len(said.split()) >= 2, f"{flag} of {name} says nothing"
 
 
@@ -51,3 +53,19 @@ def test_a_command_that_parses_nothing_is_an_error(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(LookupError, match="parses no arguments"):
         parser_of("silent_command")
+
+
+def test_every_test_that_is_said_to_show_two_features_is_in_the_tree() -> None:
+    missing = []
+    for one in evidence().values():
+        file, _, function = one.test.partition("::")
+        defined = re.compile(rf"^(?:async )?def {re.escape(function)}\(", re.MULTILINE)
+        if not (ROOT / file).is_file() or not defined.search((ROOT / file).read_text("utf-8")):
+            missing.append(one.test)
+    assert missing == []
+
+
+def test_features_that_are_said_to_be_together_are_two_that_there_are() -> None:
+    assert {len(pair) for pair in evidence()} == {2}
+    assert {key for pair in evidence() for key in pair} <= features().keys()
+    assert not {one.test for one in evidence().values() if one.test.startswith("tests/gpu/")}

@@ -98,6 +98,7 @@ def run(
                         n=n,
                         logprobs=num,
                         prompt_logprobs=num,
+                        priority=handle // SPACING % 3,  # which only that policy looks at
                     )
                 )
         if not pending and scheduler.num_requests == 0:
@@ -175,7 +176,7 @@ def test_without_preemption_or_hits_no_token_is_computed_twice(workload: dict, d
     requests = [(prompt, max_tokens, arrival, None, *more)
                 for prompt, max_tokens, arrival, _, *more in workload["requests"]]  # fmt: skip
     quiet = {"limits": workload["limits"], "requests": requests}
-    _, worker = run(quiet, depth, num_blocks=200, enable_prefix_caching=False)
+    _, worker = run(quiet, depth, num_blocks=200, enable_prefix_caching=False, policy="fcfs")
     # The last token of a request is delivered and never computed.
     assert worker.num_tokens == sum(
         (len(prompt) + max_tokens - 1) * n for prompt, max_tokens, *_, n, _ in requests

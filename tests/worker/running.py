@@ -172,13 +172,17 @@ def run_script(
     dtype: torch.dtype = torch.float32,
     kv_cache_dtype: str = "auto",
     backend: str = "cpu",
+    quantization: Quantization | None = None,
 ) -> list[Sample]:
     """What the model says on tp_size ranks of each of the script's stages; all ranks must agree."""
     world = World(tp_size, script.num_groups)
 
     def run(rank: Communicator) -> list[Sample]:
         placement, links = world.join(rank.rank, dtype)
-        return run_runner(make_runner(folder, placement, links, kv_cache_dtype, backend), script)
+        runner = make_runner(
+            folder, placement, links, kv_cache_dtype, backend, quantization=quantization
+        )
+        return run_runner(runner, script)
 
     results = run_ranks(tp_size * script.num_groups, run)[-tp_size:]
     whole = []

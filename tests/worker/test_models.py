@@ -163,6 +163,30 @@ def test_an_int8_kv_cache_changes_logits_by_little(
     assert sum(equal) > 0.6 * len(equal)  # random models are close to ties
 
 
+@pytest.mark.parametrize(
+    ("tp_size", "num_stages", "kv_cache_dtype"),
+    [(2, 1, "int8"), *in_campaign((2, 1, "auto"), (1, 2, "auto"), (2, 2, "int8"))],
+)
+@pytest.mark.parametrize("name", ["qwen3_moe", *in_campaign("mixtral_window", "gemma3")])
+def test_int8_weights_say_what_one_rank_says_of_them_however_they_are_split(
+    name: str, tp_size: int, num_stages: int, kv_cache_dtype: str, family: Families
+) -> None:
+    """Ranks round parts of rows, so they differ a little; and so does an int8 KV cache."""
+    model = family(name)
+    whole_RV = first_logits(run_script(model.folder, model.script(), quantization="int8"))
+    exact_RV = torch.stack([said.logits_TV[0] for said in model.expected])
+    assert 0.05 < rms(whole_RV - exact_RV) / rms(exact_RV) < 0.2
+    samples = run_script(
+        model.folder,
+        model.script(num_stages),
+        tp_size,
+        kv_cache_dtype=kv_cache_dtype,
+        quantization="int8",
+    )
+    most = 1e-3 if (tp_size, kv_cache_dtype) == (1, "auto") else 0.15
+    assert rms(first_logits(samples) - whole_RV) < most * rms(whole_RV)
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "phi3"])
 def test_weights_may_be_loaded_and_run_in_inference_mode(name: str, family: Families) -> None:
     """As the worker does: the model is built outside of it."""

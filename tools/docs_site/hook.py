@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _MARKERS = re.compile(r"^ *<!-- [^\n]* -->\n", re.MULTILINE)
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The navigation, out of the lists of docs/README.md and of the indexes it leads to."""
+    documents.cache_clear()  # of a server that builds again and again
     nav: list[Any] = [page_of(INDEX)]
     text = (ROOT / INDEX).read_text("utf-8")
     for title, items in re.findall(r"^([^\n]+):\n\n((?:- .*\n|  .*\n)+)", text, re.MULTILINE):
@@ -53,14 +55,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return rewritten(_MARKERS.sub("", markdown), document_of(page.file.src_uri))
 
 
-def documents() -> list[str]:
+@cache
+def documents() -> tuple[str, ...]:
     """All that is in the site, as paths from the root."""
     found = [INDEX]
     for document in found:
         if document == INDEX or document.endswith("/README.md"):
             found += [one for one in linked((ROOT / document).read_text("utf-8"), document)
                       if one not in found]  # fmt: skip
-    return found
+    return tuple(found)
 
 
 def linked(text: str, document: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Writes docs/reference/ anew: `python -m tools.reference`. A test compares it with the code."""
+"""Writes docs/reference/ and docs/features.md anew: `python -m tools.reference`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 from tools.reference.commands import command_page, file_name
 from tools.reference.endpoints import endpoints_page
 from tools.reference.errors import errors_page
+from tools.reference.features import features_page
 from tools.reference.markdown import item, page, wrapped
 from tools.reference.metrics import metrics_page
 from tools.reference.parsers import commands
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
+FEATURES = FOLDER.parent / "features.md"
 _ABOUT = (
     "All of it is made from the code. What things are for, and how they go together, is in the "
     "[other documents](../README.md)."
@@ -48,6 +50,7 @@ def main() -> None:
             path.unlink()
     for name, text in texts.items():
         (FOLDER / name).write_text(text, "utf-8")
+    FEATURES.write_text(features_page(), "utf-8")
 
 
 if __name__ == "__main__":

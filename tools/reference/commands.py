@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 from nanocore.cli import bench
 from tools.reference.markdown import item, page, wrapped
 from tools.reference.parsers import actions_of
 
+DOCS = Path(__file__).parents[2] / "docs"
 MORE = {
     "nanocore serve": "[Serving over HTTP](../http.md) says how to use it.",
     "nanocore batch": "[Batches](../batch.md) says how to use it.",
@@ -24,7 +26,7 @@ MORE = {
     "nanocore-keygen": "[Endpoints and keys](../operations.md#endpoints-and-keys) shows it in use.",
     "nanocore-conformance": "[PROTOCOL.md](../../PROTOCOL.md) is what it checks against.",
 }
-"""Where more is said; the longest name that a command begins with."""
+"""Where more is said, by what a command's name begins with; of others by a page of its name."""
 _USERS_ENDPOINT = re.compile(r"ipc://\S*/nanocore\S*/default/engine\.sock")
 """It is another one for each user."""
 
@@ -47,7 +49,10 @@ def command_page(name: str, parser: argparse.ArgumentParser) -> str:
 
 def _description(name: str, parser: argparse.ArgumentParser) -> str:
     text = parser.description or ""
+    own = f"{name.split()[-1]}.md"
     more = [words for start, words in MORE.items() if name.startswith(start)]
+    if not more and (DOCS / own).exists():
+        more.append(f"[Its page](../{own}) says how to use it.")
     if "the engine's" in text or "nanocore-engine" in (parser.usage or ""):
         more.append("Flags of an engine are listed with [nanocore-engine](nanocore-engine.md).")
     return wrapped(" ".join([text, *more]))
@@ -93,7 +98,7 @@ def _value(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 def _default(action: argparse.Action) -> str | None:
     """What is in force if it is left out, where that says something."""
     value = action.default
-    if value in (None, False, argparse.SUPPRESS) or value == [] or value == {}:
+    if value in (None, False, "", argparse.SUPPRESS) or value == [] or value == {}:
         return None
     return f"`{value}`" if not isinstance(value, tuple) else f"`{','.join(map(str, value))}`"
 

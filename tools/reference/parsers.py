@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,6 +44,7 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     raise LookupError(f"{module}.run parses no arguments")
 
 
+@cache
 def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
     """name: (its parser, what it does in a few words), in the order of the commands' own help."""
     found = {}
