@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from markdown import markdown
 
 from tests.docs.blocks import ROOT
 from tools.docs_site import hook
@@ -45,6 +46,16 @@ IN_REPOSITORY = {
 )
 def test_links_are_those_of_the_site(text: str, rewritten: str) -> None:
     assert hook.rewritten(text, "docs/http.md") == rewritten
+
+
+def test_what_belongs_to_an_item_of_a_list_stays_there() -> None:
+    text = "- a\n  b\n\n  ```sh\n  c\n  ```\n- d\n\n  | e |\n  |---|\n\nf\n  g\n"
+    html = markdown(hook.with_wide_lists(text), extensions=["tables", "pymdownx.superfences"])
+    assert re.sub(r"\s+", "", re.sub(r"</?(?:p|pre|code|span|div)[^>]*>", "", html)) == (
+        "<ul><li>abc</li><li>d<table><thead><tr><th>e</th></tr></thead><tbody><tr><td></td></tr></tbody></table>"
+        "</li></ul>fg"
+    )
+    assert hook.with_wide_lists("a\n  b\n") == "a\n  b\n"
 
 
 def test_links_from_documents_that_were_brought_in() -> None:

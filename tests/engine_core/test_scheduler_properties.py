@@ -72,9 +72,12 @@ def workloads(draw: st.DrawFn) -> dict:
 
 
 def run(
-    workload: dict, depth: int, withholds: bool = False, **limits: Any
+    workload: dict, depth: int, withholds: bool = False, num_levels: int = 3, **limits: Any
 ) -> tuple[Scheduler, PipelinedExecutor]:
-    """Run a workload to its end, with up to `depth` steps in flight, and check all it delivers."""
+    """Run a workload to its end, with up to `depth` steps in flight, and check all it delivers.
+
+    num_levels: of priority, which only that policy looks at.
+    """
     scheduler, executor = make_scheduler(**workload["limits"] | limits)
     if withholds:
         executor.withhold = withhold_some
@@ -98,7 +101,7 @@ def run(
                         n=n,
                         logprobs=num,
                         prompt_logprobs=num,
-                        priority=handle // SPACING % 3,  # which only that policy looks at
+                        priority=handle // SPACING % num_levels,
                     )
                 )
         if not pending and scheduler.num_requests == 0:
@@ -165,6 +168,7 @@ def test_drafts_change_no_token_whatever_is_accepted_of_them(
         depth=num_stages,
         num_groups=num_stages,
         withholds=withholds,
+        num_levels=1,  # a draft's block may be the one that an urgent prompt would have had
         num_speculative_tokens=num_drafts,
         max_num_batched_tokens=limits["max_num_batched_tokens"] * (1 + num_drafts),
     )

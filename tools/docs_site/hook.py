@@ -52,7 +52,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Markers of blocks are for tests, and links are those of the site."""
-    return rewritten(_MARKERS.sub("", markdown), document_of(page.file.src_uri))
+    text = with_wide_lists(_MARKERS.sub("", markdown))
+    return rewritten(text, document_of(page.file.src_uri))
 
 
 @cache
@@ -84,6 +85,24 @@ def document_of(page: str) -> str:
     if page.startswith(BROUGHT):
         return page.removeprefix(BROUGHT)
     return f"docs/{page}"
+
+
+def with_wide_lists(text: str) -> str:
+    """The text with what belongs to items of lists indented by four, as Python-Markdown has it."""
+    lines: list[str] = []
+    is_in_list = has_blocks = is_after_blank = False
+    for line in text.split("\n"):
+        if re.match(r"(?:-|\d+\.) ", line):
+            if (has_blocks or not is_in_list) and not is_after_blank and line[0] == "-":
+                lines.append("")
+            is_in_list, has_blocks = True, False
+        elif line and not line.startswith(" ") and is_after_blank:
+            is_in_list = has_blocks = False
+        elif line and is_in_list and is_after_blank:
+            has_blocks = True
+        is_after_blank = not line
+        lines.append(f"  {line}" if is_in_list and line.startswith("  ") else line)
+    return "\n".join(lines)
 
 
 def rewritten(text: str, document: str) -> str:
