@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.campaign import in_campaign
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUM_TOKENS = 200
 
@@ -23,7 +25,7 @@ def resume(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.timeout(300)  # it starts twelve processes, one after the other
 @pytest.mark.parametrize(
     ("num_ranks", "standby", "num_kills"),
-    [(1, False, 3), (1, True, 3), pytest.param(2, False, 2, marks=pytest.mark.campaign)],
+    [(1, True, 3), *in_campaign((1, False, 3), (2, False, 2))],
 )
 def test_streams_of_every_kind_go_on_when_their_engine_is_killed(
     resume: ModuleType, num_ranks: int, standby: bool, num_kills: int
