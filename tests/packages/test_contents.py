@@ -60,6 +60,8 @@ def test_the_wheel_has_all_libraries_and_modules_and_nothing_else(packages: Pack
     data = {f"nanocore/{name}" for name in (
         "py.typed", "conformance/vectors.jsonl", "conformance/schema.json",
     )}  # fmt: skip
+    page = (ROOT / "nanocore" / "http" / "page").iterdir()
+    data |= {path.relative_to(ROOT).as_posix() for path in page if path.is_file()}
     assert names == modules | data | LIBRARIES
     assert packages.wheel.stat().st_size < MAX_WHEEL_BYTES
 
