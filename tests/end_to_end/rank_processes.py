@@ -22,12 +22,21 @@ def rank_pids(engine_pid: int, num_ranks: int) -> list[int]:
 
 
 def child_pids(pid: int | None) -> list[int]:
-    """Process ids of a process's children: an engine's ranks, and what tries its grammars."""
-    return [
-        int(child)
-        for task in sorted(Path(f"/proc/{pid}/task").iterdir())
-        for child in (task / "children").read_text().split()
-    ]
+    """Process ids of a process's children: an engine's ranks, and what tries its grammars.
+
+    They are listed by the thread that has begun them, and a thread that ends leaves them to
+    another: then all is read again.
+    """
+    while True:
+        try:
+            return [
+                int(child)
+                for task in sorted(Path(f"/proc/{pid}/task").iterdir())
+                for child in (task / "children").read_text().split()
+            ]
+        except (FileNotFoundError, ProcessLookupError):
+            if not Path(f"/proc/{pid}").exists():
+                raise
 
 
 def _is_rank(pid: int) -> bool:
