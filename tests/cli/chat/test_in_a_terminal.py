@@ -41,7 +41,7 @@ def test_an_engine_of_ones_own_answers_and_comes_back_and_ends_with_the_chat(
     tmp_path: Path,
 ) -> None:
     with chatting(*GREEDY, "--dtype", "float32") as terminal:
-        terminal.expect("(demo_model; /help lists commands, Ctrl-D ends)")
+        terminal.expect("(nanocore_demo_model; /help lists commands, Ctrl-D ends)")
         terminal.expect(READY)
         terminal.press(SUM)
         terminal.expect(ANSWER)
@@ -146,7 +146,9 @@ def test_a_server_is_asked_by_its_url_and_may_go(tmp_path: Path) -> None:
 
 def test_the_transcript_of_the_page_is_what_is_shown(engine: forked.Engine) -> None:
     ((arguments, transcript),) = re.findall(
-        r"With `nanocore chat (.*?)`:\n\n```text\n(.*?)```", DOCUMENT, flags=re.DOTALL
+        r"With `nanocore chat (.*?)`:\n\n<!--[^\n]*-->\n```text\n(.*?)```",
+        DOCUMENT,
+        flags=re.DOTALL,
     )
     lines = [line[2:] for line in transcript.splitlines() if line.startswith("> ")]
     with chatting(*arguments.split(), "--endpoint", engine.endpoint, TERM="dumb") as terminal:
@@ -157,7 +159,7 @@ def test_the_transcript_of_the_page_is_what_is_shown(engine: forked.Engine) -> N
             terminal.press(f"{line}\n")
             shown.append("> " + terminal.expect(f"{line}\n") + f"{line}\n")
         assert terminal.exit() == 0
-    figures = re.compile(r"^\(demo_model \|.*\n", flags=re.MULTILINE)
+    figures = re.compile(r"^\(nanocore_demo_model \|.*\n", flags=re.MULTILINE)
     assert figures.sub("", "".join(shown)) == transcript
 
 
