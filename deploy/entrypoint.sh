@@ -4,5 +4,8 @@
 set -eu
 TMPDIR="${TMPDIR:-/tmp}/nanocore-$(id -u)"
 mkdir -p -m 0700 "$TMPDIR"
+# For healthcheck.py: who is asked, and that it was not ready yet, though one before it may have been.
+rm -f "$TMPDIR/was-ready"
+echo $$ >"$TMPDIR/pid"
 export TMPDIR
 exec "$@"

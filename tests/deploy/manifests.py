@@ -19,6 +19,8 @@ COMPOSE: Final = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 KUBERNETES: Final = {
     path.stem: yaml.safe_load(path.read_text()) for path in (DEPLOY / "kubernetes").glob("*.yaml")
 }
+ALONE: Final = {"kustomization", "model-copy"}
+"""Of Kubernetes' files: no resource of the kustomization."""
 POD: Final = KUBERNETES["deployment"]["spec"]["template"]
 SERVER: Final = POD["spec"]["containers"][0]
 

@@ -29,6 +29,7 @@ from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.system.private_directory import make_private
 from tests.deploy.dockerfile_in_chroot import ROOT, instructions, is_sent, pairs
 from tests.deploy.manifests import (
+    ALONE,
     COMPOSE,
     DEPLOY,
     KUBERNETES,
@@ -43,6 +44,7 @@ from tests.deploy.manifests import (
 from tests.protocol_files.tables import table_after
 
 WRITTEN_TO = {"/tmp", "/var/cache/nanocore"}
+README = (DEPLOY / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -78,9 +80,9 @@ def test_the_pages_table_of_times_is_that_of_the_files() -> None:
 
 def test_what_is_probed_is_served_without_a_key_also_to_who_drains() -> None:
     paths = [probe["httpGet"]["path"] for probe in probes().values()]
-    paths += re.findall(r"http://127.0.0.1:\d+(/\w+)", from_dockerfile("HEALTHCHECK"))
+    paths += re.findall(r'"(/\w+z)"', (DEPLOY / "healthcheck.py").read_text())
     paths += [POD["metadata"]["annotations"]["prometheus.io/path"], "/metrics"]
-    assert len(paths) == 6
+    assert len(paths) == 7
     for path in paths:
         route, _ = find_route("GET", path)
         assert route.is_open
@@ -98,6 +100,8 @@ def test_who_is_not_ready_gets_no_requests_and_only_who_is_dead_is_replaced() ->
 def test_a_model_has_the_time_to_load_that_the_program_gives_it() -> None:
     startup = probes()["startupProbe"]
     assert startup["periodSeconds"] * startup["failureThreshold"] > LAUNCH_TIMEOUT_S
+    waits_s = startup["periodSeconds"] * startup["failureThreshold"]
+    assert KUBERNETES["deployment"]["spec"]["progressDeadlineSeconds"] > waits_s
     assert f"--start-period={LAUNCH_TIMEOUT_S:g}s" in from_dockerfile("HEALTHCHECK")
 
 
@@ -117,7 +121,6 @@ def test_all_speak_of_the_same_port() -> None:
     ports = [from_dockerfile("EXPOSE"), published[1], published[2], service["port"]]
     ports += [container["containerPort"], POD["metadata"]["annotations"]["prometheus.io/port"]]
     ports += [target.partition(":")[2] for target in targets]
-    ports += re.findall(r"http://127.0.0.1:(\d+)", from_dockerfile("HEALTHCHECK"))
     assert {int(port) for port in ports} == {DEFAULT_PORT}
 
 
@@ -126,6 +129,63 @@ def test_restarts_end_where_they_cannot_help() -> None:
     assert hopeless == {ConfigError.exit_code, ModelFileError.exit_code}
     assert not hopeless & _FAILED_STARTS
     assert int(UNIT["SuccessExitStatus"]) == INTERRUPTED
+
+
+def test_all_services_come_back_with_dockers_daemon() -> None:
+    policies = {name: service["restart"] for name, service in COMPOSE["services"].items()}
+    assert policies == dict.fromkeys(COMPOSE["services"], "unless-stopped")
+
+
+def test_the_pods_that_the_budget_keeps_apart_are_spread_over_nodes() -> None:
+    (spread,) = POD["spec"]["topologySpreadConstraints"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    selector = KUBERNETES["deployment"]["spec"]["selector"]
+    assert (
+        spread["labelSelector"] == selector == KUBERNETES["disruption-budget"]["spec"]["selector"]
+    )
+
+
+def test_a_model_is_copied_to_where_the_server_reads_it_by_a_pod_that_is_no_server() -> None:
+    pod = KUBERNETES["model-copy"]
+    assert POD["spec"]["securityContext"] == pod["spec"]["securityContext"], (
+        "its files are readable"
+    )
+    (volume,) = pod["spec"]["volumes"]
+    (served,) = [v for v in POD["spec"]["volumes"] if v["name"] == "model"]
+    claims = [v["persistentVolumeClaim"]["claimName"] for v in (volume, served)]
+    assert claims == [KUBERNETES["model-claim"]["metadata"]["name"]] * 2
+    (container,) = pod["spec"]["containers"]
+    assert container["image"] == SERVER["image"]
+    assert container["volumeMounts"] == [{"name": "model", "mountPath": SERVER["args"][1]}]
+    selector = KUBERNETES["service"]["spec"]["selector"]
+    assert not selector.items() <= pod["metadata"]["labels"].items(), "it gets no requests"
+    name = pod["metadata"]["name"]
+    assert f"kubectl cp path/to/folder/. {name}:{SERVER['args'][1]}\n" in README
+    fills = README.index("deploy/kubernetes/model-copy.yaml")
+    assert fills < README.index(f"delete pod {name}") < README.index("kubectl apply -k")
+
+
+def test_the_unit_is_started_after_it_was_told_its_model() -> None:
+    lines = (DEPLOY / "systemd" / "environment").read_text().splitlines()
+    told = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    assert told.keys() == {"NANOCORE_MODEL"}, "without one the server needs the demo model"
+    assert f"`{told['NANOCORE_MODEL']}`" in README
+    compiler, build, edit, start = (
+        README.index(text)
+        for text in (
+            "apt-get install g++",
+            "/opt/nanocore/bin/pip install '.",
+            "`/etc/nanocore/environment`",
+            "systemctl enable --now",
+        )
+    )
+    assert compiler < build < edit < start
+
+
+def test_docker_is_given_folders_and_no_names_of_volumes() -> None:
+    sources = re.findall(r"^docker run .* -v ([^:]+):", README, re.MULTILINE)
+    assert sources
+    assert {source for source in sources if not source.startswith("/")} == set()
 
 
 def test_the_user_is_the_same_everywhere() -> None:
@@ -163,7 +223,7 @@ def test_keys_come_as_the_program_takes_them() -> None:
 def test_the_manifests_belong_together() -> None:
     kustomization = KUBERNETES["kustomization"]
     listed = {name.removesuffix(".yaml") for name in kustomization["resources"]}
-    assert listed == KUBERNETES.keys() - {"kustomization"}
+    assert listed == KUBERNETES.keys() - ALONE
     labels = POD["metadata"]["labels"].items()
     spec = KUBERNETES["disruption-budget"]["spec"]
     for selector in (
@@ -193,7 +253,8 @@ def test_the_build_gets_what_it_copies_and_nothing_that_it_does_not_need() -> No
         "LICENSE", "MANIFEST.in", "README.md", "constraints-cpu.txt", "demo_model", "deploy",
         "docs", "nanocore", "pyproject.toml", "setup.py",
     }  # fmt: skip
-    assert {name for name in sent if name.startswith("deploy/")} == {"deploy/entrypoint.sh"}
+    ours = {name for name in sent if name.startswith("deploy/")}
+    assert ours == {"deploy/entrypoint.sh", "deploy/healthcheck.py"}
 
 
 def test_the_image_has_what_it_starts() -> None:
@@ -203,7 +264,10 @@ def test_the_image_has_what_it_starts() -> None:
     copies = [value.split()[-1] for name, value in instructions() if name == "COPY"]
     assert f"/usr/local/bin/{entrypoint}" in copies
     assert program in PROJECT["scripts"]
-    assert (DEPLOY / "entrypoint.sh").stat().st_mode & 0o111 == 0o111
+    (check,) = json.loads(from_dockerfile("HEALTHCHECK").partition(" CMD ")[2])
+    assert f"/usr/local/bin/{check}" in copies
+    for name in ("entrypoint.sh", "healthcheck.py"):
+        assert (DEPLOY / name).stat().st_mode & 0o111 == 0o111
     args = pairs(" ".join(value for name, value in instructions() if name == "ARG"))
     assert set(args["EXTRAS"].split(",")) <= PROJECT["optional-dependencies"].keys()
     assert args["EXTRAS"] == "engine,server"
@@ -224,7 +288,7 @@ def test_the_engine_finds_a_private_folder_below_one_that_is_open_to_all(tmp_pat
 
 
 def test_the_commands_of_the_page_name_what_there_is() -> None:
-    text = (DEPLOY / "README.md").read_text() + (ROOT / "docs" / "deploy.md").read_text()
+    text = README + (ROOT / "docs" / "deploy.md").read_text()
     arguments = pairs(" ".join(value for name, value in instructions() if name == "ARG")).keys()
     assert set(re.findall(r"--build-arg (\w+)=", text)) <= arguments
     commands = re.findall(r"^(?:docker|kubectl|install|cp) .*", text, re.MULTILINE)

@@ -62,7 +62,7 @@ def test_the_dockerfile_is_as_hadolint_wants_it(tools: Path, tmp_path: Path) -> 
 def test_the_manifests_are_of_kubernetes_schemas(tools: Path, tmp_path: Path) -> None:
     validate = (tools / "kubernetes-validate", "--strict")
     paths = [p for p in (DEPLOY / "kubernetes").glob("*.yaml") if p.stem != "kustomization"]
-    assert len(paths) == 4
+    assert len(paths) == 5
     assert complaints(*validate, *paths) == ""
     worse = tmp_path / "deployment.yaml"
     text = (DEPLOY / "kubernetes" / "deployment.yaml").read_text()
