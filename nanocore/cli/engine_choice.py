@@ -8,7 +8,6 @@ one of the command's is said beside.
 from __future__ import annotations
 
 import argparse
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Final, NoReturn
 
@@ -16,6 +15,7 @@ import msgspec
 
 from nanocore.cli.flag_types import at_least, seconds
 from nanocore.protocol.errors import ConfigError
+from nanocore.system.near_flags import near_flag
 
 LAUNCH_TIMEOUT_S: Final = 600.0
 JOIN_TIMEOUT_S: Final = 10.0
@@ -141,8 +141,5 @@ def _check_others(parser: CommandParser, others: list[str], joined: bool, lacks_
 
 
 def _near_match(parser: CommandParser, argument: str) -> str | None:
-    if not argument.startswith("--"):
-        return None
     known = [flag for action in parser._actions for flag in action.option_strings]
-    near = get_close_matches(argument.partition("=")[0], known, n=1, cutoff=0.8)
-    return near[0] if near else None
+    return near_flag(argument, known, 0.8)

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Final, Literal, NoReturn, get_args
 
 from nanocore import __version__
@@ -25,6 +24,7 @@ from nanocore.engine_core.structured.threads import any_alive
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
 from nanocore.system.logs import LogFormat, complain, start_log
+from nanocore.system.near_flags import near_flag
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
@@ -98,8 +98,8 @@ def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None]:
 def _near_match(parser: argparse.ArgumentParser, argument: str) -> str:
     """The flag that may have been meant."""
     known = [flag for action in parser._actions for flag in action.option_strings]
-    near = get_close_matches(argument.partition("=")[0], known, n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = near_flag(argument, known, 0.7)
+    return f"; did you mean {near}?" if near else ""
 
 
 def _parent_link(arguments: list[str]) -> ParentLink | None:

@@ -21,7 +21,7 @@ from nanocore.protocol.metrics import Metric, MetricSample
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 NAMESPACE: Final = "nanocore"
 _ENGINE: Final = ("engine", "0")
-_NOT_NAMING: Final = {"cache_config_info": ("model_name",), "admission_rejections": ("engine",)}
+NOT_NAMING: Final = {"cache_config_info": ("model_name",), "admission_rejections": ("engine",)}
 """Labels that vLLM does not give to these, by metric."""
 
 
@@ -43,7 +43,7 @@ class MetricsCollector(Collector):
         """The metrics, as of now."""
         for metric in self._read():
             name = f"{self._namespace}:{metric.name}"
-            ours = [key for key in self._labels if key not in _NOT_NAMING.get(metric.name, ())]
+            ours = [key for key in self._labels if key not in NOT_NAMING.get(metric.name, ())]
             theirs = [key for key, _ in metric.samples[0].labels] if metric.samples else []
             labels = [*ours, *theirs]
             family: Family

@@ -99,6 +99,8 @@ def test_a_flag_that_is_nearly_ours_is_named_if_the_engine_refuses_it() -> None:
         == "`nanocore serve` has --port, and --prot went to the engine"
     )
     assert options("--max-num-seqs", "1").engine.hint == ""
+    assert "has --allowed-origins, and --cors-origins" in options("--cors-origins", "*").engine.hint
+    assert options("--ctx-size", "1").engine.hint == ""
 
 
 def test_several_processes_store_no_responses() -> None:

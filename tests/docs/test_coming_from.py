@@ -1,4 +1,8 @@
-"""docs/coming-from.md: what it says of our flags, and that those spelled as vLLM's are there."""
+"""docs/coming-from.md: what it says of our flags, and that what it calls theirs is theirs.
+
+upstream_flags.json has all names of flags, options and variables of each engine, at the version
+that the page names: made from what vLLM and SGLang publish, and llama.cpp's and Ollama's sources.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,21 @@ import pytest
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.sampling import SamplingParams
+from nanocore.system.near_flags import OTHER_NAMES
 from tests.docs.blocks import ROOT
 from tools.reference.parsers import commands
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text("utf-8")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-VLLM = json.loads((Path(__file__).parent / "vllm_flags.json").read_text("utf-8"))
+CODE = re.compile(r"`([^`]+)`")
+UPSTREAM = json.loads((Path(__file__).parent / "upstream_flags.json").read_text("utf-8"))
+HEADINGS = {
+    "vLLM": "vLLM",
+    "SGLang": "SGLang",
+    "llama.cpp: `llama-server`": "llama-server",
+    "Ollama": "Ollama",
+}
+"""Of the page, and of upstream_flags.json."""
 
 
 def flags_of(*names: str) -> set[str]:
@@ -36,18 +49,43 @@ def rows(heading: str) -> list[list[str]]:
     return [row for row in cells if row[1] != "here"]
 
 
-@pytest.mark.parametrize("heading", ["vLLM", "SGLang", "llama.cpp: `llama-server`", "Ollama"])
+@pytest.mark.parametrize("heading", HEADINGS)
 def test_each_row_names_flags_that_we_have_or_says_that_there_is_none(heading: str) -> None:
     ours = flags_of("nanocore serve", "nanocore-engine")
     assert rows(heading)
     for theirs, here, _ in rows(heading):
-        assert here == "none" or FLAG.findall(here), theirs
+        programs = [code for code in CODE.findall(here) if code.startswith("nanocore ")]
+        assert here == "none" or FLAG.findall(here) or programs, theirs
         assert set(FLAG.findall(here)) <= ours, theirs
+        assert {" ".join(code.split()[:2]) for code in programs} <= commands().keys()
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_what_each_row_calls_theirs_is_theirs_at_the_version_that_is_named(heading: str) -> None:
+    upstream = UPSTREAM[HEADINGS[heading]]
+    assert upstream["version"] in " ".join(PAGE.split("\n## ")[0].split())
+    known = {*upstream["names"], *upstream.get("environment", ())}
+    for theirs, _, _ in rows(heading):
+        names = [code for code in CODE.findall(theirs) if not re.match(r"/|ollama ", code)]
+        assert set(names) <= known, theirs
+
+
+def test_what_the_program_takes_for_one_of_our_flags_the_page_does_too() -> None:
+    ours = flags_of("nanocore serve", "nanocore-engine")
+    found = [row for heading in HEADINGS for row in rows(heading)]
+    for theirs, meant in OTHER_NAMES.items():
+        assert meant in ours
+        assert theirs not in ours
+        assert any(
+            {theirs} & {*CODE.findall(there), *CODE.findall(differs)}
+            and {meant} & {*CODE.findall(here), *CODE.findall(differs)}
+            for there, here, differs in found
+        ), theirs
 
 
 def test_every_flag_that_is_spelled_as_vllms_is_listed_as_such() -> None:
     ours = flags_of("nanocore serve", "nanocore-engine")
-    theirs = {f"--{name}" for kind in ("engine", "server") for name in VLLM[kind]}
+    theirs = {name for name in UPSTREAM["vLLM"]["names"] if name.startswith("--")}
     same = {here.strip("`") for there, here, _ in rows("vLLM") if there == here}
     assert same == ours & theirs
 
@@ -64,7 +102,7 @@ def test_the_defaults_of_ours_that_it_names_are_ours() -> None:
     cpu, cuda = config.for_device("cpu"), config.for_device("cuda")
     by_flag = {here.strip("`"): differs for there, here, differs in rows("vLLM") if there == here}
     assert by_flag["--block-size"].endswith(f"{cpu.block_size}, and {cuda.block_size} on CUDA")
-    assert by_flag["--max-num-seqs"] == f"{cpu.max_num_seqs}"
+    assert by_flag["--max-num-seqs"].startswith(f"{cpu.max_num_seqs};")
     budgets = f"{cpu.max_num_batched_tokens:,}, and {cuda.max_num_batched_tokens:,} on CUDA"
     assert by_flag["--max-num-batched-tokens"].startswith(budgets)
     assert by_flag["--max-logprobs"].startswith(f"{config.max_logprobs};")

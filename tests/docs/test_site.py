@@ -1,18 +1,26 @@
-"""The documents as a site: links, what is in it, and that nothing is loaded from elsewhere."""
+"""The documents as a site: links, what is in it, what is loaded, and what a browser shows."""
 
 from __future__ import annotations
 
+import http.server
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from markdown import markdown
+from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.docs.blocks import ROOT
+from tests.http.page.conftest import FLAGS, PATIENCE_MS
 from tools.docs_site import hook
 
 LOADS = {
@@ -127,3 +135,57 @@ def test_every_document_can_be_found_in_the_site(site: Path) -> None:
         assert place in found, document
     text = (site / "http.html").read_text("utf-8")
     assert "<!-- not run" not in text
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Says nothing of requests."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def page(site: Path) -> Iterator[Page]:
+    """Of the site, served as `make docs` says; where there is no chromium the tests are skipped."""
+    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no chromium is installed")
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), partial(Quiet, directory=str(site))
+    ) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+            base = f"http://127.0.0.1:{server.server_port}"
+            opened = browser.new_page(base_url=base, viewport={"width": 1280, "height": 800})
+            opened.set_default_timeout(PATIENCE_MS)
+            yield opened
+            browser.close()
+        server.shutdown()
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("flag", ["--max-num-seqs", "-tp", "--no-enable-prefix-caching"])
+def test_a_flag_is_found_as_it_is_written(page: Page, flag: str) -> None:
+    page.goto("/index.html")
+    field = page.locator("[data-md-component=search-query]")
+    field.click()
+    page.keyboard.type(flag)
+    found = page.locator(".md-search-result__meta")
+    expect(found).to_contain_text(re.compile(r"\d+ matching documents"), timeout=PATIENCE_MS)
+    word = re.compile(max(flag.split("-"), key=len), re.IGNORECASE)
+    marked = page.locator(".md-search-result__item mark").filter(has_text=word)
+    expect(marked.first).to_be_attached(timeout=PATIENCE_MS)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["features", "coming-from"])
+def test_what_is_to_be_compared_fits_a_screen(page: Page, name: str) -> None:
+    page.goto(f"/{name}.html")
+    room = page.locator("article").bounding_box()
+    assert room is not None
+    widths = page.evaluate(
+        "[...document.querySelectorAll('table, pre > code')].map(e => e.scrollWidth)"
+    )
+    assert widths
+    assert max(widths) <= room["width"]

@@ -19,6 +19,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 INDEX = "docs/README.md"
+OWN = Path(__file__).parent
+"""Of the style and the script that mkdocs.yml names."""
 BROUGHT = "repository/"
 """Where documents from outside docs/ are in the site."""
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
@@ -39,7 +41,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Bring in what docs/README.md names from outside docs/, and the pictures in it."""
+    """Bring in what docs/README.md names from outside docs/, the pictures in it, and our own."""
+    for name in (*config.extra_css, *map(str, config.extra_javascript)):
+        files.append(File.generated(config, name, abs_src_path=str(OWN / Path(name).name)))
     for document in documents():
         if not document.startswith("docs/"):
             content = (ROOT / document).read_text("utf-8")

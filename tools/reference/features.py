@@ -7,16 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any
 
-from tools.reference.markdown import item, page, table, wrapped
+from tools.reference.markdown import item, page, wrapped
 
 SOURCE = Path(__file__).parent / "features.toml"
 _ABOUT = (
-    "Which two features are known to work together: + where a test shows it, **no** where they are "
-    "not to be had together and a test says so, and - where nobody has tried. Each + leads "
-    "to the row's feature, below, where the tests are named. What is tested on a fake device "
-    "has not been seen on a GPU ([GPUs](gpu.md))."
+    "Which two features are known to work together: `+` where a test shows it, `x` where they are "
+    "not to be had together and a test says so, and `.` where nobody has tried. A column has the "
+    "letter of its feature's row. The lists below say the same, and name the tests. What is tested "
+    "on a fake device has not been seen on a GPU ([GPUs](gpu.md))."
 )
 
 
@@ -50,20 +51,28 @@ def evidence() -> dict[Pair, Evidence]:
 def features_page() -> str:
     """The page."""
     known, names = evidence(), features()
-    keys = list(names)
-    letters = dict(zip(keys, (chr(ord("A") + i) for i in range(len(keys))), strict=True))
-    rows = []
-    for i, key in enumerate(keys[1:], 1):
-        cells = [_cell(known.get(frozenset((key, other))), names[key][0]) for other in keys[:i]]
-        rows.append([f"{letters[key]} {names[key][0]}", *cells, *[""] * (len(keys) - 1 - i)])
-    head = ["", *(letters[key] for key in keys[:-1])]
-    legend = item(f"A {names[keys[0]][0]}: {names[keys[0]][1]}.")
-    legend += "".join(f"\n{item(f'{letters[k]} {names[k][0]}: {names[k][1]}.')}" for k in keys[1:])
-    parts = [wrapped(_ABOUT), table(head, rows), legend]
-    for key in keys:
-        name = names[key][0]
+    parts = [wrapped(_ABOUT), _square(known, names)]
+    lines = [
+        item(f"{letter} [{name}](#{_anchor(name)}): {what}.")
+        for letter, (name, what) in zip(ascii_uppercase, names.values(), strict=False)
+    ]
+    parts.append("\n".join(lines))
+    for key, (name, _) in names.items():
         parts += [f"## {name[0].upper()}{name[1:]}", "\n".join(_lines(key, known, names))]
     return page("Features together", *parts)
+
+
+def _square(known: dict[Pair, Evidence], names: dict[str, tuple[str, str]]) -> str:
+    """Of all pairs, as text of one width: a table's cells would be wider than pages are."""
+    width = max(len(name) for name, _ in names.values())
+    letters = ascii_uppercase[: len(names)]
+    lines = [" ".join(["  ".ljust(width + 2), *letters])]
+    for letter, (key, (name, _)) in zip(letters, names.items(), strict=True):
+        marks = [
+            letter if other == key else _mark(known.get(frozenset((key, other)))) for other in names
+        ]
+        lines.append(" ".join([f"{letter} {name.ljust(width)}", *marks]))
+    return "\n".join(["<!-- not run: made from the evidence -->", "```text", *lines, "```"])
 
 
 def _source() -> dict[str, Any]:
@@ -75,11 +84,14 @@ def _pairs(entry: dict[str, Any]) -> Iterator[Pair]:
     yield from map(frozenset, product(entry.get("these", []), entry.get("with", [])))
 
 
-def _cell(found: Evidence | None, name: str) -> str:
+def _mark(found: Evidence | None) -> str:
     if found is None:
-        return "-"
-    anchor = name.lower().replace(",", "").replace(" ", "-")
-    return "**no**" if found.is_refusal else f"[+](#{anchor})"
+        return "."
+    return "x" if found.is_refusal else "+"
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(",", "").replace(" ", "-")
 
 
 def _lines(key: str, known: dict[Pair, Evidence], names: dict[str, tuple[str, str]]) -> list[str]:

@@ -7,6 +7,7 @@ from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.metrics.collector import DeskCounts, MetricsCollector
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.utilisation import Utilisation
+from nanocore.http.exposition import NOT_NAMING
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.metrics import Metric
 from nanocore.worker.model_cost import MachineSpeed, ModelCost
@@ -26,13 +27,14 @@ _FREE_LABELS = {
 """Of these the values are not a closed set."""
 _COST = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, attention=[])
 _SPEED = MachineSpeed(bytes_per_s=1, flops_per_s=1, near_bytes=1, near_bytes_per_s=1)
+_EXCEPTIONS = "; ".join(f"`{name}` has no `{no}`" for name, (no,) in NOT_NAMING.items())
 _ABOUT = (
     "What `GET /metrics` of [nanocore serve](nanocore-serve.md), [nanocore metrics]"
     "(nanocore-metrics.md) and `await client.metrics()` tell; [Seeing](../seeing.md#metrics) says "
     "how. For Prometheus each name begins with `nanocore:`, or with what `--metrics-namespace` "
     "says, a counter's ends in `_total`, and each series has the labels `model_name` and `engine` "
-    "besides. Times are in seconds, a request's from when its SUBMIT was read. `nanocore metrics` "
-    "has a gauge `engine_up`, too, which is 0 while no engine answers."
+    f"besides ({_EXCEPTIONS}). Times are in seconds, a request's from when its SUBMIT was read. "
+    "`nanocore metrics` has a gauge `engine_up`, too, which is 0 while no engine answers."
 )
 
 
