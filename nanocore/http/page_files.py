@@ -18,8 +18,8 @@ FOLDER: Final = Path(__file__).parent / "page"
 INDEX: Final = "index.html"
 NAMES: Final = (
     INDEX, "icon.svg", "style.css", "chat.css", "live.css", "theme.js", "app.js", "answer.js",
-    "api.js", "chat.js", "dom.js", "inline.js", "list.js", "live.js", "markdown.js", "message.js",
-    "scroller.js", "settings.js", "steps.js", "store.js", "ways.js",
+    "api.js", "chat.js", "dom.js", "inline.js", "kept.js", "list.js", "live.js", "markdown.js",
+    "message.js", "scroller.js", "settings.js", "steps.js", "store.js", "ways.js",
 )  # fmt: skip
 _TYPES: Final = {
     ".html": b"text/html; charset=utf-8",

@@ -23,13 +23,13 @@ export class Answer {
     const choice = chunk.choices?.[0];
     if (!choice) return false;
     const delta = choice.delta ?? {};
-    const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
-    const content = delta.content ?? "";
-    const calls = delta.tool_calls ?? [];
+    const reasoning = text(delta.reasoning_content ?? delta.reasoning);
+    const content = text(delta.content);
+    const calls = Array.isArray(delta.tool_calls) ? delta.tool_calls : [];
     this.reasoning += reasoning;
     this.content += content;
     for (const call of calls) this.addCall(call);
-    if (choice.finish_reason) this.finishReason = choice.finish_reason;
+    if (choice.finish_reason) this.finishReason = String(choice.finish_reason);
     const grows = Boolean(reasoning || content || calls.length);
     if (grows) this.firstMs ??= nowMs;
     if (grows || choice.finish_reason) this.lastMs = nowMs;
@@ -37,15 +37,16 @@ export class Answer {
   }
 
   addCall(delta) {
+    if (typeof delta !== "object" || delta === null) return;
     const index = delta.index ?? this.toolCalls.length;
     if (!Number.isInteger(index) || index < 0 || index >= MAX_TOOL_CALLS) return;
     while (this.toolCalls.length <= index) {
       this.toolCalls.push({ id: "", type: "function", function: { name: "", arguments: "" } });
     }
     const call = this.toolCalls[index];
-    if (delta.id) call.id = delta.id;
-    call.function.name += delta.function?.name ?? "";
-    call.function.arguments += delta.function?.arguments ?? "";
+    call.id = text(delta.id) || call.id;
+    call.function.name += text(delta.function?.name);
+    call.function.arguments += text(delta.function?.arguments);
   }
 
   /** The message that is kept. */
@@ -67,9 +68,9 @@ export class Answer {
     return {
       ttftMs: this.firstMs === null ? null : this.firstMs - this.startedMs,
       tokensPerS: this.tokensPerS(),
-      promptTokens: this.usage?.prompt_tokens ?? null,
-      cachedTokens: details?.cached_tokens ?? null,
-      outputTokens: this.usage?.completion_tokens ?? null,
+      promptTokens: number(this.usage?.prompt_tokens),
+      cachedTokens: number(details?.cached_tokens),
+      outputTokens: number(this.usage?.completion_tokens),
     };
   }
 
@@ -78,13 +79,17 @@ export class Answer {
    * says nothing of that: then it is of all tokens since the request was sent.
    */
   tokensPerS() {
-    const tokens = this.usage?.completion_tokens ?? 0;
-    if (this.firstMs === null || tokens < 1) return null;
+    const tokens = number(this.usage?.completion_tokens) ?? 0;
+    if (this.firstMs === null || tokens < 1 || this.lastMs <= this.startedMs) return null;
     const decodeMs = this.lastMs - this.firstMs;
     if (decodeMs >= LEAST_DECODE_MS && tokens > 1) return ((tokens - 1) / decodeMs) * 1000;
     return (tokens / (this.lastMs - this.startedMs)) * 1000;
   }
 }
+
+// Another server may send something else in a field: then it has sent nothing that can be shown.
+const text = (value) => (typeof value === "string" ? value : "");
+const number = (value) => (Number.isFinite(value) ? value : null);
 
 /** A kept message as the server takes it; null for an answer of which nothing came. */
 export function toServer(message) {

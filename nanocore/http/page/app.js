@@ -1,5 +1,5 @@
 // The page: which view is shown, which panels are open, the theme, the key, the model's name.
-import { ApiError, askForKey, request } from "./api.js";
+import { ApiError, askForKey, hasKey, keyEvents, requestJson } from "./api.js";
 import { Chat } from "./chat.js";
 import { announce, byId, el } from "./dom.js";
 import { LiveView } from "./live.js";
@@ -7,6 +7,8 @@ import { startSettings } from "./settings.js";
 import { loadTheme, saveTheme } from "./store.js";
 
 const RETRY_S = 3;
+const MAX_RETRY_S = 60; // whatever the server says
+const PANELS = ["conversations", "settings"];
 const THEMES = ["auto", "light", "dark"]; // auto: as the system has it
 
 startSettings();
@@ -53,7 +55,7 @@ function setPanel(name, isOpen) {
   else if (had && getComputedStyle(opener).display !== "none") opener.focus();
 }
 
-for (const name of ["conversations", "settings"]) {
+for (const name of PANELS) {
   byId(`show-${name}`).addEventListener("click", () => {
     setPanel(name, !byId(name).classList.contains("open"));
   });
@@ -65,12 +67,14 @@ byId("conversations").addEventListener("click", (event) => {
   if (event.target.closest(".entry, #new-conversation")) setPanel("conversations", false);
 });
 
+// Escape is for what is seen: the panel where the reader is, then the answer, then any panel.
 document.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
-  if (chat.stop()) return;
-  for (const name of ["conversations", "settings"]) {
-    if (byId(name).classList.contains("open")) setPanel(name, false);
-  }
+  if (event.key !== "Escape" || event.isComposing) return;
+  if (byId("chat").hidden || document.querySelector("dialog[open]")) return;
+  const open = PANELS.filter((name) => byId(name).classList.contains("open"));
+  const here = open.filter((name) => byId(name).contains(document.activeElement));
+  if (!here.length && chat.stop()) return;
+  for (const name of here.length ? here : open) setPanel(name, false);
 });
 
 // -- theme ----------------------------------------------------------------------------------------
@@ -94,25 +98,37 @@ function say(text) {
   byId("banner").textContent = text;
 }
 
-byId("change-key").addEventListener("click", async () => {
-  if (await askForKey("")) findModel();
+byId("change-key").hidden = !hasKey();
+byId("change-key").addEventListener("click", () => askForKey(""));
+keyEvents.addEventListener("given", () => {
+  findModel();
+  live.takeKey();
 });
 
+let finding = null;
+let later = 0;
+
 /** Ask what is served, until there is an answer; a model may still be loading. */
-async function findModel() {
+function findModel() {
+  finding ??= askForModel().finally(() => (finding = null));
+}
+
+async function askForModel() {
+  clearTimeout(later);
   try {
-    const { data } = await (await request("v1/models")).json();
-    const name = data[0].id.replace(/\/+$/, "").split("/").pop();
+    const model = (await requestJson("v1/models")).data?.[0];
+    if (typeof model?.id !== "string") throw new ApiError("the server names no model", 0);
+    const name = model.id.replace(/\/+$/, "").split("/").pop();
     byId("model").textContent = name;
-    byId("model").title = `${data[0].id}, up to ${data[0].max_model_len} tokens`;
-    chat.setModel(data[0].id, name);
+    byId("model").title = `${model.id}, up to ${model.max_model_len} tokens`;
+    chat.setModel(model.id, name);
     say("");
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     say(error.words);
-    if (error.status === 0 || error.status === 503) {
-      setTimeout(findModel, (error.retryAfterS ?? RETRY_S) * 1000);
-    }
+    if (error.status !== 0 && error.status !== 503) return;
+    const seconds = Math.min(Math.max(error.retryAfterS ?? RETRY_S, 1), MAX_RETRY_S);
+    later = setTimeout(findModel, seconds * 1000);
   }
 }
 

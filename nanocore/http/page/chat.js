@@ -3,17 +3,23 @@
 // `conversation` is what is kept; `run` is the one answer that is coming, if any. A run belongs to
 // the conversation in which it began: leaving that stops it.
 import { Answer, toServer } from "./answer.js";
-import { ApiError, readEvents, request } from "./api.js";
+import { ApiError, BrokenConnection, readEvents, request } from "./api.js";
 import { announce, button, byId, el, fit } from "./dom.js";
 import { ConversationList } from "./list.js";
 import { AnswerView, isEnter, plainView } from "./message.js";
 import { Scroller } from "./scroller.js";
 import { requestFields, SettingError, systemPrompt } from "./settings.js";
-import { newConversation, save, titleOf } from "./store.js";
+import { copyOf, isOvertaken, load, newConversation, save, titleOf, watch } from "./store.js";
 
 const SPOKEN_CHARS = 2000;
-const DEMO_NAME = "demo_model";
+const DEMO_NAME = "nanocore_demo_model";
 const DEMO_QUESTIONS = ["What is 123 + 456?", "Sort: pear apple fig", "Count from 7 to 12."];
+const NOTES = {
+  kept: "",
+  large: "This conversation is too long to be kept: what is new in it is gone once you leave it.",
+  full: "There is no room for this conversation: what is new in it is gone once you leave it.",
+};
+const COPY_NOTE = "Another tab went on with this conversation: here it goes on as a copy.";
 
 export class Chat {
   /**
@@ -27,6 +33,7 @@ export class Chat {
     this.model = null;
     this.conversation = newConversation();
     this.run = null;
+    this.isCopy = false; // it became one with the last message
     this.scroller = new Scroller(byId("log"), byId("jump"));
     this.list = new ConversationList((chosen) => this.open(chosen));
     this.text = byId("composer-text");
@@ -48,6 +55,7 @@ export class Chat {
       if (!this.run) this.send();
     });
     window.addEventListener("pagehide", () => this.stop());
+    watch((id) => this.takeChange(id));
     this.show();
     this.list.show(this.conversation.id);
   }
@@ -57,12 +65,17 @@ export class Chat {
     this.model = id;
     this.modelName = name;
     if (!this.conversation.messages.length) this.show();
+    for (const head of byId("log").querySelectorAll(".assistant header h3")) head.textContent = name;
   }
 
   /** Go to a conversation; null: to a new one. */
   open(conversation) {
     this.stop();
-    this.conversation = conversation ?? newConversation();
+    const isSame = conversation?.id === this.conversation.id && !isOvertaken(this.conversation);
+    if (!isSame) {
+      this.conversation = conversation === null ? newConversation() : (load(conversation.id) ?? conversation);
+      byId("chat-note").textContent = "";
+    }
     this.show();
     this.list.show(this.conversation.id);
     this.text.focus();
@@ -102,7 +115,8 @@ export class Chat {
       return false;
     }
     this.stop();
-    if (byId("log").contains(document.activeElement)) this.text.focus(); // what has it goes away
+    this.isCopy = false;
+    this.leaveLog();
     const { messages } = this.conversation;
     messages.splice(length, messages.length, ...added);
     this.show();
@@ -114,7 +128,7 @@ export class Chat {
     byId("log").append(view.element);
     this.scroller.toEnd();
     this.showBusy();
-    this.keep();
+    this.keep(false);
     announce("The answer is coming.");
     this.fetchAnswer(run, this.body(messages, fields));
     return true;
@@ -142,6 +156,10 @@ export class Chat {
     } catch (error) {
       ending = endingOf(error);
       if (error.status === 404) this.findModel();
+      if (ending === null) {
+        this.finish(run, { kind: "failed", text: `This page failed: ${error.message}` });
+        throw error;
+      }
     }
     this.finish(run, ending);
   }
@@ -165,17 +183,43 @@ export class Chat {
     run.view.update(message, false, true);
     this.scroller.follow();
     this.showBusy();
-    this.keep();
+    // What the server has refused is no reason to let others go.
+    this.keep(Boolean(message.content || message.reasoning || message.toolCalls.length));
     announce([message.content.slice(0, SPOKEN_CHARS), ending?.text ?? ""].join(" ").trim() || "Done.");
   }
 
-  keep() {
-    const isKept = save(this.conversation);
-    byId("storage-note").textContent = isKept
-      ? "Kept in this browser alone."
-      : "The browser has no room for this conversation: it is lost when the page is.";
+  /** Store the conversation; how that went is told once the answer is there. mayEvict: as `save`'s. */
+  keep(mayEvict) {
+    if (isOvertaken(this.conversation)) {
+      this.conversation = copyOf(this.conversation);
+      this.isCopy = true;
+    }
+    const notes = [NOTES[save(this.conversation, mayEvict)], COPY_NOTE];
+    if (this.run) notes[0] = "";
+    if (!this.isCopy) notes[1] = "";
+    byId("chat-note").textContent = notes.join(" ").trim();
     byId("title").textContent = titleOf(this.conversation);
     this.list.show(this.conversation.id);
+  }
+
+  /** Another tab changed this conversation, or (null) perhaps any. What is being written here stays. */
+  takeChange(id) {
+    if (!this.list.hasFocus) this.list.show(this.conversation.id);
+    const isOther = id !== null && id !== this.conversation.id;
+    if (isOther || this.run || this.isBeingWritten() || !isOvertaken(this.conversation)) return;
+    this.leaveLog();
+    this.conversation = load(this.conversation.id);
+    this.scroller.around(() => this.show());
+  }
+
+  isBeingWritten() {
+    const areas = [...byId("log").querySelectorAll("textarea")];
+    return areas.some((area) => area.closest(".editor") || area.value !== "");
+  }
+
+  /** What has the focus there goes away. */
+  leaveLog() {
+    if (byId("log").contains(document.activeElement)) this.text.focus();
   }
 
   showBusy() {
@@ -215,11 +259,12 @@ export class Chat {
   }
 }
 
+/** null: the error is the page's own. */
 function endingOf(error) {
   if (error.name === "AbortError") return { kind: "stopped", text: "Stopped." };
   if (error instanceof ApiError) return { kind: "failed", text: error.words };
-  if (error instanceof TypeError) {
+  if (error instanceof BrokenConnection) {
     return { kind: "incomplete", text: `Incomplete: the connection broke (${error.message}).` };
   }
-  throw error;
+  return null;
 }

@@ -9,6 +9,10 @@ export class ConversationList {
     this.element = byId("conversation-list");
   }
 
+  get hasFocus() {
+    return this.element.contains(document.activeElement);
+  }
+
   /** currentId: of the one that is shown. */
   show(currentId) {
     this.element.replaceChildren(
@@ -46,12 +50,11 @@ export class ConversationList {
       erase.setAttribute("aria-label", `Really delete ${titleOf(conversation)}?`);
       return;
     }
+    const isCurrent = conversation.id === currentId;
+    if (isCurrent) this.onOpen(null); // first: an answer that still comes would be kept again
     remove(conversation.id);
     announce("Deleted.");
-    if (conversation.id === currentId) this.onOpen(null);
-    else {
-      this.show(currentId);
-      byId("new-conversation").focus();
-    }
+    this.show(isCurrent ? null : currentId);
+    if (!isCurrent) byId("new-conversation").focus();
   }
 }

@@ -2,7 +2,7 @@
 //
 // The engine's clock is the only one: ages and rates come from its times, so the browser's need not
 // agree. Another engine's numbers begin anew.
-import { ApiError, request } from "./api.js";
+import { ApiError, requestJson } from "./api.js";
 import { byId, count, el } from "./dom.js";
 import { StepChart } from "./steps.js";
 import { showWays } from "./ways.js";
@@ -25,6 +25,7 @@ export class LiveView {
   constructor() {
     this.isShown = false;
     this.isPaused = false;
+    this.wantsKey = false; // for that reason alone it is paused
     this.timer = null;
     this.asking = null;
     this.values = {};
@@ -60,9 +61,15 @@ export class LiveView {
 
   setPaused(isPaused) {
     this.isPaused = isPaused;
+    this.wantsKey = false;
     byId("pause").setAttribute("aria-pressed", String(isPaused));
     if (isPaused) this.say("paused", "Paused");
     this.wake();
+  }
+
+  /** There is another key. */
+  takeKey() {
+    if (this.wantsKey) this.setPaused(false);
   }
 
   /** Ask now, and go on; or ask no more. */
@@ -80,7 +87,7 @@ export class LiveView {
     const after = this.steps.at(-1)?.step ?? 0;
     try {
       const signal = AbortSignal.timeout(TIMEOUT_MS);
-      const body = await (await request(`live?after=${after}`, { signal })).json();
+      const body = await requestJson(`live?after=${after}`, { signal });
       if (!this.isPaused) this.take(body);
     } catch (error) {
       this.fail(error);
@@ -90,7 +97,10 @@ export class LiveView {
   fail(error) {
     const isAnswer = error instanceof ApiError && error.status !== 0;
     const words = error.words ?? error.message;
-    if (error.status === 401) this.setPaused(true); // who gives no key is not asked each second
+    if (error.wantsKey) {
+      this.setPaused(true); // who gives no key is not asked each second
+      this.wantsKey = true;
+    }
     this.say("gone", isAnswer && error.status !== 503 ? words : `The engine is gone: ${words}`);
   }
 

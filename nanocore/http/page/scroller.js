@@ -31,6 +31,20 @@ export class Scroller {
     else this.jump.hidden = false;
   }
 
+  /** All is drawn anew: whoever has scrolled up stays where they are. */
+  around(draw) {
+    const { isFollowing, element } = this;
+    const { scrollTop } = element;
+    draw();
+    if (isFollowing) {
+      this.toEnd();
+      return;
+    }
+    this.isFollowing = false;
+    this.top = element.scrollTop = scrollTop;
+    this.jump.hidden = false;
+  }
+
   toEnd() {
     this.isFollowing = true;
     this.jump.hidden = true;

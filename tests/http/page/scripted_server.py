@@ -46,12 +46,21 @@ Part: TypeAlias = dict[str, Any] | bytes | Gate | Drop
 
 
 class Refusal:
-    """An answer that is an error."""
+    """An answer that is an error. retry_after: as its header has it."""
 
-    def __init__(self, status: int, message: str, retry_after_s: int | None = None) -> None:
+    def __init__(self, status: int, message: str, retry_after: int | str | None = None) -> None:
         self.status = status
         self.body = json.dumps({"error": {"message": message}}).encode()
-        self.headers = [] if retry_after_s is None else [(b"retry-after", b"%d" % retry_after_s)]
+        later = [] if retry_after is None else [(b"retry-after", str(retry_after).encode())]
+        self.headers = later
+
+
+class Whole:
+    """An answer that is no stream, though it is no error."""
+
+    def __init__(self, kind: str, body: str) -> None:
+        self.kind = kind.encode()
+        self.body = body.encode()
 
 
 def end(finish_reason: str = "stop", **usage: Any) -> list[Part]:
@@ -75,6 +84,7 @@ class ScriptedServer:
     live_asked: the queries of /live, as they came. left: set once a chat request was left.
     model: its name, behind a folder's. key: that requests need; None: they need none.
     models_after: so many refusals of /v1/models come first.
+    key_status: of the answer to another key.
     """
 
     def __init__(self, url: str) -> None:
@@ -85,15 +95,16 @@ class ScriptedServer:
     def forget(self) -> None:
         """Be as at the start."""
         self.key: str | None = None
+        self.key_status = 401
         self.models_after = 0
         self.model = MODEL
         self.bodies: list[dict[str, Any]] = []
         self.live: dict[str, Any] | Refusal = Refusal(503, "the model is being loaded", 5)
         self.live_asked: list[str] = []
         self.left = threading.Event()
-        self._answers: deque[Sequence[Part] | Refusal] = deque()
+        self._answers: deque[Sequence[Part] | Refusal | Whole] = deque()
 
-    def answer_with(self, *answers: Sequence[Part] | Refusal) -> None:
+    def answer_with(self, *answers: Sequence[Part] | Refusal | Whole) -> None:
         """What the next chat requests get."""
         self._answers.extend(answers)
 
@@ -104,7 +115,11 @@ class ScriptedServer:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self.key is not None and headers.get(b"authorization") != f"Bearer {self.key}".encode():
+        given = headers.get(b"authorization")
+        if self.key_status != 401 and given not in (None, f"Bearer {self.key}".encode()):
+            refusal = Refusal(self.key_status, "not with this key")
+            await _reply(send, refusal.status, refusal.body)
+        elif self.key is not None and given != f"Bearer {self.key}".encode():
             await App(AppSettings(api_keys=(self.key,)))(scope, receive, send)
         elif path == "/v1/models" and self.models_after > 0:
             self.models_after -= 1
@@ -134,6 +149,10 @@ class ScriptedServer:
         answer = self._answers.popleft()
         if isinstance(answer, Refusal):
             await _reply(send, answer.status, answer.body, answer.headers)
+            return
+        if isinstance(answer, Whole):
+            await _start(send, 200, answer.kind, [])
+            await send({"type": "http.response.body", "body": answer.body})
             return
         await _start(send, 200, b"text/event-stream", [])
         leaving = asyncio.ensure_future(receive())

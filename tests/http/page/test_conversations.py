@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from nanocore.demo_model import demo_model_folder
 from tests.http.page.conftest import NewPage, say
 from tests.http.page.scripted_server import Gate, Part, Refusal, ScriptedServer, end
 
@@ -129,7 +130,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes(scripted: ScriptedServer, p
 def test_a_browser_without_room_is_no_reason_to_fail(scripted: ScriptedServer, page: Page) -> None:
     page.evaluate("localStorage.setItem('other', 'x'.repeat(5 * 2**20 - 200))")
     talk(scripted, page, "where to?")
-    expect(page.locator("#storage-note")).to_contain_text("no room")
+    expect(page.locator("#chat-note")).to_contain_text("no room")
 
 
 SETTINGS: dict[str, tuple[str, Any]] = {
@@ -200,7 +201,7 @@ def test_a_setting_that_is_none_is_told_before_anything_is_sent(
 
 
 def test_the_demo_model_says_what_it_can_do(scripted: ScriptedServer, new_page: NewPage) -> None:
-    scripted.model = "demo_model"
+    scripted.model = demo_model_folder().name
     page = new_page(scripted.url)
     scripted.answer_with(answer("123 + 456 = 579"))
     page.get_by_role("button", name="What is 123 + 456?").click()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from collections.abc import Callable
+from email.utils import formatdate
+from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.http.page.conftest import NewPage, say
-from tests.http.page.scripted_server import Drop, Gate, Refusal, ScriptedServer, end
+from tests.http.page.conftest import say
+from tests.http.page.scripted_server import Drop, Gate, Refusal, ScriptedServer, Whole, end
 
 pytestmark = pytest.mark.campaign
 
@@ -79,6 +83,26 @@ def test_leaving_the_page_leaves_the_request_too(scripted: ScriptedServer, page:
     expect(page.locator(".notice")).to_have_text("Stopped.")
 
 
+def test_escape_stops_an_answer_only_where_that_is_seen(
+    scripted: ScriptedServer, page: Page
+) -> None:
+    scripted.answer_with([{"content": "It begins"}, Gate()])
+    say(page, "Go")
+    expect(page.locator(".markdown")).to_have_text("It begins")
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").press("Escape")
+    expect(page.locator("#settings")).to_be_hidden()
+    expect(page.locator("#send")).to_have_text("Stop")
+    page.get_by_role("link", name="Live").click()
+    expect(page.locator("#live")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.get_by_role("link", name="Chat").click()
+    expect(page.locator("#send")).to_have_text("Stop")
+    page.keyboard.press("Escape")
+    expect(page.locator("#send")).to_have_text("Send")
+    assert scripted.left.wait(30)
+
+
 def test_reasoning_and_tool_calls_are_folded_and_can_be_read(
     scripted: ScriptedServer, page: Page
 ) -> None:
@@ -130,7 +154,7 @@ def test_a_refusal_is_told_in_the_servers_words_and_can_be_tried_again(
     scripted: ScriptedServer, page: Page
 ) -> None:
     scripted.answer_with(
-        Refusal(429, "too many requests wait: 9 of 9", retry_after_s=3),
+        Refusal(429, "too many requests wait: 9 of 9", retry_after=3),
         [{"content": "Now."}, *end()],
     )
     say(page, "Hi")
@@ -142,7 +166,61 @@ def test_a_refusal_is_told_in_the_servers_words_and_can_be_tried_again(
     assert scripted.bodies[1] == scripted.bodies[0], "what failed is no part of the conversation"
 
 
-def error_event(message: str) -> bytes:
+@pytest.mark.parametrize(
+    ("retry_after", "says"),
+    [
+        (lambda: formatdate(time.time() + 3000, usegmt=True), r" \(try again in (29|30)\d\d s\)"),
+        (lambda: formatdate(0, usegmt=True), r" \(try again now\)"),
+        (lambda: "-5", ""),
+        (lambda: "soon", ""),
+    ],
+    ids=["date", "past", "negative", "no time"],
+)
+def test_when_to_come_back_may_be_a_date_or_nonsense(
+    scripted: ScriptedServer, page: Page, retry_after: Callable[[], str], says: str
+) -> None:
+    scripted.answer_with(Refusal(429, "too many", retry_after()))
+    say(page, "Hi")
+    expect(page.locator(".notice.failed")).to_have_text(re.compile(f"^429: too many{says}$"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [("text/html", "<html>Log in</html>"), ("application/json", '{"choices": []}')],
+)
+def test_an_answer_that_is_no_stream_is_told_as_what_it_is(
+    scripted: ScriptedServer, page: Page, kind: str, body: str
+) -> None:
+    scripted.answer_with(Whole(kind, body))
+    say(page, "Hi")
+    expect(page.locator(".notice.failed")).to_have_text(
+        f"200: the answer is no stream of events ({kind})"
+    )
+
+
+def test_fields_of_other_types_are_as_if_they_were_not_there(
+    scripted: ScriptedServer, page: Page
+) -> None:
+    odd: list[dict[str, Any]] = [
+        {"content": 5, "reasoning": {}, "tool_calls": "none"},
+        {"content": [{"type": "text", "text": "a"}], "tool_calls": {}},
+        {"tool_calls": [None, {"index": 0, "id": 5, "function": {"name": 5, "arguments": {}}}]},
+    ]
+    usage = {"prompt_tokens": "many", "completion_tokens": None, "prompt_tokens_details": 5}
+    chunks = [b'data: {"choices": [null]}\n\n', b'data: {"choices": 5, "usage": "none"}\n\n']
+    scripted.answer_with([*odd, *chunks, {"content": "Hello."}, *end(**usage)])
+    say(page, "Hi")
+    expect(page.locator("#send")).to_have_text("Send")
+    expect(page.locator(".markdown")).to_have_text("Hello.")
+    expect(page.locator(".notice")).to_be_hidden()
+    expect(page.locator(".figures")).to_have_text(
+        re.compile(r"^first token [\d.]+ [mµ]?sfinish stop$")
+    )
+    page.reload()
+    expect(page.locator(".entry")).to_have_text("Hi")
+
+
+def error_event(message: object) -> bytes:
     return b"data: " + json.dumps({"error": {"message": message}}).encode() + b"\n\n"
 
 
@@ -152,9 +230,12 @@ def error_event(message: str) -> bytes:
         ([], "incomplete", "Incomplete: the stream ended before the answer did."),
         ([Drop()], "incomplete", "Incomplete: the connection broke"),
         ([error_event("the engine is gone")], "failed", "the engine is gone"),
+        ([error_event({"x": 1})], "failed", '{"x":1}'),
+        ([b'data: {"error": "it is gone"}\n\n'], "failed", "it is gone"),
         ([b"data: {]\n\n"], "failed", "the answer is broken"),
+        ([b"data: null\n\n"], "failed", "the answer is broken"),
     ],
-    ids=["no end", "dropped", "error", "no JSON"],
+    ids=["no end", "dropped", "error", "an object", "a string", "no JSON", "null"],
 )
 def test_an_answer_that_has_no_end_is_said_to_have_none(
     scripted: ScriptedServer, page: Page, ends_with: list[Drop | bytes], kind: str, says: str
@@ -169,15 +250,20 @@ def test_an_answer_that_has_no_end_is_said_to_have_none(
     expect(page.locator("#send")).to_have_text("Send")
 
 
+@pytest.mark.parametrize(
+    ("width", "height"), [(1280, 800), (640, 360)], ids=["wide", "enlarged, or a phone on its side"]
+)
 def test_the_end_stays_in_sight_until_the_reader_scrolls_up(
-    scripted: ScriptedServer, page: Page
+    scripted: ScriptedServer, page: Page, width: int, height: int
 ) -> None:
+    page.set_viewport_size({"width": width, "height": height})
     gate = Gate()
     lines = [{"content": f"line {i}\n\n"} for i in range(80)]
     scripted.answer_with([*lines, gate, {"content": "THE END\n\n" * 20}, *end()])
     say(page, "Write a lot")
     log, jump = page.locator("#log"), page.get_by_role("button", name="Jump to the latest")
     expect(log.get_by_text("line 79")).to_be_in_viewport()
+    expect(page.locator("#composer")).to_be_in_viewport(ratio=1)
     expect(jump).to_be_hidden()
     log.hover()
     page.mouse.wheel(0, -100_000)
@@ -189,35 +275,3 @@ def test_the_end_stays_in_sight_until_the_reader_scrolls_up(
     jump.click()
     expect(log.get_by_text("THE END").last).to_be_in_viewport()
     expect(jump).to_be_hidden()
-
-
-def test_a_key_is_asked_for_and_stays_in_the_tab(
-    scripted: ScriptedServer, new_page: NewPage
-) -> None:
-    scripted.key = "right"
-    page = new_page(scripted.url)
-    dialog = page.get_by_role("dialog")
-    for key in ("schl\u00fcssel", "wrong", "right"):
-        expect(dialog).to_be_visible()
-        expect(page.get_by_label("API key")).to_be_focused()
-        page.get_by_label("API key").fill(key)
-        page.keyboard.press("Enter")
-        if key == "schl\u00fcssel":
-            expect(dialog).to_contain_text("of ASCII alone")
-        if key == "wrong":
-            expect(dialog).to_contain_text("no valid API key")
-    expect(page.locator("#model")).to_have_text("scripted")
-    expect(dialog).to_be_hidden()
-    page.reload()
-    expect(page.locator("#model")).to_have_text("scripted")
-    assert "right" not in page.evaluate("JSON.stringify(localStorage)")
-    scripted.key = "another"
-    say(page, "Hi")
-    expect(dialog).to_be_visible()
-    page.get_by_role("button", name="Cancel").click()
-    expect(page.locator(".notice.failed")).to_contain_text("401: no valid API key")
-    scripted.answer_with([{"content": "Hello."}, *end()])
-    page.get_by_role("button", name="Regenerate").click()
-    page.get_by_label("API key").fill("another")
-    page.get_by_role("button", name="Use it").click()
-    expect(page.locator(".markdown")).to_have_text("Hello.")
