@@ -10,18 +10,26 @@ DONE: Final = b"[DONE]"
 
 
 class EventReader:
-    """The data of whole events; comments, names and ids are left out."""
+    """The data of whole events; comments, names and ids are left out.
+
+    Lines end as the standard has it: with CR LF, LF or CR.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
+        self._is_behind_cr = False
         self._data: list[bytes] = []
 
     def feed(self, received: bytes) -> list[bytes]:
         """The events that these bytes complete."""
+        if self._is_behind_cr and received:
+            received, self._is_behind_cr = received.removeprefix(b"\n"), False
+        if b"\r" in received:
+            self._is_behind_cr = received.endswith(b"\r")
+            received = received.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, self._rest = (self._rest + received).split(b"\n")
         events = []
         for line in lines:
-            line = line.removesuffix(b"\r")
             if not line and self._data:
                 events.append(b"\n".join(self._data))
                 self._data = []
