@@ -95,7 +95,7 @@ class ChatLoop:
     def _report(self, error: Exception) -> None:
         """A defect of ours. The log tells it in a line, and where it comes from in a file."""
         self._view.end_answer()
-        what = f"{type(error).__name__}: {shorten(str(error))}"
+        what = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
         logger.error("internal error, the chat goes on: %s", what, exc_info=error)
 
     def status(self, num_columns: int) -> str:
