@@ -88,5 +88,18 @@ class Chunk(msgspec.Struct):
     error: Any = None
 
 
-chunk_of = msgspec.json.Decoder(Chunk).decode
-"""Raises msgspec.MsgspecError for data that is none."""
+_decode: Final = msgspec.json.Decoder(Chunk).decode
+
+
+def chunk_of(data: bytes) -> Chunk:
+    """The chunk that an event's data is; bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    try:
+        return _decode(data)
+    except UnicodeDecodeError:
+        return _decode(data.decode(errors="replace"))
+    except RecursionError:
+        raise msgspec.DecodeError("it is too deep") from None

@@ -33,11 +33,15 @@ def open_regular(path: Path, flags: int) -> int:
     Raises:
         OSError: it cannot be opened, or is a pipe, a device or a directory.
     """
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no regular file")
-    return fd
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # of a pipe that nobody reads
+            raise
+    raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def state_directory(environment: Mapping[str, str] = os.environ) -> Path:

@@ -310,7 +310,7 @@ def test_a_host_without_an_address_is_said_to_be_unknown(monkeypatch: pytest.Mon
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(EngineDeadError, match="no server at .*: Name or service not known"):
+    with pytest.raises(EngineDeadError, match=r"no server at .*: Name or service not known"):
         opening("http://nobody.invalid/v1")
 
 
