@@ -10,18 +10,26 @@ DONE: Final = b"[DONE]"
 
 
 class EventReader:
-    """The data of whole events; comments, names and ids are left out."""
+    """The data of whole events; comments, names and ids are left out.
+
+    Lines end as the standard has it: with CR LF, LF or CR.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
+        self._is_behind_cr = False
         self._data: list[bytes] = []
 
     def feed(self, received: bytes) -> list[bytes]:
         """The events that these bytes complete."""
+        if self._is_behind_cr and received:
+            received, self._is_behind_cr = received.removeprefix(b"\n"), False
+        if b"\r" in received:
+            self._is_behind_cr = received.endswith(b"\r")
+            received = received.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, self._rest = (self._rest + received).split(b"\n")
         events = []
         for line in lines:
-            line = line.removesuffix(b"\r")
             if not line and self._data:
                 events.append(b"\n".join(self._data))
                 self._data = []
@@ -80,5 +88,18 @@ class Chunk(msgspec.Struct):
     error: Any = None
 
 
-chunk_of = msgspec.json.Decoder(Chunk).decode
-"""Raises msgspec.MsgspecError for data that is none."""
+_decode: Final = msgspec.json.Decoder(Chunk).decode
+
+
+def chunk_of(data: bytes) -> Chunk:
+    """The chunk that an event's data is; bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+        msgspec.MsgspecError: it is none.
+    """
+    try:
+        return _decode(data)
+    except UnicodeDecodeError:
+        return _decode(data.decode(errors="replace"))
+    except RecursionError:
+        raise msgspec.DecodeError("it is too deep") from None

@@ -30,11 +30,16 @@ def api_keys(
         sources.append((API_KEY_VARIABLE, [environment.pop(API_KEY_VARIABLE)]))
     for source, keys in sources:
         for key in keys:
-            if not key or not key.isascii() or not key.isprintable() or " " in key:
-                raise ConfigError(
-                    f"{source}: a key is printable ASCII without spaces, at least one character"
-                )
+            check_key(source, key)
     return list(dict.fromkeys(key for _, keys in sources for key in keys))
+
+
+def check_key(source: str, key: str) -> None:
+    """Raises ConfigError for one that no header can carry. source: where it comes from."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"{source}: a key is printable ASCII without spaces, at least one character"
+        )
 
 
 def _read(path: Path) -> list[str]:

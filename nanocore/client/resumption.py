@@ -183,7 +183,9 @@ class Resumption:
     async def _reached(self) -> Session | None:
         """A session; None if there will be none, and who waited was told so."""
         first = next(iter(self._lost.values()))
-        logger.warning("%d requests have lost their engine: %s", len(self._lost), first.error)
+        number = len(self._lost)
+        lost = "1 request has lost its" if number == 1 else f"{number} requests have lost their"
+        logger.warning("%s engine: %s", lost, first.error)
         delay_s, since_s = FIRST_RETRY_S, time.monotonic()
         await asyncio.sleep(self._not_before_s - since_s)
         left_s = self._left_s(time.monotonic() - since_s)

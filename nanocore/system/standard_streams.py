@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import select
 import sys
 from contextlib import suppress
@@ -19,6 +20,21 @@ STDERR_FD: Final = 2
 BROKEN_PIPE: Final = 141
 """Exit code of a command whose reader has gone: what a shell says of one that SIGPIPE ended."""
 _PATIENCE_MS: Final = 100
+_HARMFUL: Final = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters, what turns the direction of a text around, and halves of surrogate pairs."""
+
+
+def harmless(text: str) -> str:
+    """It with what would move, colour or turn others as it is written in strings; new lines and
+    tabs stay, and so does what scripts and emoji are written with."""
+    return _HARMFUL.sub(_escaped, text.replace("\r\n", "\n"))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
 
 
 def open_missing() -> None:
@@ -29,6 +45,8 @@ def open_missing() -> None:
         except OSError:
             # It gets the lowest number that is free. Ranks inherit it.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the process lives
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
 
@@ -63,13 +81,13 @@ def can_be_written(patience_ms: int = _PATIENCE_MS) -> bool:
 
 
 def complain(text: str) -> None:
-    """Write a line to stderr, if anybody is there to read it.
+    """Write a line to stderr, if anybody is there to read it; what peers said in it does no harm.
 
     In one write, unbuffered too: an engine and its server complain at once, and of the same thing.
     """
     if can_be_written():
         with suppress(OSError):
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{harmless(text)}\n")
             sys.stderr.flush()
 
 

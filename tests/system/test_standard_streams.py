@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from nanocore.system import standard_streams
-from nanocore.system.standard_streams import LogHandler
+from nanocore.system.standard_streams import LogHandler, complain
 
 
 @pytest.fixture
@@ -65,11 +65,17 @@ def test_complaints_of_two_processes_do_not_run_into_each_other(flags: tuple[str
     os.close(read_end)
 
 
+def test_what_a_peer_said_does_no_harm_in_a_complaint(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("it said \x1b[31m\r\n\tand \u202e")
+    assert capsys.readouterr().err == "it said \\x1b[31m\n\tand \\u202e\n"
+
+
 def test_closed_streams_are_the_null_device_and_no_file_takes_their_numbers() -> None:
     program = (
         "import os; from nanocore.system.standard_streams import *\n"
         "open_missing(); fd = os.open('/dev/zero', os.O_RDONLY)\n"
         "complain('nothing'); flush_or_drop()\n"
+        "assert sys.stdin.read() == ''\n"
         "os._exit(0 if fd > 2 and os.readlink('/proc/self/fd/1') == os.devnull else 1)"
     )
     line = 'exec "$0" -c "$1" 0<&- 1>&- 2>&-'

@@ -30,7 +30,10 @@ COMMANDS: Final = {
     "new": Command("", "forget the conversation"),
     "retry": Command("", "ask the last question again"),
     "undo": Command("", "take back the last question and its answer"),
-    "set": Command("[NAME [VALUE]]", "how tokens are sampled; without VALUE as the model has it"),
+    "set": Command(
+        "[NAME [VALUE]]",
+        "how tokens are sampled, JSON or text; no VALUE: as the model has it",
+    ),
     "save": Command("FILE", "write the conversation to a file"),
     "load": Command("FILE", "go on with the conversation of a file"),
     "exit": Command("", "end, as Ctrl-D does"),

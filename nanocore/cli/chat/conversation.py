@@ -12,10 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
+from nanocore.cli.chat.files import open_regular
 from nanocore.cli.chat.target import Message
 from nanocore.protocol.errors import InvalidRequestError
 
 MAX_FILE_BYTES: Final = 2**26
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class SavedChat(msgspec.Struct, kw_only=True):
@@ -78,7 +80,7 @@ class Conversation:
         content = messages[0].get("content") if has_system else ""
         is_plain = isinstance(content, str)  # else it stays a turn like others
         self.system = str(content) if is_plain else ""
-        self.turns = messages[1:] if has_system and is_plain else messages
+        self.turns = messages[has_system and is_plain :]
         if self.turns and self.turns[-1]["role"] == "user":
             self.pending = self.turns.pop()
 
@@ -91,12 +93,12 @@ def save(path: Path, chat: SavedChat) -> None:
     """
     try:
         if path.exists():
-            load(path)
+            _check_replaceable(path)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{error}; it is left as it is: choose another name") from None
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        fd = open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
         try:
             with open(fd, "wb") as file:
                 file.write(msgspec.json.format(msgspec.json.encode(chat), indent=2) + b"\n")
@@ -108,25 +110,43 @@ def save(path: Path, chat: SavedChat) -> None:
         raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def _check_replaceable(path: Path) -> None:
+    """Raises InvalidRequestError for a file that holds what `save` has not written."""
+    if not load(path).messages:
+        raise InvalidRequestError(f"{path} holds no conversation: there are no messages")
+    read = msgspec.json.decode(_read(path))
+    others = set(read) - {*SavedChat.__struct_fields__} if isinstance(read, dict) else ()
+    if others:
+        raise InvalidRequestError(f"{path} holds more than a conversation: {min(others)!r}")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise InvalidRequestError(f"{path} has more than {MAX_FILE_BYTES // 2**20} MiB")
+    return data
+
+
 def load(path: Path) -> SavedChat:
     """What is in a file: that of `save`, or a list of messages.
 
     Raises:
         InvalidRequestError: it cannot be read, or holds something else.
     """
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise InvalidRequestError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise InvalidRequestError(f"{path} has more than {MAX_FILE_BYTES // 2**20} MiB")
+    data = _read(path)
     try:
         read = msgspec.json.decode(data, type=SavedChat | list[dict[str, Any]])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidRequestError(f"{path} holds no conversation: {error}") from None
     chat = SavedChat(messages=read) if isinstance(read, list) else read
     for i, message in enumerate(chat.messages):
-        if not isinstance(message.get("role"), str):
-            raise InvalidRequestError(f"{path} holds no conversation: messages[{i}] has no role")
+        if message.get("role") not in _ROLES:
+            raise InvalidRequestError(
+                f"{path} holds no conversation: messages[{i}] has a role that is none of "
+                f"{', '.join(_ROLES)}"
+            )
     return chat

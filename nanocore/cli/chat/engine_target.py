@@ -1,14 +1,15 @@
 """EngineTarget: an engine of one's own, or one that runs, over the wire.
 
 An engine that is launched ends with the target. Its log goes to a file. `switch` ends it before
-another one starts, for two models may not fit; if that fails, the last one is started again.
+another one starts, for two models may not fit; if that fails, the last one is started again. One
+that has died for good is started again when the next question comes.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -18,10 +19,8 @@ from nanocore.cli.engine_choice import EngineChoice
 from nanocore.client import AsyncEngineClient
 from nanocore.client.chat.messages import ChatMessage
 from nanocore.client.engine_keeper import EngineKeeper
-from nanocore.protocol.errors import EngineDeadError, InvalidRequestError, NanocoreError
+from nanocore.protocol.errors import InvalidRequestError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
-
-_LAUNCH: Final = "/model NAME launches one"
 
 
 class EngineTarget:
@@ -30,6 +29,7 @@ class EngineTarget:
     def __init__(self, choice: EngineChoice, log: EngineLog | None) -> None:
         self._choice, self._log = choice, log
         self._client: AsyncEngineClient | None = None
+        self._keeper: EngineKeeper | None = None  # of the launched one
 
     async def open(self) -> None:
         """See `ChatTarget`."""
@@ -66,18 +66,17 @@ class EngineTarget:
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[TargetEvent, None]:
         """See `ChatTarget`."""
+        if self._client is None or (self._keeper is not None and self._keeper.ended is not None):
+            await self.close()
+            await self.open()
         client = self._client
-        if client is None:
-            raise EngineDeadError(f"there is no engine: {_LAUNCH}")
+        assert client is not None, "it is open"
         recommended = SamplingParams.from_engine(client.model_card.default_sampling)
         params = replace(recommended, **sampling)
         num_resumes = 0
-        try:
-            answer = await client.submit_chat(
-                cast("Sequence[ChatMessage]", messages), params, fit_max_tokens=True
-            )
-        except EngineDeadError as error:
-            raise EngineDeadError(f"{error}{'' if self._log is None else f'; {_LAUNCH}'}") from None
+        answer = await client.submit_chat(
+            cast("Sequence[ChatMessage]", messages), params, fit_max_tokens=True
+        )
         events = answer.events()
         try:
             async for event in events:
@@ -124,5 +123,10 @@ class EngineTarget:
             tokenizer=choice.tokenizer,
             timeout_s=choice.start_timeout_s,
             resume_timeout_s=choice.start_timeout_s,
-            new_keeper=lambda: EngineKeeper(choice.flags, choice.max_restarts, output_fd=log.fd),
+            new_keeper=lambda: self._new_keeper(log.fd),
         )
+
+    def _new_keeper(self, log_fd: int) -> EngineKeeper:
+        choice = self._choice
+        self._keeper = EngineKeeper(choice.flags, choice.max_restarts, output_fd=log_fd)
+        return self._keeper

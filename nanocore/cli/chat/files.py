@@ -1,13 +1,18 @@
-"""The command's files: the history of what was typed, and the log of a launched engine.
+"""The command's files: the history of what was typed, the log of a launched engine, and errors of
+ours.
 
 They lie in `$XDG_STATE_HOME/nanocore`, or `~/.local/state/nanocore`, which is the user's alone.
-Neither grows for ever.
+None grows for ever. Only regular files are opened: others might never answer.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import stat
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +23,25 @@ from nanocore.system.private_directory import make_private
 
 MAX_ENTRIES: Final = 1000
 MAX_ENTRY_CHARS: Final = 2**14
+MAX_ERROR_BYTES: Final = 2**20
 _TAIL_BYTES: Final = 4096
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a file, which is made with mode 0600 if O_CREAT is among the flags.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe, a device or a directory.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # of a pipe that nobody reads
+            raise
+    raise OSError(errno.EINVAL, "it is no regular file")
 
 
 def state_directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -28,7 +51,10 @@ def state_directory(environment: Mapping[str, str] = os.environ) -> Path:
         ConfigError: it cannot be made, or is not the user's alone.
     """
     named = environment.get("XDG_STATE_HOME", "")
-    base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
+    try:
+        base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise ConfigError(f"there is no directory for history and logs: {error}") from None
     directory = base / "nanocore"
     make_private(directory, "the directory for history and logs")
     return directory
@@ -46,7 +72,7 @@ class InputHistory(FileHistory):
         self._path, self._complain = path, complain
         self._has_failed = False
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+            os.close(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW))
             path.chmod(0o600)
             self._shorten()
         except OSError as error:
@@ -54,6 +80,8 @@ class InputHistory(FileHistory):
 
     def load_history_strings(self) -> Iterable[str]:
         """The newest first."""
+        if self._has_failed:
+            return []
         try:
             return list(super().load_history_strings())
         except OSError as error:
@@ -75,7 +103,7 @@ class InputHistory(FileHistory):
         if len(entries) <= 2 * MAX_ENTRIES:
             return
         beside = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        fd = open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
         with open(fd, "w", encoding="utf-8", errors="replace") as file:
             for entry in reversed(entries[:MAX_ENTRIES]):
                 file.write("\n" + "".join([f"+{line}\n" for line in entry.split("\n")]))
@@ -93,39 +121,55 @@ def open_engine_log(complain: Callable[[str], None]) -> EngineLog:
         return EngineLog(state_directory() / "chat-engine.log")
     except ConfigError as error:
         complain(f"{error}: the engine's log is not kept")
-        return EngineLog(Path(os.devnull))
+        return EngineLog(None)
 
 
 class EngineLog:
     """Where a launched engine writes its log, for it must not write into the conversation.
 
+    Args:
+        path: None: it goes nowhere.
+
     Raises:
         ConfigError: it cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path | None) -> None:
+        how = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW
         try:
-            self.fd = os.open(
-                path,
-                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC,
-                0o600,
-            )
+            self.fd = os.open(os.devnull, os.O_RDWR) if path is None else open_regular(path, how)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}: an engine's log goes there") from None
 
     def last_line(self) -> str:
         """What the engine said last, or ''."""
         try:
-            with open(self.path, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                lines = file.read().replace(b"\r", b"\n").split(b"\n")
+            tail = os.pread(self.fd, _TAIL_BYTES, max(0, os.fstat(self.fd).st_size - _TAIL_BYTES))
         except OSError:
             return ""  # it is only shown while one waits
-        return next((line.decode(errors="replace") for line in reversed(lines) if line), "")
+        lines = tail.replace(b"\r", b"\n").decode(errors="replace").split("\n")
+        return next(filter(None, reversed(lines)), "")
 
     def close(self) -> None:
         """Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+class ErrorLog(logging.Handler):
+    """Appends errors of ours, with where they come from, to `chat-errors.log`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Where that cannot be, the line that was shown has to do."""
+        with suppress(OSError, ConfigError):
+            path = state_directory() / "chat-errors.log"
+            fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
+            with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+                if os.fstat(fd).st_size > MAX_ERROR_BYTES:
+                    os.ftruncate(fd, 0)
+                file.write(f"{self.format(record)}\n")

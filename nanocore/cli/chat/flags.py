@@ -11,8 +11,10 @@ import msgspec
 
 from nanocore import __version__
 from nanocore.cli.answer_flags import check_tokenizer
+from nanocore.cli.api_keys import check_key
 from nanocore.cli.chat import sampling
 from nanocore.cli.engine_choice import (
+    MAX_RESTARTS,
     CommandParser,
     EngineChoice,
     add_engine_flags,
@@ -66,7 +68,7 @@ def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatOptions:
     return ChatOptions(
         engine=choose_engine(parser, given, model, others),
         url=given.url,
-        api_key=given.api_key or environment.get("OPENAI_API_KEY") or None,
+        api_key=None if given.url is None else _api_key(given, environment),
         model_name=given.model_name,
         system=given.system_prompt,
         quick=given.quick,
@@ -90,19 +92,29 @@ def build_parser() -> CommandParser:
     parser.add_argument("--version", action="version", version=f"nanocore {__version__}")
     chat = parser.add_argument_group("chat")
     add = chat.add_argument
-    add("--system-prompt", default="", metavar="TEXT", help="what the model is told first")
-    add("-q", "--quick", metavar="MESSAGE", help="ask this, print the answer, and end")
-    add("--set", action="append", default=[], metavar="NAME=VALUE",
+    add("--system-prompt", type=_text, default="", metavar="TEXT",
+        help="what the model is told first")  # fmt: skip
+    add("-q", "--quick", type=_text, metavar="MESSAGE",
+        help="ask this, print the answer, and end")  # fmt: skip
+    add("--set", type=_text, action="append", default=[], metavar="NAME=VALUE",
         help="how tokens are sampled, e.g. temperature=0; may be repeated")  # fmt: skip
     add("--plain", action="store_true", help="Markdown without styles")
-    add_engine_flags(parser.add_argument_group("engine"), bare_endpoint="")
+    engine = parser.add_argument_group("engine")
+    add_engine_flags(engine, bare_endpoint="")
+    for action in engine._group_actions:
+        if action.dest == "max_restarts":
+            action.help = (
+                "of an engine that dies, in a row; then, and with 0, it is started again with the "
+                f"next question alone (default: {MAX_RESTARTS})"
+            )
     server = parser.add_argument_group("any server of OpenAI's API")
     add = server.add_argument
     add("--url", type=_api_url, help="of its API, e.g. http://127.0.0.1:8000/v1")
-    add("--model-name", metavar="NAME",
+    add("--model-name", type=_text, metavar="NAME",
         help="of the server's models (default: the first that it names)")  # fmt: skip
     add("--api-key", metavar="KEY",
-        help="for the server (default: that of OPENAI_API_KEY, if it is set)")  # fmt: skip
+        help="for the server; other users see it in the list of processes (default: that of "
+        "OPENAI_API_KEY, if it is set, which they do not see)")  # fmt: skip
     return parser
 
 
@@ -130,6 +142,33 @@ def _sampling(given: list[str]) -> dict[str, Any]:
         except InvalidRequestError as error:
             raise ConfigError(f"--set {one}: {error}") from None
     return values
+
+
+def _api_key(given: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+    """Its line ends, as files have them, are no part of it.
+
+    Raises:
+        ConfigError: no header can carry it, or the URL has a user, which says who asks, too.
+    """
+    source, key = "--api-key", (given.api_key or "").strip()
+    if urlsplit(given.url).username is not None:
+        if key:
+            raise ConfigError("--api-key, and --url with a user: a server is told one of them")
+        return None
+    if not key:
+        source, key = "OPENAI_API_KEY", environment.get("OPENAI_API_KEY", "").strip()
+    if not key:
+        return None
+    check_key(source, key)
+    return key
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("it is no text in UTF-8") from None
+    return text
 
 
 def _api_url(text: str) -> str:

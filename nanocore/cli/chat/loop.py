@@ -1,15 +1,17 @@
 """ChatLoop: reads what the user sends, has it answered, and obeys commands, until the end.
 
-Whatever goes wrong with a question is a line, and the loop goes on; `/retry` asks it again.
+Whatever goes wrong with a question is a line, and the loop goes on; `/retry` asks it again. So does
+a defect of ours: no conversation ends with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -20,7 +22,9 @@ from nanocore.cli.chat.target import ChatTarget
 from nanocore.cli.chat.terminal import Interrupts
 from nanocore.cli.chat.turn import Figures, Turn
 from nanocore.cli.chat.view import View, ending, status
-from nanocore.protocol.errors import InvalidRequestError, NanocoreError
+from nanocore.protocol.errors import InvalidRequestError, NanocoreError, shorten
+
+logger = logging.getLogger(__name__)
 
 _LOST_POLL_S: Final = 1.0
 _RETRY: Final = "; /retry asks again"
@@ -57,16 +61,24 @@ class ChatLoop:
     async def run(self, prompt: Reader, tells_figures: bool = False) -> None:
         """Until the end of the input, or `/exit`. tells_figures: in a line after each answer."""
         with self._interrupts.to(_nothing):  # between a question and its answer, say
-            with suppress(NanocoreError):  # a server may list none: they are for completion
+            try:
                 await self._interrupts.stoppable(self._find_models())
+            except NanocoreError:
+                pass  # a server may list none: they are for completion
+            except Exception as error:
+                self._report(error)
             while True:
                 try:
-                    if not await self._turn(await prompt.read(), tells_figures):
-                        return
+                    text = await prompt.read()
                 except EOFError:
                     return
+                try:
+                    if not await self._turn(text, tells_figures):
+                        return
                 except NanocoreError as error:
                     self._view.error(str(error))
+                except Exception as error:
+                    self._report(error)
 
     async def _turn(self, text: str, tells_figures: bool) -> bool:
         """Whether there is to be another one."""
@@ -79,6 +91,12 @@ class ChatLoop:
             if tells_figures:
                 self._view.note(self.status(sys.maxsize))
         return given is None or given.name != "exit"
+
+    def _report(self, error: Exception) -> None:
+        """A defect of ours. The log tells it in a line, and where it comes from in a file."""
+        self._view.end_answer()
+        what = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
+        logger.error("internal error, the chat goes on: %s", what, exc_info=error)
 
     def status(self, num_columns: int) -> str:
         """What is known, in a line."""
@@ -96,6 +114,9 @@ class ChatLoop:
             self._keep(turn)
             self._view.error(f"{error}{_RETRY}")
             return
+        except Exception:
+            self._keep(turn)
+            raise
         self._keep(turn)
         self._view.end_answer()
         if not has_ended:
@@ -150,9 +171,9 @@ class ChatLoop:
             case "set":
                 self._set(argument)
             case "save":
-                self._save(Path(argument).expanduser())
+                self._save(Path(os.path.expanduser(argument)))
             case "load":
-                self._load(Path(argument).expanduser())
+                self._load(Path(os.path.expanduser(argument)))
 
     async def _model(self, name: str) -> None:
         if not name:
@@ -165,7 +186,7 @@ class ChatLoop:
         async with self._view.waiting(self._target.news):
             is_done = await self._interrupts.stoppable(self._target.switch(name))
         if not is_done:
-            self._view.note(f"stopped: {self._target.model} answers")
+            self._view.note(f"stopped: {self._target.model or 'no model'} answers")
             return
         self._figures = Figures()
         self._view.note(f"{self._target.model} answers")
@@ -192,7 +213,9 @@ class ChatLoop:
         self._sampling = sampling_values.checked(chat.sampling)
         self._conversation.replace(chat.messages)
         self._figures = Figures()
-        self._view.note(f"{len(chat.messages)} messages; the conversation goes on behind them")
+        is_asked = self._conversation.pending is not None
+        how = "/retry asks the last one" if is_asked else "the conversation goes on behind them"
+        self._view.note(f"{len(chat.messages)} messages; {how}")
 
 
 def _nothing() -> None: ...

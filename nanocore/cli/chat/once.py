@@ -10,10 +10,11 @@ from typing import Any
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.target import ChatTarget
 from nanocore.cli.chat.turn import Turn
-from nanocore.cli.chat.view import ending, harmless
+from nanocore.cli.chat.view import ending
 from nanocore.client.chat.events import Text
 from nanocore.protocol.errors import ConfigError, InvalidRequestError, NanocoreError
 from nanocore.system import standard_streams
+from nanocore.system.standard_streams import harmless
 
 
 async def answer_once(
@@ -33,19 +34,28 @@ async def answer_once(
             async for event in events:
                 turn.add(event)
                 if isinstance(event, Text):
-                    sys.stdout.write(harmless(event.delta) if is_terminal else event.delta)
-                    sys.stdout.flush()
+                    _write(harmless(event.delta) if is_terminal else event.delta)
     except InvalidRequestError as error:
         raise ConfigError(str(error)) from None
     finally:
         if turn.answer.content:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            _write("\n")
     answer = turn.answer
     for call in answer.tool_calls:
-        standard_streams.complain(harmless(f"the model calls {call.name} {call.arguments}"))
+        standard_streams.complain(f"the model calls {call.name} {call.arguments}")
     if why := ending(answer, turn.figures(), target.max_model_len):
         why = why.partition(";")[0]
-        if answer.finish_reason != "length":
+        if answer.finish_reason not in ("length", "stop"):
             raise NanocoreError(why)
         standard_streams.complain(f"nanocore chat: {why}")
+
+
+def _write(text: str) -> None:
+    """Raises NanocoreError if it cannot be; BrokenPipeError if nobody reads it."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise NanocoreError(f"standard output cannot be written: {error.strerror}") from None

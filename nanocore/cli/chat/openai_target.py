@@ -1,95 +1,47 @@
-"""OpenAITarget: any server of OpenAI's chat completions; its chunks become the events of an answer.
+"""OpenAITarget: any server of OpenAI's chat completions.
 
-What a server says is taken as it comes: reasoning under either of its names, usage where there is
-some. Leaving an answer closes its connection, by which servers know that nobody reads it.
+What it sends is read by `AnswerReader`. Leaving an answer closes its connection, by which servers
+know that nobody reads it. No error shows what proves who asks, be it in the URL or in what a server
+says.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Any, Final, get_args
+import socket
+import ssl
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 import aiohttp
 import msgspec
 
-from nanocore.bench.sse import DONE, EventReader
-from nanocore.cli.chat.target import Message, TargetEvent
-from nanocore.client.chat.events import (
-    ChatEvent,
-    ChatFinishReason,
-    Finished,
-    Reasoning,
-    Started,
-    Text,
-    ToolArguments,
-    ToolBegin,
-    Usage,
+from nanocore.cli.chat.chunks import (
+    AnswerReader,
+    number_in,
+    objects_in,
+    said_in,
+    text_in,
+    value_of,
 )
+from nanocore.cli.chat.target import Message, TargetEvent
+from nanocore.client.chat.events import Started
 from nanocore.protocol.errors import (
     ConfigError,
     EngineDeadError,
     EngineOverloadedError,
     InvalidRequestError,
     NanocoreError,
-    shorten,
 )
 
 CONNECT_TIMEOUT_S: Final = 10.0
 _MAX_BODY_BYTES: Final = 2**20
 _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError)
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-    reasoning_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    completion_tokens_details: _Details | None = None
-
-
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _Call(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    tool_calls: list[_Call] | None = None
-
-
-class _Choice(msgspec.Struct):
-    delta: _Delta = msgspec.field(default_factory=_Delta)
-    finish_reason: str | None = None
-
-
-class _Chunk(msgspec.Struct):
-    id: str | None = None
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
+_MIN_SECRET_CHARS: Final = 6
+"""Of what is not shown: what is shorter hides nothing, and words would be hidden with it."""
+_TRUST: Final = "SSL_CERT_FILE names a file of the certificates to trust"
 
 
 class OpenAITarget:
@@ -101,8 +53,16 @@ class OpenAITarget:
     """
 
     def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
-        self._url = url.rstrip("/")
+        parts = urlsplit(url.rstrip("/"))
+        self._url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        secrets = [api_key or ""]
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        if parts.username is not None:
+            user = unquote(parts.username), unquote(parts.password or "")
+            basic = b64encode(":".join(user).encode()).decode()
+            secrets += [*user, basic]
+            self._headers = {"authorization": f"Basic {basic}"}
+        self._secrets = [secret for secret in secrets if len(secret) >= _MIN_SECRET_CHARS]
         self._lengths: dict[str, int | None] = {}
         self._session: aiohttp.ClientSession | None = None
         self.model = model or ""
@@ -114,10 +74,10 @@ class OpenAITarget:
         self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
         try:
             models = await self.models()
-        except InvalidRequestError:  # it lists none, as some proxies do
+        except InvalidRequestError as error:  # it lists none, as some proxies do
             models = []
             if not self.model:
-                raise
+                raise ConfigError(f"{error}; name one with --model-name") from None
         if not self.model:
             if not models:
                 raise ConfigError(f"{self._url} names no model: name one with --model-name")
@@ -148,12 +108,17 @@ class OpenAITarget:
                 if response.status != 200:
                     raise await self._refusal(response)
                 data = await _body(response)
-            listed = msgspec.json.decode(data, type=_Models)
         except _FAILURES as error:
             raise self._lost(error) from None
-        except msgspec.MsgspecError as error:
+        try:
+            listed = value_of(data)
+        except ValueError as error:
             raise InvalidRequestError(f"{url} lists no models: {error}") from None
-        self._lengths = {model.id: model.max_model_len for model in listed.data}
+        self._lengths = {
+            name: number_in(model, "max_model_len")
+            for model in objects_in(listed, "data")
+            if (name := text_in(model, "id"))
+        }
         return list(self._lengths)
 
     async def switch(self, model: str) -> None:
@@ -175,7 +140,7 @@ class OpenAITarget:
             "stream_options": {"include_usage": True},
             **sampling,
         }
-        answer = _Answer()
+        answer = AnswerReader()
         headers = {"content-type": "application/json"}
         try:
             async with self._session.post(
@@ -187,24 +152,40 @@ class OpenAITarget:
                 async for data in response.content.iter_any():
                     for event in answer.feed(data):
                         yield event
-            yield answer.end()
+            for event in answer.end():
+                yield event
         except _FAILURES as error:
             raise self._lost(error) from None
-        except msgspec.MsgspecError as error:
-            raise NanocoreError(
-                f"{self._url} sent what is no chunk of an answer: {error}"
-            ) from None
+        except NanocoreError as error:
+            error.args = (self._discreet(str(error)), *error.args[1:])
+            raise
 
     def _lost(self, error: Exception) -> NanocoreError:
         reason = str(error) or f"no answer within {CONNECT_TIMEOUT_S:g} s"
+        if isinstance(error, aiohttp.ClientConnectorCertificateError):
+            cause = getattr(error.certificate_error, "verify_message", "") or reason
+            return ConfigError(f"{self._url}: its certificate is not trusted: {cause} ({_TRUST})")
         if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
-            reason = os.strerror(error.os_error.errno)  # its text has what the URL says
+            cause = error.os_error  # the error's own text has what the URL says
+            if isinstance(cause, ssl.SSLError):
+                return ConfigError(f"{self._url}: TLS fails: {cause.reason or cause.strerror}")
+            is_name = isinstance(cause, socket.gaierror)
+            reason = str(cause.strerror) if is_name else os.strerror(cause.errno or 0)
         return EngineDeadError(f"no server at {self._url}, or none any more: {reason}")
+
+    def _discreet(self, text: str) -> str:
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> NanocoreError:
         """What the server says of it, in a line."""
         text = (await _body(response)).decode(errors="replace")
-        said = f"{self._url}: HTTP {response.status}: {_message(text)}"
+        said = f"{self._url}: HTTP {response.status}: {said_in(text)}"
+        wait = response.headers.get("retry-after", "")
+        if wait.isdecimal():
+            said += f" (again in {wait} s)"
+        said = self._discreet(said)
         if response.status in (401, 403):
             return ConfigError(f"{said} (the key is --api-key's, or OPENAI_API_KEY's)")
         if response.status in (429, 503):
@@ -212,67 +193,6 @@ class OpenAITarget:
         if 400 <= response.status < 500:
             return InvalidRequestError(said)
         return NanocoreError(said)
-
-
-class _Answer:
-    """A stream of chunks."""
-
-    def __init__(self) -> None:
-        self._reader = EventReader()
-        self._calls: dict[int, int] = {}  # their index to ours, without gaps
-        self._usage = _Usage()
-        self._finish_reason: str | None = None
-        self._is_over = False
-
-    def feed(self, data: bytes) -> Iterator[ChatEvent]:
-        """What these bytes bring.
-
-        Raises:
-            msgspec.MsgspecError: they are no chunks. NanocoreError: the server says that it failed.
-        """
-        for event in self._reader.feed(data):
-            if event == DONE:
-                self._is_over = True
-                continue
-            chunk = msgspec.json.decode(event, type=_Chunk)
-            if chunk.error is not None:
-                text = msgspec.json.encode({"error": chunk.error}).decode()
-                raise NanocoreError(f"the answer ended with an error: {_message(text)}")
-            self._usage = chunk.usage or self._usage
-            for choice in chunk.choices[:1]:
-                yield from self._delta(choice.delta)
-                self._finish_reason = choice.finish_reason or self._finish_reason
-
-    def end(self) -> Finished:
-        """Raises EngineDeadError if the answer had not ended."""
-        if self._finish_reason is None and not self._is_over:
-            raise EngineDeadError("the connection was lost before the answer had ended")
-        usage = self._usage
-        prompt = usage.prompt_tokens_details or _Details()
-        output = usage.completion_tokens_details or _Details()
-        reason: Any = self._finish_reason
-        return Finished(
-            reason if reason in get_args(ChatFinishReason) else "stop",
-            Usage(
-                usage.prompt_tokens or 0,
-                prompt.cached_tokens or 0,
-                usage.completion_tokens or 0,
-                output.reasoning_tokens or 0,
-            ),
-        )
-
-    def _delta(self, delta: _Delta) -> Iterator[ChatEvent]:
-        if reasoning := delta.reasoning or delta.reasoning_content:
-            yield Reasoning(reasoning)
-        if text := delta.content or delta.refusal:
-            yield Text(text)
-        for call in delta.tool_calls or ():
-            function = call.function or _Function()
-            if call.index not in self._calls:
-                index = self._calls[call.index] = len(self._calls)
-                yield ToolBegin(index, call.id or f"call_{index}", function.name or "")
-            if function.arguments:
-                yield ToolArguments(self._calls[call.index], function.arguments)
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
@@ -283,18 +203,6 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
         if len(body) > _MAX_BODY_BYTES:
             break
     return body
-
-
-def _message(body: str) -> str:
-    """What a body of an error says, in one line."""
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        value = None
-    for key in ("error", "message", "detail"):
-        if isinstance(value, dict) and value.get(key):
-            value = value[key]
-    return shorten(" ".join((value if isinstance(value, str) else body).split()) or "(no reason)")
 
 
 def _without_reasoning(message: Message) -> Message:

@@ -26,14 +26,14 @@ from rich.console import Console
 
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.engine_target import EngineTarget
-from nanocore.cli.chat.files import InputHistory, open_engine_log, state_directory
+from nanocore.cli.chat.files import ErrorLog, InputHistory, open_engine_log, state_directory
 from nanocore.cli.chat.flags import ChatOptions
 from nanocore.cli.chat.loop import ChatLoop
 from nanocore.cli.chat.once import answer_once
 from nanocore.cli.chat.prompt import Prompt
 from nanocore.cli.chat.target import ChatTarget
 from nanocore.cli.chat.terminal import Interrupts, LinePrompt, is_dumb, quiet_keyboard
-from nanocore.cli.chat.view import View, harmless
+from nanocore.cli.chat.view import View
 from nanocore.protocol.errors import ConfigError
 from nanocore.system import standard_streams
 
@@ -49,6 +49,8 @@ def chat(options: ChatOptions) -> int:
     Raises:
         NanocoreError: nobody can be asked, or the one question has no answer.
     """
+    if sys.stdout is None:
+        raise ConfigError("standard output is closed: an answer has nowhere to go")
     interrupts = Interrupts()
     if options.quick is None and sys.stdin.isatty() and sys.stdout.isatty():
         return asyncio.run(interrupts.run(_converse(options, interrupts)))
@@ -98,7 +100,7 @@ async def _run(
     loop: ChatLoop, prompt: LinePrompt | Prompt, view: View, tells_figures: bool
 ) -> None:
     view.note(f"{loop.status(sys.maxsize)}; /help lists commands, Ctrl-D ends")
-    with _logged_to(lambda text: prompt.above(partial(view.note, text))):
+    with _handled_by(ErrorLog()), _logged_to(lambda text: prompt.above(partial(view.note, text))):
         await loop.run(prompt, tells_figures)
 
 
@@ -171,12 +173,16 @@ class _Notes(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """In whatever thread it comes: those of the client come in the event loop's."""
-        self._tell(harmless(record.getMessage()))
+        self._tell(record.getMessage())
+
+
+def _logged_to(tell: Callable[[str], None]) -> AbstractContextManager[None]:
+    return _handled_by(_Notes(tell))
 
 
 @contextmanager
-def _logged_to(tell: Callable[[str], None]) -> Iterator[None]:
-    handler, root = _Notes(tell), logging.getLogger()
+def _handled_by(handler: logging.Handler) -> Iterator[None]:
+    root = logging.getLogger()
     root.addHandler(handler)
     try:
         yield

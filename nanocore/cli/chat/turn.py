@@ -35,9 +35,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_context_tokens(self) -> int | None:
         """Of the next prompt at least."""
-        if self.num_prompt_tokens is None or self.num_output_tokens is None:
+        if self.num_prompt_tokens is None:
             return None
-        return self.num_prompt_tokens + self.num_output_tokens
+        return self.num_prompt_tokens + (self.num_output_tokens or 0)
 
 
 class Turn:
@@ -90,11 +90,11 @@ class Turn:
                 num_cached_tokens=started.num_cached_tokens if started and num_prompt else None,
                 ttft_s=ttft_s,
             )
-        took_s = self._last_s - self._start_s
+        took_s, num_output = self._last_s - self._start_s, usage.num_output_tokens
         return Figures(
-            num_prompt_tokens=usage.num_prompt_tokens,
+            num_prompt_tokens=usage.num_prompt_tokens or None,  # 0: a server does not count
             num_cached_tokens=usage.num_cached_tokens,
-            num_output_tokens=usage.num_output_tokens,
+            num_output_tokens=num_output or None,
             ttft_s=ttft_s,
-            tokens_per_s=usage.num_output_tokens / took_s if took_s > 0 else None,
+            tokens_per_s=num_output / took_s if num_output and took_s > 0 else None,
         )

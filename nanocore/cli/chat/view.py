@@ -8,7 +8,6 @@ characters: they are shown, and do nothing.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -22,17 +21,12 @@ from nanocore.cli.chat.target import Resumed, TargetEvent
 from nanocore.cli.chat.turn import Figures
 from nanocore.client.chat.answer import ChatAnswer
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
+from nanocore.system.standard_streams import harmless
 
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _UPDATE_S: Final = 0.2
 _PATIENCE_S: Final = 0.5
 _NOTE: Final = "dim"
 _ERROR: Final = "red"
-
-
-def harmless(text: str) -> str:
-    """It with control characters as they are written in strings; new lines and tabs stay."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text.replace("\r\n", "\n"))
 
 
 class View:
@@ -149,7 +143,7 @@ def ending(answer: ChatAnswer, figures: Figures, max_model_len: int | None) -> s
         return "cut: it is as long as max_tokens allows"
     if answer.finish_reason in ("abort", "timeout", "error"):
         return f"it ended early: {answer.message or answer.finish_reason}; /retry asks again"
-    return ""
+    return answer.message or ""
 
 
 def status(model: str, figures: Figures, max_model_len: int | None, num_columns: int) -> str:

@@ -12,9 +12,9 @@ from rich.console import Console
 from nanocore.cli.chat.target import Message, TargetEvent
 from nanocore.cli.chat.view import View
 from nanocore.client.chat.events import Finished, Started, Text, Usage
-from nanocore.protocol.errors import InvalidRequestError, NanocoreError
+from nanocore.protocol.errors import InvalidRequestError
 
-Script = Sequence[TargetEvent | NanocoreError | Callable[[], None]]
+Script = Sequence[TargetEvent | Exception | Callable[[], None]]
 
 
 def answer(text: str, reason: Any = "stop", num_prompt_tokens: int = 7) -> Script:
@@ -50,7 +50,7 @@ class FakeTarget:
         has_ended = False
         try:
             for event in script:
-                if isinstance(event, NanocoreError):
+                if isinstance(event, Exception):
                     raise event
                 if callable(event):
                     event()

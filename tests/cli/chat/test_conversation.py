@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from pathlib import Path
@@ -11,7 +12,13 @@ import pytest
 
 from nanocore.cli.chat import sampling
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
-from nanocore.cli.chat.files import EngineLog, InputHistory, open_engine_log, state_directory
+from nanocore.cli.chat.files import (
+    EngineLog,
+    ErrorLog,
+    InputHistory,
+    open_engine_log,
+    state_directory,
+)
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 
 HELLO = {"role": "user", "content": "hello"}
@@ -79,11 +86,19 @@ def test_no_other_file_is_written_over(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"holds no conversation.*left as it is"):
         save(path, SavedChat(messages=[HELLO]))
     assert path.read_text() == "dear to me"
+    for content in ("[]", '{"messages": []}', '{"messages": [{"role": "user"}], "precious": 1}'):
+        path.write_text(content)
+        with pytest.raises(InvalidRequestError, match=r"holds (no|more).*left as it is"):
+            save(path, SavedChat(messages=[HELLO]))
+        assert path.read_text() == content
     with pytest.raises(InvalidRequestError, match="cannot be written: No such file"):
         save(tmp_path / "none" / "a.json", SavedChat(messages=[HELLO]))
 
 
-@pytest.mark.parametrize("content", ['[{"content": "x"}]', "[1]", "{", '{"messages": 3}', "\xff"])
+@pytest.mark.parametrize(
+    "content",
+    ['[{"content": "x"}]', '[{"role": "wizard"}]', "[1]", "{", '{"messages": 3}', "\xff"],
+)
 def test_what_is_no_conversation_is_not_loaded(content: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(content.encode("latin-1"))
@@ -146,6 +161,51 @@ def test_a_history_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     history.store_string("b")
     assert len(told) == 1
     assert "Is a directory: what is typed is not kept there" in told[0]
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """One that has both its ends: to open it waits for nobody, to read it for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+@pytest.mark.parametrize("has_writer", [False, True])
+def test_nothing_waits_for_a_pipe(pipe: Path, has_writer: bool) -> None:
+    fd = os.open(pipe, os.O_RDWR) if has_writer else -1
+    told: list[str] = []
+    with pytest.raises(InvalidRequestError, match="it is no regular file"):
+        load(pipe)
+    with pytest.raises(InvalidRequestError, match="it is no regular file; it is left as it is"):
+        save(pipe, SavedChat(messages=[HELLO]))
+    with pytest.raises(ConfigError, match="an engine's log goes there"):
+        EngineLog(pipe)
+    history = InputHistory(pipe, told.append)
+    assert list(history.load_history_strings()) == []
+    assert len(told) == 1
+    if has_writer:
+        os.close(fd)
+
+
+def test_a_history_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/zero")
+    told: list[str] = []
+    history = InputHistory(tmp_path / "link", told.append)
+    assert list(history.load_history_strings()) == []
+    assert len(told) == 1
+
+
+def test_errors_of_ours_are_kept_and_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("nanocore.cli.chat.files.MAX_ERROR_BYTES", 10)
+    for word in ("one", "two"):
+        ErrorLog().emit(logging.makeLogRecord({"msg": word, "levelno": logging.ERROR}))
+    path = tmp_path / "nanocore" / "chat-errors.log"
+    assert path.read_text().endswith("two\n")
+    assert "one" not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_files_lie_in_a_directory_that_is_the_users_alone(tmp_path: Path) -> None:

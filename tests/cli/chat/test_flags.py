@@ -54,6 +54,15 @@ def test_a_key_is_the_flags_or_the_environments() -> None:
     assert parse(["--url", "http://h"], {}).api_key is None
     assert parse(["--url", "http://h"], environment).api_key == "theirs"
     assert parse(["--url", "http://h", "--api-key", "mine"], environment).api_key == "mine"
+    assert parse(["--url", "http://u@h"], environment).api_key is None
+
+
+def test_a_line_end_is_no_part_of_a_key_and_a_wrong_one_matters_to_servers_alone() -> None:
+    assert parse(["--url", "http://h"], {"OPENAI_API_KEY": "key\r\n"}).api_key == "key"
+    wrong = {"OPENAI_API_KEY": "a\nb"}
+    assert parse([], wrong).api_key is None
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY: a key is printable ASCII"):
+        parse(["--url", "http://h"], wrong)
 
 
 @pytest.mark.parametrize(
@@ -69,6 +78,10 @@ def test_a_key_is_the_flags_or_the_environments() -> None:
         (["m", "--endpoint", "ipc:///x/y"], "leave m out"),
         (["m", "--model", "n"], "two models, m and --model n"),
         (["-q", " "], "--quick: a message is needed"),
+        (["-q", "a\udcffb"], "--quick: it is no text in UTF-8"),
+        (["--system-prompt", "\udcff"], "--system-prompt: it is no text"),
+        (["--url", "http://h", "--api-key", "a\nb"], "--api-key: a key is printable ASCII"),
+        (["--url", "http://u:p@h", "--api-key", "k"], "a server is told one of them"),
         (["--set", "temperature"], "NAME=VALUE is needed"),
         (["--set", "temprature=0"], "did you mean temperature"),
         (["--set", "top_p=2"], "top_p"),

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.cli.chat.terminal import CTRL_C, CTRL_D, ENTER, chatting
+from tests.bench import fake_server
+from tests.cli.chat.terminal import CTRL_C, CTRL_D, ENTER, Terminal, chatting
 from tests.cli.paused_engine import paused
 from tests.cli.served import DEMO, EXIT_TIMEOUT_S, Descendants, serving
 from tests.end_to_end import forked
@@ -37,6 +39,15 @@ def engine() -> Iterator[forked.Engine]:
         yield running
 
 
+def engine_pid(terminal: Terminal) -> int:
+    """Of the engine that it has launched."""
+    (pid,) = [
+        pid for pid in Descendants(terminal.pid).pids
+        if b"--parent-fd" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]  # fmt: skip
+    return pid
+
+
 def test_an_engine_of_ones_own_answers_and_comes_back_and_ends_with_the_chat(
     tmp_path: Path,
 ) -> None:
@@ -46,12 +57,7 @@ def test_an_engine_of_ones_own_answers_and_comes_back_and_ends_with_the_chat(
         terminal.press(SUM)
         terminal.expect(ANSWER)
         terminal.expect("demo_model | context 34/2,048 | ")
-        below = Descendants(terminal.pid)
-        (engine_pid,) = [
-            pid for pid in below.pids
-            if b"--parent-fd" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]  # fmt: skip
-        os.kill(engine_pid, signal.SIGKILL)
+        os.kill(engine_pid(terminal), signal.SIGKILL)
         terminal.expect("(the engine process exited with code -9: another one takes its place")
         terminal.press(f"What is 3 + 4?{ENTER}")
         terminal.expect("3 + 4 = 7")
@@ -63,6 +69,20 @@ def test_an_engine_of_ones_own_answers_and_comes_back_and_ends_with_the_chat(
     state = tmp_path / "state" / "nanocore"
     assert "+What is 123 + 456?" in (state / "chat-history").read_text()
     assert "engine" in (state / "chat-engine.log").read_text()
+
+
+def test_an_engine_that_is_not_to_be_restarted_is_by_the_next_question_alone() -> None:
+    with chatting(*GREEDY, "--dtype", "float32", "--max-restarts", "0") as terminal:
+        terminal.expect(READY)
+        terminal.press(SUM)
+        terminal.expect(ANSWER)
+        os.kill(engine_pid(terminal), signal.SIGKILL)
+        terminal.press(f"/retry{ENTER}")
+        terminal.expect("the engine process exited with code -9; /retry asks again")
+        terminal.press(f"/retry{ENTER}")
+        terminal.expect(ANSWER)
+        terminal.press(CTRL_D)
+        assert terminal.exit() == 0
 
 
 def test_ctrl_c_aborts_the_request_and_the_next_question_is_answered(
@@ -146,9 +166,7 @@ def test_a_server_is_asked_by_its_url_and_may_go(tmp_path: Path) -> None:
 
 def test_the_transcript_of_the_page_is_what_is_shown(engine: forked.Engine) -> None:
     ((arguments, transcript),) = re.findall(
-        r"With `nanocore chat (.*?)`:\n\n<!--[^\n]*-->\n```text\n(.*?)```",
-        DOCUMENT,
-        flags=re.DOTALL,
+        r"With `nanocore chat (.*?)`:\n\n<!--.*?-->\n```text\n(.*?)```", DOCUMENT, flags=re.DOTALL
     )
     lines = [line[2:] for line in transcript.splitlines() if line.startswith("> ")]
     with chatting(*arguments.split(), "--endpoint", engine.endpoint, TERM="dumb") as terminal:
@@ -159,7 +177,7 @@ def test_the_transcript_of_the_page_is_what_is_shown(engine: forked.Engine) -> N
             terminal.press(f"{line}\n")
             shown.append("> " + terminal.expect(f"{line}\n") + f"{line}\n")
         assert terminal.exit() == 0
-    figures = re.compile(r"^\(nanocore_demo_model \|.*\n", flags=re.MULTILINE)
+    figures = re.compile(r"^\(\w*demo_model \|.*\n", flags=re.MULTILINE)
     assert figures.sub("", "".join(shown)) == transcript
 
 
@@ -179,6 +197,47 @@ def test_ctrl_c_ends_the_chat_while_its_engine_starts_and_the_engine_with_it() -
         terminal.press(CTRL_C)
         assert terminal.exit() == 130
         below.wait_until_all_end()
+
+
+def test_a_bad_byte_of_a_server_ends_no_chat_and_its_errors_do_no_harm_in_a_pipe() -> None:
+    bad = b'data: {"choices": [{"delta": {"content": "a\xff"}, "finish_reason": "stop"}]}\n\n'
+    error = b'data: {"error": {"message": "boom\\u001b[31m\\u202e"}}\n\n'
+
+    def script(body: dict[str, Any]) -> tuple[int, list[bytes]]:
+        return 200, [error if body["messages"][-1]["content"] == "fail" else bad]
+
+    with fake_server.serving(script) as server:
+        with chatting("--url", server.url) as terminal:
+            terminal.press(f"x{ENTER}")
+            terminal.expect("a\ufffd\n")
+            terminal.press(f"fail{ENTER}")
+            terminal.expect(r"boom\x1b[31m\u202e; /retry asks again")
+            terminal.press(CTRL_D)
+            assert terminal.exit() == 0
+        done = run("--url", server.url, "-q", "fail")
+        assert (done.returncode, done.stdout) == (70, "")
+        assert done.stderr.endswith("boom\\x1b[31m\\u202e\n")
+
+
+@pytest.mark.parametrize(
+    ("closed", "exit_code", "words"),
+    [
+        ("<&-", 2, "standard input is empty"),
+        ("-q hi >&-", 2, "standard output is closed"),
+        ("-q hi >/dev/full", 70, "standard output cannot be written: No space left on device"),
+    ],
+)
+def test_streams_that_are_not_there_or_full_are_a_line(
+    closed: str, exit_code: int, words: str
+) -> None:
+    with fake_server.serving(lambda body: (200, fake_server.chat(["a"]))) as server:
+        command = f'"$0" -m nanocore.cli chat --url "$1" {closed}'
+        done = subprocess.run(
+            ["bash", "-c", command, sys.executable, server.url],
+            stderr=subprocess.PIPE, text=True, timeout=EXIT_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (exit_code, 1)
+    assert words in done.stderr
 
 
 # -- one question -----------------------------------------------------------------------------

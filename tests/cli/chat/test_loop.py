@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +25,7 @@ from nanocore.cli.chat.loop import ChatLoop
 from nanocore.cli.chat.once import answer_once
 from nanocore.cli.chat.prompt import CommandCompleter, Prompt
 from nanocore.cli.chat.terminal import Interrupts
-from nanocore.client.chat.events import Failed, Started, Text
+from nanocore.client.chat.events import Failed, Finished, Started, Text, ToolBegin, Usage
 from nanocore.protocol.errors import (
     ConfigError,
     ContextLengthError,
@@ -103,6 +106,15 @@ def test_the_systems_words_are_shown_and_removed() -> None:
     assert contents(target.asked[0][0]) == ["x"]
 
 
+def test_a_loaded_question_waits_for_retry(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"role": "user", "content": "so?"}]')
+    target = FakeTarget(answer("a"))
+    shown = chat(target, f"/load {path}", "/retry", "/save ~nobody-of-this-name/x")
+    assert shown.startswith("(1 messages; /retry asks the last one)\na\n~nobody-of-this-name/x ")
+    assert contents(target.asked[0][0]) == ["so?"]
+
+
 def test_a_model_is_shown_and_changed_and_the_conversation_stays() -> None:
     target = FakeTarget(answer("a"), answer("b"))
     shown = chat(target, "x", "/model", "/model none", "/model other", "y")
@@ -138,6 +150,24 @@ def test_an_error_is_a_line_and_the_question_can_be_asked_again(error: NanocoreE
     shown = chat(target, "x", "/retry")
     assert shown == f"{error}; /retry asks again\na\n"
     assert target.asked[0] == target.asked[1]
+
+
+def test_a_defect_of_ours_ends_no_chat_and_loses_nothing_of_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defect: Any = RuntimeError("a\nbug")
+    target = FakeTarget(answer("a"), [Text("half"), defect], [defect], answer("b"))
+
+    async def models() -> list[str]:
+        raise defect
+
+    monkeypatch.setattr(target, "models", models)
+    shown = chat(target, "w", "x", "y", "/model", "/retry")
+    assert shown == "a\nhalf\nb\n"
+    assert contents(target.asked[3][0]) == ["w", "a", "x", "half", "y"]
+    expected = "internal error, the chat goes on: RuntimeError: a bug"
+    assert [record.getMessage() for record in caplog.records] == [expected] * 4
+    assert all(record.exc_info for record in caplog.records)
 
 
 def test_what_failed_is_left_behind_by_the_next_question() -> None:
@@ -313,6 +343,26 @@ def test_an_answer_that_is_cut_says_so_beside_it(capsys: pytest.CaptureFixture[s
     written = capsys.readouterr()
     assert written.out == "half\n"
     assert written.err == "nanocore chat: cut: it is as long as max_tokens allows\n"
+
+
+def test_an_answer_that_cannot_be_written_is_an_error_and_not_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("sys.stdout", Full())
+    with pytest.raises(NanocoreError, match="standard output cannot be written: No space left"):
+        once(FakeTarget(answer("an answer")))
+
+
+def test_what_the_model_calls_is_a_line_that_does_no_harm(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usage = Usage(3, 0, 2, 0)
+    once(FakeTarget([Started("r", (), 0), ToolBegin(0, "c", "f\x1b"), Finished("stop", usage)]))
+    assert capsys.readouterr() == ("", "the model calls f\\x1b \n")
 
 
 def test_one_question_that_cannot_be_answered_is_an_error_of_usage() -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import socket
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from threading import Event
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -28,6 +34,9 @@ QUESTION = [
     {"role": "assistant", "content": "y", "reasoning_content": "hm"},
     {"role": "user", "content": "z"},
 ]
+
+
+ERROR = b'{"error": {"message": "so\\nnot", "code": 1}}'
 
 
 def answering(*pieces: bytes, status: int = 200) -> Script:
@@ -108,12 +117,72 @@ def test_reasoning_calls_and_cached_tokens_are_told() -> None:
     assert (answer.finish_reason, answer.usage) == ("tool_calls", Usage(9, 4, 3, 0))
 
 
-def test_reasons_of_other_servers_are_an_end_and_so_is_done() -> None:
-    assert ask(answering(delta(content="a"), delta("eos"), DONE))[0].finish_reason == "stop"
-    assert ask(answering(delta(content="a"), DONE))[0].finish_reason == "stop"
+def test_reasons_of_other_servers_are_an_end_and_so_is_done_but_perhaps_too_early() -> None:
+    answer, _ = ask(answering(delta(content="a"), delta("eos"), DONE))
+    assert (answer.finish_reason, answer.message) == ("stop", None)
+    answer, _ = ask(answering(delta(content="a"), DONE))
+    assert (answer.finish_reason, answer.message is not None) == ("stop", True)
 
 
-ERROR = b'{"error": {"message": "so\\nnot", "code": 1}}'
+def raw(text: str) -> bytes:
+    return f"data: {text}\n\n".encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "content"),
+    [
+        ([raw('{"choices": [{"delta": {"content": "a\xff\xfe\xc3(b"}}]}')],
+         "a\ufffd\ufffd\ufffd(b"),
+        ([delta(content="x\ud83d"), delta(content="\ude00y")], "x\U0001f600y"),
+        ([delta(content="x\ud83d"), delta(content="y")], "x\ufffdy"),
+        ([delta(content="x\ud83d")], "x\ufffd"),
+        ([delta(content="x\ude00y")], "x\ufffdy"),
+        ([raw('{"choices": null}'), raw('{"choices": [null]}'),
+          raw('{"choices": [{"delta": null}]}'),
+          raw("3"), raw('{"usage": {"prompt_tokens": "x"}}'), delta(content=5),
+          delta(content="a", tool_calls=3, reasoning=[])], "a"),
+        ([event({"usage": {"prompt_tokens_details": 1}, "choices": [{"finish_reason": 3,
+          "delta": {"content": "a"}}]})], "a"),
+        ([delta(content="a").replace(b"\n", b"\r")], "a"),
+    ],
+    ids=["no UTF-8", "an emoji in two chunks", "half", "half at the end", "other half", "odd",
+         "numbers", "CR"],
+)  # fmt: skip
+def test_what_is_odd_costs_nothing_but_itself(pieces: list[bytes], content: str) -> None:
+    answer, _ = ask(answering(*pieces, delta("stop"), DONE))
+    assert (answer.content, answer.finish_reason) == (content, "stop")
+
+
+def test_an_answer_that_comes_whole_is_one() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "all\nof it", "tool_calls": [call]}
+    whole = {
+        "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+    }
+    body = json.dumps(whole, indent=2).encode()
+    answer, _ = ask(answering(body[:20], body[20:]))
+    assert (answer.content, answer.usage) == ("all\nof it", Usage(3, 0, 2, 0))
+    assert (answer.tool_calls, answer.finish_reason) == ([ToolCall("c", "f", "{}")], "tool_calls")
+
+
+def test_a_url_that_says_who_asks_is_not_shown_and_neither_is_its_user() -> None:
+    async def run(url: str) -> None:
+        target = OpenAITarget(url, None, "m")
+        try:
+            await target.open()
+            await collected(target)
+        finally:
+            await target.close()
+
+    said = b'{"error": "no amy-user:hunter22 YW15LXVzZXI6aHVudGVyMjI="}'
+    with serving(answering(said, status=403)) as server:
+        url = server.url.replace("http://", "http://amy-user:hunter22@") + "/v1"
+        hidden = rf"^{server.url}/v1: HTTP 403: no \*\*\*:\*\*\* \*\*\* \("
+        with pytest.raises(ConfigError, match=hidden):
+            asyncio.run(run(url))
+    (request,) = server.requests
+    assert request[1]["authorization"] == "Basic YW15LXVzZXI6aHVudGVyMjI="
 
 
 @pytest.mark.parametrize(
@@ -126,15 +195,26 @@ ERROR = b'{"error": {"message": "so\\nnot", "code": 1}}'
         (503, b"", EngineOverloadedError, r"HTTP 503: \(no reason\)"),
         (500, b"<html>" * 500, NanocoreError, r"\(3000 characters\)"),
         (200, delta(content="a"), EngineDeadError, "lost before the answer had ended"),
+        (200, b"", EngineDeadError, "lost before the answer had ended"),
+        (200, b"data: {", EngineDeadError, "lost before the answer had ended"),
         (200, b"data: {\n\n", NanocoreError, "no chunk of an answer"),
+        (200, b"data: " + b"[" * 200_000 + b"\n\n", NanocoreError, "no chunk.*too deep"),
+        (200, DONE, NanocoreError, "ended before it had begun"),
+        (200, ERROR, NanocoreError, "error: so not"),
+        (200, b"<html>\nLog in", NanocoreError, "no answer of OpenAI's API: <html> Log in"),
+        (200, b'{"choices": []}', NanocoreError, "no answer of OpenAI's API"),
+        (200, delta(content="a") + event({"object": "error", "message": "old", "code": 400}),
+         NanocoreError, "error: old$"),
+        (401, b"no sesame-key", ConfigError, r"HTTP 401: no \*\*\* \("),
+        (200, event({"error": "not sesame-key"}), NanocoreError, r"error: not \*\*\*$"),
         (200, delta(content="a") + b"data: " + ERROR + b"\n\n", NanocoreError, "error: so not"),
     ],
-)
+)  # fmt: skip
 def test_what_goes_wrong_is_a_line(
     status: int, body: bytes, kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind, match=words) as caught:
-        ask(answering(body, status=status), model="m")
+        ask(answering(body, status=status), model="m", api_key="sesame-key")
     assert "\n" not in str(caught.value)
 
 
@@ -200,20 +280,73 @@ def test_a_server_that_lists_no_models_needs_a_name() -> None:
     with serving(answering()) as server:
         server.models_status = 404
         assert asyncio.run(run("mine")) == "mine"
-        with pytest.raises(InvalidRequestError, match="HTTP 404"):
+        with pytest.raises(ConfigError, match=r"HTTP 404.*name one with --model-name"):
             asyncio.run(run(None))
         server.models_status = 401
         with pytest.raises(ConfigError, match="the key is --api-key's"):
             asyncio.run(run("mine"))
 
 
+def opening(url: str) -> None:
+    async def run() -> None:
+        target = OpenAITarget(url, None, None)
+        try:
+            await target.open()
+        finally:
+            await target.close()
+
+    asyncio.run(run())
+
+
 def test_a_server_that_is_not_there_is_said_to_be_missing() -> None:
     with serving(answering()) as server:
         pass
-
-    async def run() -> None:
-        async with opened(server):
-            pass
-
     with pytest.raises(EngineDeadError, match=f"no server at {server.url}/v1.*: Connection ref"):
-        asyncio.run(run())
+        opening(f"{server.url}/v1")
+
+
+def test_a_host_without_an_address_is_said_to_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(EngineDeadError, match=r"no server at .*: Name or service not known"):
+        opening("http://nobody.invalid/v1")
+
+
+def self_signed(path: Path) -> Path:
+    """A certificate of 127.0.0.1, with its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("the openssl command makes the certificate")
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", str(path), "-out", str(path)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return path
+
+
+@pytest.mark.parametrize(
+    ("speaks_tls", "words"),
+    [
+        (True, r"its certificate is not trusted: self-signed certificate \(SSL_CERT_FILE names"),
+        (False, "TLS fails: "),
+    ],
+)
+def test_what_is_wrong_with_tls_is_said(speaks_tls: bool, words: str, tmp_path: Path) -> None:
+    class Quiet(HTTPServer):
+        def handle_error(self, *_: object) -> None: ...
+
+    with Quiet(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        if speaks_tls:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self_signed(tmp_path / "both.pem"))
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.timeout = 30
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        with pytest.raises(ConfigError, match=words):
+            opening(f"https://127.0.0.1:{server.server_port}/v1")
+        thread.join()

@@ -9,7 +9,7 @@ import pytest
 from nanocore.cli.chat.markup import BOLD, CODE, PLAIN, MarkupStream, Piece
 from nanocore.cli.chat.target import Resumed
 from nanocore.cli.chat.turn import Figures, Turn
-from nanocore.cli.chat.view import ending, harmless, status
+from nanocore.cli.chat.view import ending, status
 from nanocore.client.chat.answer import ChatAnswer
 from nanocore.client.chat.events import (
     Finished,
@@ -20,6 +20,7 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
+from nanocore.system.standard_streams import harmless
 from tests.cli.chat.fake_target import Shown
 
 MARKDOWN = """\
@@ -138,7 +139,11 @@ def test_parts_of_an_answer_begin_lines_and_notes_stand_between() -> None:
 
 
 def test_harmless_text_stays_as_it_is() -> None:
-    assert harmless("Grüße 👩‍🔬\n\tx") == "Grüße 👩‍🔬\n\tx"
+    assert harmless("Grüße 👩‍🔬\n\tx\u200f\u200e") == "Grüße 👩‍🔬\n\tx\u200f\u200e"
+
+
+def test_what_turns_a_text_around_is_shown() -> None:
+    assert harmless("a\u202eb\u2066\ud83d") == r"a\u202eb\u2066\ud83d"
 
 
 def test_a_turn_measures_from_the_question() -> None:
@@ -178,6 +183,22 @@ def test_a_narrow_terminal_shows_what_matters_most(num_columns: int, line: str) 
     assert status("/models/m/", FIGURES, 2048, num_columns) == line
 
 
+def test_what_nobody_counts_is_not_shown() -> None:
+    turn = Turn(iter([1.0, 2.0]).__next__)
+    turn.add(Started("r", (), 0))
+    turn.add(Text("a"))
+    turn.add(Finished("stop", Usage(0, 0, 0, 0)))
+    assert status("m", turn.figures(), 1000, 80) == "m | first 1,000 ms"
+
+
+def test_of_an_answer_that_was_stopped_the_prompt_is_known() -> None:
+    turn = Turn(iter([1.0, 2.0]).__next__)
+    turn.add(Started("r", range(30), 16))
+    turn.add(Text("a"))
+    line = "m | context 30/1,000 | first 1,000 ms | prompt 30 (16 cached)"
+    assert status("m", turn.figures(), 1000, 80) == line
+
+
 def test_what_nobody_says_is_not_shown() -> None:
     assert status("m\x1b", Figures(), None, 80) == "m\\x1b"
 
@@ -186,6 +207,7 @@ def test_what_nobody_says_is_not_shown() -> None:
     ("reason", "max_model_len", "words"),
     [
         ("stop", 1038, ""),
+        ("stop", 1038, "why"),
         ("length", 1038, "the context of 1,038 tokens is full"),
         ("length", None, "max_tokens"),
         ("error", 2048, "it ended early: why"),
@@ -194,6 +216,6 @@ def test_what_nobody_says_is_not_shown() -> None:
 def test_an_answer_that_is_not_whole_says_why(
     reason: str, max_model_len: int | None, words: str
 ) -> None:
-    answer = ChatAnswer(finish_reason=reason, message="why")  # type: ignore[arg-type]
+    answer = ChatAnswer(finish_reason=reason, message=words and "why")  # type: ignore[arg-type]
     assert words in ending(answer, FIGURES, max_model_len)
     assert bool(words) == bool(ending(answer, FIGURES, max_model_len))
