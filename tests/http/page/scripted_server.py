@@ -117,7 +117,7 @@ class ScriptedServer:
         headers = dict(scope["headers"])
         given = headers.get(b"authorization")
         if self.key_status != 401 and given not in (None, f"Bearer {self.key}".encode()):
-            refusal = Refusal(self.key_status, "not with this key")
+            refusal = Refusal(self.key_status, f"not with this key: {self.key_status}")
             await _reply(send, refusal.status, refusal.body)
         elif self.key is not None and given != f"Bearer {self.key}".encode():
             await App(AppSettings(api_keys=(self.key,)))(scope, receive, send)
