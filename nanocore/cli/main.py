@@ -23,6 +23,9 @@ _SUBCOMMANDS: Final = {
 }
 """name: (the module whose `run(arguments)` it is, what it does)."""
 
+_SILENT: Final = ("serve", "batch")
+"""What these are for is not on standard output, which may be closed."""
+
 _USAGE: Final = """\
 usage: nanocore COMMAND [arguments]
 
@@ -52,6 +55,10 @@ def _run(arguments: list[str]) -> int:
         problem = f"there is no command {name!r}" if name else "which command?"
         hint = f"; did you mean {near[0]}?" if near else " (nanocore --help lists them)"
         print(f"nanocore: {problem}{hint}", file=sys.stderr)
+        return 2
+    if sys.stdout is None and name not in _SILENT:
+        standard_streams.open_missing()
+        standard_streams.complain(f"nanocore {name}: standard output is closed: open it")
         return 2
     exit_code: int = import_module(_SUBCOMMANDS[name][0]).run(arguments[1:])
     return exit_code

@@ -9,6 +9,7 @@ import pytest
 
 from nanocore import __version__
 from nanocore.cli import command
+from nanocore.cli import main as main_module
 from nanocore.cli.main import main
 
 
@@ -47,6 +48,17 @@ def test_usage_errors_are_one_line(
     assert text in written.err
     assert written.err.count("\n") == 1
     assert written.out == ""
+
+
+@pytest.mark.parametrize("name", [name for name in main_module._SUBCOMMANDS if name != "serve"])
+def test_what_prints_wants_an_open_output(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", None)
+        assert exit_code(name) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert name == "batch" or line == f"nanocore {name}: standard output is closed: open it"
 
 
 def test_missing_packages_are_named(

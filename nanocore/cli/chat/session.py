@@ -49,8 +49,6 @@ def chat(options: ChatOptions) -> int:
     Raises:
         NanocoreError: nobody can be asked, or the one question has no answer.
     """
-    if sys.stdout is None:
-        raise ConfigError("standard output is closed: an answer has nowhere to go")
     interrupts = Interrupts()
     if options.quick is None and sys.stdin.isatty() and sys.stdout.isatty():
         return asyncio.run(interrupts.run(_converse(options, interrupts)))
