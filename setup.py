@@ -1,8 +1,8 @@
 """Compiles the CPU kernels; everything else about the package is in pyproject.toml.
 
 Each instruction set is a library of its own. They are optional: without a C++ compiler the package
-installs, and nanocore computes with torch. NANOCORE_NO_KERNELS=1 in the environment leaves them out:
-clients need none. What an earlier build left is never packed.
+installs, and nanocore computes with torch. NANOCORE_NO_KERNELS=1 in the environment leaves them
+out: clients need none. What an earlier build left is never packed.
 """
 
 import copy

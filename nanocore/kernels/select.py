@@ -88,8 +88,8 @@ def _flash(device: torch.device, batch_invariant: bool) -> Kernels:
 
 _MIN_CAPABILITY: Final = (8, 0)
 _REMEDY: Final = (
-    "there are no compiled kernels beside this package: install nanocore again, with a C++20 "
-    "compiler (g++) at hand"
+    "there are no compiled kernels beside this package: install g++, unless there is "
+    "one, and nanocore again"
 )
 _BACKENDS: Final[dict[str, Callable[[torch.device, bool], Kernels]]] = {
     "cpu": _cpu,

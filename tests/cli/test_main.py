@@ -49,13 +49,20 @@ def test_usage_errors_are_one_line(
     assert written.out == ""
 
 
-def test_missing_packages_are_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flags", "extras"),
+    [((), "engine,server"), (("--endpoint", "ipc:///nowhere/engine.sock"), "server")],
+)
+def test_missing_packages_are_named_with_all_extras_that_the_command_needs(
+    flags: tuple[str, ...],
+    extras: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else name)
-    assert exit_code("serve") == 2
+    assert exit_code("serve", *flags) == 2
     assert capsys.readouterr().err == (
-        "nanocore serve: serving HTTP needs uvicorn: in the repository, pip install '.[server]'\n"
+        f"nanocore serve: serving HTTP needs uvicorn: in the repository, pip install '.[{extras}]'\n"
     )
 
 
