@@ -62,7 +62,8 @@ def test_missing_packages_are_named_with_all_extras_that_the_command_needs(
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else name)
     assert exit_code("serve", *flags) == 2
     assert capsys.readouterr().err == (
-        f"nanocore serve: serving HTTP needs uvicorn: in the repository, pip install '.[{extras}]'\n"
+        "nanocore serve: serving HTTP needs uvicorn: in the repository, "
+        f"pip install '.[{extras}]'\n"
     )
 
 
