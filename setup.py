@@ -1,12 +1,16 @@
 """Compiles the CPU kernels; everything else about the package is in pyproject.toml.
 
 Each instruction set is a library of its own. They are optional: without a C++ compiler the package
-installs, and nanocore computes with torch. What an earlier build left is never packed.
+installs, and nanocore computes with torch. NANOCORE_NO_KERNELS=1 in the environment leaves them
+out: clients need none. What an earlier build left is never packed.
 """
 
 import copy
+import os
 import runpy
+import shlex
 import shutil
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -33,6 +37,23 @@ class BuildExt(build_ext):
         super().finalize_options()
         self.parallel = self.parallel or True
 
+    def build_extensions(self):
+        """With our flags and the user's, and none of the Python's that builds: the same bytes."""
+        given = [shlex.split(os.environ.get(name, "")) for name in ("CXX", "CFLAGS", "CXXFLAGS")]
+        known = "g++" if shutil.which("g++") else sysconfig.get_config_var("CXX") or "c++"
+        compiler = given[0] or shlex.split(known)
+        compile_one = [*compiler, "-fPIC", "-fwrapv", *given[1], *given[2]]
+        link_one = [*compiler, "-shared", *shlex.split(os.environ.get("LDFLAGS", ""))]
+        for name in ("compiler_so", "compiler_so_cxx"):
+            self.compiler.set_executable(name, compile_one)
+        for name in ("linker_so", "linker_so_cxx"):
+            self.compiler.set_executable(name, link_one)
+        super().build_extensions()
+
+    def get_libraries(self, ext):
+        """Not Python's own, of which the kernels know nothing."""
+        return ext.libraries
+
     def get_ext_filename(self, fullname):
         """Without the name of a Python, of which ctypes knows nothing."""
         *packages, name = fullname.split(".")
@@ -48,6 +69,8 @@ class BuildExt(build_ext):
         """The old ones go first: they may be in use, or stay behind where compiling fails."""
         for name in _BUILD["INSTRUCTION_SETS"]:
             (_FOLDER / _BUILD["library_name"](name)).unlink(missing_ok=True)
+            for old in _FOLDER.glob(f"_{name}.cpython-*.so"):  # as they were called once
+                old.unlink()
         super().copy_extensions_to_source()
 
 
@@ -75,5 +98,6 @@ setup(
             optional=True,
         )
         for name, flags in _BUILD["INSTRUCTION_SETS"].items()
+        if os.environ.get("NANOCORE_NO_KERNELS") != "1"
     ],
 )

@@ -64,7 +64,7 @@ async def answer_by_schema(client: AsyncEngineClient) -> None:
     )
     (answer,) = await collect(events)
     print(f'\n  you    {question}  (by a JSON Schema: an object with an integer "sum")')
-    print(f"  model  {json.dumps(json.loads(answer.content))}\n")
+    print(f"  model  {json.dumps(json.loads(answer.content))}\n", flush=True)
 
 
 async def ask_all_at_once(client: AsyncEngineClient) -> None:
@@ -115,7 +115,10 @@ async def main() -> None:
     """Launch, chat, load, and let everything end with the client."""
     async with AsyncEngineClient.launch(max_num_seqs=NUM_REQUESTS) as client:
         card = client.model_card
-        print(f"serving {card.architecture} of {card.vocab_size} tokens at {client.endpoint}")
+        print(
+            f"serving {card.architecture} of {card.vocab_size} tokens at {client.endpoint}",
+            flush=True,
+        )
         await stream_chat(client)
         await answer_by_schema(client)
         await ask_all_at_once(client)

@@ -1,10 +1,10 @@
-"""Build what would be published: python tools/build_packages.py [--out dist].
+"""Build what would be published: python -m tools.build_packages [--out dist].
 
 A source distribution and a wheel of nanocore and of its demo model. Each wheel is built from the
 unpacked source distribution, in a folder and an environment of its own, so it has nothing of a
 working tree that no source names. nanocore's has the four kernel libraries in it, and its platform
 is what auditwheel finds that these need. The last commit's time is that of all files, so that one
-compiler makes the same bytes of a commit, whenever it does.
+compiler makes the same bytes of a commit, whenever it does. What no commit has is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from typing import Final
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
 ROOT: Final = Path(__file__).resolve().parents[1]
+PACKED: Final = (
+    "nanocore", "demo_model", "pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE",
+    "docs/index-page.md",
+)  # fmt: skip
 
 
 def run(*command: str | Path, environment: dict[str, str]) -> None:
@@ -34,6 +38,14 @@ def run(*command: str | Path, environment: dict[str, str]) -> None:
     )
     if done.returncode:
         sys.exit(f"{done.stdout}\n{' '.join(map(str, command))}: exit code {done.returncode}")
+
+
+def uncommitted(root: Path = ROOT) -> list[str]:
+    """Lines of `git status` on what is packed: a stray file would go along. Without git, none."""
+    if not (root / ".git").exists():
+        return []
+    command = ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=all", "--"]
+    return subprocess.check_output([*command, *PACKED], text=True).splitlines()
 
 
 def build_environment() -> dict[str, str]:
@@ -99,7 +111,15 @@ def main() -> None:
     """Build, and say what there is."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="(default: dist/)")
-    for path in build_packages(parser.parse_args().out):
+    parser.add_argument("--dirty", action="store_true", help="pack what no commit has, too")
+    arguments = parser.parse_args()
+    if (found := uncommitted()) and not arguments.dirty:
+        sys.exit(
+            "would be packed as they are, and are in no commit:\n  "
+            + "\n  ".join(found)
+            + "\ncommit or remove them, or build with --dirty (make wheel WHEEL_FLAGS=--dirty)"
+        )
+    for path in build_packages(arguments.out):
         print(f"{path.stat().st_size / 1e6:6.2f} MB  {path}")
 
 

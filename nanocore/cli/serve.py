@@ -27,7 +27,8 @@ def run(arguments: list[str]) -> int:
 
 
 def _serve(options: ServeOptions) -> int:
-    require(_PACKAGES, "serving HTTP needs", "pip install '.[server]'")
+    extras = "server" if options.engine.endpoints else "engine,server"
+    require(_PACKAGES, "serving HTTP needs", f"pip install '.[{extras}]'")
     require_engine(options.engine)
     if options.app.otlp_traces_endpoint is not None:
         require(_OTEL_PACKAGES, "--otlp-traces-endpoint needs", "pip install '.[otel]'")

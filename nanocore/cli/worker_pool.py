@@ -12,7 +12,6 @@ import logging
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,11 +24,12 @@ from nanocore.http.service import EngineAddress
 from nanocore.http.settings import AppSettings
 from nanocore.protocol.errors import EngineDeadError
 from nanocore.protocol.messages import ModelCard
+from nanocore.system.child_process import module_command
 from nanocore.system.logs import LogFormat
 
 logger = logging.getLogger(__name__)
 
-COMMAND: Final = (sys.executable, "-m", "nanocore.cli.http_worker")
+COMMAND: Final = module_command("nanocore.cli.http_worker")
 FIRST_PAUSE_S: Final = 0.1
 MAX_PAUSE_S: Final = 10.0
 """Before a worker is replaced; shorter if it lived longer."""

@@ -14,7 +14,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -26,9 +25,10 @@ from nanocore.client.launch_directory import LaunchDirectory
 from nanocore.protocol.endpoint import IPC, ipc_address
 from nanocore.protocol.errors import ConfigError, EngineStartError
 from nanocore.protocol.start import StartReport
+from nanocore.system.child_process import module_command
 
 STOP_TIMEOUT_S: Final = 10.0
-COMMAND: Final = (sys.executable, "-m", "nanocore.engine_core")
+COMMAND: Final = module_command("nanocore.engine_core")
 
 
 class EngineProcess:

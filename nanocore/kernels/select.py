@@ -87,7 +87,10 @@ def _flash(device: torch.device, batch_invariant: bool) -> Kernels:
 
 
 _MIN_CAPABILITY: Final = (8, 0)
-_REMEDY: Final = "nanocore was installed without a C++ compiler: install g++, then nanocore again"
+_REMEDY: Final = (
+    "there are no compiled kernels beside this package: install g++, unless there is "
+    "one, and nanocore again"
+)
 _BACKENDS: Final[dict[str, Callable[[torch.device, bool], Kernels]]] = {
     "cpu": _cpu,
     "triton": _triton,

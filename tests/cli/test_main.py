@@ -61,13 +61,21 @@ def test_what_prints_wants_an_open_output(
     assert name == "batch" or line == f"nanocore {name}: standard output is closed: open it"
 
 
-def test_missing_packages_are_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flags", "extras"),
+    [((), "engine,server"), (("--endpoint", "ipc:///nowhere/engine.sock"), "server")],
+)
+def test_missing_packages_are_named_with_all_extras_that_the_command_needs(
+    flags: tuple[str, ...],
+    extras: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else name)
-    assert exit_code("serve") == 2
+    assert exit_code("serve", *flags) == 2
     assert capsys.readouterr().err == (
-        "nanocore serve: serving HTTP needs uvicorn: in the repository, pip install '.[server]'\n"
+        "nanocore serve: serving HTTP needs uvicorn: in the repository, "
+        f"pip install '.[{extras}]'\n"
     )
 
 

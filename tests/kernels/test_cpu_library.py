@@ -44,7 +44,7 @@ def test_without_a_library_torch_computes_and_the_log_says_what_to_do(
     assert isinstance(select_kernels("auto", CPU), TorchKernels)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "install g++, then nanocore again" in record.getMessage()
+    assert "install g++, unless there is one, and nanocore again" in record.getMessage()
 
 
 @pytest.mark.usefixtures("_no_libraries")
@@ -105,6 +105,10 @@ def test_the_environment_names_another_instruction_set(monkeypatch: pytest.Monke
         found = find_library()
         assert found is not None
         assert found.instruction_set == name
+    monkeypatch.setenv("NANOCORE_CPU_ISA", "")
+    found = find_library()
+    assert found is not None
+    assert found.instruction_set == next(iter(runnable_libraries()))
 
 
 @needs_libraries

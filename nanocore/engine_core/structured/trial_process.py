@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Collection
 from pathlib import Path
@@ -30,11 +29,12 @@ from nanocore.engine_core.structured.trial_messages import (
 )
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
+from nanocore.system.child_process import module_command
 from nanocore.worker.executors.pipe import Pipe
 
 logger = logging.getLogger(__name__)
 
-_MODULE: Final = "nanocore.engine_core.structured.trials"
+_COMMAND: Final = module_command("nanocore.engine_core.structured.trials")
 _ANSWER_LIMIT_S: Final = WALL_LIMIT_S + 5.0
 """Beyond that the process is stuck, or stopped, and another one is started."""
 _NOT_BY_A_CLOCK: Final = {*VERDICT_SIGNALS} - {signal.SIGPROF}
@@ -132,7 +132,7 @@ class _Running:
         start = TrialStart(vocab_size, eos_token_ids, theirs)
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, msgspec.json.encode(start).decode(), str(folder)],
+                [*_COMMAND, msgspec.json.encode(start).decode(), str(folder)],
                 pass_fds=theirs,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

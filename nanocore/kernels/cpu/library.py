@@ -206,7 +206,7 @@ def find_library() -> Library | None:
     Raises:
         ValueError: NANOCORE_CPU_ISA names none that is here and can run.
     """
-    wanted = os.environ.get("NANOCORE_CPU_ISA")
+    wanted = os.environ.get("NANOCORE_CPU_ISA") or None
     for library in runnable_libraries():
         if wanted in (None, library.instruction_set):
             return library

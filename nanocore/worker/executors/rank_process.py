@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from typing import Final
 
 from nanocore.protocol.errors import (
@@ -20,6 +19,7 @@ from nanocore.protocol.errors import (
     StartError,
     WorkerError,
 )
+from nanocore.system.child_process import module_command
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.messages import FailureKind, FromRank, RankFailure, RankStart
 
@@ -29,6 +29,7 @@ _ERRORS: Final[dict[FailureKind, type[StartError]]] = {
     "memory": CacheMemoryError,
     "internal": WorkerError,
 }
+_COMMAND: Final = module_command("nanocore.worker")
 _EXIT_TIMEOUT_S: Final = 3.0
 
 
@@ -45,7 +46,7 @@ class RankProcess:
         ours, theirs = socket.socketpair()
         self.pipe: Pipe[FromRank] = Pipe(ours, FromRank)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nanocore.worker", str(theirs.fileno())],
+            [*_COMMAND, str(theirs.fileno())],
             pass_fds=[theirs.fileno(), *inherited_fds],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"OMP_NUM_THREADS": str(len(start.cores))},

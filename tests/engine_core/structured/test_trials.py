@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -182,7 +183,8 @@ def test_a_folder_whose_path_is_no_text_ends_no_engine(tmp_path: Path) -> None:
 @contextmanager
 def trials_within(monkeypatch: pytest.MonkeyPatch, **limits: float) -> Iterator[TrialProcess]:
     """With these constants of `trials` in place of its own."""
-    monkeypatch.setattr(trial_process, "_MODULE", trials_within_limits.__name__)
+    command = (sys.executable, "-m", trials_within_limits.__name__)
+    monkeypatch.setattr(trial_process, "_COMMAND", command)
     monkeypatch.setenv("TRIAL_LIMITS", json.dumps(limits))
     process = TrialProcess(DEMO_MODEL, 1030, [2])
     try:
@@ -276,7 +278,11 @@ def test_a_process_that_is_gone_is_told_of_and_started_again() -> None:
     assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)
     before = trials.pid
     assert before is not None
+    places = [os.pidfd_open(pid) for pid in child_pids(before)]
     os.kill(before, signal.SIGKILL)
+    for place in places:  # each may answer until the kernel has ended it, too
+        select.select([place], [], [])
+        os.close(place)
     results: list[Compiled] = []
     while not results or isinstance(results[-1], EngineOverloadedError):
         grammars.compile(want("b"), done.put)

@@ -1,7 +1,7 @@
 """A browser for the page, and what holds for every test in it.
 
-It is the system's chromium, without a window; where there is none the tests are skipped. Whatever a
-test does, the page talks to its own origin alone, and nothing goes wrong in its console.
+It is the system's chromium or chrome, without a window; where there is none the tests are skipped.
+Whatever a test does, the page talks to its own origin alone, and nothing goes wrong in its console.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 from tests.cli.served import Served, serving
 from tests.http.page.scripted_server import ScriptedServer, scripted_server
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -34,9 +35,10 @@ NewPage = Callable[..., Page]
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """One for the tests of a file: its driver has the event loop of their thread."""
-    chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
+    found = filter(None, [os.environ.get("CHROMIUM"), *map(shutil.which, BROWSERS)])
+    chromium = next(found, None)
     if chromium is None:
-        pytest.skip("no chromium is installed")
+        pytest.skip(f"no browser is installed: {', '.join(BROWSERS)}")
     expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=chromium, args=FLAGS)

@@ -1,0 +1,5 @@
+"""`python -m nanocore` is `nanocore`."""
+
+from nanocore.cli.main import main
+
+main()
