@@ -125,13 +125,13 @@ def _check_others(parser: CommandParser, others: list[str], joined: bool, lacks_
     hints = [
         f"`{parser.prog}` has {near}, and {other} went to the engine"
         for other in others
-        if (near := _near_match(parser, other))
+        if (near := near_match(parser, other))
     ]
     values = [not other.startswith("-") for other in others]
     if lacks_model and any(map(all, pairwise(values))):  # no flag takes two
         hints.append(f"MODEL comes first: {parser.prog} MODEL [flags]")
     if others and joined:
-        near = _near_match(parser, others[0])
+        near = near_match(parser, others[0])
         raise ConfigError(
             f"unknown: {' '.join(others)}"
             + (f"; did you mean {near}?" if near else "")
@@ -140,6 +140,7 @@ def _check_others(parser: CommandParser, others: list[str], joined: bool, lacks_
     return "; ".join(hints)
 
 
-def _near_match(parser: CommandParser, argument: str) -> str | None:
+def near_match(parser: CommandParser, argument: str) -> str | None:
+    """The parser's flag that an argument may mean, if any."""
     known = [flag for action in parser._actions for flag in action.option_strings]
     return near_flag(argument, known, 0.8)

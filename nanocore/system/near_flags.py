@@ -93,5 +93,8 @@ def near_flag(argument: str, known: Collection[str], nearness: float) -> str | N
         return name
     if name in OTHER_NAMES:
         return OTHER_NAMES[name] if OTHER_NAMES[name] in known else None
-    near = get_close_matches(name, known, n=1, cutoff=nearness) if name.startswith("--") else []
+    if not name.startswith("--"):
+        return None
+    longer = [flag for flag in known if flag.startswith(f"{name}-")]
+    near = longer if len(longer) == 1 else get_close_matches(name, known, n=1, cutoff=nearness)
     return near[0] if near else None

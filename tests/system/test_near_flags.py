@@ -22,6 +22,8 @@ OURS = [
         ("-np", "--max-num-seqs"),
         ("--max_model_len", "--max-model-len"),
         ("--max-num-sequences", "--max-num-seqs"),
+        ("--block", "--block-size"),
+        ("--max", None),  # of several
         ("--disable-log-requests", None),  # of the server, which is not asked here
         ("--kv-events-config", None),
         ("--nothing-of-the-kind", None),

@@ -19,6 +19,7 @@ from nanocore.cli.engine_choice import (
     EngineChoice,
     add_engine_flags,
     choose_engine,
+    near_match,
 )
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 from nanocore.system.endpoint_lock import own_default_endpoint
@@ -55,7 +56,7 @@ def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatOptions:
         raise ConfigError(f"two models, {named} and --model {given.model}: one of them answers")
     model = given.model if named is None else named
     if given.url is not None:
-        _check_url_alone(given, model, others)
+        _check_url_alone(parser, given, model, others)
     else:
         for name in ("api_key", "model_name"):
             if getattr(given, name) is not None:
@@ -118,12 +119,16 @@ def build_parser() -> CommandParser:
     return parser
 
 
-def _check_url_alone(given: argparse.Namespace, model: str | None, others: list[str]) -> None:
-    """Refuse what an engine of ours would be asked with."""
+def _check_url_alone(
+    parser: CommandParser, given: argparse.Namespace, model: str | None, others: list[str]
+) -> None:
+    """Refuse what an engine of ours would be asked with, and what nobody knows."""
     flags = [f"--{name.replace('_', '-')}" for name in (
         "endpoint", "curve_dir", "tokenizer", "start_timeout", "max_restarts",
     ) if getattr(given, name) not in (None, [])]  # fmt: skip
     wrong = [*([] if model is None else [model]), *flags, *others]
+    if others and (near := near_match(parser, others[0])):
+        raise ConfigError(f"unknown: {others[0]}; did you mean {near}?")
     if wrong:
         raise ConfigError(
             f"--url asks a server that runs, with the models that it has: leave {wrong[0]} out "

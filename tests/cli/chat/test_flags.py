@@ -73,6 +73,7 @@ def test_a_line_end_is_no_part_of_a_key_and_a_wrong_one_matters_to_servers_alone
         (["m", "--url", "http://h"], "leave m out"),
         (["--url", "http://h", "--dtype", "float32"], "leave --dtype out"),
         (["--url", "http://h", "--endpoint"], "leave --endpoint out"),
+        (["--url", "http://h", "--system", "x"], "did you mean --system-prompt?"),
         (["--model-name", "m"], "--model-name is for a server, with --url"),
         (["--api-key", "k"], "--api-key is for a server"),
         (["m", "--endpoint", "ipc:///x/y"], "leave m out"),
