@@ -19,8 +19,16 @@ _PACKAGE: Final = os.path.dirname(os.path.dirname(_FILE))
 
 
 def module_command(module: str) -> tuple[str, ...]:
-    """The command line that runs a module as `__main__`; what is added are its arguments."""
-    return sys.executable, "-P", _FILE, module
+    """The command line that runs a module as `__main__`; what is added are its arguments.
+
+    What the parent was told not to look at, its environment or its user's packages, is not looked
+    at by the child.
+    """
+    flags = [
+        *(["-E"] if sys.flags.ignore_environment else []),
+        *(["-s"] if sys.flags.no_user_site else []),
+    ]
+    return sys.executable, "-P", *flags, _FILE, module
 
 
 def _run() -> None:

@@ -82,7 +82,7 @@ def run(python: Path, folder: Path, *arguments: str | Path) -> str:
     """Run a program where only loopback is; what it prints."""
     environment = os.environ | {
         "HOME": str(folder),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "demo_model")]),
         "RAY_USAGE_STATS_ENABLED": "0",
         "TMPDIR": str(folder),
     }

@@ -64,6 +64,20 @@ def test_a_child_runs_the_package_that_its_parent_has_found(hostile: Path, tmp_p
     assert done.stdout == f"{files} {arguments} __main__\n"
 
 
+def test_a_child_looks_away_from_what_its_parent_was_told_to(hostile: Path) -> None:
+    source = "from nanocore.system.child_process import module_command as m; print(m('x')[1:-2])"
+    for flags, handed_on in (
+        ([], "('-P',)"),
+        (["-E"], "('-P', '-E')"),
+        (["-I"], "('-P', '-E', '-s')"),
+    ):
+        command = [sys.executable, *flags, "-c", source]
+        done = subprocess.run(
+            command, cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == f"{handed_on}\n"
+
+
 def test_no_other_module_starts_an_interpreter() -> None:
     """But for templates' process, whose path is its parent's, behind the standard library."""
     own = {Path(child_process.__file__), PACKAGE / "client" / "chat" / "renderer.py"}

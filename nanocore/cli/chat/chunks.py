@@ -171,7 +171,9 @@ class AnswerReader:
     def _delta(self, delta: Object) -> Iterator[ChatEvent]:
         reasoning = _raw_text(delta, "reasoning") or _raw_text(delta, "reasoning_content")
         yield from self._event(Reasoning, reasoning)
-        yield from self._event(Text, _raw_text(delta, "content") or _raw_text(delta, "refusal"))
+        parts = [_raw_text(part, "text") for part in objects_in(delta, "content")]
+        text = _raw_text(delta, "content") or "".join(parts) or _raw_text(delta, "refusal")
+        yield from self._event(Text, text)
         for i, call in enumerate(objects_in(delta, "tool_calls")):
             function, theirs = object_in(call, "function"), number_in(call, "index")
             theirs = i if theirs is None else theirs

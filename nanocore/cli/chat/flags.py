@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -184,5 +185,6 @@ def _api_url(text: str) -> str:
     except ValueError:
         is_good = False
     if not is_good or parts.query or parts.fragment:
-        raise argparse.ArgumentTypeError(f"{text!r} is no URL such as http://HOST:8000/v1")
+        shown = re.sub("//.*@", "//***@", text)  # there may be a password
+        raise argparse.ArgumentTypeError(f"{shown!r} is no URL such as http://HOST:8000/v1")
     return text.rstrip("/") if parts.path.strip("/") else f"{text.rstrip('/')}/v1"

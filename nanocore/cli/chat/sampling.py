@@ -51,7 +51,10 @@ def checked(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 def words(sampling: Mapping[str, Any]) -> str:
     """What is set, in a line."""
-    return ", ".join(f"{name}={value}" for name, value in sampling.items())
+    return ", ".join(
+        f"{name}={value if str(value).isprintable() else msgspec.json.encode(value).decode()}"
+        for name, value in sampling.items()
+    )
 
 
 def _read(name: str, text: str) -> Any:

@@ -70,6 +70,7 @@ def test_a_line_end_is_no_part_of_a_key_and_a_wrong_one_matters_to_servers_alone
     [
         (["--url", "h:8000"], "no URL such as http://HOST:8000/v1"),
         (["--url", "http://h/v1?x=1"], "no URL such as"),
+        (["--url", "http://amy:p@ss@h:99999/v1"], r"'http://\*{3}@h:99999/v1' is no URL"),
         (["m", "--url", "http://h"], "leave m out"),
         (["--url", "http://h", "--dtype", "float32"], "leave --dtype out"),
         (["--url", "http://h", "--endpoint"], "leave --endpoint out"),

@@ -153,9 +153,13 @@ def test_what_is_odd_costs_nothing_but_itself(pieces: list[bytes], content: str)
     assert (answer.content, answer.finish_reason) == (content, "stop")
 
 
-def test_an_answer_that_comes_whole_is_one() -> None:
+@pytest.mark.parametrize(
+    "content",
+    ["all\nof it", [{"type": "text", "text": "all\n"}, {"type": "text", "text": "of it"}]],
+)
+def test_an_answer_that_comes_whole_is_one(content: str | list[dict[str, str]]) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    message = {"role": "assistant", "content": "all\nof it", "tool_calls": [call]}
+    message = {"role": "assistant", "content": content, "tool_calls": [call]}
     whole = {
         "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 2},
