@@ -167,10 +167,15 @@ def test_who_gives_no_key_is_not_asked_for_it_again_and_again(
     expect(live.locator("#live-state")).to_have_text("Live")
 
 
+def leave(live: Page) -> None:
+    live.get_by_role("link", name="Chat").click()
+    expect(live.locator("#live")).to_be_hidden()
+
+
 def test_nothing_is_asked_while_nobody_looks(scripted: ScriptedServer, live: Page) -> None:
     answered(scripted, live, live_answer())
     for hide, show in (
-        (lambda: live.get_by_role("link", name="Chat").click(),
+        (lambda: leave(live),
          lambda: live.get_by_role("link", name="Live").click()),
         (lambda: live.get_by_role("button", name="Pause").click(),
          lambda: live.get_by_role("button", name="Pause").click()),

@@ -96,6 +96,7 @@ def test_escape_stops_an_answer_only_where_that_is_seen(
     expect(page.locator("#live")).to_be_visible()
     page.keyboard.press("Escape")
     page.get_by_role("link", name="Chat").click()
+    expect(page.locator("#chat")).to_be_visible()
     expect(page.locator("#send")).to_have_text("Stop")
     page.keyboard.press("Escape")
     expect(page.locator("#send")).to_have_text("Send")
