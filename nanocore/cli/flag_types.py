@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
@@ -61,14 +61,27 @@ def seconds_or_none(text: str) -> float:
 
 def otlp_url(text: str) -> str:
     """Of an OTLP collector; one without a path gets that of traces."""
+    parts = http_url(text, "http://HOST:4318/v1/traces")
+    return text if parts.path.strip("/") else f"{text.rstrip('/')}/v1/traces"
+
+
+def api_url(text: str) -> str:
+    """Of OpenAI's API; one without a path gets /v1."""
+    parts = http_url(text, "http://HOST:8000/v1", has_query=False)
+    return text.rstrip("/") if parts.path.strip("/") else f"{text.rstrip('/')}/v1"
+
+
+def http_url(text: str, example: str, has_query: bool = True) -> SplitResult:
+    """Its parts. has_query: whether it may have a query or a fragment."""
     try:
         parts = urlsplit(text)
         is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_good = False
-    if not is_good:
-        raise argparse.ArgumentTypeError(f"{text!r} is no URL such as http://HOST:4318/v1/traces")
-    return text if parts.path.strip("/") else f"{text.rstrip('/')}/v1/traces"
+    if is_good and (has_query or not (parts.query or parts.fragment)):
+        return parts
+    shown = re.sub("//.*@", "//***@", text)  # there may be a password
+    raise argparse.ArgumentTypeError(f"{shown!r} is no URL such as {example}")
 
 
 def json_object(text: str) -> dict[str, Any]:

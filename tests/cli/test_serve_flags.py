@@ -80,6 +80,7 @@ def test_what_is_not_ours_is_the_engines(arguments: list[str], flags: list[str])
         (["--http-workers", "2", "--stored-responses-bytes", "1"], "leave it out"),
         (["--tokenizer", "/no/such"], "no such folder"),
         (["--otlp-traces-endpoint", "collector:4318"], "no URL such as http://HOST:4318"),
+        (["--otlp-traces-endpoint", "ftp://amy:p4ss@c"], "'ftp://***@c' is no URL such as"),
         (["--otlp-traces-endpoint", "http://"], "no URL such as http://HOST:4318"),
         (["--otlp-traces-endpoint", "http://c:99999/"], "no URL such as http://HOST:4318"),
         (["--api-key", ""], "printable ASCII"),

@@ -24,9 +24,7 @@ from nanocore.cli.batch.plan import Plan
 from nanocore.cli.batch.results import STANDARD, Results
 from nanocore.cli.batch.runner import BatchRunner, default_concurrency
 from nanocore.cli.command import INTERRUPTED
-from nanocore.cli.engine_choice import EngineChoice
-from nanocore.client import AsyncEngineClient
-from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.cli.engine_client import engine_client
 from nanocore.http.app import App
 from nanocore.protocol.errors import ConfigError
 
@@ -80,7 +78,7 @@ async def _answer(options: BatchOptions, plan: Plan, results: Results, bar: tqdm
     interruption = _Interruption()
     try:
         if await asyncio.to_thread(plan.has_more):
-            async with _client(options.engine) as client:
+            async with engine_client(options.engine) as client:
                 app.state.client = client
                 await runner.run(options.max_concurrency or default_concurrency(client.limits))
     except asyncio.CancelledError:
@@ -116,24 +114,6 @@ class _Interruption:
         self.came = True
         assert self._task is not None, "a coroutine made it"
         self._task.cancel()
-
-
-def _client(choice: EngineChoice) -> AsyncEngineClient:
-    """Not entered yet. Requests go on with the next engine, if theirs dies."""
-    if choice.endpoints:
-        return AsyncEngineClient.connect(
-            choice.endpoints,
-            curve_dir=choice.curve_dir,
-            tokenizer=choice.tokenizer,
-            timeout_s=choice.start_timeout_s,
-        )
-    return AsyncEngineClient(
-        endpoints=(),
-        tokenizer=choice.tokenizer,
-        timeout_s=choice.start_timeout_s,
-        resume_timeout_s=choice.start_timeout_s,
-        new_keeper=lambda: EngineKeeper(choice.flags, choice.max_restarts),
-    )
 
 
 @contextmanager

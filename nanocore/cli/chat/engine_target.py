@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from nanocore.cli.chat.files import EngineLog
 from nanocore.cli.chat.target import Message, Resumed, TargetEvent
 from nanocore.cli.engine_choice import EngineChoice
+from nanocore.cli.engine_client import engine_client
 from nanocore.client import AsyncEngineClient
 from nanocore.client.chat.messages import ChatMessage
 from nanocore.client.engine_keeper import EngineKeeper
@@ -110,20 +111,9 @@ class EngineTarget:
             raise
 
     def _new_client(self) -> AsyncEngineClient:
-        choice, log = self._choice, self._log
-        if log is None:
-            return AsyncEngineClient.connect(
-                choice.endpoints,
-                curve_dir=choice.curve_dir,
-                tokenizer=choice.tokenizer,
-                timeout_s=choice.start_timeout_s,
-            )
-        return AsyncEngineClient(
-            endpoints=(),
-            tokenizer=choice.tokenizer,
-            timeout_s=choice.start_timeout_s,
-            resume_timeout_s=choice.start_timeout_s,
-            new_keeper=lambda: self._new_keeper(log.fd),
+        log = self._log
+        return engine_client(
+            self._choice, None if log is None else lambda: self._new_keeper(log.fd)
         )
 
     def _new_keeper(self, log_fd: int) -> EngineKeeper:

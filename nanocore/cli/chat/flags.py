@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -22,6 +21,7 @@ from nanocore.cli.engine_choice import (
     choose_engine,
     near_match,
 )
+from nanocore.cli.flag_types import api_url
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 from nanocore.system.endpoint_lock import own_default_endpoint
 
@@ -111,7 +111,7 @@ def build_parser() -> CommandParser:
             )
     server = parser.add_argument_group("any server of OpenAI's API")
     add = server.add_argument
-    add("--url", type=_api_url, help="of its API, e.g. http://127.0.0.1:8000/v1")
+    add("--url", type=api_url, help="of its API, e.g. http://127.0.0.1:8000/v1")
     add("--model-name", type=_text, metavar="NAME",
         help="of the server's models (default: the first that it names)")  # fmt: skip
     add("--api-key", metavar="KEY",
@@ -175,16 +175,3 @@ def _text(text: str) -> str:
     except UnicodeEncodeError:
         raise argparse.ArgumentTypeError("it is no text in UTF-8") from None
     return text
-
-
-def _api_url(text: str) -> str:
-    """One without a path gets /v1."""
-    try:
-        parts = urlsplit(text)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_good = False
-    if not is_good or parts.query or parts.fragment:
-        shown = re.sub("//.*@", "//***@", text)  # there may be a password
-        raise argparse.ArgumentTypeError(f"{shown!r} is no URL such as http://HOST:8000/v1")
-    return text.rstrip("/") if parts.path.strip("/") else f"{text.rstrip('/')}/v1"
