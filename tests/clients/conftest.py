@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,20 +125,30 @@ def resumed(command: list[str]) -> tuple[list[str], list[str]]:
 def last_words(command: list[str]) -> str:
     """What a client's `stream` example says on stderr if its engine is killed meanwhile, for good.
 
-    command: without its arguments.
+    command: without its arguments. The engine is paused, so that no answer can end before the kill.
     """
     with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as folder:
         endpoint = f"ipc://{folder}/e/engine.sock"
         with engine(DEMO_MODEL, endpoint=endpoint) as running:
-            asyncio.run(_num_tokens(endpoint))  # waits until it serves
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
-            client = subprocess.Popen([*command, endpoint, "1,387,317", "2000"], **pipes)
-            assert client.stdout is not None
-            client.stdout.readline()
-            running.process.kill()
+            client = asyncio.run(
+                _waiting([*command, endpoint, "1,387,317"], endpoint, running.process.kill)
+            )
         _, said = client.communicate(timeout=120)
         assert client.returncode == 1
         return said.decode()
+
+
+async def _waiting(
+    command: list[str], endpoint: str, kill: Callable[[], None]
+) -> subprocess.Popen[bytes]:
+    """A program whose request a paused engine had accepted when it was killed."""
+    async with AsyncEngineClient.connect(endpoint, timeout_s=60, resume=False) as client:
+        await client.pause()
+        program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        while (await client.stats()).num_requests_waiting == 0:
+            assert program.poll() is None
+        kill()
+    return program
 
 
 def _sample(line: str) -> str:
