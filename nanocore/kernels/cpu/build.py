@@ -12,6 +12,7 @@ from typing import Final
 _AVX512: Final = (
     "-mavx2",
     "-mfma",
+    "-mf16c",
     "-mavx512f",
     "-mavx512bw",
     "-mavx512dq",
@@ -22,7 +23,7 @@ _AVX512: Final = (
 _X86: Final = {
     "avx512_bf16": (*_AVX512, "-mavx512bf16"),
     "avx512": _AVX512,
-    "avx2": ("-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
 }
 
 INSTRUCTION_SETS: Final[dict[str, tuple[str, ...]]] = {

@@ -16,12 +16,16 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdlib>
+
+#if defined(__AVX2__)
+#include <cpuid.h>
+#endif
 
 #include "multiply.h"
 
 namespace nanocore {
 
-constexpr int kIntegerColumns = 32;
 constexpr int64_t kSuperBlock = 256;  // of k, whose groups share a scale of their scales
 constexpr int64_t kLeastRowGroup = 32;  // of k that share a row's scale
 
@@ -47,17 +51,18 @@ struct IntegerFormat {
 
     int64_t scale_bytes() const {
         constexpr int64_t bytes[] = {0, 4, 2, 2, 1};
-        return bytes[static_cast<int>(scales)] * kIntegerColumns;
+        return bytes[static_cast<int>(scales)] * kTileColumns;
     }
-    int64_t minima_bytes() const { return minima == Minima::kNone ? 0 : kIntegerColumns; }
-    int64_t value_bytes() const { return group * kIntegerColumns * bits / 8; }
+    int64_t minima_bytes() const { return minima == Minima::kNone ? 0 : kTileColumns; }
+    int64_t value_bytes() const { return group * kTileColumns * bits / 8; }
     int64_t group_bytes() const { return scale_bytes() + minima_bytes() + value_bytes(); }
     int64_t groups_of_header() const { return scales == Scales::kTwoLevel ? kSuperBlock / group : 1; }
     int64_t header_bytes() const {
-        return scales == Scales::kTwoLevel ? 2 * kIntegerColumns * (minima == Minima::kNone ? 1 : 2) : 0;
+        return scales == Scales::kTwoLevel ? 2 * kTileColumns * (minima == Minima::kNone ? 1 : 2) : 0;
     }
+    int64_t num_groups(int64_t num_k) const { return (num_k + group - 1) / group; }
     int64_t tile_bytes(int64_t num_k) const {
-        const int64_t groups = (num_k + group - 1) / group, per = groups_of_header();
+        const int64_t groups = num_groups(num_k), per = groups_of_header();
         return groups * group_bytes() + (groups + per - 1) / per * header_bytes();
     }
     // What a row's sum of values is multiplied by to make unsigned weights signed.
@@ -120,6 +125,17 @@ NANOCORE_INLINE I dot_bytes(U w, U a, I acc) {
     else return acc + sums(w);
 }
 
+NANOCORE_INLINE float float16_to_float(uint16_t bits) {
+    // Of exponents, the difference of both formats' is made up by a product, which is exact.
+    const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7fffu) << 13;
+    float value;
+    std::memcpy(&value, &magnitude, sizeof value);
+    value *= 0x1p112f;
+    if ((bits & 0x7c00u) == 0x7c00u) value = bits & 0x3ffu ? std::numeric_limits<float>::quiet_NaN()
+                                                         : std::numeric_limits<float>::infinity();
+    return bits & 0x8000u ? -value : value;
+}
+
 NANOCORE_INLINE F load_float16(const uint16_t* from) {
 #if defined(__AVX512F__)
     return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -130,6 +146,33 @@ NANOCORE_INLINE F load_float16(const uint16_t* from) {
     for (int i = 0; i < kLanes; ++i) values[i] = float16_to_float(from[i]);
     return values;
 #endif
+}
+
+// Whether this machine multiplies bytes in one instruction, which no library was compiled to need.
+// NANOCORE_CPU_VNNI=0 says no, for tests.
+inline bool has_vnni() {
+    const char* wanted = std::getenv("NANOCORE_CPU_VNNI");
+    if (wanted && wanted[0] == '0') return false;
+#if defined(__AVX512F__)
+    return __builtin_cpu_supports("avx512vnni");
+#elif defined(__AVX2__)
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);  // AVX-VNNI
+#else
+    return false;
+#endif
+}
+
+// body(bits, whether there is vpdpbusd), as constants.
+template <typename Body>
+inline void with_integers(int bits, const Body& body) {
+    static const bool vnni = has_vnni();
+    const auto with_bits = [&](auto number) {
+        if (vnni) body(number, std::true_type{});
+        else body(number, std::false_type{});
+    };
+    if (bits == 4) with_bits(std::integral_constant<int, 4>{});
+    else with_bits(std::integral_constant<int, 8>{});
 }
 
 // Scale and minimum of kLanes columns of a group.
@@ -157,7 +200,7 @@ NANOCORE_INLINE ColumnScales column_scales(const IntegerFormat& format, const ch
         minimum = number * (format.minima == Minima::kZeros
                                 ? scale
                                 : load_float16(reinterpret_cast<const uint16_t*>(header) +
-                                               kIntegerColumns + column));
+                                               kTileColumns + column));
     }
     return {scale, minimum};
 }
@@ -186,10 +229,10 @@ NANOCORE_INLINE void multiply_group(const RowGroup<R>& a, const char* values, in
                 high[c] = (both >> 4) & 0x0f0f0f0fu;
             } else {
                 low[c] = load(reinterpret_cast<const uint32_t*>(values) + c * kLanes);
-                high[c] = load(reinterpret_cast<const uint32_t*>(values) + kIntegerColumns + c * kLanes);
+                high[c] = load(reinterpret_cast<const uint32_t*>(values) + kTileColumns + c * kLanes);
             }
         }
-        values += kIntegerColumns * kBits;
+        values += kTileColumns * kBits;
         ++line;
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
@@ -216,7 +259,7 @@ __attribute__((noinline)) void multiply_integer_tile(const char* rows, const cha
                                                      const IntegerFormat& format, int64_t num_groups,
                                                      const Prefetch& ahead, float* products) {
     constexpr int C = 2;
-    std::memset(products, 0, R * kIntegerColumns * sizeof(float));
+    std::memset(products, 0, R * kTileColumns * sizeof(float));
     const char* header = nullptr;
     int64_t line = 0;
     for (int64_t group = 0; group < num_groups; ++group) {
@@ -226,11 +269,11 @@ __attribute__((noinline)) void multiply_integer_tile(const char* rows, const cha
         }
         const RowGroup<R> a{rows};
         const char* values = tile + format.scale_bytes() + format.minima_bytes();
-        for (int first = 0; first < kIntegerColumns; first += C * kLanes) {
+        for (int first = 0; first < kTileColumns; first += C * kLanes) {
             I acc[R][C];
             int64_t start = line;
             multiply_group<kBits, kVnni, R, C>(a, values + first * 4, format.group, ahead, start, acc);
-            if (first + C * kLanes == kIntegerColumns) line = start;
+            if (first + C * kLanes == kTileColumns) line = start;
 #pragma GCC unroll 2
             for (int c = 0; c < C; ++c) {
                 const ColumnScales of = column_scales(format, tile, header, first + c * kLanes);
@@ -238,14 +281,14 @@ __attribute__((noinline)) void multiply_integer_tile(const char* rows, const cha
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
                     const F sum = __builtin_convertvector(acc[r][c], F) * a.scale(r);
-                    F total = load(to + r * kIntegerColumns);
+                    F total = load(to + r * kTileColumns);
                     total = multiply_add(sum, of.scale, total);
-                    store(total, to + r * kIntegerColumns);
+                    store(total, to + r * kTileColumns);
                 }
                 if (format.minima != Minima::kNone)
                     for (int r = 0; r < R; ++r) {
-                        const F total = load(to + r * kIntegerColumns);
-                        store(multiply_add(broadcast(-a.sum(r)), of.minimum, total), to + r * kIntegerColumns);
+                        const F total = load(to + r * kTileColumns);
+                        store(multiply_add(broadcast(-a.sum(r)), of.minimum, total), to + r * kTileColumns);
                     }
             }
         }

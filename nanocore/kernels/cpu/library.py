@@ -19,7 +19,13 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 9
+ABI_VERSION: Final = 10
+
+
+class IntegerFormatStruct(ctypes.Structure):
+    """`IntegerFormat` of integers.h."""
+
+    _fields_ = (("bits", c_int), ("scales", c_int), ("minima", c_int), ("group", c_int64))
 
 
 class LinearWeightStruct(ctypes.Structure):
@@ -31,6 +37,19 @@ class LinearWeightStruct(ctypes.Structure):
         ("scale", c_void_p),
         ("in_features", c_int64),
         ("out_features", c_int64),
+        ("format", IntegerFormatStruct),
+    )
+
+
+class GroupedRowsStruct(ctypes.Structure):
+    """`GroupedRows` of grouped.h."""
+
+    _fields_ = (
+        ("values", c_void_p),
+        ("scales", c_void_p),
+        ("minima", c_void_p),
+        ("super_scales", c_void_p),
+        ("super_minima", c_void_p),
     )
 
 
@@ -119,6 +138,7 @@ _SIGNATURES: Final = {
     "program_run": (None, (c_void_p, POINTER(StepStruct))),
     "packed_bytes": (c_int64, (POINTER(LinearWeightStruct),)),
     "pack": (None, (c_void_p, c_int, c_void_p, POINTER(LinearWeightStruct))),
+    "pack_groups": (None, (c_void_p, POINTER(GroupedRowsStruct), POINTER(LinearWeightStruct))),
     "embedding": (
         None,
         (*_KERNEL, POINTER(LinearWeightStruct), c_int64, c_float, c_void_p),

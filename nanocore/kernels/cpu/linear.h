@@ -12,12 +12,11 @@
 #include <cstdlib>
 
 #include "gate.h"
-#include "multiply.h"
+#include "integers.h"
 #include "pool.h"
 
 namespace nanocore {
 
-constexpr int kTileColumns = 32;
 constexpr int64_t kRowBlockBytes = 512 << 10;  // of packed rows; half of a second-level cache
 constexpr int64_t kItemBytes = 96 << 10;       // of weights, at most, that a thread claims at once
 constexpr int64_t kItemsPerThread = 8;         // at least, so that threads end together
@@ -65,6 +64,7 @@ struct LinearWeight {
     const float* scale;  // of each output feature; int8 only
     int64_t in_features;
     int64_t out_features;
+    IntegerFormat format;  // of kIntegers
 
     int64_t padded_in() const {
         return kind == Kind::kFloat32 ? in_features : (in_features + 1) / 2 * 2;
@@ -72,7 +72,15 @@ struct LinearWeight {
     int64_t element_bytes() const {
         return kind == Kind::kFloat32 ? 4 : kind == Kind::kBFloat16 ? 2 : 1;
     }
-    int64_t tile_bytes() const { return padded_in() * kTileColumns * element_bytes(); }
+    int64_t tile_bytes() const {
+        if (kind == Kind::kIntegers) return format.tile_bytes(in_features);
+        return padded_in() * kTileColumns * element_bytes();
+    }
+    // Of a tile; each is a moment to fetch some memory ahead.
+    int64_t num_steps() const {
+        if (kind == Kind::kIntegers) return format.num_groups(in_features) * format.group / 8;
+        return std::max<int64_t>(1, padded_in() / 2);
+    }
     const char* tile(int64_t index) const {
         return static_cast<const char*>(packed) + index * tile_bytes();
     }
@@ -165,6 +173,48 @@ inline void widen_tile(const int8_t* tile, int64_t num_k, uint32_t* to) {
         }
 }
 
+// How rows of T are packed for a weight of floats or of int8, and multiplied with its tiles.
+template <typename T, Kind kind>
+struct FloatProducts {
+    const LinearWeight& weight;
+
+    int64_t panel_bytes() const { return kMaxRows * num_units<T, kind>(weight.in_features) * 4; }
+
+    template <int R>
+    void pack(const T* x, int64_t stride, int rows, char* to) const {
+        pack_rows<T, kind, R>(x, stride, rows, weight.in_features, reinterpret_cast<float*>(to));
+    }
+
+    template <int R>
+    void multiply(const char* rows, const void* tile, const Prefetch& ahead, float* products) const {
+        multiply_tile<T, kind, R>(reinterpret_cast<const float*>(rows), tile,
+                                  static_cast<int>(weight.padded_in()), ahead, products);
+    }
+};
+
+// The same for integers that rows of integers are multiplied with.
+template <typename T, int kBits, bool kVnni>
+struct IntegerProducts {
+    const LinearWeight& weight;
+
+    int64_t panel_bytes() const {
+        return weight.format.num_groups(weight.in_features) * RowGroup<kMaxRows>::bytes(weight.format.group);
+    }
+
+    template <int R>
+    void pack(const T* x, int64_t stride, int rows, char* to) const {
+        if (rows < R) std::memset(to, 0, panel_bytes() / kMaxRows * R);
+        for (int r = 0; r < rows; ++r)
+            pack_integer_row<T, R>(x + r * stride, weight.format, weight.in_features, r, to);
+    }
+
+    template <int R>
+    void multiply(const char* rows, const void* tile, const Prefetch& ahead, float* products) const {
+        multiply_integer_tile<kBits, kVnni, R>(rows, static_cast<const char*>(tile), weight.format,
+                                               weight.format.num_groups(weight.in_features), ahead, products);
+    }
+};
+
 // With a gate the weight's first half gates the second, both of whole tiles, and out has half as
 // many columns.
 template <typename T, typename Out>
@@ -181,9 +231,13 @@ struct LinearCall {
     int64_t rows;
 
     void run(Workspace& workspace) const {
-        if (weight.kind == Kind::kInt8) return run_as<Kind::kInt8>(workspace);
+        if (weight.kind == Kind::kIntegers)
+            return with_integers(weight.format.bits, [&](auto bits, auto vnni) {
+                run_as(IntegerProducts<T, bits.value, vnni.value>{weight}, workspace);
+            });
+        if (weight.kind == Kind::kInt8) return run_as(FloatProducts<T, Kind::kInt8>{weight}, workspace);
         // Others are kept in the type of activations.
-        run_as<sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32>(workspace);
+        run_as(FloatProducts<T, sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32>{weight}, workspace);
     }
 
    private:
@@ -191,23 +245,22 @@ struct LinearCall {
     // From a tile to the one that it gates; without a gate, how many tiles there are.
     int64_t part_tiles() const { return weight.num_tiles() / num_parts(); }
 
-    template <Kind kind>
-    void run_as(Workspace& workspace) const {
+    template <typename Products>
+    void run_as(const Products& products, Workspace& workspace) const {
         if (rows == 0) return;
-        const int64_t units = num_units<T, kind>(weight.in_features);
+        const int64_t panel_bytes = products.panel_bytes();
         const int64_t num_panels = (rows + kMaxRows - 1) / kMaxRows;
-        float* packed = workspace.rows.of(num_panels * kMaxRows * units * 4);
+        char* packed = reinterpret_cast<char*>(workspace.rows.of(num_panels * panel_bytes));
         const auto pack = [&](int64_t panel, int) {
             with_rows(panel_rows(panel), [&](auto R) {
-                pack_rows<T, kind, R>(x + panel * kMaxRows * x_stride, x_stride, panel_rows(panel),
-                                      weight.in_features, packed + panel * kMaxRows * units);
+                products.template pack<R>(x + panel * kMaxRows * x_stride, x_stride, panel_rows(panel),
+                                          packed + panel * panel_bytes);
             });
         };
-        if (num_panels * kMaxRows * units * 4 <= kInlineBytes)
+        if (num_panels * panel_bytes <= kInlineBytes)
             for (int64_t panel = 0; panel < num_panels; ++panel) pack(panel, 0);
         else workspace.pool.loop(num_panels, pack);
 
-        const int64_t panel_bytes = kMaxRows * units * 4;
         const int64_t block = std::max<int64_t>(1, kRowBlockBytes / panel_bytes);
         const int64_t num_blocks = (num_panels + block - 1) / block;
         const int64_t num_tiles = part_tiles(), num_groups = (num_tiles + group - 1) / group;
@@ -219,7 +272,7 @@ struct LinearCall {
                 // After the item, the other threads are expected to take one each first.
                 const int64_t next =
                     tile + 1 < stop ? tile + 1 : (index + workspace.pool.num_threads()) * group;
-                times_tile<kind>(packed, units, first, last, tile, next, workspace.panel[thread]);
+                times_tile(products, packed, first, last, tile, next, workspace.panel[thread]);
             }
         });
     }
@@ -238,23 +291,22 @@ struct LinearCall {
     // share of the next tile.
     Prefetch prefetch(int64_t tile, int64_t next, int part, int64_t panel,
                       int64_t num_panels) const {
-        const int64_t bytes = weight.tile_bytes();
-        const int64_t num_pairs = std::max<int64_t>(1, weight.padded_in() / 2);
+        const int64_t bytes = weight.tile_bytes(), num_steps = weight.num_steps();
         const char* then = tile_or_after(next, part);
         if (num_panels == 1) {
-            const int64_t step = bytes / num_pairs, ahead = std::min(kPrefetchBytes, bytes) / step;
-            return {tile_or_after(tile, part) + ahead * step, step, num_pairs - ahead, then};
+            const int64_t step = bytes / num_steps, ahead = std::min(kPrefetchBytes, bytes) / step;
+            return {tile_or_after(tile, part) + ahead * step, step, num_steps - ahead, then};
         }
         const int64_t share = bytes / num_panels;
-        return {then + panel * share, share / num_pairs};
+        return {then + panel * share, share / num_steps};
     }
 
-    template <Kind kind>
-    void times_tile(const float* packed, int64_t units, int64_t first, int64_t last, int64_t tile,
-                    int64_t next, Scratch& scratch) const {
+    template <typename Products>
+    void times_tile(const Products& products, const char* packed, int64_t first, int64_t last,
+                    int64_t tile, int64_t next, Scratch& scratch) const {
         const void* columns[2];
         for (int part = 0; part < num_parts(); ++part) columns[part] = tile_or_after(tile, part);
-        if constexpr (kind == Kind::kInt8)
+        if constexpr (std::is_same_v<Products, FloatProducts<T, Kind::kInt8>>)
             if (last - first > 1) {  // widened once for all panels
                 const int64_t pairs = weight.padded_in() / 2 * kTileColumns;
                 uint32_t* wide = reinterpret_cast<uint32_t*>(scratch.of(num_parts() * pairs * 4));
@@ -262,23 +314,23 @@ struct LinearCall {
                     widen_tile(static_cast<const int8_t*>(columns[part]), weight.padded_in(), wide);
                     columns[part] = wide;
                 }
-                return times_panels<Kind::kBFloat16>(packed, units, first, last, tile, next, columns);
+                const FloatProducts<T, Kind::kBFloat16> widened{weight};
+                return times_panels(widened, packed, first, last, tile, next, columns);
             }
-        times_panels<kind>(packed, units, first, last, tile, next, columns);
+        times_panels(products, packed, first, last, tile, next, columns);
     }
 
-    template <Kind kind>
-    void times_panels(const float* packed, int64_t units, int64_t first, int64_t last,
+    template <typename Products>
+    void times_panels(const Products& with, const char* packed, int64_t first, int64_t last,
                       int64_t tile, int64_t next, const void* const* columns) const {
-        const int64_t column = tile * kTileColumns;
+        const int64_t column = tile * kTileColumns, panel_bytes = with.panel_bytes();
         alignas(64) float products[2][kMaxRows * kTileColumns];
         for (int64_t panel = first; panel < last; ++panel) {
             with_rows(panel_rows(panel), [&](auto R) {
                 for (int part = 0; part < num_parts(); ++part)
-                    multiply_tile<T, kind, R>(
-                        packed + panel * kMaxRows * units, columns[part],
-                        static_cast<int>(weight.padded_in()),
-                        prefetch(tile, next, part, panel - first, last - first), products[part]);
+                    with.template multiply<R>(packed + panel * panel_bytes, columns[part],
+                                              prefetch(tile, next, part, panel - first, last - first),
+                                              products[part]);
             });
             finish(products, panel_rows(panel), column, out + panel * kMaxRows * out_stride + column);
         }

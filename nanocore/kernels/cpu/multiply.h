@@ -18,7 +18,9 @@
 namespace nanocore {
 
 // What the columns hold.
-enum class Kind : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+enum class Kind : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kIntegers = 3 };
+
+constexpr int kTileColumns = 32;  // of a linear layer's weight
 
 // Rows that a tile has at most: as many accumulators as there are registers for.
 constexpr int kMaxRows = kLanes == 16 ? 12 : 4;

@@ -8,6 +8,7 @@
 #include <functional>
 
 #include "attention.h"
+#include "grouped.h"
 #include "logit_edits.h"
 #include "logprobs.h"
 #include "old_systems.h"
@@ -68,7 +69,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 9; }
+NANOCORE_API int nanocore_abi_version() { return 10; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -83,7 +84,9 @@ NANOCORE_API int nanocore_is_supported() {
         return 0;
 #endif
 #if defined(__AVX2__)
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !__builtin_cpu_supports("f16c"))
+        return 0;
 #endif
 #endif
     return 1;
@@ -121,6 +124,13 @@ NANOCORE_API void nanocore_pack(void* workspace, int dtype, const void* from,
         pack_weight(static_cast<Workspace*>(workspace)->pool, static_cast<const T*>(from), *weight,
                     const_cast<void*>(weight->packed), const_cast<float*>(weight->scale));
     });
+}
+
+// The same of integers as a checkpoint groups them.
+NANOCORE_API void nanocore_pack_groups(void* workspace, const GroupedRows* rows,
+                                       const LinearWeight* weight) {
+    pack_groups(static_cast<Workspace*>(workspace)->pool, *rows, *weight,
+                const_cast<void*>(weight->packed));
 }
 
 // Each of the following appends a kernel. dtype is that of activations, whose rows are contiguous
