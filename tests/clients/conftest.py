@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 
 from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.demo_model import demo_model_folder
+from tests.cli.paused_engine import paused
 from tests.conformance.fake_engine import fake_engine
 from tests.conformance.fake_grammar import EOS_ID, PIECES
 from tests.end_to_end.engine_process import engine
@@ -130,25 +131,15 @@ def last_words(command: list[str]) -> str:
     with tempfile.TemporaryDirectory(prefix="nc-", dir="/tmp") as folder:
         endpoint = f"ipc://{folder}/e/engine.sock"
         with engine(DEMO_MODEL, endpoint=endpoint) as running:
-            client = asyncio.run(
-                _waiting([*command, endpoint, "1,387,317"], endpoint, running.process.kill)
-            )
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            with paused(endpoint) as held:
+                client = subprocess.Popen([*command, endpoint, "1,387,317"], **pipes)
+                held.wait_for(1)
+                assert client.poll() is None
+                running.process.kill()
         _, said = client.communicate(timeout=120)
         assert client.returncode == 1
         return said.decode()
-
-
-async def _waiting(
-    command: list[str], endpoint: str, kill: Callable[[], None]
-) -> subprocess.Popen[bytes]:
-    """A program whose request a paused engine had accepted when it was killed."""
-    async with AsyncEngineClient.connect(endpoint, timeout_s=60, resume=False) as client:
-        await client.pause()
-        program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        while (await client.stats()).num_requests_waiting == 0:
-            assert program.poll() is None
-        kill()
-    return program
 
 
 def _sample(line: str) -> str:

@@ -247,20 +247,24 @@ def test_leaving_an_answer_closes_its_connection() -> None:
         asyncio.run(run())
 
 
+def opening(url: str) -> None:
+    async def run() -> None:
+        target = OpenAITarget(url, None, None)
+        try:
+            await target.open()
+        finally:
+            await target.close()
+
+    asyncio.run(run())
+
+
 def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanocore.cli.chat.openai_target.CONNECT_TIMEOUT_S", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
-
-        async def run() -> None:
-            target = OpenAITarget(url, None, None)
-            try:
-                await target.open()
-            finally:
-                await target.close()
-
-        with pytest.raises(EngineDeadError, match="no server at"):
-            asyncio.run(run())
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(EngineDeadError, match="no server at"),
+    ):
+        opening(f"http://127.0.0.1:{silent.getsockname()[1]}/v1")
 
 
 def test_models_are_listed_and_chosen() -> None:
@@ -289,17 +293,6 @@ def test_a_server_that_lists_no_models_needs_a_name() -> None:
         server.models_status = 401
         with pytest.raises(ConfigError, match="the key is --api-key's"):
             asyncio.run(run("mine"))
-
-
-def opening(url: str) -> None:
-    async def run() -> None:
-        target = OpenAITarget(url, None, None)
-        try:
-            await target.open()
-        finally:
-            await target.close()
-
-    asyncio.run(run())
 
 
 def test_a_server_that_is_not_there_is_said_to_be_missing() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +17,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.cli.served import Served, serving
-from tests.http.page.scripted_server import ScriptedServer, scripted_server
+from tests.http.page.scripted_server import Gate, Part, ScriptedServer, scripted_server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = [
@@ -116,3 +116,10 @@ def say(page: Page, text: str) -> None:
     field = page.get_by_label("Message", exact=True)
     field.fill(text)
     field.press("Enter")
+
+
+def begin(scripted: ScriptedServer, page: Page, *later: Sequence[Part]) -> None:
+    """Send "Go", and have an answer that begins and goes no further; then come the later ones."""
+    scripted.answer_with([{"content": "It begins"}, Gate()], *later)
+    say(page, "Go")
+    expect(page.locator(".markdown")).to_have_text("It begins")

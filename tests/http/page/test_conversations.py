@@ -9,8 +9,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from nanocore.demo_model import demo_model_folder
-from tests.http.page.conftest import NewPage, say
-from tests.http.page.scripted_server import Gate, Part, Refusal, ScriptedServer, end
+from tests.http.page.conftest import NewPage, begin, say
+from tests.http.page.scripted_server import Part, Refusal, ScriptedServer, end
 
 pytestmark = pytest.mark.campaign
 
@@ -101,9 +101,7 @@ def test_conversations_are_kept_found_again_and_deleted(
 def test_another_conversation_stops_the_answer_of_this_one(
     scripted: ScriptedServer, page: Page
 ) -> None:
-    scripted.answer_with([{"content": "It begins"}, Gate()])
-    say(page, "Go")
-    expect(page.locator(".markdown")).to_have_text("It begins")
+    begin(scripted, page)
     page.get_by_role("button", name="New conversation").click()
     assert scripted.left.wait(30)
     talk(scripted, page, "new")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.http.page.conftest import say
+from tests.http.page.conftest import begin, say
 from tests.http.page.scripted_server import Gate, Part, Refusal, ScriptedServer, end
 
 pytestmark = pytest.mark.campaign
@@ -236,9 +236,7 @@ def test_what_is_being_written_stays_when_another_tab_goes_on(
 def test_a_conversation_that_is_deleted_while_its_answer_comes_is_gone(
     scripted: ScriptedServer, page: Page
 ) -> None:
-    scripted.answer_with([{"content": "It begins"}, Gate()])
-    say(page, "Go")
-    expect(page.locator(".markdown")).to_have_text("It begins")
+    begin(scripted, page)
     page.get_by_role("button", name="Delete Go").click()
     page.get_by_role("button", name="Really delete Go?").click()
     assert scripted.left.wait(30)

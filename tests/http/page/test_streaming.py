@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.http.page.conftest import say
+from tests.http.page.conftest import begin, say
 from tests.http.page.scripted_server import Drop, Gate, Refusal, ScriptedServer, Whole, end
 
 pytestmark = pytest.mark.campaign
@@ -54,9 +54,7 @@ def test_the_request_asks_for_a_stream_with_usage(scripted: ScriptedServer, page
 def test_a_stopped_answer_ends_its_request_and_is_kept(
     scripted: ScriptedServer, page: Page, way: str
 ) -> None:
-    scripted.answer_with([{"content": "It begins"}, Gate()], [{"content": "again"}, *end()])
-    say(page, "Go")
-    expect(page.locator(".markdown")).to_have_text("It begins")
+    begin(scripted, page, [{"content": "again"}, *end()])
     if way == "button":
         page.get_by_role("button", name="Stop").click()
     else:
@@ -72,9 +70,7 @@ def test_a_stopped_answer_ends_its_request_and_is_kept(
 
 
 def test_leaving_the_page_leaves_the_request_too(scripted: ScriptedServer, page: Page) -> None:
-    scripted.answer_with([{"content": "It begins"}, Gate()])
-    say(page, "Go")
-    expect(page.locator(".markdown")).to_have_text("It begins")
+    begin(scripted, page)
     page.reload()
     assert scripted.left.wait(30)
     page.get_by_role("button", name="Go", exact=True).click()
@@ -85,9 +81,7 @@ def test_leaving_the_page_leaves_the_request_too(scripted: ScriptedServer, page:
 def test_escape_stops_an_answer_only_where_that_is_seen(
     scripted: ScriptedServer, page: Page
 ) -> None:
-    scripted.answer_with([{"content": "It begins"}, Gate()])
-    say(page, "Go")
-    expect(page.locator(".markdown")).to_have_text("It begins")
+    begin(scripted, page)
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("Temperature").press("Escape")
     expect(page.locator("#settings")).to_be_hidden()
