@@ -1,0 +1,167 @@
+"""Weights of small numbers as checkpoints store them: the one form that every format is read into.
+
+A weight's inputs are in groups that share a scale: w = scale * (q - zero), or scale * q - minimum
+where a format has minima, or scale * codebook[q]. Values, scales and zero points are kept as they
+were stored, so what a checkpoint says is what kernels compute with. `dequantize` is the definition
+that all kernels are compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+SUPER_BLOCK = 256
+"""Inputs whose groups share a scale of their scales (K-quants of llama.cpp)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedWeight:
+    """A weight [O, I] of unsigned numbers, G groups of inputs for each output.
+
+    values_OI: uint8, below 2 ** bits; signed ones are stored with half of the range added.
+    bits: 4 or 8. group_size: inputs of a group; the last group may be shorter.
+    scale_OG: float16, bfloat16 or float32; with super scales int8.
+    zero_OG: uint8, what is taken off a group's values; None for half of the range (symmetric).
+    minimum_OG: what is taken off the scaled values instead, float32; with super scales uint8.
+    super_scale_OS, super_minimum_OS: float16, of each 256 inputs; scales and minima are times
+        these (exact in float32). Both levels, or one.
+    permutation_I: int32, which of a layer's inputs each column of values is for; None for its own
+        (GPTQ with desc_act).
+    codebook: float32 [16], what the numbers stand for; without zeros and minima.
+    """
+
+    values_OI: Tensor
+    bits: int
+    group_size: int
+    scale_OG: Tensor
+    zero_OG: Tensor | None = None
+    minimum_OG: Tensor | None = None
+    super_scale_OS: Tensor | None = None
+    super_minimum_OS: Tensor | None = None
+    permutation_I: Tensor | None = None
+    codebook: Tensor | None = None
+
+    @property
+    def out_features(self) -> int:
+        """O."""
+        return self.values_OI.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """I."""
+        return self.values_OI.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that a checkpoint's packing of it takes: values of `bits`, and all scales."""
+        parts = (self.scale_OG, self.zero_OG, self.minimum_OG, self.super_scale_OS,
+                 self.super_minimum_OS, self.permutation_I)  # fmt: skip
+        values = self.values_OI.numel() * self.bits // 8
+        return values + sum(part.nbytes for part in parts if part is not None)
+
+    def dequantize(self) -> Tensor:
+        """float32 [O, I]; columns are the layer's inputs in their order."""
+        scale_OI = self._of_inputs(self._scale(), self.group_size)
+        if self.codebook is not None:
+            weight_OI = scale_OI * self.codebook[self.values_OI.long()]
+        elif self.minimum_OG is not None:
+            minimum_OI = self._of_inputs(self._minimum(), self.group_size)
+            weight_OI = scale_OI * self.values_OI - minimum_OI
+        else:
+            zero = torch.full_like(self.scale_OG, 1 << (self.bits - 1), dtype=torch.float32)
+            if self.zero_OG is not None:
+                zero = self.zero_OG.float()
+            weight_OI = scale_OI * (self.values_OI - self._of_inputs(zero, self.group_size))
+        if self.permutation_I is None:
+            return weight_OI
+        ordered_OI = torch.empty_like(weight_OI)
+        ordered_OI[:, self.permutation_I.long()] = weight_OI
+        return ordered_OI
+
+    def can_join(self, other: GroupedWeight) -> bool:
+        """Whether outputs of both can be those of one weight."""
+        return self._kind() == other._kind() and _equal(self.permutation_I, other.permutation_I)
+
+    def _kind(self) -> tuple[object, ...]:
+        parts = (self.zero_OG, self.minimum_OG, self.super_scale_OS, self.super_minimum_OS)
+        codebook = None if self.codebook is None else tuple(self.codebook.tolist())
+        return (self.bits, self.group_size, self.in_features, self.scale_OG.dtype, codebook,
+                *(part is None for part in parts))  # fmt: skip
+
+    def _scale(self) -> Tensor:
+        if self.super_scale_OS is None:
+            return self.scale_OG.float()
+        return self.scale_OG.float() * self._of_groups(self.super_scale_OS)
+
+    def _minimum(self) -> Tensor:
+        assert self.minimum_OG is not None
+        if self.super_minimum_OS is None:
+            return self.minimum_OG.float()
+        return self.minimum_OG.float() * self._of_groups(self.super_minimum_OS)
+
+    def _of_groups(self, super_OS: Tensor) -> Tensor:
+        per_super = SUPER_BLOCK // self.group_size
+        return super_OS.float().repeat_interleave(per_super, 1)[:, : self.scale_OG.shape[1]]
+
+    def _of_inputs(self, of_OG: Tensor, group_size: int) -> Tensor:
+        return of_OG.repeat_interleave(group_size, 1)[:, : self.in_features]
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Weight:
+    """A weight [O, I] of E4M3 numbers: w = value * scale.
+
+    values_OI: float8_e4m3fn. scale: float32 [O, 1], or of blocks of 128 x 128
+    [ceil(O / 128), ceil(I / 128)].
+    """
+
+    values_OI: Tensor
+    scale: Tensor
+    block: int = 128
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether scales are of blocks, and not of outputs."""
+        return self.scale.shape != (self.values_OI.shape[0], 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of values and scales."""
+        return self.values_OI.nbytes + self.scale.nbytes
+
+    def dequantize(self) -> Tensor:
+        """float32 [O, I]."""
+        if not self.has_blocks:
+            return self.values_OI.float() * self.scale
+        out_features, in_features = self.values_OI.shape
+        scale = self.scale.repeat_interleave(self.block, 0)[:out_features]
+        return self.values_OI.float() * scale.repeat_interleave(self.block, 1)[:, :in_features]
+
+
+StoredWeight = Tensor | GroupedWeight | Float8Weight
+"""A weight as a checkpoint has it: floats, or one of the quantized forms."""
+
+
+def join(weights: list[GroupedWeight]) -> GroupedWeight:
+    """One weight with the outputs of all, which `can_join`, in their order."""
+    first = weights[0]
+    assert all(first.can_join(other) for other in weights)
+    if len(weights) == 1:
+        return first
+    names = ("values_OI", "scale_OG", "zero_OG", "minimum_OG", "super_scale_OS",
+             "super_minimum_OS")  # fmt: skip
+    joined = {
+        name: torch.cat([getattr(weight, name) for weight in weights])
+        for name in names
+        if getattr(first, name) is not None
+    }
+    return replace(first, **joined)
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
