@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 LIMIT: Final = 0.15
-"""How far two turns' rates may be apart for their times to be compared, as a share of the higher."""
+"""How far apart two turns' rates may be, as a share of the higher, for times to be compared."""
 _NUM_VALUES: Final = 1 << 26
 _NUM_READS: Final = 6
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="its binary (or $LLAMA_SERVER)")  # fmt: skip
     parser.add_argument("--openvino-python", metavar="PATH",
                         default=os.environ.get("OPENVINO_PYTHON"),
-                        help="interpreter that has openvino-genai (or $OPENVINO_PYTHON)")  # fmt: skip
+                        help="interpreter that has it (or $OPENVINO_PYTHON)")  # fmt: skip
     parser.add_argument("--variant", action="append", default=[], metavar="NAME=FLAGS",
                         help="our engine a second time, with more flags; {awq}, {q4_0} and so on "
                              "are the model in that form: --model {awq}")  # fmt: skip
