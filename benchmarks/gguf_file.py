@@ -50,14 +50,14 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _add_vocabulary(writer: gguf.GGUFWriter, vocab_size: int) -> None:
-    """A byte-level BPE vocabulary without a merge that any text could reach."""
+    """A byte-level BPE vocabulary of placeholders; merges cannot be an empty list."""
     tokens = [f"<{token_id}>" for token_id in range(vocab_size)]
-    tokens[0] = "Ċ"  # llama.cpp looks for the line feed
+    tokens[:4] = ["Ċ", "a", "b", "ab"]  # llama.cpp looks for the line feed
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.NORMAL] * vocab_size)
-    writer.add_token_merges(["<0 >"])  # an empty list cannot be written
+    writer.add_token_merges(["a b"])
 
 
 def _add_tensors(writer: gguf.GGUFWriter, model: Path, num_layers: int) -> None:
