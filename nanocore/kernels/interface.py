@@ -16,9 +16,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
@@ -211,19 +213,27 @@ class Kernels(Protocol):
 
     Activations are contiguous but for the first dimension. A kernel may write its result over an
     operand where it says so. block_multiple: block sizes must be multiples of it. variant: what
-    decides the bits of its results beside its name, e.g. the instruction set.
+    decides the bits of its results beside its name, e.g. the instruction set. keeps_quantized:
+    weights that checkpoints store quantized take as much memory here; others are dequantized.
     """
 
     name: str
     variant: str
     graph_support: GraphSupport
     block_multiple: int
+    keeps_quantized: bool
 
-    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+    def pack_linear(
+        self,
+        weight: StoredWeight,
+        quantization: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearWeight:
         """The weight of a linear layer or of an embedding, quantized if so asked.
 
-        The backend may keep weight_OI itself: the caller gives it up. A weight in "fp8" is for
-        `linear` and `gated_linear`, and one that such products cannot take stays as it is.
+        The backend may keep the weight's tensors: the caller gives them up. A weight in "fp8" is
+        for `linear` and `gated_linear`, and one that such products cannot take stays as it is.
+        dtype: of activations, for backends that dequantize what is stored quantized.
 
         Raises:
             ValueError: no such quantization here.
@@ -231,7 +241,7 @@ class Kernels(Protocol):
         ...
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
-        """x W^T + b, rounded once to x's dtype; [T, O]."""
+        """x W^T + b, rounded once to x's dtype; [T, O]. The weight may have segments."""
         ...
 
     def gated_linear(

@@ -36,6 +36,7 @@ from nanocore.kernels.cpu.structs import (
     step_struct,
     weight_struct,
 )
+from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
@@ -82,8 +83,18 @@ class CpuKernels(TorchKernels):
         self.variant = f"{library.instruction_set}, compiled as {library.digest}"
         self._recording: Recording | None = None
 
-    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+    def pack_linear(
+        self,
+        weight: StoredWeight,
+        quantization: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearWeight:
         check_quantization_name(quantization, ("int8",))
+        if not isinstance(weight, Tensor):
+            weight = weight.dequantize().to(dtype or torch.float32)
+        return self._pack(weight.contiguous(), quantization)
+
+    def _pack(self, weight_OI: Tensor, quantization: str | None) -> LinearWeight:
         out_features, in_features = weight_OI.shape
         dtype = weight_OI.dtype if quantization is None else torch.int8
         scale_O = None
@@ -93,7 +104,6 @@ class CpuKernels(TorchKernels):
         struct = weight_struct(weight)
         packed = huge_pages(self.library.call("packed_bytes", byref(struct)))
         struct.packed = packed.data_ptr()
-        weight_OI = weight_OI.contiguous()
         self.library.call(
             "pack", self.workspace.handle, DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
             byref(struct),
@@ -101,6 +111,9 @@ class CpuKernels(TorchKernels):
         return LinearWeight(out_features, in_features, dtype, packed, scale_O)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        if weight.segments:
+            self._refuse_recording("weights in segments")
+            return self._linear_in_segments(x_TI, weight, bias_O)
         return self._linear(x_TI, weight, bias_O, x_TI.dtype)
 
     def gated_linear(
@@ -110,7 +123,7 @@ class CpuKernels(TorchKernels):
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        if weight.out_features % (2 * _TILE_COLUMNS) == 0:
+        if weight.out_features % (2 * _TILE_COLUMNS) == 0 and not weight.segments:
             return self._linear(x_TI, weight, bias_O, x_TI.dtype, _GATES[activation])
         return self._gate(self.linear(x_TI, weight, bias_O), activation)
 
