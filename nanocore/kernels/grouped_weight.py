@@ -9,7 +9,7 @@ that all kernels are compared with.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -147,6 +147,9 @@ class Float8Weight:
         scale = self.scale.repeat_interleave(self.block, 0)[:out_features]
         return self.values_OI.float() * scale.repeat_interleave(self.block, 1)[:, :in_features]
 
+
+StoredForm = Literal["grouped", "float8"]
+"""The quantized ones of `StoredWeight`."""
 
 _Quantized = TypeVar("_Quantized", GroupedWeight, Float8Weight)
 

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
 
 GraphSupport = Literal["never", "decodes", "always"]
@@ -141,20 +142,6 @@ class Filters:
         return Filters(self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows])
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Log probabilities, logit - logsumexp(row), of each row's token and the K most likely ones.
-
-    token_ids_NC: int32 [N, 1 + K], the row's own token and then the K first of the order: by logit
-    falling, and of equal ones the smaller id first. logprobs_NC: float32, theirs. rank_N: int32,
-    the own token's place in that order, from 1 on.
-    """
-
-    token_ids_NC: Tensor
-    logprobs_NC: Tensor
-    rank_N: Tensor
-
-
 class Replay(Protocol):
     """Captured kernels, to be run again on the inputs of any step."""
 
@@ -213,15 +200,15 @@ class Kernels(Protocol):
 
     Activations are contiguous but for the first dimension. A kernel may write its result over an
     operand where it says so. block_multiple: block sizes must be multiples of it. variant: what
-    decides the bits of its results beside its name, e.g. the instruction set. keeps_quantized:
-    weights that checkpoints store quantized take as much memory here; others are dequantized.
+    decides the bits of its results beside its name, e.g. the instruction set. kept_forms: of stored
+    weights, which take as much memory here as in a checkpoint; others are dequantized.
     """
 
     name: str
     variant: str
     graph_support: GraphSupport
     block_multiple: int
-    keeps_quantized: bool
+    kept_forms: frozenset[StoredForm]
 
     def pack_linear(
         self,

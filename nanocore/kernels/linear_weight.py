@@ -9,7 +9,7 @@ each token: the product itself is one of eight bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -38,7 +38,7 @@ class LinearWeight:
     dtype: torch.dtype
     data: Tensor
     scale_O: Tensor | None = None
-    segments: tuple[LinearWeight, ...] = ()
+    segments: tuple[LinearWeight, ...] = field(default=(), kw_only=True)
 
     @property
     def num_bytes(self) -> int:

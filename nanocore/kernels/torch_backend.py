@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
 from nanocore.kernels.interface import (
     AttentionMetadata,
@@ -21,7 +21,6 @@ from nanocore.kernels.interface import (
     Filters,
     GraphSupport,
     KVCache,
-    Logprobs,
     Noise,
     QKNorm,
     Replay,
@@ -38,6 +37,7 @@ from nanocore.kernels.linear_weight import (
 )
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_filtered_sampling import filtered
@@ -61,7 +61,7 @@ class TorchKernels:
     variant: str = ""
     graph_support: GraphSupport = "never"
     block_multiple = 1
-    keeps_quantized = False
+    kept_forms: frozenset[StoredForm] = frozenset()
 
     def pack_linear(
         self,

@@ -30,7 +30,7 @@ def rank_cost(
     positions = entries.get(POSITIONS, Entry(()))
     expert_bytes, position_bytes = map(sum, (map(_num_bytes, experts), [_num_bytes(positions)]))
     dtype = model.placement.dtype
-    packer = WeightPacker(TorchKernels(), dtype, config.quantization, kernels.keeps_quantized)
+    packer = WeightPacker(TorchKernels(), dtype, config.quantization, kernels.kept_forms)
     model.pack(packer)
     ends = {id(end): end.weight for end in (model.embedding, model.head) if end is not None}
     end_params = sum(weight.out_features * weight.in_features for weight in ends.values())

@@ -14,9 +14,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import StoredWeight, join_adjacent
+from nanocore.kernels.grouped_weight import StoredForm, StoredWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.linear_weight import LinearWeight, in_segments
+from nanocore.kernels.linear_weight import FP8, LinearWeight, in_segments
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
 from nanocore.worker.loading.weights import Buffer, Entries, Entry, Part
 from nanocore.worker.messages import Quantization
@@ -25,10 +25,11 @@ from nanocore.worker.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class StoredOutline:
-    """In place of a quantized weight whose values are not known: its shape and its size."""
+    """In place of a quantized weight whose values are not known: its shape, form and size."""
 
     out_features: int
     in_features: int
+    form: StoredForm
     num_bytes: int
 
 
@@ -187,15 +188,17 @@ class Weight:
     def _outline(self, run: _Run) -> StoredWeight | StoredOutline:
         if run.stored is None or run.stored.is_float:
             return torch.empty(run.shape, dtype=self._placement.dtype, device="meta")
-        num_bytes = sum(buffer.outline.nbytes for buffer in run.buffers.values())
-        return StoredOutline(*run.shape, num_bytes)
+        outlines = [buffer.outline for buffer in run.buffers.values()]
+        num_bytes = sum(outline.nbytes for outline in outlines)
+        is_float8 = any(o.dtype == FP8 and o.shape == run.shape for o in outlines)
+        return StoredOutline(*run.shape, "float8" if is_float8 else "grouped", num_bytes)
 
 
 class WeightPacker:
     """Packs weights for a backend.
 
-    dtype: of activations. keeps_quantized: weights that are stored quantized stay as small, which
-    is asked where nothing but outlines are packed. num_bytes, num_params: of all weights so far.
+    dtype: of activations. kept_forms: see `Kernels`; for outlines, which other kernels are to pack.
+    num_bytes, num_params: of all weights so far.
     """
 
     def __init__(
@@ -203,10 +206,10 @@ class WeightPacker:
         kernels: Kernels,
         dtype: torch.dtype,
         quantization: Quantization | None = None,
-        keeps_quantized: bool = False,
+        kept_forms: frozenset[StoredForm] = frozenset(),
     ) -> None:
         self._kernels, self._dtype, self._quantization = kernels, dtype, quantization
-        self._keeps_quantized = keeps_quantized
+        self._kept_forms = kept_forms
         self.num_bytes = self.num_params = 0
 
     def linear(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
@@ -242,7 +245,7 @@ class WeightPacker:
 
     def _pack_outline(self, outline: StoredOutline) -> LinearWeight:
         num_bytes = outline.out_features * outline.in_features * self._dtype.itemsize
-        if self._keeps_quantized:
+        if outline.form in self._kept_forms:
             num_bytes = outline.num_bytes
         data = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         return LinearWeight(outline.out_features, outline.in_features, data.dtype, data)
