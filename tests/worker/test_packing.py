@@ -21,8 +21,8 @@ from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading import loader
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.loading.weights import Buffer
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from tests.model_families import BUILDERS
@@ -229,15 +229,16 @@ def test_a_weight_is_in_memory_twice_only_while_it_is_packed(
 ) -> None:
     folder = BUILDERS["qwen3"](tmp_path)
     model = build_model(load_model_config(folder), Placement(torch.float32, CPU))
-    runner = ModelRunner(model, make_kernels("cpu"))
     outlines = [p.buffer.outline for e in model.entries().values() for p in e.parts if p.buffer]
     largest_bytes = max(outline.nbytes for outline in outlines)
     monkeypatch.setattr(loader, "BUFFERED_BYTES", largest_bytes)
     alive = _Alive(monkeypatch)
     if load_format == "dummy":
-        runner.load(fill_dummy_weights, quantization)
+        fill_and_pack(model, make_kernels("cpu"), fill_dummy_weights, quantization)
     else:
-        runner.load(lambda e: load_weights(folder, e, model.entry_name), quantization)
+        names = model.entry_name
+        kernels = make_kernels("cpu")
+        fill_and_pack(model, kernels, lambda e: load_weights(folder, e, names), quantization)
     assert alive.total_bytes == sum({id(o): o.nbytes for o in outlines}.values())
     assert alive.num_bytes == 0
     assert largest_bytes <= alive.peak_bytes <= 2 * largest_bytes < alive.total_bytes
