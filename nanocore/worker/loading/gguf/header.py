@@ -32,7 +32,7 @@ _NUMBERS: Final = {
     12: "<d",
 }  # fmt: skip
 _LAYOUTS: Final = {kind: struct.Struct(layout) for kind, layout in _NUMBERS.items()}
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
 _LFS_MAGIC: Final = b"version https://git-lfs"
 
 
@@ -154,7 +154,7 @@ def _value(data: HeaderBytes, key: str, keep: bool) -> Any:
     if item not in _NUMBERS:
         raise data.error(f"{key} is an array of type {item}, which is not served")
     layout = np.dtype(_NUMBERS[item])
-    data.require(count, layout.itemsize, key)
+    data.count_items(count, layout.itemsize, key)
     content = data.take(count * layout.itemsize, key)
     return np.frombuffer(content, layout).tolist() if keep else []
 
@@ -162,7 +162,9 @@ def _value(data: HeaderBytes, key: str, keep: bool) -> Any:
 def _number(data: HeaderBytes, key: str, kind: int) -> int | float | bool:
     if kind not in _LAYOUTS:
         raise data.error(f"{key} has type {kind}, which is unknown")
-    return data.number(_LAYOUTS[kind], key)
+    value = data.number(_LAYOUTS[kind], key)
+    # The decimal number that was meant: 1e-6, and not what is nearest to it in float32.
+    return float(str(np.float32(value))) if kind == _FLOAT else value
 
 
 def _tensor(data: HeaderBytes) -> tuple[str, TensorType, tuple[int, ...], int]:

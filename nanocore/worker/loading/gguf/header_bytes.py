@@ -14,7 +14,7 @@ from nanocore.protocol.errors import ModelFileError
 
 MAX_HEADER_BYTES: Final = 128 * 2**20
 """Ten times the largest: a vocabulary of 256,000 tokens takes 12 MB."""
-MAX_STRINGS: Final = 2**22
+MAX_ITEMS: Final = 2**22
 """Of all arrays of a file together: as Python's objects they take some 60 bytes each."""
 _MAX_STRING_BYTES: Final = 2**20
 _CHUNK_BYTES: Final = 2**20
@@ -31,7 +31,7 @@ class HeaderBytes:
         self._path, self._file = path, file
         self.num_bytes = num_bytes
         self._buffer, self._position, self._start = b"", 0, 0
-        self._num_strings = 0
+        self._num_items = 0
 
     @property
     def offset(self) -> int:
@@ -65,10 +65,7 @@ class HeaderBytes:
 
     def strings(self, count: int, what: str, keep: bool) -> list[str]:
         """As many texts; none, but passed over, where they are not kept."""
-        self.require(count, _U64.size, what)
-        self._num_strings += count
-        if self._num_strings > MAX_STRINGS:
-            raise self.error(f"{what} has {count} texts: at most {MAX_STRINGS} are read of a file")
+        self.count_items(count, _U64.size, what)
         if keep:
             return [self.string(what) for _ in range(count)]
         for _ in range(count):
@@ -76,6 +73,13 @@ class HeaderBytes:
             self.require(length, 1, what)
             self._position = self._have(length, what) + length
         return []
+
+    def count_items(self, count: int, item_bytes: int, what: str) -> None:
+        """Refuse an array that the file cannot hold, or that is one too many."""
+        self.require(count, item_bytes, what)
+        self._num_items += count
+        if self._num_items > MAX_ITEMS:
+            raise self.error(f"{what} has {count} items: at most {MAX_ITEMS} are read of a file")
 
     def require(self, count: int, item_bytes: int, what: str) -> None:
         """Refuse a count of items that the file cannot hold."""
