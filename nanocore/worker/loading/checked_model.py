@@ -15,6 +15,8 @@ from nanocore.protocol.errors import ConfigError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.gguf.format import GgufFormat
 from nanocore.worker.loading.loader import check_weights
 from nanocore.worker.loading.lora.adapter import read_adapter
 from nanocore.worker.loading.lora.merged_format import MergedFormat
@@ -65,10 +67,12 @@ def read_weight_format(
     Raises:
         ModelFileError: see `read_adapter`.
     """
+    first = Path(config.folder)
+    stored = GgufFormat(first, model.head_dim, dtype) if is_gguf(first) else None
     if config.merge_lora is None:
-        return None
+        return stored
     names = model_class(model.architecture).common_name
-    return MergedFormat(None, read_adapter(Path(config.merge_lora), names), dtype)
+    return MergedFormat(stored, read_adapter(Path(config.merge_lora), names), dtype)
 
 
 def check_files(config: WorkerConfig, model: DecoderModel) -> None:

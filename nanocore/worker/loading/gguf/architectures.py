@@ -7,10 +7,11 @@ Q and K that are in another order, and norms that are stored whole.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.loading.gguf.header import Header
+from nanocore.worker.loading.gguf.header import Header, read_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,3 +56,8 @@ def architecture_name(header: Header) -> str:
             f"known: {', '.join(ARCHITECTURES)}"
         )
     return name
+
+
+def has_whole_norms(first: Path) -> bool:
+    """See `GgufArchitecture`."""
+    return ARCHITECTURES[architecture_name(read_header(first))].has_whole_norms

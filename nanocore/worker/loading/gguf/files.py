@@ -30,9 +30,10 @@ def gguf_in_folder(folder: Path) -> Path | None:
     Raises:
         ModelFileError: it has several models.
     """
-    if next(folder.glob("*.safetensors"), None) is not None or (
-        folder / "model.safetensors.index.json"
-    ).exists():
+    if (
+        next(folder.glob("*.safetensors"), None) is not None
+        or (folder / "model.safetensors.index.json").exists()
+    ):
         return None
     files = [path for path in folder.glob("*.gguf") if not path.name.startswith(_VISION)]
     firsts = sorted({first_file(path) for path in files})

@@ -132,7 +132,12 @@ def _named(info: TensorInfo, names: dict[str, str]) -> list[GgufTensor]:
     size = info.num_bytes // shape[0]
     return [
         GgufTensor(
-            info.path, f"{name.format(i)}.{kind}", info.type, shape[1:], info.offset + i * size, size
+            info.path,
+            f"{name.format(i)}.{kind}",
+            info.type,
+            shape[1:],
+            info.offset + i * size,
+            size,
         )
         for i in range(shape[0])
-    ]
+    ]  # fmt: skip
