@@ -64,7 +64,9 @@ class EngineParameters:
     """
 
     model: _Name | None = parameter(
-        None, _MODEL, "folder in Hugging Face format, or id on its hub (default: the demo model)"
+        None,
+        _MODEL,
+        "folder in Hugging Face format, GGUF file, or id on the hub (default: the demo model)",
     )
 
     revision: _Name | None = parameter(None, _MODEL, "branch, tag or commit of the hub's model")

@@ -94,7 +94,8 @@ def _iq4_xs(blocks: Tensor) -> GroupedWeight:
 
 def _mxfp4(blocks: Tensor) -> GroupedWeight:
     """Powers of two; the codebook has twice the numbers."""
-    scale = torch.ldexp(torch.ones(()), blocks[..., 0].int() - 128)
+    exponent = blocks[..., 0].int() - 128
+    scale = torch.ldexp(torch.ones(exponent.shape), exponent)
     return _with_codebook(_nibbles(blocks[..., 1:]), scale, _E2M1)
 
 
