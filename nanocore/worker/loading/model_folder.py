@@ -16,6 +16,7 @@ from nanocore.protocol.messages import ModelFileName
 
 _ALLOWED = [
     "config.json",
+    "quantize_config.json",
     "*.safetensors",
     "model.safetensors.index.json",
     *get_args(ModelFileName),

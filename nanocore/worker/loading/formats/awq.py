@@ -17,9 +17,14 @@ from torch import Tensor
 from nanocore.kernels.grouped_weight import GroupedWeight
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.settings import Settings
-from nanocore.worker.loading.formats.bits import zeros_or_none
+from nanocore.worker.loading.formats.bits import compact, zeros_or_none
 from nanocore.worker.loading.formats.cuts import cut_groups, words
-from nanocore.worker.loading.formats.settings import group_size, names, refuse_unless
+from nanocore.worker.loading.formats.settings import (
+    group_size,
+    groups_in_words,
+    names,
+    refuse_unless,
+)
 from nanocore.worker.loading.formats.stored import StoredTensors, aliases, is_inner
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
 
@@ -47,7 +52,10 @@ class AwqFormat:
     def read(cls, settings: Settings, stored: StoredTensors) -> AwqFormat:
         """From quantization_config. Raises ModelFileError: it says what is not served."""
         settings = settings.with_values(
-            {"bits": settings.values.get("w_bit"), "group_size": settings.values.get("q_group_size")}
+            {
+                "bits": settings.values.get("w_bit"),
+                "group_size": settings.values.get("q_group_size"),
+            }
             | settings.values
         )
         refuse_unless(settings, "bits", int, (_BITS,), required=True)
@@ -60,6 +68,9 @@ class AwqFormat:
             names(settings, "modules_to_not_convert"),
             stored,
         )
+
+    def __str__(self) -> str:
+        return f"AWQ: four bits, {groups_in_words(self.group_size)}"
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
@@ -111,7 +122,7 @@ def _unpack(
 
 def _outputs(packed: Tensor) -> Tensor:
     """int32 [inputs, W] to uint8 [8 W, inputs]."""
-    word_WI = packed.t().contiguous()
+    word_WI = compact(packed.t())
     num_words, num_inputs = word_WI.shape
     values = torch.empty(num_words, 8, num_inputs, dtype=torch.uint8, device=packed.device)
     byte_WI4 = word_WI.view(torch.uint8).view(num_words, num_inputs, 4)

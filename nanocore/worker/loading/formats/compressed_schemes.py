@@ -21,7 +21,12 @@ from nanocore.worker.loading.formats.bits import per_word, unpack_words, zeros_o
 from nanocore.worker.loading.formats.cuts import Grouping, check_cut, cut_groups, is_whole, words
 from nanocore.worker.loading.formats.float8 import BLOCK, Float8Layout, Scales, input_scale_slot
 from nanocore.worker.loading.formats.gptq import sort_inputs
-from nanocore.worker.loading.formats.settings import group_size, refuse_if_set, refuse_unless
+from nanocore.worker.loading.formats.settings import (
+    group_size,
+    groups_in_words,
+    refuse_if_set,
+    refuse_unless,
+)
 from nanocore.worker.loading.formats.stored import StoredTensors
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
 
@@ -32,9 +37,12 @@ _FLOAT_STRATEGIES: Final[tuple[Scales, ...]] = ("tensor", "channel", "block")
 
 
 class Scheme(Protocol):
-    """One way to store a weight. marker: a tensor that only a module stored so has."""
+    """One way to store a weight."""
 
-    marker: str
+    @property
+    def marker(self) -> str:
+        """A tensor that only a module stored so has."""
+        ...
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice, stored: StoredTensors
@@ -96,6 +104,9 @@ class _Float8:
     layout: Float8Layout
     marker: str = "weight_scale"
 
+    def __str__(self) -> str:
+        return str(self.layout)
+
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice, stored: StoredTensors
     ) -> StoredProjection:
@@ -121,6 +132,15 @@ class _Integers:
     @property
     def marker(self) -> str:
         return "weight_packed" if self.packing == "words" else "weight_scale"
+
+    def __str__(self) -> str:
+        of = (
+            "a scale for each weight"
+            if self.strategy == "tensor"
+            else groups_in_words(self.group_size)
+        )
+        static = "; its input_scale is not used" if self.has_input_scale else ""
+        return f"{self.bits} bits, {of}{static}"
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice, stored: StoredTensors
@@ -204,7 +224,9 @@ class _Integers:
             values_OI = unpack_words(tensors["weight_packed"], self.bits)[:, :num_columns]
         else:
             values_OI = self._unsigned(name, tensors["weight"])
-        scale_OG = tensors["weight_scale"].reshape(-1, 1 if self.strategy == "tensor" else groups.kept.stop - groups.kept.start)
+        scale_OG = tensors["weight_scale"].reshape(
+            -1, 1 if self.strategy == "tensor" else groups.kept.stop - groups.kept.start
+        )
         weight = GroupedWeight(
             values_OI.contiguous(), self.bits, groups.size,
             scale_OG.expand(num_rows, -1).contiguous(), self._zeros(name, rows, tensors),

@@ -60,6 +60,9 @@ class CompressedTensorsFormat:
             stored,
         )
 
+    def __str__(self) -> str:
+        return f"compressed-tensors: {'; '.join(str(group.scheme) for group in self.groups)}"
+
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
     ) -> StoredProjection | None:

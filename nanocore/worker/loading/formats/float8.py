@@ -17,6 +17,7 @@ from torch import Tensor
 from nanocore.kernels.grouped_weight import Float8Weight
 from nanocore.worker.loading.formats.stored import StoredTensors
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
+from nanocore.worker.loading.weights import Index
 
 BLOCK: Final = 128
 Scales = Literal["tensor", "channel", "block"]
@@ -34,14 +35,20 @@ class Float8Layout:
     scale_name: str
     has_input_scale: bool
 
+    def __str__(self) -> str:
+        """Kernels say, and not the checkpoint, how activations are rounded."""
+        of = {"tensor": "each weight", "channel": "each output", "block": "blocks of 128 x 128"}
+        static = "; its input_scale is not used" if self.has_input_scale else ""
+        return f"E4M3, a scale for {of[self.scales]} (on a CPU int8, one for each output){static}"
+
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice, stored: StoredTensors
     ) -> StoredProjection:
         """See `WeightFormat`; of a module that is stored so."""
         dtype = stored.float_dtype(f"{name}.{self.scale_name}", torch.float32)
         slots = {"weight": Slot(shape, torch.float8_e4m3fn, (rows, columns))}
-        unpack = _unpack
         block = BLOCK
+        index: Index
         if self.scales == "block":
             block = math.gcd(rows.start, columns.start, BLOCK)
             index = (_blocks(rows), _blocks(columns))
@@ -56,7 +63,7 @@ class Float8Layout:
             slots[self.scale_name] = Slot(scale_shape, dtype, index)
         if self.has_input_scale or stored.has(f"{name}.input_scale"):
             slots["input_scale"] = input_scale_slot(name, stored)
-        return StoredProjection(slots, partial(unpack, self, rows, columns, block))
+        return StoredProjection(slots, partial(_unpack, self, rows, columns, block))
 
 
 def input_scale_slot(name: str, stored: StoredTensors) -> Slot:

@@ -40,6 +40,9 @@ class Fp8Format:
         skipped = names(settings, "ignored_layers") + names(settings, "modules_to_not_convert")
         return cls(layout, frozenset(skipped), stored)
 
+    def __str__(self) -> str:
+        return f"FP8: {self.layout}"
+
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
     ) -> StoredProjection | None:

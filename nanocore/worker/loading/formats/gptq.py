@@ -28,7 +28,12 @@ from nanocore.worker.loading.formats.cuts import (
     words,
 )
 from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
-from nanocore.worker.loading.formats.settings import group_size, refuse_if_set, refuse_unless
+from nanocore.worker.loading.formats.settings import (
+    group_size,
+    groups_in_words,
+    refuse_if_set,
+    refuse_unless,
+)
 from nanocore.worker.loading.formats.stored import StoredTensors, aliases, is_inner
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
 
@@ -86,6 +91,11 @@ class GptqFormat:
             settings.get("lm_head", bool, False),
             stored,
         )
+
+    def __str__(self) -> str:
+        order = ", inputs sorted by group" if self.scheme.sorts_inputs else ""
+        groups = groups_in_words(self.scheme.group_size)
+        return f"GPTQ: {self.scheme.bits} bits, {groups}{order}"
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
@@ -161,7 +171,7 @@ def _is_name(value: object) -> bool:
 
 
 def _read_dynamic(settings: Settings) -> list[tuple[Pattern, _Scheme | None]]:
-    """"+:pattern" or "pattern" with settings of its own, "-:pattern" for what is not quantized."""
+    """ "+:pattern" or "pattern" with settings of its own, "-:pattern" for what is not quantized."""
     rules = settings.section("dynamic")
     if len(rules.values) > MAX_REGEXES:
         raise settings.error("dynamic", f"has {len(rules.values)} rules; {MAX_REGEXES} are read")

@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.config.overrides import override
 from nanocore.worker.config.settings import Settings
-from nanocore.worker.loading.checkpoint import StoredTensor
+from nanocore.worker.loading.checkpoint import StoredTensor, all_tensors
 from nanocore.worker.loading.formats.awq import AwqFormat
 from nanocore.worker.loading.formats.compressed_tensors import CompressedTensorsFormat
 from nanocore.worker.loading.formats.fp8 import Fp8Format
 from nanocore.worker.loading.formats.gptq import GptqFormat
 from nanocore.worker.loading.formats.stored import StoredTensors
 from nanocore.worker.loading.weight_format import WeightFormat
+from nanocore.worker.loading.weights import TensorNames
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,38 @@ _READ: Final[Mapping[str, Callable[[Settings, StoredTensors], WeightFormat]]] = 
 }
 
 
+def folder_format(
+    folder: Path,
+    names: TensorNames,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    has_files: bool = True,
+    log: bool = False,
+) -> WeightFormat | None:
+    """How a model folder's files store weights; None: as floats.
+
+    Args:
+        names: from the files' names of tensors to the model's.
+        overrides: values that replace config.json's.
+        has_files: False: weights are to be made up, and only config.json is there.
+        log: say how weights are stored.
+
+    Raises:
+        ModelFileError: a file is missing or malformed, or asks for what is not served.
+    """
+    settings = override(Settings.read(folder / "config.json"), overrides or {})
+    said = quantization_settings(settings, folder)
+    if said is None:
+        return None
+    stored = None
+    if has_files:
+        stored = {name: one for one in all_tensors(folder) if (name := names(one.name))}
+    found = read_weight_format(said, stored)
+    if log:
+        logger.info("%s: %s", said.source, found)
+    return found
+
+
 def quantization_settings(settings: Settings, folder: Path | None) -> Settings | None:
     """What is said of quantization; None: nothing.
 
@@ -48,6 +82,9 @@ def quantization_settings(settings: Settings, folder: Path | None) -> Settings |
     for name in _NAMES:
         if settings.has(name):
             return settings.section(name)
+    text = settings.section("text_config")  # of models that also see images
+    if text.has(_NAMES[0]):
+        return text.section(_NAMES[0])
     if folder is None or not (folder / OLD_FILE).exists():
         return None
     old = Settings.read(folder / OLD_FILE)
@@ -57,9 +94,9 @@ def quantization_settings(settings: Settings, folder: Path | None) -> Settings |
 
 
 def read_weight_format(
-    settings: Settings | None, stored: Mapping[str, StoredTensor] | None
-) -> WeightFormat | None:
-    """How the checkpoint stores weights; None: as floats.
+    settings: Settings, stored: Mapping[str, StoredTensor] | None
+) -> WeightFormat:
+    """How a checkpoint stores weights.
 
     Args:
         settings: see `quantization_settings`.
@@ -68,8 +105,6 @@ def read_weight_format(
     Raises:
         ModelFileError: it is quantized in a way that is not served.
     """
-    if settings is None:
-        return None
     method = settings.get("quant_method", str, "")
     if method not in _READ:
         raise _with_remedy(settings.error("quant_method", "is not served"))

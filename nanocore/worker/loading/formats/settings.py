@@ -30,6 +30,11 @@ def group_size(settings: Settings, name: str = "group_size") -> int:
     return size
 
 
+def groups_in_words(size: int) -> str:
+    """A group size, for people."""
+    return "a scale for each output" if size == -1 else f"groups of {size} inputs"
+
+
 def names(settings: Settings, name: str) -> tuple[str, ...]:
     """A list of modules' names, empty where it is absent or null."""
     listed = settings.get(name, list[str], [])
