@@ -14,6 +14,7 @@ import torch
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.loading.formats.select import folder_format
 from nanocore.worker.loading.loader import check_weights
 from nanocore.worker.loading.lora.adapter import read_adapter
 from nanocore.worker.loading.lora.merged_format import MergedFormat
@@ -57,17 +58,23 @@ def read_model(
 
 
 def read_weight_format(
-    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype
+    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, log: bool = True
 ) -> WeightFormat | None:
     """How the files store linear layers; with the adapter merged that is to be.
 
+    log: say how, where they are not floats.
+
     Raises:
-        ModelFileError: see `read_adapter`.
+        ModelFileError: see `folder_format` and `read_adapter`.
     """
-    if config.merge_lora is None:
-        return None
     names = model_class(model.architecture).common_name
-    return MergedFormat(None, read_adapter(Path(config.merge_lora), names), dtype)
+    has_files = config.load_format != "dummy"
+    stored = folder_format(
+        Path(config.folder), names, config.hf_overrides, has_files=has_files, log=log
+    )
+    if config.merge_lora is None:
+        return stored
+    return MergedFormat(stored, read_adapter(Path(config.merge_lora), names), dtype)
 
 
 def check_files(config: WorkerConfig, model: DecoderModel) -> None:
