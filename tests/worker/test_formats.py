@@ -370,11 +370,21 @@ def test_what_a_text_part_says_counts_where_the_top_says_nothing() -> None:
     assert read_weight_format(said, None).name == "awq"
 
 
-def test_float8_is_near_in_integers() -> None:
+@pytest.mark.parametrize("scale_shape", [(2, 3), (200, 1)])
+def test_float8_is_near_in_integers(scale_shape: tuple[int, int]) -> None:
     random = torch.Generator().manual_seed(0)
-    values = torch.randn(16, 256, generator=random)
+    values = torch.randn(200, 300, generator=random)
     values[3] = 0
-    weight = Float8Weight(values.to(torch.float8_e4m3fn), torch.rand(1, 2, generator=random) + 0.5)
+    scale = torch.rand(scale_shape, generator=random) + 0.5
+    weight = Float8Weight(values.to(torch.float8_e4m3fn), scale)
     exact, rounded = weight.dequantize(), weight.in_integers().dequantize()
     largest = exact.abs().amax(1, keepdim=True)
     assert bool(((exact - rounded).abs() <= largest / 254 * 1.001).all())
+
+
+def test_every_float8_number_keeps_its_value_in_integers() -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
+    weight = Float8Weight(numbers, torch.ones(256, 1))
+    torch.testing.assert_close(
+        weight.in_integers().dequantize(), numbers.float(), rtol=1e-6, atol=0, equal_nan=True
+    )

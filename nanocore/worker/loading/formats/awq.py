@@ -30,6 +30,8 @@ from nanocore.worker.loading.weight_format import Slot, StoredProjection
 
 _BITS: Final = 4
 _PER_WORD: Final = 8
+_WORDS_AT_ONCE: Final = 8
+"""Of all inputs: what caches hold."""
 _ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which four bits of a word, counted from the lowest, output j of its eight has."""
 
@@ -124,9 +126,9 @@ def _outputs(packed: Tensor) -> Tensor:
     """int32 [inputs, W] to uint8 [8 W, inputs]."""
     word_WI = compact(packed.t())
     num_words, num_inputs = word_WI.shape
-    values = torch.empty(num_words, 8, num_inputs, dtype=torch.uint8, device=packed.device)
-    byte_WI4 = word_WI.view(torch.uint8).view(num_words, num_inputs, 4)
-    for output, place in enumerate(_ORDER):
-        byte_WI = byte_WI4[:, :, place // 2]
-        torch.bitwise_and(byte_WI >> 4 if place % 2 else byte_WI, 15, out=values[:, output])
-    return values.view(8 * num_words, num_inputs)
+    values = torch.empty(num_words, _PER_WORD, num_inputs, dtype=torch.uint8, device=packed.device)
+    for start in range(0, num_words, _WORDS_AT_ONCE):
+        part = slice(start, start + _WORDS_AT_ONCE)
+        for output, place in enumerate(_ORDER):
+            values[part, output] = (word_WI[part] >> 4 * place).bitwise_and_(15)
+    return values.view(_PER_WORD * num_words, num_inputs)

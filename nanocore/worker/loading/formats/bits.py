@@ -1,6 +1,6 @@
 """Numbers of 4 and 8 bits in 32-bit words, the lowest bits first, as they are packed on disk.
 
-Words are looked at byte by byte, so that nothing larger than the numbers themselves is made.
+Words are looked at byte by byte: twice the numbers' memory is taken at most.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ def unpack_words(packed: Tensor, bits: int) -> Tensor:
     as_bytes = compact(packed).view(torch.uint8)
     if bits == 8:
         return as_bytes
-    unpacked = torch.empty(*as_bytes.shape, 2, dtype=torch.uint8, device=packed.device)
-    torch.bitwise_and(as_bytes, 15, out=unpacked[..., 0])
-    torch.bitwise_right_shift(as_bytes, 4, out=unpacked[..., 1])
-    return unpacked.flatten(-2)
+    halves = as_bytes.to(torch.int16)  # each becomes two bytes, of its low and its high four bits
+    return (halves << 4).bitwise_or_(halves).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def compact(tensor: Tensor) -> Tensor:
