@@ -33,6 +33,7 @@ from nanocore.worker.loading.checked_model import (
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.lora.merged_format import MergedFormat
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.machine_speed import measure_speed
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
@@ -111,7 +112,9 @@ class Worker:
         Raises:
             ModelFileError: see `loader.load_weights`.
         """
-        self._weight_bytes = self._runner.load(self._fill, self._config.quantization)
+        self._weight_bytes = fill_and_pack(
+            self._runner.model, self._kernels, self._fill, self._config.quantization
+        )
 
     def _fill(self, entries: Entries) -> None:
         weight_format = self._placement.weight_format

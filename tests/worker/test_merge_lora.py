@@ -23,8 +23,8 @@ from nanocore.worker.loading.checked_model import check_files
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.lora.adapter import read_adapter
 from nanocore.worker.loading.lora.merged_format import MergedFormat
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.messages import Quantization
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.placement import Placement
 from nanocore.worker.worker import Worker
@@ -88,8 +88,8 @@ def loaded(
     """All weights of linear layers, as torch's kernels have them."""
     placement = placement_of(folder, adapter, placement or Placement(torch.float32, CPU))
     model = build_model(load_model_config(folder), placement)
-    runner = ModelRunner(model, TorchKernels())
-    runner.load(lambda e: load_weights(folder, e, model.entry_name), quantization)
+    names = model.entry_name
+    fill_and_pack(model, TorchKernels(), lambda e: load_weights(folder, e, names), quantization)
     weights: list[LinearWeight] = []
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)

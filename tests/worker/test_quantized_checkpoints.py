@@ -22,8 +22,8 @@ from tests.worker.running import Sample, run_script, stored_format, write_script
 FOLDER = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 FIXTURES = sorted(path.parent.name for path in FOLDER.glob("*/config.json"))
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-FACTORS = (3, 7, 12, 17)
-START, NUM_TOKENS = 40, 40
+FACTORS = (3, 7, 17)
+START, NUM_TOKENS = 40, 24
 """Characters that are given, of a table of 200 or more, and that are to be said."""
 MIN_MARGIN = 8.0
 """How far ahead of the next the likeliest token is at least, in logits."""

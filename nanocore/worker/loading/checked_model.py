@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from nanocore.protocol.errors import ConfigError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
@@ -82,12 +83,20 @@ def check_files(config: WorkerConfig, model: DecoderModel) -> None:
 
     Raises:
         ModelFileError: they are not; see `loader.load_weights`.
+        ConfigError: dummy weights are asked for where others than floats are needed.
     """
     entries, weight_format = model.entries(), model.placement.weight_format
     if isinstance(weight_format, MergedFormat):
         weight_format.check_used(entries)
     if config.load_format != "dummy":
         check_weights(Path(config.folder), entries, model.entry_name)
+        return
+    for name, entry in entries.items():
+        if entry.dtype is not None:
+            raise ConfigError(
+                f"--load-format dummy: {name} is {dtype_name(entry.dtype)}, and dummy weights are "
+                "floats: take quantization_config out of config.json, and use --quantization"
+            )
 
 
 def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:
