@@ -86,7 +86,7 @@ class CpuKernels(TorchKernels):
     """
 
     name = "cpu"
-    kept_forms = frozenset({"grouped"})
+    kept_forms = frozenset({"grouped", "float8"})
 
     def __init__(
         self,

@@ -70,9 +70,7 @@ def read_weight_format(
     """
     names = model_class(model.architecture).common_name
     has_files = config.load_format != "dummy"
-    stored = folder_format(
-        Path(config.folder), names, config.hf_overrides, has_files=has_files, log=log
-    )
+    stored = folder_format(Path(config.folder), names, has_files=has_files, log=log)
     if config.merge_lora is None:
         return stored
     return MergedFormat(stored, read_adapter(Path(config.merge_lora), names), dtype)

@@ -95,7 +95,8 @@ class GptqFormat:
     def __str__(self) -> str:
         order = ", inputs sorted by group" if self.scheme.sorts_inputs else ""
         groups = groups_in_words(self.scheme.group_size)
-        return f"GPTQ: {self.scheme.bits} bits, {groups}{order}"
+        version = 1 if self.stores_zero_less_one else 2
+        return f"GPTQ version {version}: {self.scheme.bits} bits, {groups}{order}"
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice

@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.config.overrides import override
 from nanocore.worker.config.settings import Settings
 from nanocore.worker.loading.checkpoint import StoredTensor, all_tensors
 from nanocore.worker.loading.formats.awq import AwqFormat
@@ -42,7 +41,6 @@ _READ: Final[Mapping[str, Callable[[Settings, StoredTensors], WeightFormat]]] = 
 def folder_format(
     folder: Path,
     names: TensorNames,
-    overrides: Mapping[str, Any] | None = None,
     *,
     has_files: bool = True,
     log: bool = False,
@@ -51,15 +49,13 @@ def folder_format(
 
     Args:
         names: from the files' names of tensors to the model's.
-        overrides: values that replace config.json's.
         has_files: False: weights are to be made up, and only config.json is there.
         log: say how weights are stored.
 
     Raises:
         ModelFileError: a file is missing or malformed, or asks for what is not served.
     """
-    settings = override(Settings.read(folder / "config.json"), overrides or {})
-    said = quantization_settings(settings, folder)
+    said = quantization_settings(Settings.read(folder / "config.json"), folder)
     if said is None:
         return None
     stored = None
