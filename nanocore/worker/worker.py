@@ -78,7 +78,7 @@ class Worker:
             tp=links.tp,
             pp_rank=rank // config.tensor_parallel_size,
             pp_size=config.pipeline_parallel_size,
-            weight_format=read_weight_format(config, model_config, dtype),
+            weight_format=read_weight_format(config, model_config, dtype, self._progress),
         )
         self._kernels = make_kernels(config, device)
         check_quantized_linear(config.quantization, self._kernels, dtype, device)

@@ -86,7 +86,7 @@ class CpuKernels(TorchKernels):
     """
 
     name = "cpu"
-    kept_forms = frozenset({"grouped"})
+    kept_forms = frozenset({"grouped", "float8"})
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class CpuKernels(TorchKernels):
     ) -> LinearWeight:
         check_quantization_name(quantization, ("int8", "int4"))
         if isinstance(weight, Float8Weight):
-            weight = weight.dequantize().to(dtype or torch.bfloat16)
+            weight = weight.in_integers()
         if isinstance(weight, GroupedWeight):
             return self._pack_groups(weight)
         packed = self._described(weight, quantization)

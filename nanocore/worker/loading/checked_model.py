@@ -15,6 +15,7 @@ from nanocore.protocol.errors import ConfigError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.loading.formats.select import folder_format
 from nanocore.worker.loading.gguf.files import is_gguf
 from nanocore.worker.loading.gguf.format import GgufFormat
 from nanocore.worker.loading.loader import check_weights
@@ -60,18 +61,24 @@ def read_model(
 
 
 def read_weight_format(
-    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype
+    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, log: bool = True
 ) -> WeightFormat | None:
     """How the files store linear layers; with the adapter merged that is to be.
 
+    log: say how, where they are not floats.
+
     Raises:
-        ModelFileError: see `read_adapter`.
+        ModelFileError: see `folder_format` and `read_adapter`.
     """
-    first = Path(config.folder)
-    stored = GgufFormat(first, model.head_dim, dtype) if is_gguf(first) else None
+    first, names = Path(config.folder), model_class(model.architecture).common_name
+    has_files = config.load_format != "dummy"
+    stored: WeightFormat | None
+    if is_gguf(first):
+        stored = GgufFormat(first, model.head_dim, dtype) if has_files else None
+    else:
+        stored = folder_format(first, names, has_files=has_files, log=log)
     if config.merge_lora is None:
         return stored
-    names = model_class(model.architecture).common_name
     return MergedFormat(stored, read_adapter(Path(config.merge_lora), names), dtype)
 
 

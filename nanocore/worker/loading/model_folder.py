@@ -17,6 +17,7 @@ from nanocore.worker.loading.gguf.files import first_file, gguf_in_folder, is_gg
 
 _ALLOWED = [
     "config.json",
+    "quantize_config.json",
     "*.safetensors",
     "model.safetensors.index.json",
     *get_args(ModelFileName),

@@ -47,12 +47,12 @@ class StoredProjection:
 
 
 class WeightFormat(Protocol):
-    """One checkpoint's way to store weights.
+    """One checkpoint's way to store weights."""
 
-    name: for logs and errors ("awq", "gptq", "compressed-tensors", "fp8", "gguf").
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """For logs and errors: "awq", "gptq", "compressed-tensors", "fp8", "gguf"."""
+        ...
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
