@@ -27,9 +27,7 @@ from nanocore.worker.device.step_memory import StepShape
 from nanocore.worker.device.stream import Stream
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
-from nanocore.worker.messages import Quantization
 from nanocore.worker.pending_output import (
     NOTHING_SAMPLED,
     AwaitingOutput,
@@ -164,12 +162,6 @@ class ModelRunner:
     def release_kv_memory(self) -> None:
         """Give the KV cache's memory back; no step can run until there is another."""
         self.kv_memory, self.kv_caches = None, []
-
-    def pack(self, quantization: Quantization | None) -> int:
-        """Give the loaded weights to the backend; returns the bytes that saves."""
-        packer = WeightPacker(self.kernels, quantization)
-        self.model.pack(packer)
-        return packer.saved_bytes
 
     @torch.inference_mode()
     def begin(self, plan: SchedulerOutput) -> PendingOutput:

@@ -30,6 +30,7 @@ from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
@@ -98,9 +99,9 @@ class Engine:
     ) -> None:
         placement = Placement(dtype, torch.device("cpu"), SingleRank(), 0, 1)
         model = build_model(load_model_config(folder), placement)
-        load_weights(folder, model.entries(), model.entry_name)
+        names = model.entry_name
         self.runner = ModelRunner(model, kernels)
-        self.runner.pack(quantization)
+        fill_and_pack(model, kernels, lambda e: load_weights(folder, e, names), quantization)
         self.dtype = dtype
         self.alone = cache(lambda: self.run(Setting(at_once=1, max_num_batched_tokens=1024)))
 

@@ -17,8 +17,8 @@ from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
 from nanocore.worker.layers.linear import Rows
-from nanocore.worker.layers.packing import Weight, WeightPacker
-from nanocore.worker.loading.weights import Entries, Entry, Part, whole
+from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
+from nanocore.worker.loading.weights import Entries, Entry, Part
 from nanocore.worker.placement import Placement
 
 
@@ -37,14 +37,14 @@ class SparseMLP:
         self.norm_topk_prob = moe.norm_topk_prob
         self.activation = config.hidden_act
         self.rows = Rows.share(placement, moe.intermediate_size, "moe_intermediate_size")
-        self.router = Weight(placement.empty(moe.num_experts, hidden_size))
+        self.router = Weight(placement, moe.num_experts, hidden_size)
         self.gate_up_XIE = placement.empty(moe.num_experts, 2 * self.rows.size, hidden_size)
         self.down_XEI = placement.empty(moe.num_experts, hidden_size, self.rows.size)
 
     def entries(self, prefix: str) -> Entries:
         """Checkpoints keep every expert's projections apart."""
-        entries = {f"{prefix}gate.weight": whole(self.router.parameter)}
-        hidden_size = self.down_XEI.shape[1]
+        num_experts, hidden_size, _ = self.down_XEI.shape
+        entries = self.router.entries(Projection.whole(f"{prefix}gate", num_experts, hidden_size))
         inner = self.rows.kept
         in_shape, out_shape = (self.rows.total, hidden_size), (hidden_size, self.rows.total)
         gates_XIE, ups_XIE = self.gate_up_XIE.chunk(2, dim=1)
