@@ -9,11 +9,10 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "gate.h"
 #include "integers.h"
-#include "pool.h"
+#include "workspace.h"
 
 namespace nanocore {
 
@@ -22,41 +21,6 @@ constexpr int64_t kItemBytes = 96 << 10;       // of weights, at most, that a th
 constexpr int64_t kItemsPerThread = 8;         // at least, so that threads end together
 constexpr int64_t kPrefetchBytes = 8 << 10;    // how far ahead in a stream of weights
 constexpr int64_t kInlineBytes = 64 << 10;     // of rows packed sooner than threads are told
-
-// Memory that grows to what was needed once, on a cache line.
-class Scratch {
-   public:
-    ~Scratch() { std::free(data_); }
-    Scratch() = default;
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
-
-    float* of(int64_t num_bytes) {
-        if (num_bytes > size_) {
-            std::free(data_);
-            size_ = (num_bytes + 4095) / 4096 * 4096;
-            data_ = static_cast<float*>(std::aligned_alloc(64, size_));
-            if (!data_) std::abort();  // as the system does when memory is not there
-        }
-        return data_;
-    }
-
-   private:
-    float* data_ = nullptr;
-    int64_t size_ = 0;
-};
-
-// What a run of kernels shares. `panel` and `token_counts` are one for each thread; the counts are
-// zero between kernels.
-struct Workspace {
-    explicit Workspace(const std::vector<int>& cores)
-        : pool(cores), panel(cores.size()), token_counts(cores.size()) {}
-    Pool pool;
-    Scratch rows;
-    std::vector<Scratch> panel;
-    std::vector<std::vector<int32_t>> token_counts;
-    std::vector<int64_t> first_item;
-};
 
 struct LinearWeight {
     Kind kind;
@@ -91,6 +55,19 @@ struct LinearWeight {
         return std::max<int64_t>(1, std::min(kItemBytes / tile_bytes(), share));
     }
 };
+
+// What is fetched while a tile is multiplied with one of some panels: with one panel, what is some
+// way ahead, of the next tile when this one ends; with more, a share of the next tile.
+inline Prefetch prefetch_beside(const LinearWeight& weight, const char* tile, const char* next,
+                                int64_t panel, int64_t num_panels) {
+    const int64_t bytes = weight.tile_bytes(), num_steps = weight.num_steps();
+    if (num_panels == 1) {
+        const int64_t step = bytes / num_steps, ahead = std::min(kPrefetchBytes, bytes) / step;
+        return {tile + ahead * step, step, num_steps - ahead, next};
+    }
+    const int64_t share = bytes / num_panels;
+    return {next + panel * share, share / num_steps};
+}
 
 // Where threads find the weight of the next linear layer of a program.
 struct NextItems {
@@ -215,6 +192,18 @@ struct IntegerProducts {
     }
 };
 
+// body(how rows of T are multiplied with the weight)
+template <typename T, typename Body>
+inline void with_products(const LinearWeight& weight, const Body& body) {
+    if (weight.kind == Kind::kIntegers)
+        return with_integers(weight.format.bits, [&](auto bits, auto vnni) {
+            body(IntegerProducts<T, bits.value, vnni.value>{weight});
+        });
+    if (weight.kind == Kind::kInt8) return body(FloatProducts<T, Kind::kInt8>{weight});
+    // Others are kept in the type of activations.
+    body(FloatProducts<T, sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32>{weight});
+}
+
 // With a gate the weight's first half gates the second, both of whole tiles, and out has half as
 // many columns.
 template <typename T, typename Out>
@@ -231,13 +220,7 @@ struct LinearCall {
     int64_t rows;
 
     void run(Workspace& workspace) const {
-        if (weight.kind == Kind::kIntegers)
-            return with_integers(weight.format.bits, [&](auto bits, auto vnni) {
-                run_as(IntegerProducts<T, bits.value, vnni.value>{weight}, workspace);
-            });
-        if (weight.kind == Kind::kInt8) return run_as(FloatProducts<T, Kind::kInt8>{weight}, workspace);
-        // Others are kept in the type of activations.
-        run_as(FloatProducts<T, sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32>{weight}, workspace);
+        with_products<T>(weight, [&](const auto& products) { run_as(products, workspace); });
     }
 
    private:
@@ -287,18 +270,9 @@ struct LinearCall {
         return after->first + (tile - part_tiles()) / group * after->item_bytes;
     }
 
-    // With one panel, what is some way ahead, of the next tile when this one ends; with more, a
-    // share of the next tile.
-    Prefetch prefetch(int64_t tile, int64_t next, int part, int64_t panel,
-                      int64_t num_panels) const {
-        const int64_t bytes = weight.tile_bytes(), num_steps = weight.num_steps();
-        const char* then = tile_or_after(next, part);
-        if (num_panels == 1) {
-            const int64_t step = bytes / num_steps, ahead = std::min(kPrefetchBytes, bytes) / step;
-            return {tile_or_after(tile, part) + ahead * step, step, num_steps - ahead, then};
-        }
-        const int64_t share = bytes / num_panels;
-        return {then + panel * share, share / num_steps};
+    Prefetch prefetch(int64_t tile, int64_t next, int part, int64_t panel, int64_t num_panels) const {
+        return prefetch_beside(weight, tile_or_after(tile, part), tile_or_after(next, part), panel,
+                               num_panels);
     }
 
     template <typename Products>
