@@ -7,8 +7,9 @@
 
 #pragma once
 
+#include <vector>
+
 #include "multiply.h"
-#include "workspace.h"
 
 namespace nanocore {
 
@@ -109,7 +110,21 @@ struct RoutedRows {
             pairs[ends[experts[pair]]++] = static_cast<int32_t>(pair);
     }
 
+    int64_t expert_of(const ExpertPanel& panel) const { return experts[pairs[panel.first]]; }
+
+    // The chosen experts, with no more than so many panels each: one may be there several times.
+    const std::vector<ChosenExpert>& blocks(int64_t most_panels) {
+        const int64_t most = std::max<int64_t>(1, most_panels);
+        blocks_.clear();
+        for (const ChosenExpert& of : chosen)
+            for (int64_t panel = of.first_panel; panel < of.last_panel; panel += most)
+                blocks_.push_back({of.expert, panel, std::min(panel + most, of.last_panel)});
+        return blocks_;
+    }
+
    private:
+    std::vector<ChosenExpert> blocks_;
+
     void add_panels(int64_t expert) {
         const int64_t first = ends[expert], stop = ends[expert + 1];
         if (first == stop) return;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "pool.h"
+#include "routing.h"
 
 namespace nanocore {
 
@@ -43,6 +44,8 @@ struct Workspace {
     std::vector<Scratch> panel;
     std::vector<std::vector<int32_t>> token_counts;
     std::vector<int64_t> first_item;
+    RoutedRows routed;
+    Scratch expert_rows[2], inner, inner_rows;
 };
 
 }  // namespace nanocore
