@@ -19,6 +19,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.experts import ExpertWeights
+from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
@@ -206,6 +208,10 @@ class SharedExpert:
     out_TE: Tensor
 
 
+Experts = object
+"""What a backend made of a layer's experts: its own, see `Kernels.pack_experts`."""
+
+
 class Kernels(Protocol):
     """A backend. Activations are in the model's dtype; norms and softmax accumulate in float32.
 
@@ -291,19 +297,32 @@ class Kernels(Protocol):
         """
         ...
 
+    def pack_expert(self, weight: StoredWeight, quantization: str | None = None) -> LinearWeight:
+        """One projection of one expert, for `pack_experts`; quantized if this backend can.
+
+        The backend may keep the weight itself: the caller gives it up.
+
+        Raises:
+            ValueError: no such quantization here.
+        """
+        ...
+
+    def pack_experts(self, weights: ExpertWeights) -> Experts:
+        """All of a layer's experts for `moe`; the caller gives the weights up."""
+        ...
+
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
         """The weighted sum of each token's C experts, gated MLPs, and the shared one; [T, E].
 
-        gate_up_XIE: [X, 2 I, E], gate before up. down_XEI: [X, E, I]. Under tensor parallelism I is
-        this rank's share and the caller sums over ranks.
+        Under tensor parallelism the inner size is this rank's share, and the caller sums over
+        ranks.
         """
         ...
 

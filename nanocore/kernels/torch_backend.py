@@ -13,10 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.experts import ExpertWeights, StackedExperts, stack
+from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
+    Experts,
     Filters,
     GraphSupport,
     KVCache,
@@ -124,17 +127,24 @@ class TorchKernels:
     ) -> Tensor:
         return self.rms_norm(residual_TE[index_R] + x_TE[index_R], weight, eps)
 
+    def pack_expert(self, weight: StoredWeight, quantization: str | None = None) -> LinearWeight:
+        # Grouped products are of floats.
+        floats = weight if isinstance(weight, Tensor) else weight.dequantize().to(torch.bfloat16)
+        return pack_rows(floats, None)
+
+    def pack_experts(self, weights: ExpertWeights) -> StackedExperts:
+        return stack(weights)
+
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        out_TE = moe(x_TE, gate_up_XIE, down_XEI, *route(routing), activation)
-        return add_shared(out_TE, shared)
+        assert isinstance(experts, StackedExperts)
+        return add_shared(moe(x_TE, experts, *route(routing), activation), shared)
 
     def rope_and_store_kv(
         self,

@@ -2,7 +2,7 @@
 
 Every number of rows, chunking and batch gives a token the same bits (see multiply.h). K and V lie
 in the cache as products read them (rows.h), which needs blocks and heads of whole 16 values; other
-shapes and quantized caches, and experts, are computed by the torch backend. Shape suffixes: see
+shapes and quantized caches are computed by the torch backend. Shape suffixes: see
 `interface`.
 """
 
@@ -14,7 +14,6 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from nanocore.kernels.cpu.library import (
     NormWeightStruct,
     StepStruct,
 )
+from nanocore.kernels.cpu.memory import WeightMemory
 from nanocore.kernels.cpu.program import (
     SAMPLES,
     NotRecordable,
@@ -38,15 +38,19 @@ from nanocore.kernels.cpu.structs import (
     DTYPES,
     cache_struct,
     edits_struct,
+    expert_operands_struct,
+    experts_struct,
     mask_struct,
     norm_struct,
     step_struct,
     weight_struct,
 )
+from nanocore.kernels.experts import ExpertWeights
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
+    Experts,
     Filters,
     KVCache,
     Logprobs,
@@ -72,7 +76,6 @@ _OF_LOGITS: Final = frozenset(
 """Kernels whose rows are float32 always, so that they are told no dtype."""
 _TILE_COLUMNS = 32
 NATIVE_MULTIPLE = 16
-_PAGE_BYTES = 2 << 20
 _Weight = TypeVar("_Weight", bound=LinearWeight)
 
 
@@ -97,6 +100,7 @@ class CpuKernels(TorchKernels):
         self.keeps_activations = keeps_activations
         self.workspace = Workspace(library, cores)
         self.library = library
+        self.memory = WeightMemory()
         self.variant = f"{library.instruction_set}, compiled as {library.digest}"
         self._recording: Recording | None = None
 
@@ -139,7 +143,7 @@ class CpuKernels(TorchKernels):
 
     def _with_memory(self, described: _Weight) -> tuple[_Weight, LinearWeightStruct]:
         struct = weight_struct(described)
-        packed = huge_pages(self.library.call("packed_bytes", byref(struct)))
+        packed = self.memory.take(self.library.call("packed_bytes", byref(struct)))
         struct.packed = packed.data_ptr()
         return replace(described, data=packed), struct
 
@@ -198,17 +202,27 @@ class CpuKernels(TorchKernels):
         self._run("select", out_RE, x_TE.data_ptr(), x_TE.shape[1], out_RE.data_ptr())
         return out_RE
 
+    def pack_expert(self, weight: StoredWeight, quantization: str | None = None) -> LinearWeight:
+        return self.pack_linear(weight, quantization)
+
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+        return PackedExperts(weights)
+
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        self._refuse_recording("experts")
-        return super().moe(x_TE, gate_up_XIE, down_XEI, routing, shared, activation)
+        assert isinstance(experts, PackedExperts)
+        out_TE = self._empty(x_TE, x_TE.shape[1], x_TE.dtype)
+        self._run(
+            "moe", x_TE, x_TE.data_ptr(), x_TE.stride(0), byref(experts.struct),
+            byref(expert_operands_struct(routing, shared)), _GATES[activation], out_TE.data_ptr(),
+        )  # fmt: skip
+        return out_TE
 
     def rope_and_store_kv(
         self,
@@ -398,6 +412,13 @@ class _Unknown:
         raise NotRecordable(f"a look at {name}")
 
 
+class PackedExperts:
+    """Implements `interface.Experts`."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self.struct, self._weights = experts_struct(weights), weights
+
+
 class Captured:
     """Implements `interface.Replay`."""
 
@@ -419,10 +440,3 @@ def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
     block_size, head_dim = cache.k_NSKD.shape[1], cache.k_NSKD.shape[3]
     is_whole = block_size % NATIVE_MULTIPLE == 0 and head_dim % NATIVE_MULTIPLE == 0
     return is_whole and cache.k_NSKD.dtype == dtype
-
-
-def huge_pages(num_bytes: int) -> Tensor:
-    """Memory in pages of 2 MiB where the system has them: weights are read as streams."""
-    memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
-    start = -memory.ctypes.data % _PAGE_BYTES
-    return torch.from_numpy(memory[start : start + num_bytes])
