@@ -16,7 +16,7 @@ from nanocore.kernels.linear_weight import LinearWeight
 
 @dataclass(slots=True)
 class ExpertWeights:
-    """X experts' projections, packed by `Kernels.pack_expert`; whoever stacks them empties it."""
+    """X experts' projections, packed as those of linear layers; whoever stacks them empties it."""
 
     gates: list[LinearWeight]
     ups: list[LinearWeight]

@@ -9,6 +9,7 @@ that all kernels are compared with.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -132,6 +133,12 @@ class Float8Weight:
         """Memory of values and scales."""
         return self.values_OI.nbytes + self.scale.nbytes
 
+    def can_join(self, other: Float8Weight) -> bool:
+        """Whether outputs of the other, after these, can be those of one weight."""
+        mine, theirs = self.values_OI.shape, other.values_OI.shape
+        is_alike = self.has_blocks == other.has_blocks and mine[1] == theirs[1]
+        return is_alike and not (self.has_blocks and mine[0] % self.block)
+
     def dequantize(self) -> Tensor:
         """float32 [O, I]."""
         if not self.has_blocks:
@@ -141,6 +148,11 @@ class Float8Weight:
         return self.values_OI.float() * scale.repeat_interleave(self.block, 1)[:, :in_features]
 
 
+StoredForm = Literal["grouped", "float8"]
+"""The quantized ones of `StoredWeight`."""
+
+_Quantized = TypeVar("_Quantized", GroupedWeight, Float8Weight)
+
 StoredWeight = Tensor | GroupedWeight | Float8Weight
 """A weight as a checkpoint has it: floats, or one of the quantized forms."""
 
@@ -149,11 +161,47 @@ def join(weights: list[GroupedWeight]) -> GroupedWeight:
     """One weight with the outputs of all, which `can_join`, in their order."""
     first = weights[0]
     assert all(first.can_join(other) for other in weights)
+    return _cat(weights, ("values_OI", "scale_OG", "zero_OG", "minimum_OG", "super_scale_OS",
+                          "super_minimum_OS"))  # fmt: skip
+
+
+def join_adjacent(weights: list[StoredWeight]) -> list[StoredWeight]:
+    """As few weights as possible that have the outputs of all, in their order.
+
+    Their tensors are those of the weights where nothing is to be joined.
+    """
+    runs: list[list[StoredWeight]] = []
+    for weight in weights:
+        if runs and _can_join(runs[-1][-1], weight):
+            runs[-1].append(weight)
+        else:
+            runs.append([weight])
+    return [_join_alike(run) for run in runs]
+
+
+def _can_join(one: StoredWeight, other: StoredWeight) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype
+    if isinstance(one, GroupedWeight):
+        return isinstance(other, GroupedWeight) and one.can_join(other)
+    return isinstance(other, Float8Weight) and one.can_join(other)
+
+
+def _join_alike(weights: list[StoredWeight]) -> StoredWeight:
+    if isinstance(weights[0], Tensor):
+        tensors = [weight for weight in weights if isinstance(weight, Tensor)]
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    if isinstance(weights[0], GroupedWeight):
+        return join([weight for weight in weights if isinstance(weight, GroupedWeight)])
+    return _cat([w for w in weights if isinstance(w, Float8Weight)], ("values_OI", "scale"))
+
+
+def _cat(weights: list[_Quantized], names: tuple[str, ...]) -> _Quantized:
+    """The first, but of these tensors what all have."""
+    first = weights[0]
     if len(weights) == 1:
         return first
-    names = ("values_OI", "scale_OG", "zero_OG", "minimum_OG", "super_scale_OS",
-             "super_minimum_OS")  # fmt: skip
-    joined = {
+    joined: dict[str, Any] = {
         name: torch.cat([getattr(weight, name) for weight in weights])
         for name in names
         if getattr(first, name) is not None

@@ -16,14 +16,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
 from nanocore.kernels.experts import ExpertWeights
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
 
 GraphSupport = Literal["never", "decodes", "always"]
@@ -141,20 +143,6 @@ class Filters:
         return Filters(self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows])
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Log probabilities, logit - logsumexp(row), of each row's token and the K most likely ones.
-
-    token_ids_NC: int32 [N, 1 + K], the row's own token and then the K first of the order: by logit
-    falling, and of equal ones the smaller id first. logprobs_NC: float32, theirs. rank_N: int32,
-    the own token's place in that order, from 1 on.
-    """
-
-    token_ids_NC: Tensor
-    logprobs_NC: Tensor
-    rank_N: Tensor
-
-
 class Replay(Protocol):
     """Captured kernels, to be run again on the inputs of any step."""
 
@@ -217,19 +205,29 @@ class Kernels(Protocol):
 
     Activations are contiguous but for the first dimension. A kernel may write its result over an
     operand where it says so. block_multiple: block sizes must be multiples of it. variant: what
-    decides the bits of its results beside its name, e.g. the instruction set.
+    decides the bits of its results beside its name, e.g. the instruction set. kept_forms: of stored
+    weights, which take as much memory here as in a checkpoint; others are dequantized.
+    stacks_experts: they are multiplied in one product, for which all are floats.
     """
 
     name: str
     variant: str
     graph_support: GraphSupport
     block_multiple: int
+    kept_forms: frozenset[StoredForm]
+    stacks_experts: bool
 
-    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+    def pack_linear(
+        self,
+        weight: StoredWeight,
+        quantization: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearWeight:
         """The weight of a linear layer or of an embedding, quantized if so asked.
 
-        The backend may keep weight_OI itself: the caller gives it up. A weight in "fp8" is for
-        `linear` and `gated_linear`, and one that such products cannot take stays as it is.
+        The backend may keep the weight's tensors: the caller gives them up. A weight in "fp8" is
+        for `linear` and `gated_linear`, and one that such products cannot take stays as it is.
+        dtype: of activations, for backends that dequantize what is stored quantized.
 
         Raises:
             ValueError: no such quantization here.
@@ -237,7 +235,7 @@ class Kernels(Protocol):
         ...
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
-        """x W^T + b, rounded once to x's dtype; [T, O]."""
+        """x W^T + b, rounded once to x's dtype; [T, O]. The weight may have segments."""
         ...
 
     def gated_linear(
@@ -294,16 +292,6 @@ class Kernels(Protocol):
         """rms_norm(x + residual) of these rows, those that sample; [R, E]. index_R: int64.
 
         A row may be there more than once.
-        """
-        ...
-
-    def pack_expert(self, weight: StoredWeight, quantization: str | None = None) -> LinearWeight:
-        """One projection of one expert, for `pack_experts`; quantized if this backend can.
-
-        The backend may keep the weight itself: the caller gives it up.
-
-        Raises:
-            ValueError: no such quantization here.
         """
         ...
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanocore.kernels.activation import Activation
 from nanocore.kernels.experts import ExpertWeights, StackedExperts, stack
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
 from nanocore.kernels.interface import (
     AttentionMetadata,
@@ -23,7 +23,6 @@ from nanocore.kernels.interface import (
     Filters,
     GraphSupport,
     KVCache,
-    Logprobs,
     Noise,
     QKNorm,
     Replay,
@@ -40,6 +39,7 @@ from nanocore.kernels.linear_weight import (
 )
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_filtered_sampling import filtered
@@ -63,11 +63,20 @@ class TorchKernels:
     variant: str = ""
     graph_support: GraphSupport = "never"
     block_multiple = 1
+    kept_forms: frozenset[StoredForm] = frozenset()
+    stacks_experts = True
 
-    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
-        return pack_rows(weight_OI, quantization)
+    def pack_linear(
+        self,
+        weight: StoredWeight,
+        quantization: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearWeight:
+        return pack_rows(weight, quantization, dtype)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        if weight.segments:
+            return self._linear_in_segments(x_TI, weight, bias_O)
         if weight.scale_O is None:
             return F.linear(x_TI, weight.data, bias_O)
         if weight.dtype == FP8:
@@ -77,6 +86,12 @@ class TorchKernels:
             y_TO = F.linear(x_TI.float(), weight.data.float())
         y_TO = y_TO * weight.scale_O
         return (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
+
+    def _linear_in_segments(
+        self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None
+    ) -> Tensor:
+        parts = zip(weight.segments, weight.bias_of(bias_O), strict=True)
+        return torch.cat([self.linear(x_TI, *part) for part in parts], dim=1)
 
     def gated_linear(
         self,
@@ -127,12 +142,7 @@ class TorchKernels:
     ) -> Tensor:
         return self.rms_norm(residual_TE[index_R] + x_TE[index_R], weight, eps)
 
-    def pack_expert(self, weight: StoredWeight, quantization: str | None = None) -> LinearWeight:
-        # Grouped products are of floats.
-        floats = weight if isinstance(weight, Tensor) else weight.dequantize().to(torch.bfloat16)
-        return pack_rows(floats, None)
-
-    def pack_experts(self, weights: ExpertWeights) -> StackedExperts:
+    def pack_experts(self, weights: ExpertWeights) -> Experts:
         return stack(weights)
 
     def moe(

@@ -21,12 +21,7 @@ from nanocore.worker.device.device import (
     select_kv_format,
 )
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.loading.checked_model import (
-    check_files,
-    check_memory,
-    loaded_bytes,
-    read_model,
-)
+from nanocore.worker.loading.checked_model import check_files, check_memory, read_model
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.messages import WorkerConfig, WorkerInfo
@@ -61,10 +56,10 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     check_batch_invariance(config, model_config, kernels)
     models = [_build(config, model_config, dtype, rank) for rank in range(config.num_ranks)]
     check_files(config, models[0])
-    check_memory(config, {rank: loaded_bytes(model) for rank, model in enumerate(models)})
     kv_format = select_kv_format(config.kv_cache_dtype, dtype, device)
     layouts = [KVLayout(model.kv_specs, kv_format, config.block_size) for model in models]
-    costs = [rank_cost(*part, config) for part in zip(models, layouts, strict=True)]
+    costs = [rank_cost(*part, config, kernels) for part in zip(models, layouts, strict=True)]
+    check_memory(config, {rank: cost.held_bytes for rank, cost in enumerate(costs)})
     memory = _memory(config, [cost.held_bytes for cost in costs])
     return [
         WorkerInfo(

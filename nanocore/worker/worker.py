@@ -24,14 +24,10 @@ from nanocore.worker.device.device import (
     select_kv_format,
     steps_in_flight,
 )
-from nanocore.worker.loading.checked_model import (
-    check_files,
-    check_memory,
-    loaded_bytes,
-    read_model,
-)
+from nanocore.worker.loading.checked_model import check_files, check_memory, read_model
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.machine_speed import measure_speed
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
@@ -82,9 +78,9 @@ class Worker:
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
         check_files(config, outline)
-        check_memory(config, {rank: loaded_bytes(outline)})
         self._layout = KVLayout(outline.kv_specs, self._kv_format, config.block_size)
-        self._cost = rank_cost(outline, self._layout, config)
+        self._cost = rank_cost(outline, self._layout, config, self._kernels)
+        check_memory(config, {rank: self._cost.held_bytes})
         model = build_model(model_config, self._placement)
         self._recorder: CudaGraphRecorder | None = None
         self._runner = ModelRunner(
@@ -108,16 +104,15 @@ class Worker:
         Raises:
             ModelFileError: see `loader.load_weights`.
         """
-        model = self._runner.model
+        self._weight_bytes = self._runner.load(self._fill, self._config.quantization)
+
+    def _fill(self, entries: Entries) -> None:
         if self._config.load_format == "dummy":
-            weight_bytes = fill_dummy_weights(model.entries(), self._config.seed)
+            fill_dummy_weights(entries, self._config.seed)
             self._weights.update(f"dummy {self._config.seed} {self.device.type}".encode())
-        else:
-            folder = Path(self._config.folder)
-            weight_bytes = load_weights(
-                folder, model.entries(), model.entry_name, self._progress, self._weights
-            )
-        self._weight_bytes = weight_bytes - self._runner.pack(self._config.quantization)
+            return
+        names = self._runner.model.entry_name
+        load_weights(Path(self._config.folder), entries, names, self._progress, self._weights)
 
     def profile(self) -> WorkerInfo:
         """See how much memory is left beside the weights.

@@ -263,8 +263,8 @@ def load_model(
     """A model on one rank, its weights loaded."""
     placement = Placement(dtype, torch.device(device))
     model = build_model(load_model_config(folder), placement)
-    load_weights(folder, model.entries(), model.entry_name)
-    ModelRunner(model, TorchKernels()).pack(quantization)
+    runner = ModelRunner(model, TorchKernels())
+    runner.load(lambda entries: load_weights(folder, entries, model.entry_name), quantization)
     return model
 
 

@@ -147,9 +147,9 @@ def make_runner(
     max_model_len: served positions.
     """
     model = model or build_model(load_model_config(folder), placement)
-    load_weights(folder, model.entries(), model.entry_name)
     runner = ModelRunner(model, kernels or make_kernels(backend), links, queue)
-    runner.pack(quantization)
+    names = model.entry_name
+    runner.load(lambda entries: load_weights(folder, entries, names), quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
     runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, max_model_len)
     runner.capture(MAX_NUM_BATCHED_TOKENS)

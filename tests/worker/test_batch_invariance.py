@@ -98,9 +98,9 @@ class Engine:
     ) -> None:
         placement = Placement(dtype, torch.device("cpu"), SingleRank(), 0, 1)
         model = build_model(load_model_config(folder), placement)
-        load_weights(folder, model.entries(), model.entry_name)
+        names = model.entry_name
         self.runner = ModelRunner(model, kernels)
-        self.runner.pack(quantization)
+        self.runner.load(lambda entries: load_weights(folder, entries, names), quantization)
         self.dtype = dtype
         self.alone = cache(lambda: self.run(Setting(at_once=1, max_num_batched_tokens=1024)))
 

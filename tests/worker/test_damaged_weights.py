@@ -115,12 +115,12 @@ def make_runner(
 ) -> ModelRunner:
     placement = placement or Placement(way.dtype, torch.device("cpu"))
     model = build_model(load_model_config(folder), placement)
-    load_weights(folder, model.entries(), model.entry_name)
     stream = FakeStream(max(1, way.depth))
     device = DeviceQueue(stream, FakeGraphRecorder()) if way.depth else None
     kernels = DeviceKernels() if way.depth else make_kernels(way.backend)
     runner = ModelRunner(model, kernels, links, device)
-    runner.pack(way.quantization)
+    names = model.entry_name
+    runner.load(lambda entries: load_weights(folder, entries, names), way.quantization)
     kv_format = kv_cache_format(way.kv_cache_dtype, way.dtype)
     runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
     runner.capture(BUDGET)

@@ -25,6 +25,7 @@ from nanocore.worker.worker import Worker
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.worker.configs import make_worker_config
 from tests.worker.device_engine import DeviceKernels, load_model
+from tests.worker.filling import fill_with
 
 GB = 10**9
 CUDA = torch.device("cuda", 0)
@@ -108,10 +109,7 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     config = make_worker_config(
         folder=str(tiny_model), max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=300
     )
-    for entry in model.entries().values():
-        for part in entry.parts:
-            part.target.zero_()
-    runner.pack(None)
+    runner.load(fill_with(0))
     plans: list[SchedulerOutput] = []
     sampled: list[int] = []
     longest: list[int] = []

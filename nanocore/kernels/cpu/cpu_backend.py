@@ -53,7 +53,6 @@ from nanocore.kernels.interface import (
     Experts,
     Filters,
     KVCache,
-    Logprobs,
     Noise,
     QKNorm,
     Replay,
@@ -64,6 +63,7 @@ from nanocore.kernels.interface import (
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization_name
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 
@@ -89,6 +89,8 @@ class CpuKernels(TorchKernels):
     """
 
     name = "cpu"
+    kept_forms = frozenset({"grouped"})
+    stacks_experts = False
 
     def __init__(
         self,
@@ -104,10 +106,15 @@ class CpuKernels(TorchKernels):
         self.variant = f"{library.instruction_set}, compiled as {library.digest}"
         self._recording: Recording | None = None
 
-    def pack_linear(self, weight: StoredWeight, quantization: str | None = None) -> LinearWeight:
+    def pack_linear(
+        self,
+        weight: StoredWeight,
+        quantization: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearWeight:
         check_quantization_name(quantization, ("int8", "int4"))
         if isinstance(weight, Float8Weight):
-            weight = weight.dequantize().to(torch.bfloat16)
+            weight = weight.dequantize().to(dtype or torch.bfloat16)
         if isinstance(weight, GroupedWeight):
             return self._pack_groups(weight)
         packed = self._described(weight, quantization)
@@ -148,6 +155,9 @@ class CpuKernels(TorchKernels):
         return replace(described, data=packed), struct
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        if weight.segments:
+            self._refuse_recording("weights in segments")
+            return self._linear_in_segments(x_TI, weight, bias_O)
         return self._linear(x_TI, weight, bias_O, x_TI.dtype)
 
     def gated_linear(
@@ -157,7 +167,7 @@ class CpuKernels(TorchKernels):
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        if weight.out_features % (2 * _TILE_COLUMNS) == 0:
+        if weight.out_features % (2 * _TILE_COLUMNS) == 0 and not weight.segments:
             return self._linear(x_TI, weight, bias_O, x_TI.dtype, _GATES[activation])
         return self._gate(self.linear(x_TI, weight, bias_O), activation)
 
@@ -201,9 +211,6 @@ class CpuKernels(TorchKernels):
         out_RE = self._empty(x_TE, x_TE.shape[1], x_TE.dtype)
         self._run("select", out_RE, x_TE.data_ptr(), x_TE.shape[1], out_RE.data_ptr())
         return out_RE
-
-    def pack_expert(self, weight: StoredWeight, quantization: str | None = None) -> LinearWeight:
-        return self.pack_linear(weight, quantization)
 
     def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
         return PackedExperts(weights)

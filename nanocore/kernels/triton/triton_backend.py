@@ -76,6 +76,8 @@ class TritonKernels(TorchKernels):
         self.batch_invariant = batch_invariant
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        if weight.segments:
+            return self._linear_in_segments(x_TI, weight, bias_O)
         if weight.dtype == FP8:
             return fp8_linear(x_TI, weight, bias_O)
         if self._is_ours(weight):
@@ -89,6 +91,8 @@ class TritonKernels(TorchKernels):
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
+        if weight.segments:
+            return gate.gated(self.linear(x_TI, weight, bias_O), activation)
         if weight.dtype == FP8:
             return gate.gated(fp8_linear(x_TI, weight, bias_O), activation)
         if self._is_ours(weight) or len(x_TI) <= FUSED_GATE_TOKENS:

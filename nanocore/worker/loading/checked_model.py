@@ -53,11 +53,6 @@ def read_model(
     return model, dtype
 
 
-def loaded_bytes(model: DecoderModel) -> int:
-    """Of the weights of this rank's part, as they are when they have been loaded."""
-    return sum(part.target.nbytes for entry in model.entries().values() for part in entry.parts)
-
-
 def check_files(config: WorkerConfig, model: DecoderModel) -> None:
     """Check that the weight files are those of this model, by their headers.
 
@@ -68,17 +63,17 @@ def check_files(config: WorkerConfig, model: DecoderModel) -> None:
         check_weights(Path(config.folder), model.entries(), model.entry_name)
 
 
-def check_memory(config: WorkerConfig, loaded_bytes: dict[int, int]) -> None:
-    """Check that there is room for the weights of these ranks, by their numbers.
+def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:
+    """Check that there is room for the packed weights of these ranks, by their numbers.
 
     Raises:
         CacheMemoryError: there is not.
     """
     if select_device(config.device).type == "cpu":
         # Pages that are promised are found missing when they are written to, by a kill.
-        require_weights(sum(loaded_bytes.values()), cpu_memory_bytes(1), CPU_MEMORY)
+        require_weights(sum(weight_bytes.values()), cpu_memory_bytes(1), CPU_MEMORY)
         return
-    for rank, num_bytes in loaded_bytes.items():
+    for rank, num_bytes in weight_bytes.items():
         device = select_device(config.device, rank)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         if config.kv_cache_memory_bytes is not None:

@@ -23,11 +23,13 @@ class Slot:
     """A tensor of the checkpoint, of which a rank keeps a slice as it is stored.
 
     shape: of the whole tensor. dtype: the one that it must have. index: what is kept.
+    is_exact: False: the file may hold any float, which is converted to dtype.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     index: Index
+    is_exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,13 @@ class StoredProjection:
     """One projection's slice in a checkpoint.
 
     slots: by the tensor's name after the projection's and a dot ("qweight", "scales", ...).
-    unpack: what filled slots, by the same names, are a weight [rows, columns] of.
+    unpack: what filled slots, by the same names, are a weight [rows, columns] of; it may keep them.
+    is_float: that is a tensor of the model's dtype.
     """
 
     slots: Mapping[str, Slot]
     unpack: Callable[[Mapping[str, Tensor]], StoredWeight]
+    is_float: bool = False
 
 
 class WeightFormat(Protocol):
