@@ -73,10 +73,15 @@ class SparseMLP:
         """What this rank adds to the result, [T, E], before the ranks' all-reduce."""
         logits_TX = context.kernels.linear(x_TE, self.router.packed)
         return context.kernels.moe(
-            x_TE, self._weights.packed,
+            x_TE, self.experts,
             Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),
             self.shared(x_TE, context), self.activation,
         )  # fmt: skip
+
+    @property
+    def experts(self) -> Experts:
+        """As kernels take them; once all are packed."""
+        return self._weights.packed
 
     def shared(self, x_TE: Tensor, context: StepContext) -> SharedExpert | None:
         """What every token passes, in families that have it."""
