@@ -175,7 +175,8 @@ def test_int8_weights_say_what_one_rank_says_of_them_however_they_are_split(
     model = family(name)
     whole_RV = first_logits(run_script(model.folder, model.script(), quantization="int8"))
     exact_RV = torch.stack([said.logits_TV[0] for said in model.expected])
-    assert 0.05 < rms(whole_RV - exact_RV) / rms(exact_RV) < 0.2
+    # Where a router's choice is close, a token takes other experts.
+    assert 0.05 < rms(whole_RV - exact_RV) / rms(exact_RV) < (0.3 if "moe" in name else 0.2)
     samples = run_script(
         model.folder,
         model.script(num_stages),
