@@ -12,7 +12,7 @@
 
 namespace nanocore {
 
-constexpr int64_t kChunkBytes = 48 << 20;  // of rows that are between products at once
+constexpr int64_t kChunkBytes = 128 << 20;  // of rows on their way; each chunk reads all weights again
 constexpr int64_t kSumBytes = 512 << 10;   // of a thread's sums; half of a second-level cache
 
 // One weight of each expert. Gates and values are [inner, hidden], downs [hidden, inner].
@@ -124,7 +124,8 @@ struct MoeCall {
     int64_t rows;
 
     void run(Workspace& workspace) const {
-        const int64_t pair_bytes = 4 * (hidden() + 2 * inner());  // at most, nearly
+        const int64_t pair_bytes = line_bytes_of<T>(*experts.gates) + inner() * sizeof(T) +
+                                   line_bytes_of<T>(*experts.downs);
         const int64_t most = std::max<int64_t>(1, kChunkBytes / (pair_bytes * routing.num_chosen));
         const int64_t num_chunks = (rows + most - 1) / most;
         for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
