@@ -75,6 +75,13 @@ class EngineParameters:
         {}, _MODEL, "values that replace those of the model's config.json", metavar="JSON"
     )
 
+    merge_lora: _Name | None = parameter(
+        None,
+        _MODEL,
+        "folder of a LoRA adapter as PEFT writes it, merged into the weights as they are loaded",
+        metavar="DIR",
+    )
+
     dtype: Dtype = parameter(
         "auto",
         _MODEL,

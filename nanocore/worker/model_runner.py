@@ -8,7 +8,6 @@ embedding token ids, and one of an earlier stage sends them on instead of sampli
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,10 +27,7 @@ from nanocore.worker.device.step_memory import StepShape
 from nanocore.worker.device.stream import Stream
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.loading.weights import Entries, unbuffered_bytes
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
-from nanocore.worker.messages import Quantization
 from nanocore.worker.pending_output import (
     NOTHING_SAMPLED,
     AwaitingOutput,
@@ -62,7 +58,7 @@ class ModelRunner:
     """One rank's part of a model.
 
     Args:
-        model: `load` fills it. kernels: the backend. links: to neighbouring stages.
+        model: its weights loaded. kernels: the backend. links: to neighbouring stages.
         queue: None where steps are computed by the host itself. enforce_eager: call kernels one by
         one, though they could be captured.
     """
@@ -166,20 +162,6 @@ class ModelRunner:
     def release_kv_memory(self) -> None:
         """Give the KV cache's memory back; no step can run until there is another."""
         self.kv_memory, self.kv_caches = None, []
-
-    def load(
-        self, fill: Callable[[Entries], object], quantization: Quantization | None = None
-    ) -> int:
-        """Have all parameters filled, and weights packed by the backend, each when it is there.
-
-        fill: fills all parts of these, and tells their owners. Returns the memory they take.
-        """
-        entries = self.model.entries()
-        packer = WeightPacker(self.kernels, self.placement.dtype, quantization)
-        self.model.pack(packer)
-        fill(entries)
-        self.model.finish()
-        return packer.num_bytes + unbuffered_bytes(entries)
 
     @torch.inference_mode()
     def begin(self, plan: SchedulerOutput) -> PendingOutput:

@@ -24,9 +24,16 @@ from nanocore.worker.device.device import (
     select_kv_format,
     steps_in_flight,
 )
-from nanocore.worker.loading.checked_model import check_files, check_memory, read_model
+from nanocore.worker.loading.checked_model import (
+    check_files,
+    check_memory,
+    read_model,
+    read_weight_format,
+)
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.lora.merged_format import MergedFormat
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.machine_speed import measure_speed
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
@@ -71,6 +78,7 @@ class Worker:
             tp=links.tp,
             pp_rank=rank // config.tensor_parallel_size,
             pp_size=config.pipeline_parallel_size,
+            weight_format=read_weight_format(config, model_config, dtype),
         )
         self._kernels = make_kernels(config, device)
         check_quantized_linear(config.quantization, self._kernels, dtype, device)
@@ -104,9 +112,18 @@ class Worker:
         Raises:
             ModelFileError: see `loader.load_weights`.
         """
-        self._weight_bytes = self._runner.load(self._fill, self._config.quantization)
+        self._weight_bytes = fill_and_pack(
+            self._runner.model, self._kernels, self._fill, self._config.quantization
+        )
 
     def _fill(self, entries: Entries) -> None:
+        weight_format = self._placement.weight_format
+        if isinstance(weight_format, MergedFormat):
+            adapter = weight_format.adapter
+            self._weights.update(adapter.digest)
+            if self._progress:
+                num_modules = len(adapter.modules)
+                logger.info("adapter %s merged into %d projections", adapter.folder, num_modules)
         if self._config.load_format == "dummy":
             fill_dummy_weights(entries, self._config.seed)
             self._weights.update(f"dummy {self._config.seed} {self.device.type}".encode())

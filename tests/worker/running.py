@@ -33,6 +33,7 @@ from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
@@ -149,7 +150,7 @@ def make_runner(
     model = model or build_model(load_model_config(folder), placement)
     runner = ModelRunner(model, kernels or make_kernels(backend), links, queue)
     names = model.entry_name
-    runner.load(lambda entries: load_weights(folder, entries, names), quantization)
+    fill_and_pack(model, runner.kernels, lambda e: load_weights(folder, e, names), quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
     runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, max_model_len)
     runner.capture(MAX_NUM_BATCHED_TOKENS)

@@ -30,6 +30,7 @@ from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
@@ -100,7 +101,7 @@ class Engine:
         model = build_model(load_model_config(folder), placement)
         names = model.entry_name
         self.runner = ModelRunner(model, kernels)
-        self.runner.load(lambda entries: load_weights(folder, entries, names), quantization)
+        fill_and_pack(model, kernels, lambda e: load_weights(folder, e, names), quantization)
         self.dtype = dtype
         self.alone = cache(lambda: self.run(Setting(at_once=1, max_num_batched_tokens=1024)))
 

@@ -24,6 +24,7 @@ from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, StageLinks
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
@@ -120,7 +121,7 @@ def make_runner(
     kernels = DeviceKernels() if way.depth else make_kernels(way.backend)
     runner = ModelRunner(model, kernels, links, device)
     names = model.entry_name
-    runner.load(lambda entries: load_weights(folder, entries, names), way.quantization)
+    fill_and_pack(model, kernels, lambda e: load_weights(folder, e, names), way.quantization)
     kv_format = kv_cache_format(way.kv_cache_dtype, way.dtype)
     runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
     runner.capture(BUDGET)

@@ -19,9 +19,9 @@ from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device import device
 from nanocore.worker.device.device import check_quantized_linear
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.messages import Quantization
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_cost import rank_cost
@@ -112,7 +112,7 @@ def test_a_check_reckons_with_the_bytes_that_an_engine_has(folder: Path) -> None
     model_config = load_model_config(folder)
     kernels = TritonKernels(CPU)
     plain, quantized = (
-        ModelRunner(build_model(model_config, PLACEMENT), kernels).load(fill_with(1), quantization)
+        fill_and_pack(build_model(model_config, PLACEMENT), kernels, fill_with(1), quantization)
         for quantization in (None, "fp8")
     )
     assert quantized < plain

@@ -29,6 +29,7 @@ from tests.kernels.cpu_case import runnable_libraries
 from tests.model_families import BUILDERS
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.configs import make_worker_config
+from tests.worker.lora_adapters import modules_of, write_adapter
 
 WEIGHTS = "model.safetensors"
 MAX_MODEL_LEN = 64
@@ -270,3 +271,12 @@ def test_a_digest_is_of_what_files_hold_whatever_it_becomes(tmp_path: Path) -> N
         load_weights(tmp_path, {"a": whole(torch.empty(8, dtype=dtype))}, str, False, digest)
         digests.add(digest.digest())
     assert len(digests) == 1
+
+
+def test_a_merged_adapter_is_part_of_it(model: Path, tmp_path: Path) -> None:
+    adapters = [str(tmp_path / name) for name in ("a", "b", "again")]
+    for folder, alpha in zip(adapters, (6, 7, 6), strict=True):
+        write_adapter(Path(folder), modules_of(model, ("q_proj", "v_proj")), lora_alpha=alpha)
+    one, other, again = (fingerprint(model, merge_lora=folder) for folder in adapters)
+    assert one == again
+    assert len({None, fingerprint(model), one, other}) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,26 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
+from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import FP8
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.protocol.errors import ModelFileError
+from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading import loader
+from nanocore.worker.loading.checked_model import check_files
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.loading.weights import Buffer
-from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.memory.kv_memory import KVLayout
+from nanocore.worker.model_cost import ModelCost
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_cost import rank_cost
 from tests.model_families import BUILDERS
+from tests.worker.configs import make_worker_config
 from tests.worker.filling import fill
 from tests.worker.running import make_kernels
 from tests.worker.toy_format import ToyFormat, stored_tensors
@@ -229,15 +236,49 @@ def test_a_weight_is_in_memory_twice_only_while_it_is_packed(
 ) -> None:
     folder = BUILDERS["qwen3"](tmp_path)
     model = build_model(load_model_config(folder), Placement(torch.float32, CPU))
-    runner = ModelRunner(model, make_kernels("cpu"))
     outlines = [p.buffer.outline for e in model.entries().values() for p in e.parts if p.buffer]
     largest_bytes = max(outline.nbytes for outline in outlines)
     monkeypatch.setattr(loader, "BUFFERED_BYTES", largest_bytes)
     alive = _Alive(monkeypatch)
     if load_format == "dummy":
-        runner.load(fill_dummy_weights, quantization)
+        fill_and_pack(model, make_kernels("cpu"), fill_dummy_weights, quantization)
     else:
-        runner.load(lambda e: load_weights(folder, e, model.entry_name), quantization)
+        names = model.entry_name
+        kernels = make_kernels("cpu")
+        fill_and_pack(model, kernels, lambda e: load_weights(folder, e, names), quantization)
     assert alive.total_bytes == sum({id(o): o.nbytes for o in outlines}.values())
     assert alive.num_bytes == 0
     assert largest_bytes <= alive.peak_bytes <= 2 * largest_bytes < alive.total_bytes
+
+
+def test_dummy_weights_of_a_quantized_model_are_refused(tmp_path: Path) -> None:
+    folder = BUILDERS["qwen3"](tmp_path)
+    placement = Placement(torch.float32, CPU, weight_format=ToyFormat(q_proj="four"))
+    model = build_model(load_model_config(folder), placement)
+    config = make_worker_config(folder=str(folder))
+    assert config.load_format == "dummy"
+    with pytest.raises(ConfigError, match=r"dummy: model.*q_proj.values is uint8, and dummy"):
+        check_files(config, model)
+
+
+def test_a_check_reckons_with_the_bytes_that_are_kept(tmp_path: Path) -> None:
+    """Of a checkpoint that is quantized: its own where kernels keep that form, or floats."""
+    folder = BUILDERS["qwen3"](tmp_path)
+    kinds = dict.fromkeys(("q_proj", "k_proj", "v_proj", "up_proj"), "four")
+    outline = Placement(torch.float32, torch.device("meta"), weight_format=ToyFormat(**kinds))
+    plain = replace(outline, weight_format=None)
+    config = make_worker_config(folder=str(folder))
+
+    def cost(placement: Placement, backend: str) -> ModelCost:
+        model = build_model(load_model_config(folder), placement)
+        layout = KVLayout(model.kv_specs, kv_cache_format("auto", torch.float32), 16)
+        return rank_cost(model, layout, config, make_kernels(backend))
+
+    floats, widened, kept = (
+        cost(*case) for case in ((plain, "torch"), (outline, "torch"), (outline, "cpu"))
+    )
+    assert floats == widened
+    params = 3 * (64 * 24 * (4 + 2 + 2) + 160 * 64)
+    saved = params * (4 - 1) - params // 16 * 2  # as ToyFormat stores them, a byte a value
+    assert floats.held_bytes - kept.held_bytes == saved
+    assert (floats.num_params, floats.token_params) == (kept.num_params, kept.token_params)

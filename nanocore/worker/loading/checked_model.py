@@ -11,11 +11,15 @@ from pathlib import Path
 
 import torch
 
+from nanocore.protocol.errors import ConfigError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import check_weights
+from nanocore.worker.loading.lora.adapter import read_adapter
+from nanocore.worker.loading.lora.merged_format import MergedFormat
 from nanocore.worker.loading.stored_config import as_stored
+from nanocore.worker.loading.weight_format import WeightFormat
 from nanocore.worker.memory.kv_cache_bytes import CPU_MEMORY, cpu_memory_bytes, require_weights
 from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.models import load_model_config, model_class
@@ -53,14 +57,39 @@ def read_model(
     return model, dtype
 
 
+def read_weight_format(
+    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype
+) -> WeightFormat | None:
+    """How the files store linear layers; with the adapter merged that is to be.
+
+    Raises:
+        ModelFileError: see `read_adapter`.
+    """
+    if config.merge_lora is None:
+        return None
+    names = model_class(model.architecture).common_name
+    return MergedFormat(None, read_adapter(Path(config.merge_lora), names), dtype)
+
+
 def check_files(config: WorkerConfig, model: DecoderModel) -> None:
-    """Check that the weight files are those of this model, by their headers.
+    """Check that the weight files are those of this model, by their headers, and the adapter's.
 
     Raises:
         ModelFileError: they are not; see `loader.load_weights`.
+        ConfigError: dummy weights are asked for where others than floats are needed.
     """
+    entries, weight_format = model.entries(), model.placement.weight_format
+    if isinstance(weight_format, MergedFormat):
+        weight_format.check_used(entries)
     if config.load_format != "dummy":
-        check_weights(Path(config.folder), model.entries(), model.entry_name)
+        check_weights(Path(config.folder), entries, model.entry_name)
+        return
+    for name, entry in entries.items():
+        if entry.dtype is not None:
+            raise ConfigError(
+                f"--load-format dummy: {name} is {dtype_name(entry.dtype)}, and dummy weights are "
+                "floats: take quantization_config out of config.json, and use --quantization"
+            )
 
 
 def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class Buffer:
     def view(self, of_outline: Tensor) -> Tensor:
         """The memory of a view of the outline; it is taken when it is first asked for."""
         if self._memory is None:
-            self._memory = torch.empty_like(self.outline, device=self._device)
+            self._memory = _memory(self.outline, self._device)
         return self._memory.as_strided(
             of_outline.size(), of_outline.stride(), of_outline.storage_offset()
         )
@@ -52,6 +53,14 @@ class Buffer:
         memory = self.view(self.outline)
         self._memory = None
         return memory
+
+
+def _memory(outline: Tensor, device: torch.device) -> Tensor:
+    """On a CPU from numpy, which asks for large pages: small ones take longer than reading."""
+    if device.type != "cpu":
+        return torch.empty_like(outline, device=device)
+    words = torch.from_numpy(np.empty(outline.nbytes, np.uint8))
+    return words.view(outline.dtype).view(outline.shape)
 
 
 @dataclass(frozen=True, slots=True)
