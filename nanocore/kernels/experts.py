@@ -13,6 +13,9 @@ from torch import Tensor
 
 from nanocore.kernels.linear_weight import LinearWeight
 
+Experts = object
+"""What a backend made of a layer's experts: its own, see `Kernels.pack_experts`."""
+
 
 @dataclass(slots=True)
 class ExpertWeights:

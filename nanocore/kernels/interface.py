@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.experts import ExpertWeights
+from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
@@ -196,10 +196,6 @@ class SharedExpert:
     out_TE: Tensor
 
 
-Experts = object
-"""What a backend made of a layer's experts: its own, see `Kernels.pack_experts`."""
-
-
 class Kernels(Protocol):
     """A backend. Activations are in the model's dtype; norms and softmax accumulate in float32.
 
@@ -297,7 +293,6 @@ class Kernels(Protocol):
 
     def pack_experts(self, weights: ExpertWeights) -> Experts:
         """All of a layer's experts for `moe`; the caller gives the weights up."""
-        ...
 
     def moe(
         self,
@@ -309,8 +304,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """The weighted sum of each token's C experts, gated MLPs, and the shared one; [T, E].
 
-        Under tensor parallelism the inner size is this rank's share, and the caller sums over
-        ranks.
+        Under tensor parallelism the inner size is this rank's share; the caller sums over ranks.
         """
         ...
 

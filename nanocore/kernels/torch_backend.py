@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.experts import ExpertWeights, StackedExperts, stack
+from nanocore.kernels.experts import Experts, ExpertWeights, StackedExperts, stack
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
-    Experts,
     Filters,
     GraphSupport,
     KVCache,

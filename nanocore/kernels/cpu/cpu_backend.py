@@ -19,6 +19,8 @@ from torch import Tensor
 
 from nanocore.kernels.activation import Activation
 from nanocore.kernels.cpu import grouped_weight
+from nanocore.kernels.cpu.captured import Captured, Unknown
+from nanocore.kernels.cpu.experts import PackedExperts, expert_operands_struct
 from nanocore.kernels.cpu.library import (
     Library,
     LinearWeightStruct,
@@ -38,19 +40,16 @@ from nanocore.kernels.cpu.structs import (
     DTYPES,
     cache_struct,
     edits_struct,
-    expert_operands_struct,
-    experts_struct,
     mask_struct,
     norm_struct,
     step_struct,
     weight_struct,
 )
-from nanocore.kernels.experts import ExpertWeights
+from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
-    Experts,
     Filters,
     KVCache,
     Noise,
@@ -340,7 +339,7 @@ class CpuKernels(TorchKernels):
 
         def run(recording: Recording) -> Tensor:
             self._recording = recording
-            return compute(placeholder, _Unknown(), placeholder)  # type: ignore[arg-type]
+            return compute(placeholder, Unknown(), placeholder)  # type: ignore[arg-type]
 
         try:
             program, result = record(self.workspace, max_tokens, max_samples, run)
@@ -410,36 +409,6 @@ class CpuKernels(TorchKernels):
     def _refuse_recording(self, what: str) -> None:
         if self._recording is not None:
             raise NotRecordable(what)
-
-
-class _Unknown:
-    """In place of a step's metadata while there is no step: it is for kernels alone."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotRecordable(f"a look at {name}")
-
-
-class PackedExperts:
-    """Implements `interface.Experts`."""
-
-    def __init__(self, weights: ExpertWeights) -> None:
-        self.struct, self._weights = experts_struct(weights), weights
-
-
-class Captured:
-    """Implements `interface.Replay`."""
-
-    def __init__(self, program: Program, result: Tensor) -> None:
-        self.program, self._result = program, result
-
-    def __call__(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor:
-        step = step_struct(metadata)
-        step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
-        step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
-        self.program.run(step)
-        return self._result[: len(sample_index_R)]
 
 
 def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:

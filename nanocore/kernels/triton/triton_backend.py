@@ -23,11 +23,10 @@ import triton
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.experts import StackedExperts
+from nanocore.kernels.experts import Experts, StackedExperts
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
-    Experts,
     Filters,
     GraphSupport,
     KVCache,

@@ -14,9 +14,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nanocore.kernels.experts import ExpertWeights
+from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.grouped_weight import StoredWeight
-from nanocore.kernels.interface import Experts, Routing, SharedExpert
+from nanocore.kernels.interface import Routing, SharedExpert
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext

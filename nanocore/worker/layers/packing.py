@@ -14,9 +14,9 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nanocore.kernels.experts import ExpertWeights
+from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight, join_adjacent
-from nanocore.kernels.interface import Experts, Kernels
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import FP8, LinearWeight, in_segments
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
 from nanocore.worker.loading.weights import Buffer, Entries, Entry, Part
