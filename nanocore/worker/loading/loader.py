@@ -124,7 +124,7 @@ def load_weights(
     )
     num_bytes = sum(piece.kept_bytes for piece in pieces)
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-    digests: list[tuple[str, str, bytes]] = []
+    digests: list[tuple[str, int, str, bytes]] = []
     with (
         _Reader(sorted({piece.stored.path for piece in pieces})) as reader,
         ThreadPoolExecutor(num_threads, "loader") as threads,
@@ -139,12 +139,13 @@ def load_weights(
     ):
         for piece, read in _read(pieces, reader, threads):
             bar.update(piece.kept_bytes)
-            digests.append((piece.stored.name, piece.stored.dtype, read))
+            stored = piece.stored
+            start = piece.file_offset - stored.offset
+            digests.append((stored.name, start, stored.dtype, read))
     for owner in _owners_of_nothing(entries):
         owner.filled()
     if digest is not None:
-        digests.sort(key=lambda read: read[0])  # and a tensor's pieces stay in their order
-        digest.update(repr(digests).encode())
+        digest.update(repr(sorted(digests)).encode())
     return num_bytes
 
 
