@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
@@ -202,6 +203,7 @@ class Kernels(Protocol):
     operand where it says so. block_multiple: block sizes must be multiples of it. variant: what
     decides the bits of its results beside its name, e.g. the instruction set. kept_forms: of stored
     weights, which take as much memory here as in a checkpoint; others are dequantized.
+    stacks_experts: they are multiplied in one product, for which all are floats.
     """
 
     name: str
@@ -209,6 +211,7 @@ class Kernels(Protocol):
     graph_support: GraphSupport
     block_multiple: int
     kept_forms: frozenset[StoredForm]
+    stacks_experts: bool
 
     def pack_linear(
         self,
@@ -288,19 +291,20 @@ class Kernels(Protocol):
         """
         ...
 
+    def pack_experts(self, weights: ExpertWeights) -> Experts:
+        """All of a layer's experts for `moe`; the caller gives the weights up."""
+
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
         """The weighted sum of each token's C experts, gated MLPs, and the shared one; [T, E].
 
-        gate_up_XIE: [X, 2 I, E], gate before up. down_XEI: [X, E, I]. Under tensor parallelism I is
-        this rank's share and the caller sums over ranks.
+        Under tensor parallelism the inner size is this rank's share; the caller sums over ranks.
         """
         ...
 

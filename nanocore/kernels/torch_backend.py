@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.experts import Experts, ExpertWeights, StackedExperts, stack
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
 from nanocore.kernels.interface import (
@@ -62,6 +63,7 @@ class TorchKernels:
     graph_support: GraphSupport = "never"
     block_multiple = 1
     kept_forms: frozenset[StoredForm] = frozenset()
+    stacks_experts = True
 
     def pack_linear(
         self,
@@ -139,17 +141,19 @@ class TorchKernels:
     ) -> Tensor:
         return self.rms_norm(residual_TE[index_R] + x_TE[index_R], weight, eps)
 
+    def pack_experts(self, weights: ExpertWeights) -> Experts:
+        return stack(weights)
+
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        out_TE = moe(x_TE, gate_up_XIE, down_XEI, *route(routing), activation)
-        return add_shared(out_TE, shared)
+        assert isinstance(experts, StackedExperts)
+        return add_shared(moe(x_TE, experts, *route(routing), activation), shared)
 
     def rope_and_store_kv(
         self,

@@ -18,23 +18,21 @@ from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.model_cost import AttentionCost, ModelCost
 
-_EXPERTS = ".experts."
-
 
 def rank_cost(
     model: DecoderModel, layout: KVLayout, config: WorkerConfig, kernels: Kernels
 ) -> ModelCost:
     """What this part costs. model: on the meta device, and packed by this as kernels would."""
     entries = model.entries()
-    experts = [entry for name, entry in entries.items() if _EXPERTS in name]
     positions = entries.get(POSITIONS, Entry(()))
-    expert_bytes, position_bytes = map(sum, (map(_num_bytes, experts), [_num_bytes(positions)]))
     dtype = model.placement.dtype
-    packer = WeightPacker(TorchKernels(), dtype, config.quantization, kernels.kept_forms)
+    packer = WeightPacker(
+        TorchKernels(), dtype, config.quantization, kernels.kept_forms, kernels.stacks_experts
+    )
     model.pack(packer)
     ends = {id(end): end.weight for end in (model.embedding, model.head) if end is not None}
     end_params = sum(weight.out_features * weight.in_features for weight in ends.values())
-    lookup_bytes = position_bytes
+    lookup_bytes = _num_bytes(positions)
     if model.embedding is not None and model.embedding is not model.head:
         lookup_bytes += model.embedding.weight.packed.num_bytes
     head = None if model.head is None else model.head.weight
@@ -42,13 +40,13 @@ def rank_cost(
     held_bytes = packer.num_bytes + unbuffered_bytes(entries)
     return ModelCost(
         num_params=sum(entry.counted_params for entry in entries.values()),
-        token_params=packer.num_params - end_params,
+        token_params=packer.num_params - packer.expert_params - end_params,
         head_params=0 if head is None else head.out_features * head.in_features,
-        expert_params=sum(map(_num_values, experts)),
+        expert_params=packer.expert_params,
         num_experts=moe.num_experts if moe else 0,
         num_experts_per_tok=moe.num_experts_per_tok if moe else 0,
-        weight_bytes=held_bytes - expert_bytes - lookup_bytes,
-        expert_bytes=expert_bytes,
+        weight_bytes=held_bytes - packer.expert_bytes - lookup_bytes,
+        expert_bytes=packer.expert_bytes,
         lookup_bytes=lookup_bytes,
         attention=_attention(model, layout, config.block_size),
     )

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanocore.kernels.experts import StackedExperts
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.interface import (
     Filters,
@@ -129,8 +130,10 @@ def test_experts(kernels: TritonKernels, rows: int, has_shared: bool) -> None:
     gate, out, ours, theirs = draw(rows, 1), draw(rows, 512, seed=5), None, None
     if has_shared:
         ours, theirs = SharedExpert(gate, out), SharedExpert(gate.float(), out.float())
-    expected = REFERENCE.moe(x.float(), gate_up.float(), down.float(), routing, theirs)
-    close(kernels.moe(x, gate_up, down, routing, ours), expected)
+    expected = REFERENCE.moe(
+        x.float(), StackedExperts(gate_up.float(), down.float()), routing, theirs
+    )
+    close(kernels.moe(x, StackedExperts(gate_up, down), routing, ours), expected)
 
 
 def steps() -> dict[str, PagedStep]:

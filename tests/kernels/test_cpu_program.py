@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.program import SAMPLES, TOKENS, NotRecordable, Recording, record
-from nanocore.kernels.interface import AttentionMetadata, Replay, Routing
+from nanocore.kernels.interface import AttentionMetadata, Replay
 from nanocore.kernels.linear_weight import TokenEmbedding
 from tests.kernels.cpu_case import PagedCase
 from tests.kernels.layered_cache import layered
@@ -151,7 +151,6 @@ def test_an_operation_of_torch_is_not_recorded(
 @pytest.mark.parametrize(
     ("what", "call"),
     [
-        ("experts", lambda k, x: k.moe(x, x[:, None], x[:, None], Routing(x, 1, True))),
         ("this KV cache", lambda k, x: k.rope_and_store_kv(x, 1, None, None, SMALL_BLOCKS, None)),
         ("this KV cache", lambda k, x: k.paged_attention(x, SMALL_BLOCKS, None, None)),
     ],

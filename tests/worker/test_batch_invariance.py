@@ -294,6 +294,26 @@ def test_families_whose_layers_call_torch_between_kernels(family: str, tmp_path:
     assert num_different(outcome, engine.run(Setting(at_once=1), range(8, 24))) == 0
 
 
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral_window"])
+def test_with_experts(family: str, quantization: Quantization | None, tmp_path: Path) -> None:
+    """A token's choices, and what it gets of them, are its own; their steps are recorded, too."""
+    if BEST is None:
+        pytest.skip("nanocore was installed without a C++ compiler")
+    kernels = CpuKernels(runnable_libraries()[BEST])
+    dtype = torch.bfloat16 if family == "qwen2_moe" else torch.float32
+    engine = Engine(BUILDERS[family](tmp_path), kernels, dtype, quantization)
+    requests = range(8, 40)
+    alone = engine.run(Setting(at_once=1, max_num_batched_tokens=1024), requests)
+    assert engine.runner.is_captured
+    for setting in (
+        Setting(max_num_batched_tokens=79),
+        Setting(num_blocks=30, has_prefix_caching=True),
+        Setting(is_replayed=False),
+    ):
+        assert num_different(engine.run(setting, requests), alone) == 0
+
+
 def test_torch_differs_in_this_comparison(folders: Callable[[torch.dtype], Path]) -> None:
     engine = Engine(folders(torch.bfloat16), TorchKernels(), torch.bfloat16, None)
     assert num_different(engine.run(Setting()), engine.alone()) > 10
@@ -303,7 +323,7 @@ def test_torch_differs_in_this_comparison(folders: Callable[[torch.dtype], Path]
 @pytest.mark.parametrize(
     ("family", "flags", "words"),
     [
-        ("qwen3_moe", {}, "with experts and heads of 24 values part"),
+        ("qwen3_moe", {}, "with heads of 24 values part"),
         ("qwen3", {"kv_cache_dtype": "int8"}, "with --kv-cache-dtype int8 part"),
         ("qwen3", {"block_size": 24}, "with --block-size 24 part"),
         ("narrow", {}, "with heads of 24 values part"),

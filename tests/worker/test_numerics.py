@@ -204,7 +204,6 @@ def test_the_order_of_ranks_counts_and_one_without_leaves_none(model: Path) -> N
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
-        ("qwen3_moe", {}),
         ("qwen3", {"kv_cache_dtype": "int8"}),
         ("qwen3", {"block_size": 24}),
         ("qwen3", {"attention_backend": "torch"}),
@@ -215,11 +214,14 @@ def test_the_order_of_ranks_counts_and_one_without_leaves_none(model: Path) -> N
 def test_an_engine_whose_bits_depend_on_the_batch_has_none(
     tmp_path: Path, family: str, flags: dict[str, Any]
 ) -> None:
-    if family == "qwen3_moe":
-        folder = BUILDERS[family](tmp_path)
-    else:
-        folder = make_tiny_qwen3(tmp_path, head_dim=24 if family == "narrow" else 16)
+    folder = make_tiny_qwen3(tmp_path, head_dim=24 if family == "narrow" else 16)
     assert fingerprint(folder, **flags) is None
+
+
+def test_an_engine_with_experts_has_one(tmp_path: Path) -> None:
+    folder = BUILDERS["qwen2_moe"](tmp_path)
+    assert fingerprint(folder) is not None
+    assert fingerprint(folder) != fingerprint(folder, quantization="int8")
 
 
 @pytest.mark.parametrize(

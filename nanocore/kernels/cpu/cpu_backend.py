@@ -2,7 +2,7 @@
 
 Every number of rows, chunking and batch gives a token the same bits (see multiply.h). K and V lie
 in the cache as products read them (rows.h), which needs blocks and heads of whole 16 values; other
-shapes and quantized caches, and experts, are computed by the torch backend. Shape suffixes: see
+shapes and quantized caches are computed by the torch backend. Shape suffixes: see
 `interface`.
 """
 
@@ -14,18 +14,20 @@ from ctypes import byref
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
 from nanocore.kernels.cpu import grouped_weight
+from nanocore.kernels.cpu.captured import Captured, Unknown
+from nanocore.kernels.cpu.experts import PackedExperts, expert_operands_struct
 from nanocore.kernels.cpu.library import (
     Library,
     LinearWeightStruct,
     NormWeightStruct,
     StepStruct,
 )
+from nanocore.kernels.cpu.memory import WeightMemory
 from nanocore.kernels.cpu.program import (
     SAMPLES,
     NotRecordable,
@@ -43,6 +45,7 @@ from nanocore.kernels.cpu.structs import (
     step_struct,
     weight_struct,
 )
+from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
@@ -72,7 +75,6 @@ _OF_LOGITS: Final = frozenset(
 """Kernels whose rows are float32 always, so that they are told no dtype."""
 _TILE_COLUMNS = 32
 NATIVE_MULTIPLE = 16
-_PAGE_BYTES = 2 << 20
 _Weight = TypeVar("_Weight", bound=LinearWeight)
 
 
@@ -87,6 +89,7 @@ class CpuKernels(TorchKernels):
 
     name = "cpu"
     kept_forms = frozenset({"grouped", "float8"})
+    stacks_experts = False
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class CpuKernels(TorchKernels):
         self.keeps_activations = keeps_activations
         self.workspace = Workspace(library, cores)
         self.library = library
+        self.memory = WeightMemory()
         self.variant = f"{library.instruction_set}, compiled as {library.digest}"
         self._recording: Recording | None = None
 
@@ -145,7 +149,7 @@ class CpuKernels(TorchKernels):
 
     def _with_memory(self, described: _Weight) -> tuple[_Weight, LinearWeightStruct]:
         struct = weight_struct(described)
-        packed = huge_pages(self.library.call("packed_bytes", byref(struct)))
+        packed = self.memory.take(self.library.call("packed_bytes", byref(struct)))
         struct.packed = packed.data_ptr()
         return replace(described, data=packed), struct
 
@@ -207,17 +211,24 @@ class CpuKernels(TorchKernels):
         self._run("select", out_RE, x_TE.data_ptr(), x_TE.shape[1], out_RE.data_ptr())
         return out_RE
 
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+        return PackedExperts(weights)
+
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        self._refuse_recording("experts")
-        return super().moe(x_TE, gate_up_XIE, down_XEI, routing, shared, activation)
+        assert isinstance(experts, PackedExperts)
+        out_TE = self._empty(x_TE, x_TE.shape[1], x_TE.dtype)
+        self._run(
+            "moe", x_TE, x_TE.data_ptr(), x_TE.stride(0), byref(experts.struct),
+            byref(expert_operands_struct(routing, shared)), _GATES[activation], out_TE.data_ptr(),
+        )  # fmt: skip
+        return out_TE
 
     def rope_and_store_kv(
         self,
@@ -328,7 +339,7 @@ class CpuKernels(TorchKernels):
 
         def run(recording: Recording) -> Tensor:
             self._recording = recording
-            return compute(placeholder, _Unknown(), placeholder)  # type: ignore[arg-type]
+            return compute(placeholder, Unknown(), placeholder)  # type: ignore[arg-type]
 
         try:
             program, result = record(self.workspace, max_tokens, max_samples, run)
@@ -400,38 +411,8 @@ class CpuKernels(TorchKernels):
             raise NotRecordable(what)
 
 
-class _Unknown:
-    """In place of a step's metadata while there is no step: it is for kernels alone."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotRecordable(f"a look at {name}")
-
-
-class Captured:
-    """Implements `interface.Replay`."""
-
-    def __init__(self, program: Program, result: Tensor) -> None:
-        self.program, self._result = program, result
-
-    def __call__(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor:
-        step = step_struct(metadata)
-        step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
-        step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
-        self.program.run(step)
-        return self._result[: len(sample_index_R)]
-
-
 def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
     """Whether K and V lie in the cache in the native kernels' order."""
     block_size, head_dim = cache.k_NSKD.shape[1], cache.k_NSKD.shape[3]
     is_whole = block_size % NATIVE_MULTIPLE == 0 and head_dim % NATIVE_MULTIPLE == 0
     return is_whole and cache.k_NSKD.dtype == dtype
-
-
-def huge_pages(num_bytes: int) -> Tensor:
-    """Memory in pages of 2 MiB where the system has them: weights are read as streams."""
-    memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
-    start = -memory.ctypes.data % _PAGE_BYTES
-    return torch.from_numpy(memory[start : start + num_bytes])

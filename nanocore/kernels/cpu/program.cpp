@@ -11,6 +11,7 @@
 #include "packing.h"
 #include "logit_edits.h"
 #include "logprobs.h"
+#include "moe.h"
 #include "old_systems.h"
 #include "sampling.h"
 
@@ -69,7 +70,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 10; }
+NANOCORE_API int nanocore_abi_version() { return 11; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -185,6 +186,37 @@ NANOCORE_API void nanocore_linear(void* program, int64_t rows, int dtype, const 
         };
         if (static_cast<Dtype>(out_dtype) == Dtype::kFloat32) append_with(static_cast<float*>(out));
         else append_with(static_cast<T*>(out));
+    });
+}
+
+// How experts are chosen, and where the shared one is; see Routing and SharedExpert.
+struct ExpertOperands {
+    const void* logits;
+    int64_t logits_stride, num_chosen;
+    bool is_normalized;
+    const void* shared_gate;
+    int64_t shared_gate_stride;
+    const void* shared_out;
+    int64_t shared_out_stride;
+};
+
+NANOCORE_API void nanocore_moe(void* program, int64_t rows, int dtype, const void* x,
+                               int64_t x_stride, const ExpertWeights* experts,
+                               const ExpertOperands* operands, int gate, void* out) {
+    Program* to = static_cast<Program*>(program);
+    // What comes before knows no better than that the first expert may be chosen.
+    const NextItems* after = to->add_linear(*experts->gates, 1);
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const auto at = [](const void* memory) { return static_cast<const T*>(memory); };
+        MoeCall<T> call{
+            *experts,
+            {at(operands->logits), operands->logits_stride, experts->num_experts,
+             operands->num_chosen, operands->is_normalized},
+            {at(operands->shared_gate), operands->shared_gate_stride, at(operands->shared_out),
+             operands->shared_out_stride},
+            static_cast<Gate>(gate), at(x), x_stride, static_cast<T*>(out), after, 0};
+        append(program, rows, call, kNothing);
     });
 }
 

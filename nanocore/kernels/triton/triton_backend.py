@@ -23,6 +23,7 @@ import triton
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.experts import Experts, StackedExperts
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
@@ -131,16 +132,15 @@ class TritonKernels(TorchKernels):
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
+        assert isinstance(experts, StackedExperts)
         return moe(
             x_TE,
-            gate_up_XIE,
-            down_XEI,
+            experts,
             *route(routing),
             activation,
             shared,

@@ -14,6 +14,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import FP8, LinearWeight, in_segments
@@ -197,8 +198,9 @@ class Weight:
 class WeightPacker:
     """Packs weights for a backend.
 
-    dtype: of activations. kept_forms: see `Kernels`; for outlines, which other kernels are to pack.
-    num_bytes, num_params: of all weights so far.
+    dtype: of activations. kept_forms, stacks_experts: see `Kernels`; for outlines, which other
+    kernels are to pack. num_bytes, num_params: of all weights so far. expert_bytes, expert_params:
+    of those the experts'.
     """
 
     def __init__(
@@ -207,10 +209,12 @@ class WeightPacker:
         dtype: torch.dtype,
         quantization: Quantization | None = None,
         kept_forms: frozenset[StoredForm] = frozenset(),
+        stacks_experts: bool | None = None,
     ) -> None:
         self._kernels, self._dtype, self._quantization = kernels, dtype, quantization
         self._kept_forms = kept_forms
-        self.num_bytes = self.num_params = 0
+        self._stacks_experts = kernels.stacks_experts if stacks_experts is None else stacks_experts
+        self.num_bytes = self.num_params = self.expert_bytes = self.expert_params = 0
 
     def linear(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
         """The weight of a linear layer, whose rows are those of all; the caller gives them up."""
@@ -223,6 +227,28 @@ class WeightPacker:
     def unquantized(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
         """Likewise, as it is: of an embedding that is no head, or a router."""
         return self._pack(weights, None)
+
+    def expert(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
+        """Likewise, of one projection of an expert."""
+        if self._stacks_experts:
+            packed = self._pack([self._floats(weight) for weight in _taken(weights)], None)
+        else:
+            packed = self.linear(weights)
+        self.expert_bytes += packed.num_bytes
+        self.expert_params += packed.out_features * packed.in_features
+        return packed
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        """All of a layer's, of which the caller gives up what `expert` made."""
+        return self._kernels.pack_experts(weights)
+
+    def _floats(self, weight: StoredWeight | StoredOutline) -> Tensor:
+        if isinstance(weight, Tensor):
+            return weight
+        if isinstance(weight, StoredOutline):
+            shape = (weight.out_features, weight.in_features)
+            return torch.empty(shape, dtype=self._dtype, device="meta")
+        return weight.dequantize().to(self._dtype)
 
     def _pack(
         self, weights: list[StoredWeight | StoredOutline], quantization: Quantization | None
@@ -249,3 +275,8 @@ class WeightPacker:
             num_bytes = outline.num_bytes
         data = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         return LinearWeight(outline.out_features, outline.in_features, data.dtype, data)
+
+
+def _taken(weights: list[StoredWeight | StoredOutline]) -> Iterator[StoredWeight | StoredOutline]:
+    while weights:
+        yield weights.pop(0)
