@@ -1,8 +1,8 @@
 """The native CPU kernels as a backend: a Python call for each, or a whole step in one.
 
 Every number of rows, chunking and batch gives a token the same bits (see multiply.h). K and V lie
-in the cache as products read them (rows.h), which needs blocks and heads of whole 16 values; other
-shapes and quantized caches, and experts, are computed by the torch backend. Shape suffixes: see
+in the cache as products read them (kv_cache.h), which needs blocks and heads of whole 16 values;
+other shapes and caches of fp8, and experts, are computed by the torch backend. Shape suffixes: see
 `interface`.
 """
 
@@ -375,7 +375,9 @@ def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
     """Whether K and V lie in the cache in the native kernels' order."""
     block_size, head_dim = cache.k_NSKD.shape[1], cache.k_NSKD.shape[3]
     is_whole = block_size % NATIVE_MULTIPLE == 0 and head_dim % NATIVE_MULTIPLE == 0
-    return is_whole and cache.k_NSKD.dtype == dtype
+    scale_dtype = None if cache.k_scale_NSK is None else cache.k_scale_NSK.dtype
+    stored = cache.k_NSKD.dtype, scale_dtype
+    return is_whole and stored in ((dtype, None), (torch.int8, torch.bfloat16))
 
 
 def huge_pages(num_bytes: int) -> Tensor:

@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 10
+ABI_VERSION: Final = 11
 
 
 class IntegerFormatStruct(ctypes.Structure):
@@ -65,10 +65,12 @@ class CacheLayoutStruct(ctypes.Structure):
     _fields_ = (
         ("k", c_void_p),
         ("v", c_void_p),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
         ("num_heads", c_int64),
         ("head_dim", c_int64),
         ("block_size", c_int64),
-        ("block_stride", c_int64),
+        ("block_bytes", c_int64),
     )
 
 
