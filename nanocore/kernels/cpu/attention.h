@@ -264,8 +264,10 @@ struct AttentionCall {
         const int num_keys = static_cast<int>(std::min<int64_t>(kKeys, panel.end - tile.key));
         float* weights = scores + kMaxRows * kKeys;
         alignas(64) float factor[(R + kLanes - 1) / kLanes * kLanes] = {};
-        for (int first = 0; first < num_keys; first += C * kLanes)
-            score<R, C>(panel, tile, num_keys, first, ahead, scores);
+        for (int first = 0; first < num_keys; first += C * kLanes) {
+            if (ahead.count) score<R, C, LinesAhead<C>>(panel, tile, num_keys, first, ahead, scores);
+            else score<R, C, NoPrefetch>(panel, tile, num_keys, first, ahead, scores);
+        }
         if (tile.key_scale) update_softmax<R, true>(panel, tile, num_keys, scores, weights, factor);
         else update_softmax<R, false>(panel, tile, num_keys, scores, weights, factor);
         // The first lines of the next keys: from there on the hardware sees the stream.
@@ -280,20 +282,20 @@ struct AttentionCall {
     }
 
     // scores[r][i] = q_r . k_(key + i), of whole vectors; those past num_keys mean nothing.
-    template <int R, int C>
+    template <int R, int C, typename Ahead>
     __attribute__((noinline)) void score(const Panel& panel, const KeyTile& tile, int num_keys,
                                          int first, const UnitsAhead& units, float* scores) const {
         if constexpr (R > 2 && C > 1)
             if (num_keys - first <= kLanes)
-                return score<R, 1>(panel, tile, num_keys, first, units, scores);
+                return score<R, 1, NoPrefetch>(panel, tile, num_keys, first, units, scores);
         const char* columns[C];
-        LinesAhead<C> ahead;
+        Ahead ahead;
         for (int c = 0; c < C; ++c) {
             // Beyond the last key there is no block: the last vector is repeated.
             const int at = std::min(first + c * kLanes, (num_keys - 1) / kLanes * kLanes);
             columns[c] = tile.keys[at / kBlockUnit] + at % kBlockUnit * 4;
             const int unit = (first + c * kLanes) / kBlockUnit;
-            ahead.from[c] = unit < units.count ? units.units[unit] : columns[c];
+            if constexpr (std::is_same_v<Ahead, LinesAhead<C>>) ahead.from[c] = unit < units.count ? units.units[unit] : columns[c];
         }
         F acc[R][C] = {};
         multiply<T, kKind, R, C>(
