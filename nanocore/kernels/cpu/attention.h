@@ -1,34 +1,23 @@
 // Causal attention over the paged KV cache, for decodes and prefill chunks alike.
 //
 // One item is some query tokens of a sequence, with all query heads that share a KV head: these are
-// the rows of two products with the keys and values of that head, 128 keys at a time, with an online
-// softmax between them (FlashAttention-2: Dao 2023). Rows are in panels of as many as a product
-// takes, and all panels of an item pass by the same keys before the next come. The 128 keys always
-// begin at a multiple of 128, whatever the chunk, so a row's results do not depend on how its
-// sequence was cut into steps. Blocks are read where they lie, but int8 is widened once an item.
+// the rows of two products with the keys and values of that head, 128 keys at a time, with an
+// online softmax between them (FlashAttention-2: Dao 2023). Rows are in panels of as many as a
+// product takes, and all panels of an item pass by the same keys before the next come. The 128 keys
+// always begin at a multiple of 128, whatever the chunk, so a row's results do not depend on how
+// its sequence was cut into steps. Blocks are read where they lie; int8 is widened once for all
+// panels, and by products that have few rows as they read it, which gives the same bits.
 
 #pragma once
 
+#include "key_tiles.h"
 #include "rows.h"
 #include "softmax.h"
 
 namespace nanocore {
 
-constexpr int kKeys = 128;  // of one softmax update
-constexpr int kUnits = kKeys / kBlockUnit;
 constexpr int kQueryRows = 48;  // of one item, if its query heads allow
 constexpr int kPanels = kQueryRows / kMaxRows;
-
-// Some keys and their values, 16 in a unit, as products read them; `count` units are there.
-struct KeyTile {
-    int64_t key;
-    int count;
-    const char* keys[kUnits];
-    const char* values[kUnits];
-    int64_t key_stride;        // bytes between pairs of dimensions, or between dimensions
-    const float* key_scale;    // of int8; else null
-    const float* value_scale;  // of int8
-};
 
 template <typename T>
 struct AttentionCall {
@@ -49,6 +38,26 @@ struct AttentionCall {
 
     static constexpr Kind kKind = sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32;
     static constexpr bool kPaired = kPairedRows<T, kKind>;
+
+    // Values of k that a product takes at a time, their units, and the values of a row's line.
+    static constexpr int kStep = kKind == Kind::kFloat32 ? 1 : 2;
+    static constexpr int kStepUnits = kPaired ? 1 : kStep;
+    static constexpr int kLine = kPaired ? 2 * kChunk : kChunk;
+
+    // Whether products may read int8 themselves, and for how many rows they do so.
+    static constexpr bool kDirect = sizeof(T) == 2;
+    static constexpr int kDirectRows = 8;
+
+    // Bytes from a column to the next; rows of columns that a product takes at a time, for int8
+    // has no pairs, and which of these has k.
+    template <Kind kind>
+    static constexpr int kUnitBytes = kind == Kind::kInt8 ? 1 : 4;
+    template <Kind kind>
+    static constexpr int kRows = kind == Kind::kInt8 ? 2 : 1;
+    template <Kind kind>
+    static constexpr int64_t row_of(int64_t k) {
+        return kind == Kind::kInt8 ? k : 0;
+    }
 
     void run(Workspace& workspace) const {
         const int64_t end = query_start[num_seqs];
@@ -78,6 +87,8 @@ struct AttentionCall {
    private:
     int64_t group() const { return num_heads / cache.num_heads; }
 
+    static constexpr float kBaseLag = kPaired ? 8.0f : 5.5f;  // weights are up to 2^8
+
     int64_t tokens_of_item() const { return std::max<int64_t>(1, kQueryRows / group()); }
 
     // Some rows of an item, and what they have seen so far.
@@ -86,74 +97,8 @@ struct AttentionCall {
         float *queries, *result, *sums;
         int64_t first_key, end;  // of keys that a row sees
         int64_t last_key[kMaxRows];
-        float base[kMaxRows];  // the largest logit so far, times log2(e) if weights are powers of 2
+        float base[kMaxRows];  // near the largest logit so far; times log2(e) if weights are 2^x
         T* out[kMaxRows];
-    };
-
-    // Where a sequence's keys lie, a tile after the other.
-    class Tiles {
-       public:
-        Tiles(const PagedKV<T>& cache, const int32_t* table, int64_t head, int64_t key, int64_t end,
-              float* widened)
-            : cache_(cache), table_(table + key / cache.block_size), head_(head),
-              slot_(key % cache.block_size), key_(key), end_(end), widened_(widened) {}
-
-        // The tile is not there (count 0) beyond the end.
-        KeyTile next() {
-            KeyTile tile{key_, 0, {}, {}, cache_.block_size * 4, nullptr, nullptr};
-            for (; tile.count < kUnits && key_ < end_; ++tile.count, key_ += kBlockUnit) {
-                const int i = tile.count;
-                if (cache_.is_quantized()) {
-                    tile.keys[i] = cache_.template block<char>(cache_.k, *table_, head_) + slot_;
-                    tile.values[i] = cache_.template block<char>(cache_.v, *table_, head_) +
-                                     slot_ * cache_.head_dim;
-                    key_scales_[i] = cache_.scales(cache_.k_scale, *table_, head_) + slot_;
-                    value_scales_[i] = cache_.scales(cache_.v_scale, *table_, head_) + slot_;
-                } else {
-                    const T* keys = cache_.template block<T>(cache_.k, *table_, head_);
-                    const T* values = cache_.template block<T>(cache_.v, *table_, head_);
-                    tile.keys[i] = reinterpret_cast<const char*>(keys + slot_ * PagedKV<T>::kPair);
-                    tile.values[i] = reinterpret_cast<const char*>(values + slot_ * cache_.head_dim);
-                }
-                slot_ += kBlockUnit;
-                if (slot_ == cache_.block_size) slot_ = 0, ++table_;
-            }
-            return tile;
-        }
-
-        // Of int8 the tile that `next` gave last, widened; it is there until the next is.
-        KeyTile widened(const KeyTile& tile) const {
-            KeyTile wide = tile;
-            const int64_t head_dim = cache_.head_dim, floats = widened_floats<T>(head_dim);
-            float* scales = widened_ + 2 * kUnits * floats;
-            for (int i = 0; i < tile.count; ++i) {
-                float *keys = widened_ + i * floats, *values = keys + kUnits * floats;
-                widen_keys<T>(reinterpret_cast<const int8_t*>(tile.keys[i]), cache_.block_size,
-                              head_dim, tile.values[i], keys);
-                widen_values<T>(reinterpret_cast<const int8_t*>(tile.values[i]), head_dim, values);
-                wide.keys[i] = reinterpret_cast<const char*>(keys);
-                wide.values[i] = reinterpret_cast<const char*>(values);
-                for (int j = 0; j < kBlockUnit; j += kLanes) {
-                    store(load(key_scales_[i] + j), scales + i * kBlockUnit + j);
-                    store(load(value_scales_[i] + j), scales + kKeys + i * kBlockUnit + j);
-                }
-            }
-            for (int i = tile.count * kBlockUnit; i < kKeys; ++i) scales[i] = scales[kKeys + i] = 0;
-            wide.key_stride = kBlockUnit * 4;
-            wide.key_scale = scales, wide.value_scale = scales + kKeys;
-            return wide;
-        }
-
-        static int64_t num_floats(int64_t head_dim) {
-            return 2 * kUnits * widened_floats<T>(head_dim) + 2 * kKeys;
-        }
-
-       private:
-        const PagedKV<T>& cache_;
-        const int32_t* table_;
-        int64_t head_, slot_, key_, end_;
-        float* widened_;
-        const BFloat16 *key_scales_[kUnits], *value_scales_[kUnits];
     };
 
     int64_t row_floats() const {
@@ -163,7 +108,13 @@ struct AttentionCall {
     // Tokens [start, stop) of sequence seq and the query heads of one KV head.
     void attend(int64_t seq, int64_t start, int64_t stop, int64_t kv_head, Scratch& scratch) const {
         const int64_t num_rows = (stop - start) * group();
-        const int64_t wide = cache.is_quantized() ? Tiles::num_floats(cache.head_dim) : 0;
+        const int64_t row_bytes = group() * cache.head_dim * sizeof(T);
+        for (int64_t token = start; token < stop; ++token) {
+            const T* row = q + token * q_stride;
+            const char* from = reinterpret_cast<const char*>(row) + kv_head * row_bytes;
+            for (int64_t i = 0; i < row_bytes; i += 64) prefetch_line(from + i);
+        }
+        const int64_t wide = cache.is_quantized() ? KeyTiles<T>::num_floats(cache.head_dim) : 0;
         const int64_t of_rows = kQueryRows * row_floats();
         float* memory = scratch.of((of_rows + 2 * kMaxRows * kKeys + wide) * sizeof(float));
         for (int64_t first = 0; first < num_rows; first += kQueryRows) {
@@ -210,11 +161,14 @@ struct AttentionCall {
     void pass_keys(Panel* panels, int num_panels, const int32_t* table, int64_t kv_head,
                    float* scores, float* widened) const {
         const int64_t start = panels[0].first_key / kKeys * kKeys, end = panels[num_panels - 1].end;
-        Tiles tiles(cache, table, kv_head, start, end, widened);
+        KeyTiles<T> tiles(cache, table, kv_head, start, end, widened);
         KeyTile tile = tiles.next();
         while (tile.count) {
+            // With few rows the products widen int8 as they read it.
+            const bool is_direct = kDirect && num_panels == 1 && panels[0].count <= kDirectRows;
             KeyTile as_read = tile;
-            if (cache.is_quantized()) as_read = tiles.widened(tile);
+            if (cache.is_quantized())
+                as_read = is_direct ? tiles.scaled(tile) : tiles.widened(tile);
             const KeyTile next = tiles.next();
             for (int p = 0; p < num_panels; ++p) {
                 Panel& panel = panels[p];
@@ -247,81 +201,110 @@ struct AttentionCall {
         int count;
     };
 
-    // A line of each of some units with every pair of dimensions.
+    // Some bytes of each of some units with every pair of dimensions.
     template <int C>
     struct LinesAhead {
         const char* from[C];
+        int64_t bytes;
 
         NANOCORE_INLINE void at(int64_t pair) const {
-            for (int c = 0; c < C; ++c) prefetch_line(from[c] + pair * 64);
+            for (int c = 0; c < C; ++c) prefetch_line(from[c] + pair * bytes);
         }
     };
 
     template <int R>
     void step(Panel& panel, const KeyTile& tile, const UnitsAhead& ahead, const KeyTile* next,
               float* scores) const {
+        if constexpr (kDirect && R <= kDirectRows)
+            if (tile.is_int8) return step_of<R, Kind::kInt8>(panel, tile, ahead, next, scores);
+        step_of<R, kKind>(panel, tile, ahead, next, scores);
+    }
+
+    template <int R, Kind kind>
+    void step_of(Panel& panel, const KeyTile& tile, const UnitsAhead& ahead, const KeyTile* next,
+                 float* scores) const {
         constexpr int C = std::min(kColumns<R>, kKeys / kLanes), V = R <= 2 ? 4 : 2;
         const int num_keys = static_cast<int>(std::min<int64_t>(kKeys, panel.end - tile.key));
         float* weights = scores + kMaxRows * kKeys;
-        alignas(64) float factor[(R + kLanes - 1) / kLanes * kLanes] = {};
+        float factor[R];
         for (int first = 0; first < num_keys; first += C * kLanes) {
-            if (ahead.count) score<R, C, LinesAhead<C>>(panel, tile, num_keys, first, ahead, scores);
-            else score<R, C, NoPrefetch>(panel, tile, num_keys, first, ahead, scores);
+            if (ahead.count)
+                score<R, kind, C, LinesAhead<C>>(panel, tile, num_keys, first, ahead, scores);
+            else score<R, kind, C, NoPrefetch>(panel, tile, num_keys, first, ahead, scores);
         }
         if (tile.key_scale) update_softmax<R, true>(panel, tile, num_keys, scores, weights, factor);
         else update_softmax<R, false>(panel, tile, num_keys, scores, weights, factor);
         // The first lines of the next keys: from there on the hardware sees the stream.
+        const int64_t line_stride = std::max<int64_t>(64, tile.key_stride);
         if (next)
             for (int i = 0; i < next->count; ++i)
-                for (int u = 0; u < 8; ++u) prefetch_line(next->keys[i] + u * tile.key_stride);
+                for (int u = 0; u < 8; ++u) prefetch_line(next->keys[i] + u * line_stride);
         int64_t d = 0;
         for (; d + V * kLanes <= cache.head_dim; d += V * kLanes)
-            add_values<R, V>(panel, tile, num_keys, weights, factor, d);
+            add_values<R, kind, V>(panel, tile, num_keys, weights, factor, d);
         for (; d < cache.head_dim; d += kLanes)
-            add_values<R, 1>(panel, tile, num_keys, weights, factor, d);
+            add_values<R, kind, 1>(panel, tile, num_keys, weights, factor, d);
     }
 
     // scores[r][i] = q_r . k_(key + i), of whole vectors; those past num_keys mean nothing.
-    template <int R, int C, typename Ahead>
+    template <int R, Kind kind, int C, typename Ahead>
     __attribute__((noinline)) void score(const Panel& panel, const KeyTile& tile, int num_keys,
                                          int first, const UnitsAhead& units, float* scores) const {
         if constexpr (R > 2 && C > 1)
             if (num_keys - first <= kLanes)
-                return score<R, 1, NoPrefetch>(panel, tile, num_keys, first, units, scores);
+                return score<R, kind, 1, NoPrefetch>(panel, tile, num_keys, first, units, scores);
         const char* columns[C];
         Ahead ahead;
         for (int c = 0; c < C; ++c) {
             // Beyond the last key there is no block: the last vector is repeated.
             const int at = std::min(first + c * kLanes, (num_keys - 1) / kLanes * kLanes);
-            columns[c] = tile.keys[at / kBlockUnit] + at % kBlockUnit * 4;
+            columns[c] = tile.keys[at / kBlockUnit] + at % kBlockUnit * kUnitBytes<kind>;
             const int unit = (first + c * kLanes) / kBlockUnit;
-            if constexpr (std::is_same_v<Ahead, LinesAhead<C>>) ahead.from[c] = unit < units.count ? units.units[unit] : columns[c];
+            if constexpr (std::is_same_v<Ahead, LinesAhead<C>>) {
+                ahead.from[c] = unit < units.count ? units.units[unit] : columns[c];
+                ahead.bytes = cache.is_quantized() ? 32 : 64;
+            }
         }
         F acc[R][C] = {};
-        multiply<T, kKind, R, C>(
-            PackedRows<R>{panel.queries},
-            [&](int64_t k, int c) -> const void* { return columns[c] + k * tile.key_stride; },
-            static_cast<int>(cache.head_dim), acc, ahead);
+        const float* rows = panel.queries;
+        int64_t offset = 0, line = 0;
+        for (int left = static_cast<int>(cache.head_dim); left > 0; left -= kLine) {
+            const float* row = rows;
+            for (int i = std::min(left, kLine); i > 0; i -= kStep, row += kStepUnits) {
+                ahead.at(line++);
+                multiply<T, kind, R, C>(
+                    StridedRows<kChunk>{row},
+                    [&](int64_t k, int c) -> const void* {
+                        return columns[c] + offset + row_of<kind>(k) * tile.key_stride;
+                    },
+                    kStep, acc);
+                offset += kRows<kind> * tile.key_stride;
+            }
+            rows += R * kChunk;
+        }
         if (tile.key_scale)
+#pragma GCC unroll 4
             for (int c = 0; c < C; ++c) {
                 const F of_keys = load(tile.key_scale + first + c * kLanes);
+#pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) acc[r][c] *= of_keys;
             }
+#pragma GCC unroll 12
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
             for (int c = 0; c < C; ++c) store(acc[r][c], scores + r * kKeys + first + c * kLanes);
     }
 
-    // Scores become weights relative to each row's largest score so far. factor: what a row's
-    // results so far are to be multiplied by.
+    // Scores become weights relative to each row's base. factor: what a row's results so far are to
+    // be multiplied by.
     template <int R, bool quantized>
     __attribute__((noinline)) void update_softmax(Panel& panel, const KeyTile& tile, int num_keys,
                                                   float* scores, float* weights,
                                                   float* factor) const {
         constexpr float infinity = std::numeric_limits<float>::infinity();
-        constexpr int kStep = kPaired ? 2 * kLanes : kLanes;
+        constexpr int kTogether = kPaired ? 2 * kLanes : kLanes;  // weights that are stored at once
         const float unit = (softcap ? 1.0f : scale) * (kPaired ? kLog2E : 1.0f);
-        const int count = (num_keys + kStep - 1) / kStep * kStep;
-        float base[R];
+        const int count = (num_keys + kTogether - 1) / kTogether * kTogether;
         for (int r = 0; r < R; ++r) {
             float* row = scores + r * kKeys;
             const int64_t upper = panel.last_key[r] - tile.key;
@@ -333,19 +316,26 @@ struct AttentionCall {
             F most = broadcast(-infinity);
 #pragma GCC unroll 4
             for (int i = 0; i < count; i += kLanes) most = maximum(load(row + i), most);
-            const float now = std::max(panel.base[r], max_lanes(most) * unit);
+            factor[r] = 1.0f;
+            // As in FlashAttention-4 the base follows when it is far behind: then hardly ever.
+            if (lane_bits(most * unit > panel.base[r] + kBaseLag)) {
+                const float now = max_lanes(most) * unit;
+                factor[r] = shrinking(panel.base[r] - now);
+                panel.base[r] = now;
+            }
             // With no key yet in the window there is nothing to be relative to.
-            base[r] = now == -infinity ? 0.0f : now;
-            factor[r] = (panel.base[r] - base[r]) * (kPaired ? kLn2 : 1.0f);
-            panel.base[r] = now;
-        }
-        for (int r = 0; r < R; r += kLanes) store(exponential(load(factor + r)), factor + r);
-        for (int r = 0; r < R; ++r) {
+            const float base = panel.base[r] == -infinity ? 0.0f : panel.base[r];
             const F sum = load(panel.sums + r * kLanes) * factor[r];
-            store(weigh<kPaired, quantized, R>(scores + r * kKeys, count, unit, base[r],
-                                               tile.value_scale, sum, weights + r * kChunk),
+            store(weigh<kPaired, quantized, R>(row, count, unit, base, tile.value_scale, sum,
+                                               weights + r * kChunk),
                   panel.sums + r * kLanes);
         }
+    }
+
+    // What weights become by a new base: 0 if there were none.
+    static float shrinking(float difference) {
+        if (difference == -std::numeric_limits<float>::infinity()) return 0.0f;
+        return exponential(broadcast(difference * (kPaired ? kLn2 : 1.0f)))[0];
     }
 
     // Leaves scores (lower, upper] of a row.
@@ -360,29 +350,36 @@ struct AttentionCall {
     }
 
     // result[r] += weights of r times these dimensions of the values.
-    template <int R, int C>
+    template <int R, Kind kind, int C>
     __attribute__((noinline)) void add_values(const Panel& panel, const KeyTile& tile, int num_keys,
                                               const float* weights, const float* factor,
                                               int64_t d) const {
         const int64_t head_dim = cache.head_dim;
-        constexpr int kLine = kPaired ? 2 * kChunk : kChunk;  // values of a row's line
         float* result = panel.result + d;
         F acc[R][C];
+#pragma GCC unroll 12
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
             for (int c = 0; c < C; ++c)
                 acc[r][c] = load(result + r * head_dim + c * kLanes) * factor[r];
         for (int first = 0; first < num_keys; first += kBlockUnit) {
-            const char* columns = tile.values[first / kBlockUnit] + d * 4;
+            const char* column = tile.values[first / kBlockUnit] + d * kUnitBytes<kind>;
             const float* rows = weights + first / kLine * (R * kChunk) +
                                 first % kLine * kChunk / kLine;
-            multiply<T, kKind, R, C>(
-                StridedRows<kChunk>{rows},
-                [&](int64_t k, int c) -> const void* {
-                    return columns + (k * head_dim + c * kLanes) * 4;
-                },
-                std::min(kBlockUnit, num_keys - first), acc);
+            for (int i = std::min(kBlockUnit, num_keys - first); i > 0; i -= kStep) {
+                multiply<T, kind, R, C>(
+                    StridedRows<kChunk>{rows},
+                    [&](int64_t k, int c) -> const void* {
+                        const int64_t unit = row_of<kind>(k) * head_dim + c * kLanes;
+                        return column + unit * kUnitBytes<kind>;
+                    },
+                    kStep, acc);
+                rows += kStepUnits, column += kRows<kind> * head_dim * kUnitBytes<kind>;
+            }
         }
+#pragma GCC unroll 12
         for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
             for (int c = 0; c < C; ++c)
                 store(acc[r][c], result + r * head_dim + c * kLanes);
     }

@@ -1,10 +1,10 @@
 // One layer's paged K and V: how they lie in a block, and int8 ones with their scales.
 //
-// Of each block and KV head K is [D / 2][S][2] and V is [S / 2][D][2] in bfloat16, [D][S] and [S][D]
-// in float32 and int8: as `multiply` reads columns, which are keys in one product and dimensions in
-// the other. Eight bits are exact in bfloat16 and float32, so int8 is widened a tile at a time to
-// what the activations are, and scales are applied to sums and weights in float32. A token is stored
-// as the numbers that kv_quantization.py defines, whatever is stored with it; scales are [K][S].
+// Of each block and KV head K is [D / 2][S][2] and V is [S / 2][D][2] in bfloat16, [D][S] and
+// [S][D] in float32 and int8: as `multiply` reads columns, which are keys in one product and
+// dimensions in the other. Eight bits are exact in bfloat16 and float32, so int8 is widened to what
+// the activations are, and scales are applied to sums and weights in float32. A token is stored as
+// the numbers that kv_quantization.py defines; scales are [K][S].
 
 #pragma once
 
@@ -92,7 +92,7 @@ struct PagedKV {
     }
 };
 
-// A row of int8, or a pair of rows, in the type of activations: as columns of `multiply`.
+// A row of int8, or for bfloat16 a pair of rows, in the type of activations: columns of `multiply`.
 template <typename T>
 NANOCORE_INLINE void widen_rows(const int8_t* rows, int64_t stride, int count, float* to) {
     for (int i = 0; i < count; i += kLanes) {
