@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanocore.kernels.activation import Activation
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
-from nanocore.kernels.interface import Kernels, KVCache
+from nanocore.kernels.interface import Kernels, KVCache, QKNorm, Rotary
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.messages import Quantization
@@ -391,6 +391,31 @@ def test_rotation_and_paged_attention(kernels: CpuKernels, case: PagedCase) -> N
         ):
             assert torch.equal(q, clean_q)
             assert torch.equal(out, clean_out)
+
+
+class GrowingScores(PagedCase):
+    """Logits of later tiles of 128 keys are larger: by 4, then by 18, then by 100."""
+
+    def inputs(self) -> tuple[list[Tensor], QKNorm | None, Rotary, Tensor]:
+        qkv, *rest = super().inputs()
+        for x in qkv:
+            q, k, _ = x.view(len(x), -1, self.head_dim).split((self.num_heads, 2, 2), dim=1)
+            q[..., 0] = 8.0
+            k[..., 0] = torch.tensor([0.0, 3.0, 16.0, 90.0])[torch.arange(len(x)) // 128, None]
+        return qkv, *rest
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_follow_scores_that_grow(
+    kernels: CpuKernels, dtype: torch.dtype, is_quantized: bool
+) -> None:
+    cuts = [(500,), (140, 250, 110)]
+    cases = [GrowingScores([cut], dtype=dtype, is_quantized=is_quantized) for cut in cuts]
+    for case in cases:
+        assert_paged_close(kernels, case)
+    whole, parts = (torch.cat([out for _, out in case.run(kernels)]) for case in cases)
+    assert torch.equal(whole, parts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

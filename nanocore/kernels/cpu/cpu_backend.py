@@ -199,6 +199,7 @@ class CpuKernels(TorchKernels):
         if not _is_native(cache, q_THD.dtype):
             self._refuse_recording("this KV cache")
             return super().paged_attention(q_THD, cache, metadata, spec)
+        assert spec.scale > 0, "the largest product is the largest logit"
         num_heads, head_dim = q_THD.shape[1:]
         out = self._empty(q_THD, num_heads * head_dim, q_THD.dtype)
         self._run(
