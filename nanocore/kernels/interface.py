@@ -97,9 +97,10 @@ class KVCache:
 class AttentionSpec:
     """What a layer's attention is, the same in every step.
 
-    scale: what q k^T is multiplied by. window: a token attends to itself and the window - 1 tokens
-    before it; 0: to all before it (Longformer: Beltagy et al. 2020; Mistral: Jiang et al. 2023).
-    softcap: scaled logits become softcap * tanh(logits / softcap); 0: off (Gemma 2, 2024).
+    scale: what q k^T is multiplied by, above 0. window: a token attends to itself and the
+    window - 1 tokens before it; 0: to all before it (Longformer: Beltagy et al. 2020; Mistral:
+    Jiang et al. 2023). softcap: scaled logits become softcap * tanh(logits / softcap); 0: off
+    (Gemma 2, 2024).
     """
 
     scale: float

@@ -142,6 +142,7 @@ def attention(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> No
         softcap=rng.choice([0.0, 5.0]),
         num_padding=rng.randint(0, 2),
         dtype=dtype,
+        is_quantized=rng.random() < 0.5,
         seed=rng.randint(0, 1 << 30),
     )
     case.run(kernels)

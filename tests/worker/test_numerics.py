@@ -111,6 +111,7 @@ def test_flags_that_decide_no_bits_leave_it(model: Path, flags: dict[str, Any]) 
     [
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
+        {"kv_cache_dtype": "int8"},
         {"hf_overrides": {"rope_theta": 20_000.0}},
         {"hf_overrides": {"rms_norm_eps": 1e-5}},
         {"load_format": "dummy"},
@@ -204,7 +205,6 @@ def test_the_order_of_ranks_counts_and_one_without_leaves_none(model: Path) -> N
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
-        ("qwen3", {"kv_cache_dtype": "int8"}),
         ("qwen3", {"block_size": 24}),
         ("qwen3", {"attention_backend": "torch"}),
         ("narrow", {}),

@@ -1,8 +1,8 @@
 """The native CPU kernels as a backend: a Python call for each, or a whole step in one.
 
 Every number of rows, chunking and batch gives a token the same bits (see multiply.h). K and V lie
-in the cache as products read them (rows.h), which needs blocks and heads of whole 16 values; other
-shapes and quantized caches are computed by the torch backend. Shape suffixes: see
+in the cache as products read them (kv_cache.h), which needs blocks and heads of whole 16 values;
+other shapes and caches of fp8 are computed by the torch backend. Shape suffixes: see
 `interface`.
 """
 
@@ -262,6 +262,7 @@ class CpuKernels(TorchKernels):
         if not _is_native(cache, q_THD.dtype):
             self._refuse_recording("this KV cache")
             return super().paged_attention(q_THD, cache, metadata, spec)
+        assert spec.scale > 0, "the largest product is the largest logit"
         num_heads, head_dim = q_THD.shape[1:]
         out = self._empty(q_THD, num_heads * head_dim, q_THD.dtype)
         self._run(
@@ -415,4 +416,6 @@ def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
     """Whether K and V lie in the cache in the native kernels' order."""
     block_size, head_dim = cache.k_NSKD.shape[1], cache.k_NSKD.shape[3]
     is_whole = block_size % NATIVE_MULTIPLE == 0 and head_dim % NATIVE_MULTIPLE == 0
-    return is_whole and cache.k_NSKD.dtype == dtype
+    scale_dtype = None if cache.k_scale_NSK is None else cache.k_scale_NSK.dtype
+    stored = cache.k_NSKD.dtype, scale_dtype
+    return is_whole and stored in ((dtype, None), (torch.int8, torch.bfloat16))

@@ -93,10 +93,12 @@ class CacheLayoutStruct(ctypes.Structure):
     _fields_ = (
         ("k", c_void_p),
         ("v", c_void_p),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
         ("num_heads", c_int64),
         ("head_dim", c_int64),
         ("block_size", c_int64),
-        ("block_stride", c_int64),
+        ("block_bytes", c_int64),
     )
 
 

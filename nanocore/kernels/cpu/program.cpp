@@ -231,13 +231,13 @@ NANOCORE_API void nanocore_gate(void* program, int64_t rows, int dtype, const vo
 }
 
 struct CacheLayout {
-    void *k, *v;
-    int64_t num_heads, head_dim, block_size, block_stride;  // in values
+    void *k, *v, *k_scale, *v_scale;  // scales: of int8, else null
+    int64_t num_heads, head_dim, block_size, block_bytes;
 
     template <typename T>
     PagedKV<T> of() const {
-        return {static_cast<T*>(k), static_cast<T*>(v), num_heads, head_dim, block_size,
-                block_stride};
+        return {k,         v,        static_cast<BFloat16*>(k_scale), static_cast<BFloat16*>(v_scale),
+                num_heads, head_dim, block_size,                      block_bytes};
     }
 };
 

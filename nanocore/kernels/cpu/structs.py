@@ -61,11 +61,11 @@ def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
 
 
 def cache_struct(cache: KVCache) -> CacheLayoutStruct:
-    """Where one layer's K and V are; strides are in values."""
+    """Where one layer's K and V are, and their scales if they are quantized."""
     _, block_size, num_heads, head_dim = cache.k_NSKD.shape
-    k, v = cache.k_NSKD.data_ptr(), cache.v_NSKD.data_ptr()
-    block_stride = cache.k_NSKD.stride(0)
-    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size, block_stride)
+    tensors = cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK
+    addresses = (None if x is None else x.data_ptr() for x in tensors)
+    return CacheLayoutStruct(*addresses, num_heads, head_dim, block_size, cache.block_bytes)
 
 
 def step_struct(metadata: AttentionMetadata) -> StepStruct:
