@@ -1,0 +1,163 @@
+"""Reading packed words of a weight within a kernel: numbers, and what their groups say of them.
+
+What integers and E4M3 numbers become are numbers of the activations' dtype, without any rounding;
+scales are float32, for sums. See `grouped_packing` for what lies where.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import triton
+import triton.language as tl
+
+from nanocore.kernels.grouped_weight import SUPER_BLOCK
+from nanocore.kernels.triton.grouped_packing import Layout
+
+_SUPER_BLOCK: Final = tl.constexpr(SUPER_BLOCK)
+
+
+def constants(layout: Layout) -> dict[str, Any]:
+    """The arguments of kernels that a layout is."""
+    return {
+        "BITS": layout.bits,
+        "PLANE": layout.plane,
+        "NUM_SCALES": layout.num_scales,
+        "NUM_WORDS": layout.num_words,
+        "SCALES": layout.scales,
+        "HAS_ZEROS": layout.has_zeros,
+        "HAS_MINIMA": layout.has_minima,
+        "IS_FLOAT8": layout.is_float8,
+    }
+
+
+@triton.jit
+def load_scales(
+    scales, super_scales, chunk, columns, num_columns, CHUNK: tl.constexpr, NUM_WORDS: tl.constexpr
+) -> tuple:
+    """The words of a chunk for these columns; the last is that of super scales."""
+    words = ()
+    for i in tl.static_range(NUM_WORDS):
+        place = (chunk * NUM_WORDS + i) * num_columns + columns
+        words = words + (tl.load(scales + place),)  # noqa: RUF005
+    if super_scales is not None:
+        place = (chunk * CHUNK // _SUPER_BLOCK) * num_columns + columns
+        words = words + (tl.load(super_scales + place),)  # noqa: RUF005
+    return words
+
+
+@triton.jit
+def _half(word, SHIFT: tl.constexpr) -> tl.tensor:
+    """float32 of the float16 that is in one half of a word."""
+    return ((word >> SHIFT) & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def scale_of(
+    words, INDEX: tl.constexpr, SCALES: tl.constexpr, NUM_WORDS: tl.constexpr
+) -> tl.tensor:
+    """float32, the scale of this number in a chunk."""
+    if SCALES == "float32":
+        return words[INDEX].to(tl.float32, bitcast=True)
+    if SCALES == "super":
+        # A signed byte, from the word's top.
+        number = (words[0] << (24 - 8 * INDEX)) >> 24
+        return number.to(tl.float32) * _half(words[NUM_WORDS], 0)
+    word = words[INDEX // 2]
+    if SCALES == "float16":
+        return _half(word, 16 * (INDEX % 2))
+    if INDEX % 2 == 0:
+        return (word << 16).to(tl.float32, bitcast=True)
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def minimum_of(
+    words,
+    INDEX: tl.constexpr,
+    SCALES: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+) -> tl.tensor:
+    """float32, what is taken off the scaled numbers."""
+    if SCALES == "float32":
+        return words[NUM_SCALES + INDEX].to(tl.float32, bitcast=True)
+    return ((words[1] >> (8 * INDEX)) & 0xFF).to(tl.float32) * _half(words[NUM_WORDS], 16)
+
+
+@triton.jit
+def zero_of(
+    words,
+    INDEX: tl.constexpr,
+    BITS: tl.constexpr,
+    NUM_WORDS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+) -> tl.tensor:
+    """int32, what is taken off the stored numbers."""
+    if HAS_ZEROS:
+        return (words[NUM_WORDS - 1] >> (8 * INDEX)) & 0xFF
+    if HAS_MINIMA:
+        return words[0] & 0
+    return (words[0] & 0) + (1 << (BITS - 1))
+
+
+@triton.jit
+def _number(pairs, zero, HIGH: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr):
+    """One half of each pair as dtype; OFFSET: what is in the halves beside the numbers."""
+    half = (pairs >> 16) & 0xFFFF if HIGH else pairs & 0xFFFF
+    if OFFSET == 0:
+        return (half - zero).to(dtype)
+    # These bits are the number and a power of two, of which all units fit: differences are exact.
+    return half.to(tl.uint16).to(dtype, bitcast=True) - (zero + OFFSET).to(dtype)
+
+
+@triton.jit
+def _float8(pairs, HIGH: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """One half of each pair of E4M3 as dtype, whose exponents have another bias."""
+    half = (pairs >> 16) & 0xFFFF if HIGH else pairs & 0xFFFF
+    if dtype == tl.bfloat16:
+        bits = ((half & 0x80) << 8) | ((half & 0x7F) << 4)
+        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True) * tl.full((), 2.0**120, dtype)
+    bits = ((half & 0x80) << 8) | ((half & 0x7F) << 7)
+    return (bits.to(tl.uint16).to(tl.float16, bitcast=True) * tl.full((), 2.0**8, tl.float16)).to(
+        dtype
+    )
+
+
+@triton.jit
+def numbers_of(
+    words,
+    zero,
+    INDEX: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    PLANE: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_O, PLANE] in dtype, exactly: one plane of words [BLOCK_O, PLANE / 2] less zeros."""
+    if BITS == 4:
+        pairs = (words >> (4 * INDEX)) & 0x000F000F
+    else:
+        pairs = (words >> (8 * INDEX)) & 0x00FF00FF
+    if IS_FLOAT8:
+        low, high = _float8(pairs, False, dtype), _float8(pairs, True, dtype)
+    elif dtype == tl.float16:
+        pairs = pairs | 0x64006400
+        low, high = (
+            _number(pairs, zero[:, None], False, 1024, dtype),
+            _number(pairs, zero[:, None], True, 1024, dtype),
+        )
+    elif BITS == 4 and dtype == tl.bfloat16:
+        pairs = pairs | 0x43004300
+        low, high = (
+            _number(pairs, zero[:, None], False, 128, dtype),
+            _number(pairs, zero[:, None], True, 128, dtype),
+        )
+    else:
+        low, high = (
+            _number(pairs, zero[:, None], False, 0, dtype),
+            _number(pairs, zero[:, None], True, 0, dtype),
+        )
+    return tl.reshape(tl.join(low, high), [BLOCK_O, PLANE])
