@@ -11,14 +11,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from ctypes import byref
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.cpu.library import Library, NormWeightStruct, StepStruct
+from nanocore.kernels.cpu import grouped_weight
+from nanocore.kernels.cpu.library import (
+    Library,
+    LinearWeightStruct,
+    NormWeightStruct,
+    StepStruct,
+)
 from nanocore.kernels.cpu.program import (
     SAMPLES,
     NotRecordable,
@@ -36,6 +43,7 @@ from nanocore.kernels.cpu.structs import (
     step_struct,
     weight_struct,
 )
+from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
@@ -65,6 +73,7 @@ _OF_LOGITS: Final = frozenset(
 _TILE_COLUMNS = 32
 NATIVE_MULTIPLE = 16
 _PAGE_BYTES = 2 << 20
+_Weight = TypeVar("_Weight", bound=LinearWeight)
 
 
 class CpuKernels(TorchKernels):
@@ -72,33 +81,67 @@ class CpuKernels(TorchKernels):
 
     Args:
         cores: see `Workspace`.
+        keeps_activations: weights of integers are multiplied with activations as they are, and not
+            with eight bits of these (--activation-quantization none).
     """
 
     name = "cpu"
 
-    def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        library: Library,
+        cores: Sequence[int] | None = None,
+        *,
+        keeps_activations: bool = False,
+    ) -> None:
+        self.keeps_activations = keeps_activations
         self.workspace = Workspace(library, cores)
         self.library = library
         self.variant = f"{library.instruction_set}, compiled as {library.digest}"
         self._recording: Recording | None = None
 
-    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
-        check_quantization_name(quantization, ("int8",))
+    def pack_linear(self, weight: StoredWeight, quantization: str | None = None) -> LinearWeight:
+        check_quantization_name(quantization, ("int8", "int4"))
+        if isinstance(weight, Float8Weight):
+            weight = weight.dequantize().to(torch.bfloat16)
+        if isinstance(weight, GroupedWeight):
+            return self._pack_groups(weight)
+        packed = self._described(weight, quantization)
+        packed, struct = self._with_memory(packed)
+        weight = weight.contiguous()
+        self.library.call(
+            "pack", self.workspace.handle, DTYPES[weight.dtype], weight.data_ptr(), byref(struct)
+        )
+        return packed
+
+    def _described(self, weight_OI: Tensor, quantization: str | None) -> LinearWeight:
+        """How a weight of floats is to be kept; without memory."""
         out_features, in_features = weight_OI.shape
-        dtype = weight_OI.dtype if quantization is None else torch.int8
-        scale_O = None
-        if quantization is not None:
-            scale_O = torch.empty(-(-out_features // _TILE_COLUMNS) * _TILE_COLUMNS)
-        weight = LinearWeight(out_features, in_features, dtype, torch.empty(0), scale_O)
-        struct = weight_struct(weight)
+        if quantization is None:
+            return LinearWeight(out_features, in_features, weight_OI.dtype, torch.empty(0))
+        if quantization == "int4":
+            described = grouped_weight.four_bits(out_features, in_features)
+            if self.keeps_activations:
+                return replace(described, codebook=torch.arange(16.0) - 8.0)
+            return described
+        scale_O = torch.empty(-(-out_features // _TILE_COLUMNS) * _TILE_COLUMNS)
+        if self.keeps_activations:
+            return LinearWeight(out_features, in_features, torch.int8, torch.empty(0), scale_O)
+        return grouped_weight.eight_bits(out_features, in_features, scale_O)
+
+    def _pack_groups(self, weight: GroupedWeight) -> LinearWeight:
+        weight = grouped_weight.in_groups_that_fit(weight)
+        described = grouped_weight.described(weight, keeps_activations=self.keeps_activations)
+        packed, struct = self._with_memory(described)
+        rows = grouped_weight.rows_struct(weight)
+        self.library.call("pack_groups", self.workspace.handle, byref(rows), byref(struct))
+        return packed
+
+    def _with_memory(self, described: _Weight) -> tuple[_Weight, LinearWeightStruct]:
+        struct = weight_struct(described)
         packed = huge_pages(self.library.call("packed_bytes", byref(struct)))
         struct.packed = packed.data_ptr()
-        weight_OI = weight_OI.contiguous()
-        self.library.call(
-            "pack", self.workspace.handle, DTYPES[weight_OI.dtype], weight_OI.data_ptr(),
-            byref(struct),
-        )  # fmt: skip
-        return LinearWeight(out_features, in_features, dtype, packed, scale_O)
+        return replace(described, data=packed), struct
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
         return self._linear(x_TI, weight, bias_O, x_TI.dtype)

@@ -22,14 +22,14 @@ from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 ABI_VERSION: Final = 10
 
 
-class IntegerFormatStruct(ctypes.Structure):
-    """`IntegerFormat` of integers.h."""
+class GroupFormatStruct(ctypes.Structure):
+    """`GroupFormat` of groups.h."""
 
     _fields_ = (("bits", c_int), ("scales", c_int), ("minima", c_int), ("group", c_int64))
 
 
 class LinearWeightStruct(ctypes.Structure):
-    """`LinearWeight` of linear.h."""
+    """`LinearWeight` of linear_weight.h."""
 
     _fields_ = (
         ("kind", c_int),
@@ -37,12 +37,14 @@ class LinearWeightStruct(ctypes.Structure):
         ("scale", c_void_p),
         ("in_features", c_int64),
         ("out_features", c_int64),
-        ("format", IntegerFormatStruct),
+        ("format", GroupFormatStruct),
+        ("codebook", c_void_p),
+        ("permutation", c_void_p),
     )
 
 
 class GroupedRowsStruct(ctypes.Structure):
-    """`GroupedRows` of grouped.h."""
+    """`GroupedRows` of packing.h."""
 
     _fields_ = (
         ("values", c_void_p),

@@ -1,10 +1,8 @@
 // Linear layers: y = x W^T + b, with weights packed once for every number of rows.
 //
-// Packed weights are tiles of 32 output features (padded with zeros), each [K][32] of float32 or
-// int8, or [K / 2][32][2] of bfloat16: a tile is one stream of memory, and with few rows the layer
-// takes as long as reading it. With many rows a block of them is kept in the second-level cache
-// while tiles pass by. int8 has a scale for each output feature. Of a gated layer the features of
-// both halves are multiplied together, and only their product is stored.
+// With few rows a layer takes as long as reading its weight (linear_weight.h). With many a block of
+// them is kept in the second-level cache while tiles pass by. Of a gated layer the features of both
+// halves are multiplied together, and only their product is stored.
 
 #pragma once
 
@@ -12,14 +10,13 @@
 #include <cstdlib>
 
 #include "gate.h"
+#include "codebook.h"
 #include "integers.h"
-#include "pool.h"
+#include "linear_weight.h"
 
 namespace nanocore {
 
 constexpr int64_t kRowBlockBytes = 512 << 10;  // of packed rows; half of a second-level cache
-constexpr int64_t kItemBytes = 96 << 10;       // of weights, at most, that a thread claims at once
-constexpr int64_t kItemsPerThread = 8;         // at least, so that threads end together
 constexpr int64_t kPrefetchBytes = 8 << 10;    // how far ahead in a stream of weights
 constexpr int64_t kInlineBytes = 64 << 10;     // of rows packed sooner than threads are told
 
@@ -56,40 +53,6 @@ struct Workspace {
     std::vector<Scratch> panel;
     std::vector<std::vector<int32_t>> token_counts;
     std::vector<int64_t> first_item;
-};
-
-struct LinearWeight {
-    Kind kind;
-    const void* packed;
-    const float* scale;  // of each output feature; int8 only
-    int64_t in_features;
-    int64_t out_features;
-    IntegerFormat format;  // of kIntegers
-
-    int64_t padded_in() const {
-        return kind == Kind::kFloat32 ? in_features : (in_features + 1) / 2 * 2;
-    }
-    int64_t element_bytes() const {
-        return kind == Kind::kFloat32 ? 4 : kind == Kind::kBFloat16 ? 2 : 1;
-    }
-    int64_t tile_bytes() const {
-        if (kind == Kind::kIntegers) return format.tile_bytes(in_features);
-        return padded_in() * kTileColumns * element_bytes();
-    }
-    // Of a tile; each is a moment to fetch some memory ahead.
-    int64_t num_steps() const {
-        if (kind == Kind::kIntegers) return format.num_groups(in_features) * format.group / 8;
-        return std::max<int64_t>(1, padded_in() / 2);
-    }
-    const char* tile(int64_t index) const {
-        return static_cast<const char*>(packed) + index * tile_bytes();
-    }
-    int64_t num_tiles() const { return (out_features + kTileColumns - 1) / kTileColumns; }
-    // How many tiles a thread claims at a time.
-    int64_t tiles_of_item(int num_threads) const {
-        const int64_t share = num_tiles() / (kItemsPerThread * num_threads);
-        return std::max<int64_t>(1, std::min(kItemBytes / tile_bytes(), share));
-    }
 };
 
 // Where threads find the weight of the next linear layer of a program.
@@ -192,28 +155,86 @@ struct FloatProducts {
     }
 };
 
-// The same for integers that rows of integers are multiplied with.
+// The same of weights with groups of k: pack(row, r) has the values in the order of the weight's k.
+template <int R, typename T, typename Pack>
+inline void pack_grouped_rows(const LinearWeight& weight, const T* x, int64_t stride, int rows, const Pack& pack) {
+    static thread_local std::vector<T> gathered;
+    for (int r = 0; r < rows; ++r, x += stride) {
+        if (!weight.permutation) {
+            pack(x, r);
+            continue;
+        }
+        gathered.resize(weight.in_features);
+        for (int64_t k = 0; k < weight.in_features; ++k) gathered[k] = x[weight.permutation[k]];
+        pack(gathered.data(), r);
+    }
+}
+
+// Rows of integers, for integers.
 template <typename T, int kBits, bool kVnni>
 struct IntegerProducts {
+    using Groups = IntegerGroups<kBits, kVnni>;
     const LinearWeight& weight;
 
-    int64_t panel_bytes() const {
-        return weight.format.num_groups(weight.in_features) * RowGroup<kMaxRows>::bytes(weight.format.group);
-    }
+    int64_t num_groups() const { return weight.format.num_groups(weight.in_features); }
+    int64_t panel_bytes() const { return num_groups() * Groups::template bytes<kMaxRows>(weight.format.group); }
 
     template <int R>
     void pack(const T* x, int64_t stride, int rows, char* to) const {
-        if (rows < R) std::memset(to, 0, panel_bytes() / kMaxRows * R);
-        for (int r = 0; r < rows; ++r)
-            pack_integer_row<T, R>(x + r * stride, weight.format, weight.in_features, r, to);
+        if (rows < R) std::memset(to, 0, num_groups() * Groups::template bytes<R>(weight.format.group));
+        pack_grouped_rows<R>(weight, x, stride, rows, [&](const T* row, int r) {
+            pack_integer_row<T, R>(row, weight.format, weight.in_features, r, to);
+        });
     }
 
     template <int R>
     void multiply(const char* rows, const void* tile, const Prefetch& ahead, float* products) const {
-        multiply_integer_tile<kBits, kVnni, R>(rows, static_cast<const char*>(tile), weight.format,
-                                               weight.format.num_groups(weight.in_features), ahead, products);
+        multiply_groups<R>(Groups{}, rows, static_cast<const char*>(tile), weight.format, num_groups(),
+                           ahead, products);
     }
 };
+
+// Rows of floats, for integers or what these stand for.
+template <typename T, int kBits>
+struct CodebookProducts {
+    using Groups = CodebookGroups<T, kBits>;
+    const LinearWeight& weight;
+    Codebook codebook{weight.codebook};
+
+    int64_t num_groups() const { return weight.format.num_groups(weight.in_features); }
+    int64_t panel_bytes() const { return num_groups() * Groups::template bytes<kMaxRows>(weight.format.group); }
+
+    template <int R>
+    void pack(const T* x, int64_t stride, int rows, char* to) const {
+        if (rows < R) std::memset(to, 0, num_groups() * Groups::template bytes<R>(weight.format.group));
+        pack_grouped_rows<R>(weight, x, stride, rows, [&](const T* row, int r) {
+            pack_float_row<T, R, kBits>(row, weight.format.group, weight.in_features, r, to);
+        });
+    }
+
+    template <int R>
+    void multiply(const char* rows, const void* tile, const Prefetch& ahead, float* products) const {
+        multiply_groups<R>(Groups{codebook}, rows, static_cast<const char*>(tile), weight.format,
+                           num_groups(), ahead, products);
+    }
+};
+
+// body(Products), by what the weight's tiles hold and how rows of T are multiplied with them.
+template <typename T, typename Body>
+inline void with_products(const LinearWeight& weight, const Body& body) {
+    switch (weight.kind) {
+        case Kind::kIntegers:
+            return with_integers(weight.format.bits, [&](auto bits, auto vnni) {
+                body(IntegerProducts<T, bits.value, vnni.value>{weight});
+            });
+        case Kind::kCodebook:
+            return weight.format.bits == 4 ? body(CodebookProducts<T, 4>{weight})
+                                           : body(CodebookProducts<T, 8>{weight});
+        case Kind::kInt8: return body(FloatProducts<T, Kind::kInt8>{weight});
+        // Others are kept in the type of activations.
+        default: body(FloatProducts<T, sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32>{weight});
+    }
+}
 
 // With a gate the weight's first half gates the second, both of whole tiles, and out has half as
 // many columns.
@@ -231,13 +252,7 @@ struct LinearCall {
     int64_t rows;
 
     void run(Workspace& workspace) const {
-        if (weight.kind == Kind::kIntegers)
-            return with_integers(weight.format.bits, [&](auto bits, auto vnni) {
-                run_as(IntegerProducts<T, bits.value, vnni.value>{weight}, workspace);
-            });
-        if (weight.kind == Kind::kInt8) return run_as(FloatProducts<T, Kind::kInt8>{weight}, workspace);
-        // Others are kept in the type of activations.
-        run_as(FloatProducts<T, sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32>{weight}, workspace);
+        with_products<T>(weight, [&](const auto& products) { run_as(products, workspace); });
     }
 
    private:
@@ -348,67 +363,5 @@ struct LinearCall {
         finish_tile(products[0], count, scale, added, static_cast<int>(width), to, out_stride);
     }
 };
-
-// Packs rows of T, [out_features, in_features], into `to`; with kind int8 they are quantized: the
-// largest magnitude of an output feature becomes 127. scale: [num_tiles * 32], of int8.
-template <typename T>
-inline void pack_weight(Pool& pool, const T* from, const LinearWeight& weight, void* to,
-                        float* scale) {
-    const int64_t num_k = weight.in_features;
-    pool.loop(weight.num_tiles(), [&](int64_t tile, int) {
-        char* start = static_cast<char*>(to) + tile * weight.tile_bytes();
-        std::memset(start, 0, weight.tile_bytes());
-        for (int64_t column = 0; column < kTileColumns; ++column) {
-            const int64_t feature = tile * kTileColumns + column;
-            const bool is_there = feature < weight.out_features;
-            const T* row = from + (is_there ? feature * num_k : 0);
-            if (weight.kind == Kind::kInt8) {
-                float largest = 0.0f;
-                bool is_finite = true;
-                for (int64_t k = 0; is_there && k < num_k; ++k) {
-                    const float value = std::fabs(to_float(row[k]));
-                    largest = std::max(largest, value);
-                    is_finite &= std::isfinite(value);
-                }
-                // No integer stands for such a weight: all that it touches shall show it.
-                if (!is_finite) largest = std::numeric_limits<float>::quiet_NaN();
-                scale[feature] = largest / 127.0f;
-                const float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-                if (is_there && is_finite)
-                    for (int64_t k = 0; k < num_k; ++k)
-                        reinterpret_cast<int8_t*>(start)[k * kTileColumns + column] =
-                            static_cast<int8_t>(std::lrintf(to_float(row[k]) * inverse));
-            } else if (is_there && weight.kind == Kind::kFloat32) {
-                for (int64_t k = 0; k < num_k; ++k)
-                    reinterpret_cast<float*>(start)[k * kTileColumns + column] = to_float(row[k]);
-            } else if (is_there) {
-                for (int64_t k = 0; k < num_k; ++k)
-                    from_float(to_float(row[k]),
-                               reinterpret_cast<BFloat16*>(start) +
-                                   (k / 2 * kTileColumns + column) * 2 + k % 2);
-            }
-        }
-    });
-}
-
-// One output feature's weights, unpacked; for the embedding, which a head may share.
-template <typename T>
-inline void unpack_feature(const LinearWeight& weight, int64_t feature, float factor, T* to) {
-    const int64_t tile = feature / kTileColumns, column = feature % kTileColumns;
-    const char* start = weight.tile(tile);
-    const float scale = weight.scale ? weight.scale[feature] : 1.0f;
-    for (int64_t k = 0; k < weight.in_features; ++k) {
-        float value;
-        if (weight.kind == Kind::kFloat32)
-            value = reinterpret_cast<const float*>(start)[k * kTileColumns + column];
-        else if (weight.kind == Kind::kBFloat16)
-            value = to_float(reinterpret_cast<const BFloat16*>(
-                start)[(k / 2 * kTileColumns + column) * 2 + k % 2]);
-        else
-            value = scale * reinterpret_cast<const int8_t*>(start)[k * kTileColumns + column];
-        from_float(value, to + k);
-        if (factor != 1.0f) from_float(to_float(to[k]) * factor, to + k);
-    }
-}
 
 }  // namespace nanocore

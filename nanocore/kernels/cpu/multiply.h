@@ -18,7 +18,8 @@
 namespace nanocore {
 
 // What the columns hold.
-enum class Kind : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kIntegers = 3 };
+// kIntegers and kCodebook have groups of k (groups.h); rows are quantized to integers for the first.
+enum class Kind : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kIntegers = 3, kCodebook = 4 };
 
 constexpr int kTileColumns = 32;  // of a linear layer's weight
 

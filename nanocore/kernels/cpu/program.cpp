@@ -8,7 +8,7 @@
 #include <functional>
 
 #include "attention.h"
-#include "grouped.h"
+#include "packing.h"
 #include "logit_edits.h"
 #include "logprobs.h"
 #include "old_systems.h"

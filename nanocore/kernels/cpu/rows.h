@@ -5,6 +5,7 @@
 #pragma once
 
 #include "linear.h"
+#include "packing.h"
 
 namespace nanocore {
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanocore.kernels.cpu.grouped_weight import CpuGroupedWeight
 from nanocore.kernels.cpu.library import (
     CacheLayoutStruct,
     EditLogitsStruct,
@@ -28,19 +29,30 @@ from nanocore.kernels.token_mask import TokenMask
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """Of activations, as the kernels number them."""
 _KINDS: Final = {**DTYPES, torch.int8: 2}
+_INTEGERS, _CODEBOOK = 3, 4
 """Of packed weights."""
 
 
 def weight_struct(weight: LinearWeight) -> LinearWeightStruct:
     """A packed weight, with its scales if it has any."""
-    scale = weight.scale_O
-    return LinearWeightStruct(
-        _KINDS[weight.dtype],
-        weight.data.data_ptr(),
-        None if scale is None else scale.data_ptr(),
-        weight.in_features,
-        weight.out_features,
+    struct = LinearWeightStruct(
+        packed=weight.data.data_ptr(),
+        scale=_address(weight.scale_O),
+        in_features=weight.in_features,
+        out_features=weight.out_features,
     )
+    if isinstance(weight, CpuGroupedWeight):
+        struct.kind = _INTEGERS if weight.codebook is None else _CODEBOOK
+        struct.format = weight.format
+        struct.codebook = _address(weight.codebook)
+        struct.permutation = _address(weight.permutation_I)
+    else:
+        struct.kind = _KINDS[weight.dtype]
+    return struct
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:

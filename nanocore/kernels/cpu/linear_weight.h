@@ -1,0 +1,110 @@
+// A linear layer's weight as tiles of columns, which are packed once.
+//
+// Packed weights are tiles of 32 output features (padded with zeros), each [K][32] of float32 or
+// int8, or [K / 2][32][2] of bfloat16, or groups of integers (groups.h): a tile is one stream of
+// memory. int8 has a scale for each output feature.
+
+#pragma once
+
+#include <algorithm>
+
+#include "groups.h"
+#include "pool.h"
+
+namespace nanocore {
+
+constexpr int64_t kItemBytes = 96 << 10;       // of weights, at most, that a thread claims at once
+constexpr int64_t kItemsPerThread = 8;         // at least, so that threads end together
+
+struct LinearWeight {
+    Kind kind;
+    const void* packed;
+    const float* scale;  // of each output feature; of eight bits only
+    int64_t in_features;
+    int64_t out_features;
+    GroupFormat format;  // of kIntegers and kCodebook
+    const float* codebook;  // [16], of kCodebook
+    const int32_t* permutation;  // which input each k is; null: its own
+
+    bool has_groups() const { return kind == Kind::kIntegers || kind == Kind::kCodebook; }
+    int64_t padded_in() const {
+        return kind == Kind::kFloat32 ? in_features : (in_features + 1) / 2 * 2;
+    }
+    int64_t element_bytes() const {
+        return kind == Kind::kFloat32 ? 4 : kind == Kind::kBFloat16 ? 2 : 1;
+    }
+    int64_t tile_bytes() const {
+        if (has_groups()) return format.tile_bytes(in_features);
+        return padded_in() * kTileColumns * element_bytes();
+    }
+    // Of a tile; each is a moment to fetch some memory ahead.
+    int64_t num_steps() const {
+        if (has_groups()) return format.num_groups(in_features) * format.group / 8;
+        return std::max<int64_t>(1, padded_in() / 2);
+    }
+    const char* tile(int64_t index) const {
+        return static_cast<const char*>(packed) + index * tile_bytes();
+    }
+    int64_t num_tiles() const { return (out_features + kTileColumns - 1) / kTileColumns; }
+    // How many tiles a thread claims at a time.
+    int64_t tiles_of_item(int num_threads) const {
+        const int64_t share = num_tiles() / (kItemsPerThread * num_threads);
+        return std::max<int64_t>(1, std::min(kItemBytes / tile_bytes(), share));
+    }
+};
+
+// How a row becomes integers of eight bits: its largest magnitude is 127.
+struct RowQuantization {
+    float scale, inverse = 0.0f;
+
+    template <typename T>
+    RowQuantization(const T* row, int64_t num_k) {
+        float largest = 0.0f;
+        bool is_finite = true;
+        for (int64_t k = 0; k < num_k; ++k) {
+            const float value = std::fabs(to_float(row[k]));
+            largest = std::max(largest, value);
+            is_finite &= std::isfinite(value);
+        }
+        // No integer stands for such a weight: all that it touches shall show it.
+        if (!is_finite) largest = std::numeric_limits<float>::quiet_NaN();
+        scale = largest / 127.0f;
+        if (largest > 0.0f) inverse = 127.0f / largest;
+    }
+
+    template <typename T>
+    int value(T x) const { return inverse == 0.0f ? 0 : static_cast<int>(std::lrintf(to_float(x) * inverse)); }
+};
+
+// Packs rows of T, [out_features, in_features], into `to`; with kind int8 they are quantized.
+// scale: [num_tiles * 32], of int8.
+template <typename T>
+inline void pack_rows_of_weight(Pool& pool, const T* from, const LinearWeight& weight, void* to, float* scale) {
+    const int64_t num_k = weight.in_features;
+    pool.loop(weight.num_tiles(), [&](int64_t tile, int) {
+        char* start = static_cast<char*>(to) + tile * weight.tile_bytes();
+        std::memset(start, 0, weight.tile_bytes());
+        for (int64_t column = 0; column < kTileColumns; ++column) {
+            const int64_t feature = tile * kTileColumns + column;
+            const bool is_there = feature < weight.out_features;
+            const T* row = from + (is_there ? feature * num_k : 0);
+            if (weight.kind == Kind::kInt8) {
+                const RowQuantization quantized(row, is_there ? num_k : 0);
+                scale[feature] = quantized.scale;
+                for (int64_t k = 0; is_there && k < num_k; ++k)
+                    reinterpret_cast<int8_t*>(start)[k * kTileColumns + column] =
+                        static_cast<int8_t>(quantized.value(row[k]));
+            } else if (is_there && weight.kind == Kind::kFloat32) {
+                for (int64_t k = 0; k < num_k; ++k)
+                    reinterpret_cast<float*>(start)[k * kTileColumns + column] = to_float(row[k]);
+            } else if (is_there) {
+                for (int64_t k = 0; k < num_k; ++k)
+                    from_float(to_float(row[k]),
+                               reinterpret_cast<BFloat16*>(start) +
+                                   (k / 2 * kTileColumns + column) * 2 + k % 2);
+            }
+        }
+    });
+}
+
+}  // namespace nanocore
