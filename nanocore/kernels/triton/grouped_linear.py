@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.triton.gate import apply_gate
+from nanocore.kernels.triton.gate import apply_gate, gated
 from nanocore.kernels.triton.grouped_numbers import (
     constants,
     load_scales,
@@ -31,6 +32,7 @@ from nanocore.kernels.triton.grouped_numbers import (
     zero_of,
 )
 from nanocore.kernels.triton.grouped_packing import GroupedLinear, Layout
+from nanocore.kernels.triton.grouped_rows import dequantize
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.matmul import max_shared_bytes
 
@@ -66,6 +68,13 @@ class GroupedTile:
 
 _BARRIER_BYTES: Final = 256
 
+FUSED_GATE_ROWS: Final = 16
+
+DEQUANTIZED_ROWS: Final = 1024
+"""From so many on weights are dequantized for cuBLAS, which takes longer than their product saves
+below. Computed (a weight is written and read once more at 3 TB/s, the product is at 350 instead of
+650 TFLOP/s), not measured; benchmarks/gpu has the figures of both sides."""
+
 FLOAT32_TILE: Final = GroupedTile(16, 32, num_warps=4, num_stages=2)
 """Without tensor cores, for small models and tests."""
 
@@ -82,18 +91,17 @@ def _add_chunk(
     PLANES: tl.constexpr = 16 // BITS
     dtype: tl.constexpr = x_tile.dtype.scalar.element_ty
     for n in tl.static_range(PLANES):
-        INDEX: tl.constexpr = n * NUM_SCALES // PLANES
         if IS_EVEN:
             x = tl.load(x_tile + (start + n * PLANE), mask=is_x, other=0.0)
         else:
             is_input = start + n * PLANE + tl.arange(0, PLANE) < num_inputs
             x = tl.load(x_tile + (start + n * PLANE), mask=is_x & is_input[:, None], other=0.0)
-        zero = zero_of(scales, INDEX, BITS, NUM_WORDS, HAS_ZEROS, HAS_MINIMA)
+        zero = zero_of(scales, n * NUM_SCALES // PLANES, BITS, NUM_WORDS, HAS_ZEROS, HAS_MINIMA)
         numbers = numbers_of(words, zero, n, BLOCK_O, PLANE, BITS, IS_FLOAT8, dtype)
-        product = tl.dot(numbers, x, input_precision="ieee")
-        sums += product * scale_of(scales, INDEX, SCALES, NUM_WORDS)[:, None]
+        scale = scale_of(scales, n * NUM_SCALES // PLANES, SCALES, NUM_WORDS)
+        sums += tl.dot(numbers, x, input_precision="ieee") * scale[:, None]
         if HAS_MINIMA:
-            minimum = minimum_of(scales, INDEX, SCALES, NUM_SCALES, NUM_WORDS)
+            minimum = minimum_of(scales, n * NUM_SCALES // PLANES, SCALES, NUM_SCALES, NUM_WORDS)
             sums -= tl.sum(x.to(tl.float32), axis=0)[None, :] * minimum[:, None]
     return sums
 
@@ -130,9 +138,7 @@ def grouped_linear_kernel(
         up_outputs = num_columns + outputs
         up_tile = weight + up_outputs.to(tl.int64)[:, None] * row_words + word[None, :]
         up = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-        up_scales = load_scales(
-            scales, super_scales, 0, up_outputs, num_outputs, CHUNK, NUM_WORDS
-        )
+        up_scales = load_scales(scales, super_scales, 0, up_outputs, num_outputs, CHUNK, NUM_WORDS)
     for chunk in range(0, num_chunks):
         next_chunk = tl.minimum(chunk + 1, num_chunks - 1)
         next_scales = load_scales(
@@ -175,6 +181,8 @@ def linear(
     batch_invariant: bool = False,
 ) -> Tensor:
     """x W^T + b, rounded once to out_dtype, which is x's if not given; [T, O]."""
+    if len(x_TI) >= DEQUANTIZED_ROWS and not batch_invariant and x_TI.is_cuda:
+        return by_cublas(x_TI, weight, bias_O, out_dtype or x_TI.dtype)
     return _launch(x_TI, weight, bias_O, out_dtype or x_TI.dtype, None, batch_invariant)
 
 
@@ -186,8 +194,22 @@ def gated_linear(
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """act(first half) * second half of the linear layer, in one kernel; [T, O / 2]."""
+    """act(first half) * second half of the linear layer; [T, O / 2].
+
+    One kernel for a few rows; for more, both halves would not find room in registers.
+    """
+    is_fused = len(x_TI) <= FUSED_GATE_ROWS and x_TI.dtype != torch.float32
+    if batch_invariant or not is_fused:
+        return gated(linear(x_TI, weight, bias_O, batch_invariant=batch_invariant), activation)
     return _launch(x_TI, weight, bias_O, x_TI.dtype, activation, batch_invariant)
+
+
+def by_cublas(
+    x_TI: Tensor, weight: GroupedLinear, bias_O: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """The same of weights that are rounded to x's dtype."""
+    whole_OI = dequantize(weight, x_TI.dtype)
+    return F.linear(ordered(x_TI, weight), whole_OI, bias_O).to(out_dtype)
 
 
 def ordered(x_TI: Tensor, weight: GroupedLinear) -> Tensor:
@@ -220,13 +242,13 @@ def _widest_tile(
     """
     if batch_invariant:
         # Wide enough for prompts, and no wider than the weight has tiles for its decodes.
-        block_o = 64 if num_columns >= 4096 and not is_gated else 32
+        block_o = 64 if num_columns >= 4096 else 32
         return GroupedTile(32, block_o, num_warps=block_o // 16, num_stages=4)
     if num_rows > 64:
-        return GroupedTile(64, 64 if is_gated else 128, num_warps=4 if is_gated else 8, num_stages=3)
-    block_t = max(16, triton.next_power_of_2(num_rows))
-    if num_columns >= 1 << 14:
-        return GroupedTile(block_t, 32 if is_gated else 64, 2 if is_gated else 4, num_stages=4)
+        return GroupedTile(64, 128, num_warps=8, num_stages=3)
+    block_t = min(max(16, triton.next_power_of_2(num_rows)), 32)
+    if num_columns >= 1 << 14 and not is_gated:
+        return GroupedTile(block_t, 64, num_warps=4, num_stages=4)
     if num_columns >= 4096:
         return GroupedTile(block_t, 32, num_warps=2, num_stages=5)
     return GroupedTile(block_t, 16, num_warps=1, num_stages=6)

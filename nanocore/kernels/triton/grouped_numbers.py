@@ -58,17 +58,17 @@ def scale_of(
 ) -> tl.tensor:
     """float32, the scale of this number in a chunk."""
     if SCALES == "float32":
-        return words[INDEX].to(tl.float32, bitcast=True)
-    if SCALES == "super":
-        # A signed byte, from the word's top.
+        scale = words[INDEX].to(tl.float32, bitcast=True)
+    elif SCALES == "super":
+        # A signed byte, by way of the word's top.
         number = (words[0] << (24 - 8 * INDEX)) >> 24
-        return number.to(tl.float32) * _half(words[NUM_WORDS], 0)
-    word = words[INDEX // 2]
-    if SCALES == "float16":
-        return _half(word, 16 * (INDEX % 2))
-    if INDEX % 2 == 0:
-        return (word << 16).to(tl.float32, bitcast=True)
-    return (word & -65536).to(tl.float32, bitcast=True)
+        scale = number.to(tl.float32) * _half(words[NUM_WORDS], 0)
+    elif SCALES == "float16":
+        scale = _half(words[INDEX // 2], 16 * (INDEX % 2))
+    else:
+        # The upper half of a float32 is a bfloat16.
+        scale = ((words[INDEX // 2] >> (16 * (INDEX % 2))) << 16).to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit
@@ -81,8 +81,11 @@ def minimum_of(
 ) -> tl.tensor:
     """float32, what is taken off the scaled numbers."""
     if SCALES == "float32":
-        return words[NUM_SCALES + INDEX].to(tl.float32, bitcast=True)
-    return ((words[1] >> (8 * INDEX)) & 0xFF).to(tl.float32) * _half(words[NUM_WORDS], 16)
+        minimum = words[NUM_SCALES + INDEX].to(tl.float32, bitcast=True)
+    else:
+        number = (words[1] >> (8 * INDEX)) & 0xFF
+        minimum = number.to(tl.float32) * _half(words[NUM_WORDS], 16)
+    return minimum
 
 
 @triton.jit
@@ -95,34 +98,40 @@ def zero_of(
     HAS_MINIMA: tl.constexpr,
 ) -> tl.tensor:
     """int32, what is taken off the stored numbers."""
+    zero = words[0] & 0
     if HAS_ZEROS:
-        return (words[NUM_WORDS - 1] >> (8 * INDEX)) & 0xFF
-    if HAS_MINIMA:
-        return words[0] & 0
-    return (words[0] & 0) + (1 << (BITS - 1))
+        zero = (words[NUM_WORDS - 1] >> (8 * INDEX)) & 0xFF
+    elif not HAS_MINIMA:
+        zero += 1 << (BITS - 1)
+    return zero
 
 
 @triton.jit
-def _number(pairs, zero, HIGH: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """One half of each pair as dtype; OFFSET: what is in the halves beside the numbers."""
-    half = (pairs >> 16) & 0xFFFF if HIGH else pairs & 0xFFFF
+def _number(
+    pairs, zero, SHIFT: tl.constexpr, OFFSET: tl.constexpr, dtype: tl.constexpr
+) -> tl.tensor:
+    """One half of each pair, less zero, as dtype; OFFSET: what its bits are beside the number."""
+    half = (pairs >> SHIFT) & 0xFFFF
     if OFFSET == 0:
-        return (half - zero).to(dtype)
-    # These bits are the number and a power of two, of which all units fit: differences are exact.
-    return half.to(tl.uint16).to(dtype, bitcast=True) - (zero + OFFSET).to(dtype)
+        number = (half - zero).to(dtype)
+    else:
+        # A power of two whose units are those of numbers: all differences are exact.
+        number = half.to(tl.uint16).to(dtype, bitcast=True) - (zero + OFFSET).to(dtype)
+    return number
 
 
 @triton.jit
-def _float8(pairs, HIGH: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+def _float8(pairs, SHIFT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
     """One half of each pair of E4M3 as dtype, whose exponents have another bias."""
-    half = (pairs >> 16) & 0xFFFF if HIGH else pairs & 0xFFFF
+    half = (pairs >> SHIFT) & 0xFFFF
+    sign = (half & 0x80) << 8
     if dtype == tl.bfloat16:
-        bits = ((half & 0x80) << 8) | ((half & 0x7F) << 4)
-        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True) * tl.full((), 2.0**120, dtype)
-    bits = ((half & 0x80) << 8) | ((half & 0x7F) << 7)
-    return (bits.to(tl.uint16).to(tl.float16, bitcast=True) * tl.full((), 2.0**8, tl.float16)).to(
-        dtype
-    )
+        bits = (sign | ((half & 0x7F) << 4)).to(tl.uint16)
+        number = bits.to(tl.bfloat16, bitcast=True) * tl.full((), 2.0**120, tl.bfloat16)
+    else:
+        bits = (sign | ((half & 0x7F) << 7)).to(tl.uint16)
+        number = bits.to(tl.float16, bitcast=True) * tl.full((), 2.0**8, tl.float16)
+    return number.to(dtype)
 
 
 @triton.jit
@@ -137,27 +146,21 @@ def numbers_of(
     dtype: tl.constexpr,
 ) -> tl.tensor:
     """[BLOCK_O, PLANE] in dtype, exactly: one plane of words [BLOCK_O, PLANE / 2] less zeros."""
+    # What makes half a word a float16 of 1024 and more, or a bfloat16 of 128 and more.
+    OFFSET: tl.constexpr = (
+        1024 if dtype == tl.float16 else (128 if dtype == tl.bfloat16 and BITS == 4 else 0)
+    )
     if BITS == 4:
         pairs = (words >> (4 * INDEX)) & 0x000F000F
     else:
         pairs = (words >> (8 * INDEX)) & 0x00FF00FF
     if IS_FLOAT8:
-        low, high = _float8(pairs, False, dtype), _float8(pairs, True, dtype)
-    elif dtype == tl.float16:
-        pairs = pairs | 0x64006400
-        low, high = (
-            _number(pairs, zero[:, None], False, 1024, dtype),
-            _number(pairs, zero[:, None], True, 1024, dtype),
-        )
-    elif BITS == 4 and dtype == tl.bfloat16:
-        pairs = pairs | 0x43004300
-        low, high = (
-            _number(pairs, zero[:, None], False, 128, dtype),
-            _number(pairs, zero[:, None], True, 128, dtype),
-        )
+        low, high = _float8(pairs, 0, dtype), _float8(pairs, 16, dtype)
     else:
-        low, high = (
-            _number(pairs, zero[:, None], False, 0, dtype),
-            _number(pairs, zero[:, None], True, 0, dtype),
-        )
+        if OFFSET == 1024:
+            pairs = pairs | 0x64006400
+        elif OFFSET == 128:
+            pairs = pairs | 0x43004300
+        low = _number(pairs, zero[:, None], 0, OFFSET, dtype)
+        high = _number(pairs, zero[:, None], 16, OFFSET, dtype)
     return tl.reshape(tl.join(low, high), [BLOCK_O, PLANE])
