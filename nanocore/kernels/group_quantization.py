@@ -22,7 +22,7 @@ _VALUES_AT_ONCE: Final = 1 << 24
 
 def quantize_groups(weight_OI: Tensor, group_size: int = GROUP_SIZE) -> GroupedWeight:
     """The weight in four bits, with float16 scales; of what is not finite the scale is NaN."""
-    out_features, in_features = weight_OI.shape
+    in_features = weight_OI.shape[1]
     num_groups = -(-in_features // group_size)
     rows = max(1, _VALUES_AT_ONCE // max(1, in_features))
     parts = [

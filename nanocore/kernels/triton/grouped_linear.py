@@ -120,16 +120,13 @@ def grouped_linear_kernel(
     WORDS: tl.constexpr = PLANE // 2
     CHUNK: tl.constexpr = (16 // BITS) * PLANE
     num_outputs = num_columns * (1 + IS_GATED)
-    # Tiles of rows that share a tile of the weight are next to each other.
-    num_tiles_t = tl.cdiv(num_rows, BLOCK_T)
+    num_tiles_t = tl.cdiv(num_rows, BLOCK_T)  # next to each other: they share a weight's tile
     tile_o, tile_t = tl.program_id(0) // num_tiles_t, tl.program_id(0) % num_tiles_t
     rows = (tile_t * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     columns = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     is_row, is_column = rows < num_rows, columns < num_columns
-    # Columns that are not there repeat the last one and are not stored.
-    outputs = tl.minimum(columns, num_columns - 1)
-    row_words = num_chunks * WORDS
-    word = tl.arange(0, WORDS)
+    outputs = tl.minimum(columns, num_columns - 1)  # what is not there is not stored either
+    row_words, word = num_chunks * WORDS, tl.arange(0, WORDS)
     x_tile = x + rows[None, :] * x_stride + tl.arange(0, PLANE)[:, None]
     w_tile = weight + outputs.to(tl.int64)[:, None] * row_words + word[None, :]
     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)

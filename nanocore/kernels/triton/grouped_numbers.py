@@ -39,10 +39,10 @@ def load_scales(
     words = ()
     for i in tl.static_range(NUM_WORDS):
         place = (chunk * NUM_WORDS + i) * num_columns + columns
-        words = words + (tl.load(scales + place),)  # noqa: RUF005
+        words = words + (tl.load(scales + place),)  # noqa: RUF005  # type: ignore[assignment]
     if super_scales is not None:
         place = (chunk * CHUNK // _SUPER_BLOCK) * num_columns + columns
-        words = words + (tl.load(super_scales + place),)  # noqa: RUF005
+        words = words + (tl.load(super_scales + place),)  # noqa: RUF005  # type: ignore[assignment]
     return words
 
 
@@ -150,7 +150,7 @@ def numbers_of(
     OFFSET: tl.constexpr = (
         1024 if dtype == tl.float16 else (128 if dtype == tl.bfloat16 and BITS == 4 else 0)
     )
-    if BITS == 4:
+    if BITS == 4:  # noqa: SIM108
         pairs = (words >> (4 * INDEX)) & 0x000F000F
     else:
         pairs = (words >> (8 * INDEX)) & 0x00FF00FF

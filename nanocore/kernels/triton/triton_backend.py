@@ -23,6 +23,8 @@ import triton
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.group_quantization import quantize_groups
+from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
@@ -35,8 +37,6 @@ from nanocore.kernels.interface import (
     Routing,
     SharedExpert,
 )
-from nanocore.kernels.group_quantization import quantize_groups
-from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
 from nanocore.kernels.linear_weight import (
     FP8,
     LinearWeight,

@@ -137,7 +137,7 @@ def _case(
             "IS_GELU": False,
             **constants(layout),
             **absent,
-        },  # fmt: skip
+        },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         aligned=tuple(n for n in signature if n not in ("num_rows", "num_chunks")),
