@@ -39,10 +39,10 @@ def load_scales(
     words = ()
     for i in tl.static_range(NUM_WORDS):
         place = (chunk * NUM_WORDS + i) * num_columns + columns
-        words = words + (tl.load(scales + place),)  # noqa: RUF005  # type: ignore[assignment]
+        words = words + (tl.load(scales + place),)  # type: ignore[assignment]  # noqa: RUF005
     if super_scales is not None:
         place = (chunk * CHUNK // _SUPER_BLOCK) * num_columns + columns
-        words = words + (tl.load(super_scales + place),)  # noqa: RUF005  # type: ignore[assignment]
+        words = words + (tl.load(super_scales + place),)  # type: ignore[assignment]  # noqa: RUF005
     return words
 
 
