@@ -100,10 +100,15 @@ def pack_rows(
     data, scale_O = weight_OI, None
     if quantization == "int8":
         data, scale_O = quantize_weight(weight_OI)
-    elif quantization == "fp8" and not any(size % _FP8_MULTIPLE for size in weight_OI.shape):
+    elif quantization == "fp8" and can_multiply_float8(weight_OI):
         data, scale_O = quantize_rows(weight_OI)
     out_features, in_features = weight_OI.shape
     return LinearWeight(out_features, in_features, data.dtype, data, scale_O)
+
+
+def can_multiply_float8(weight_OI: Tensor) -> bool:
+    """Whether there are products of E4M3 with a weight of these sizes."""
+    return not any(size % _FP8_MULTIPLE for size in weight_OI.shape)
 
 
 def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

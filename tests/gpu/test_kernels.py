@@ -33,6 +33,7 @@ from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.attention import paged_attention
 from nanocore.kernels.triton.triton_backend import TritonKernels
+from tests.kernels.drawn_weights import draw_float8, draw_groups
 from tests.kernels.layered_cache import layered, parts
 from tests.kernels.triton.paged_step import Heads, PagedStep, draw_step
 
@@ -119,6 +120,25 @@ def test_products(
     close(kernels.logits(x, weight), REFERENCE.logits(x.float(), exact))
     gated = REFERENCE.gated_linear(x.float(), exact, bias.float(), "gelu")
     close(kernels.gated_linear(x, weight, bias, "gelu"), gated)
+
+
+@pytest.mark.parametrize("rows", [1, 40, 300, 1500])
+@pytest.mark.parametrize("form", ["groups of 128", "permuted", "super", "8 bits, super"])
+def test_products_of_grouped_weights(kernels: TritonKernels, form: str, rows: int) -> None:
+    weight, x = there(draw_groups(form, 1536, 1024)), draw(rows, 1024)
+    exact, packed = weight.dequantize(), kernels.pack_linear(weight)
+    close(kernels.linear(x, packed), REFERENCE.linear(x.float(), REFERENCE.pack_linear(exact)))
+    gated = REFERENCE.gated_linear(x.float(), REFERENCE.pack_linear(exact))
+    close(kernels.gated_linear(x, packed), gated)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_products_of_float8_checkpoints(has_blocks: bool, rows: int) -> None:
+    weight, x = there(draw_float8(1536, 1024, has_blocks)), draw(rows, 1024)
+    expected = x.float() @ weight.dequantize().t()
+    steady = TritonKernels(DEVICE, batch_invariant=True)  # activations stay as they are
+    close(steady.linear(x, steady.pack_linear(weight)), expected)
 
 
 @pytest.mark.parametrize("rows", [1, 40, 900])

@@ -2,8 +2,7 @@
 
 Every number of rows, chunking and batch gives a token the same bits (see multiply.h). K and V lie
 in the cache as products read them (kv_cache.h), which needs blocks and heads of whole 16 values;
-other shapes and caches of fp8 are computed by the torch backend. Shape suffixes: see
-`interface`.
+other shapes and caches of fp8 are computed by the torch backend. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
@@ -11,23 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from ctypes import byref
-from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.cpu import grouped_weight
 from nanocore.kernels.cpu.captured import Captured, Unknown
 from nanocore.kernels.cpu.experts import PackedExperts, expert_operands_struct
-from nanocore.kernels.cpu.library import (
-    Library,
-    LinearWeightStruct,
-    NormWeightStruct,
-    StepStruct,
-)
-from nanocore.kernels.cpu.memory import WeightMemory
+from nanocore.kernels.cpu.library import Library, NormWeightStruct, StepStruct
 from nanocore.kernels.cpu.program import (
     SAMPLES,
     NotRecordable,
@@ -45,8 +36,9 @@ from nanocore.kernels.cpu.structs import (
     step_struct,
     weight_struct,
 )
+from nanocore.kernels.cpu.weight_packing import TILE_COLUMNS, WeightPacking
 from nanocore.kernels.experts import Experts, ExpertWeights
-from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
+from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
@@ -59,7 +51,7 @@ from nanocore.kernels.interface import (
     Routing,
     SharedExpert,
 )
-from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization_name
+from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.token_logprobs import Logprobs
@@ -73,9 +65,7 @@ _OF_LOGITS: Final = frozenset(
     ("softcap", "best_token", "best_filtered_token", "edit_logits", "logprobs")
 )
 """Kernels whose rows are float32 always, so that they are told no dtype."""
-_TILE_COLUMNS = 32
 NATIVE_MULTIPLE = 16
-_Weight = TypeVar("_Weight", bound=LinearWeight)
 
 
 class CpuKernels(TorchKernels):
@@ -98,10 +88,9 @@ class CpuKernels(TorchKernels):
         *,
         keeps_activations: bool = False,
     ) -> None:
-        self.keeps_activations = keeps_activations
         self.workspace = Workspace(library, cores)
         self.library = library
-        self.memory = WeightMemory()
+        self._packing = WeightPacking(library, self.workspace, keeps_activations)
         self.variant = f"{library.instruction_set}, compiled as {library.digest}"
         self._recording: Recording | None = None
 
@@ -111,52 +100,9 @@ class CpuKernels(TorchKernels):
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearWeight:
-        check_quantization_name(quantization, ("int8", "int4"))
-        if isinstance(weight, Float8Weight):
-            weight = weight.in_integers()
-        if isinstance(weight, GroupedWeight):
-            return self._pack_groups(weight)
-        packed = self._described(weight, quantization)
-        packed, struct = self._with_memory(packed)
-        weight = weight.contiguous()
-        self.library.call(
-            "pack", self.workspace.handle, DTYPES[weight.dtype], weight.data_ptr(), byref(struct)
-        )
-        return packed
-
-    def _described(self, weight_OI: Tensor, quantization: str | None) -> LinearWeight:
-        """How a weight of floats is to be kept; without memory."""
-        out_features, in_features = weight_OI.shape
-        if quantization is None:
-            return LinearWeight(out_features, in_features, weight_OI.dtype, torch.empty(0))
-        if quantization == "int4":
-            described = grouped_weight.four_bits(out_features, in_features)
-            if self.keeps_activations:
-                return replace(described, codebook=torch.arange(16.0) - 8.0)
-            return described
-        scale_O = torch.empty(-(-out_features // _TILE_COLUMNS) * _TILE_COLUMNS)
-        if self.keeps_activations:
-            return LinearWeight(out_features, in_features, torch.int8, torch.empty(0), scale_O)
-        return grouped_weight.eight_bits(out_features, in_features, scale_O)
-
-    def _pack_groups(self, weight: GroupedWeight) -> LinearWeight:
-        weight = grouped_weight.in_groups_that_fit(weight)
-        described = grouped_weight.described(weight, keeps_activations=self.keeps_activations)
-        packed, struct = self._with_memory(described)
-        rows = grouped_weight.rows_struct(weight)
-        self.library.call("pack_groups", self.workspace.handle, byref(rows), byref(struct))
-        return packed
-
-    def _with_memory(self, described: _Weight) -> tuple[_Weight, LinearWeightStruct]:
-        struct = weight_struct(described)
-        packed = self.memory.take(self.library.call("packed_bytes", byref(struct)))
-        struct.packed = packed.data_ptr()
-        return replace(described, data=packed), struct
+        return self._packing.pack(weight, quantization)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
-        if weight.segments:
-            self._refuse_recording("weights in segments")
-            return self._linear_in_segments(x_TI, weight, bias_O)
         return self._linear(x_TI, weight, bias_O, x_TI.dtype)
 
     def gated_linear(
@@ -166,7 +112,7 @@ class CpuKernels(TorchKernels):
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        if weight.out_features % (2 * _TILE_COLUMNS) == 0 and not weight.segments:
+        if weight.out_features % (2 * TILE_COLUMNS) == 0 and not weight.segments:
             return self._linear(x_TI, weight, bias_O, x_TI.dtype, _GATES[activation])
         return self._gate(self.linear(x_TI, weight, bias_O), activation)
 
@@ -361,11 +307,16 @@ class CpuKernels(TorchKernels):
     ) -> Tensor:
         width = weight.out_features // 2 if gate else weight.out_features
         out_TO = self._empty(x_TI, width, out_dtype)
-        self._run(
-            "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(weight_struct(weight)),
-            None if bias_O is None else bias_O.data_ptr(), gate, DTYPES[out_dtype],
-            out_TO.data_ptr(), out_TO.stride(0),
-        )  # fmt: skip
+        segments = weight.segments or (weight,)
+        biases = weight.bias_of(bias_O) if weight.segments else [bias_O]
+        start = out_TO.data_ptr()
+        for segment, bias in zip(segments, biases, strict=True):
+            self._run(
+                "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(weight_struct(segment)),
+                None if bias is None else bias.data_ptr(), gate, DTYPES[out_dtype], start,
+                out_TO.stride(0),
+            )  # fmt: skip
+            start += segment.out_features * out_TO.element_size()
         return out_TO
 
     def _gate(self, x_TO: Tensor, activation: Activation) -> Tensor:
