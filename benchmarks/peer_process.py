@@ -44,13 +44,17 @@ class PeerCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRun:
-    """One run of a workload; items of the lists are requests, in the order of submission."""
+    """One run of a workload; items of the lists are requests, in the order of submission.
+
+    read_gb_per_s: what memory gave beside it, if that was measured.
+    """
 
     wall_s: float
     ttft_s: list[float]
     tpot_s: list[float]
     num_output_tokens: list[int]
     first_token_ids: list[int]
+    read_gb_per_s: float = 0.0
 
 
 class PeerProcess:

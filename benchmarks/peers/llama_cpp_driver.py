@@ -1,9 +1,8 @@
 """llama.cpp's server behind the line protocol, over loopback HTTP; on a CPU.
 
-    python llama_cpp_driver.py --server path/to/llama-server --model FOLDER --threads 2
+    python llama_cpp_driver.py --server path/to/llama-server --model FILE.gguf --threads 2
 
-A slot for each of the largest workload's 32 requests, continuous batching. Needs `pip install
-gguf` for the model file, which is written to a temporary folder at start.
+Continuous batching with `--slots`, as many as the largest workload has requests.
 """
 
 from __future__ import annotations
@@ -13,61 +12,45 @@ import http.client
 import json
 import socket
 import subprocess
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gguf_file import write_gguf
 from line_protocol import Requests, TokenClock, claim_stdout, serve, without_sampling
 
-_NUM_SLOTS = 32
 _SLOT_TOKENS = 1088  # the longest request of the workloads takes 1,032
 _START_TIMEOUT_S = 300.0
 
 
 def main() -> None:
-    """Write the model file, start the server, serve."""
+    """Start the server and serve."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--server", required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--slots", type=int, default=32)
     arguments = parser.parse_args()
     answers = claim_stdout()
-    with tempfile.TemporaryDirectory(prefix="nanocore-gguf-") as folder:
-        gguf = Path(folder, "bf16.gguf")
-        write_gguf(arguments.model, gguf)
-        flags = [
-            "--threads", str(arguments.threads), "--threads-batch", str(arguments.threads),
-            "--parallel", str(_NUM_SLOTS), "--ctx-size", str(_NUM_SLOTS * _SLOT_TOKENS),
-            "--batch-size", "2048", "--ubatch-size", "512",
-        ]  # fmt: skip
-        port = _free_port()
-        server = subprocess.Popen(
-            [
-                arguments.server,
-                "--model",
-                str(gguf),
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-                *flags,
-            ],
-            stdin=subprocess.DEVNULL,
+    flags = [
+        "--threads", str(arguments.threads), "--threads-batch", str(arguments.threads),
+        "--parallel", str(arguments.slots), "--ctx-size", str(arguments.slots * _SLOT_TOKENS),
+        "--batch-size", "2048", "--ubatch-size", "512",
+    ]  # fmt: skip
+    port = _free_port()
+    where = ["--model", str(arguments.model), "--host", "127.0.0.1", "--port", str(port)]
+    server = subprocess.Popen([arguments.server, *where, *flags], stdin=subprocess.DEVNULL)
+    try:
+        _wait_ready(server, port)
+        serve(
+            answers,
+            without_sampling(lambda requests: _run(port, requests)),
+            versions={"llama.cpp": _version(arguments.server)},
+            settings={"file": arguments.model.name, "flags": " ".join(flags)},
         )
-        try:
-            _wait_ready(server, port)
-            serve(
-                answers,
-                without_sampling(lambda requests: _run(port, requests)),
-                versions={"llama.cpp": _version(arguments.server)},
-                settings={"type": "bf16", "flags": " ".join(flags)},
-            )
-        finally:
-            server.terminate()
-            server.wait()
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def _run(port: int, requests: Requests) -> dict[str, Any]:

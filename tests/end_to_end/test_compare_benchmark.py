@@ -202,7 +202,16 @@ def test_another_engine_is_the_first_in_each_round(
                 wall_s=1.0, ttft_s=[], tpot_s=[], num_output_tokens=[], first_token_ids=[]
             )
 
-    runs = compare.run_rounds([FakePeer(n) for n in "abc"], ["W1"], 2, 10_000)
+    class FakeCanary:
+        def __init__(self) -> None:
+            self.rates = iter(range(40, 60))
+
+        def gb_per_s(self) -> float:
+            return float(next(self.rates))
+
+    runs = compare.run_rounds([FakePeer(n) for n in "abc"], ["W1"], 2, 10_000, FakeCanary())
+    rates = {name: [run.read_gb_per_s for run in own] for name, own in runs["W1"].items()}
+    assert rates == {"a": [42, 45], "b": [40, 46], "c": [41, 44]}  # the lower of before and after
     assert seen == [("b", 1), ("c", 1), ("a", 1), ("c", 2), ("a", 2), ("b", 2)]
     assert {name: len(own) for name, own in runs["W1"].items()} == {"a": 2, "b": 2, "c": 2}
 
