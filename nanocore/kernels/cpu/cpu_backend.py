@@ -21,9 +21,11 @@ from nanocore.kernels.activation import Activation
 from nanocore.kernels.cpu.library import Library, NormWeightStruct, StepStruct
 from nanocore.kernels.cpu.program import (
     SAMPLES,
+    Captured,
     NotRecordable,
     Program,
     Recording,
+    Unknown,
     Workspace,
     record,
 )
@@ -31,6 +33,7 @@ from nanocore.kernels.cpu.structs import (
     DTYPES,
     cache_struct,
     edits_struct,
+    group_struct,
     mask_struct,
     norm_struct,
     step_struct,
@@ -51,6 +54,7 @@ from nanocore.kernels.interface import (
 )
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization_name
 from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.rank_group import RankGroup, SharedMemoryGroup
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
@@ -137,6 +141,29 @@ class CpuKernels(TorchKernels):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps)
+
+    def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        x_TE, residual_TE = x_TE.contiguous(), residual_TE.contiguous()
+        width = x_TE.shape[1]
+        out_TE = self._empty(x_TE, width, x_TE.dtype)
+        self._run(
+            "add", x_TE, x_TE.data_ptr(), residual_TE.data_ptr(), width, out_TE.data_ptr()
+        )  # fmt: skip
+        return out_TE
+
+    def all_reduce(self, x_TE: Tensor, group: RankGroup, bias_E: Tensor | None = None) -> Tensor:
+        if not isinstance(group, SharedMemoryGroup) or x_TE.dtype not in DTYPES:
+            if group.size > 1:
+                self._refuse_recording("ranks that reduce in other ways than through shared memory")
+            return super().all_reduce(x_TE, group, bias_E)
+        x_TE = x_TE.contiguous()
+        if self._recording is not None:
+            self._recording.program.keep(group)
+        self._run(
+            "all_reduce", x_TE, byref(group_struct(group)), x_TE.data_ptr(), x_TE.shape[1],
+            None if bias_E is None else bias_E.data_ptr(),
+        )  # fmt: skip
+        return x_TE
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -276,16 +303,16 @@ class CpuKernels(TorchKernels):
 
         def run(recording: Recording) -> Tensor:
             self._recording = recording
-            return compute(placeholder, _Unknown(), placeholder)  # type: ignore[arg-type]
+            return compute(placeholder, Unknown(), placeholder)  # type: ignore[arg-type]
 
         try:
-            program, result = record(self.workspace, max_tokens, max_samples, run)
+            program, result, rows = record(self.workspace, max_tokens, max_samples, run)
         except NotRecordable as reason:
             logger.info("kernels are called one by one, because a step has %s", reason)
             return None
         finally:
             self._recording = None
-        return Captured(program, result)
+        return Captured(program, result, rows)
 
     def _linear(
         self,
@@ -346,29 +373,6 @@ class CpuKernels(TorchKernels):
     def _refuse_recording(self, what: str) -> None:
         if self._recording is not None:
             raise NotRecordable(what)
-
-
-class _Unknown:
-    """In place of a step's metadata while there is no step: it is for kernels alone."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotRecordable(f"a look at {name}")
-
-
-class Captured:
-    """Implements `interface.Replay`."""
-
-    def __init__(self, program: Program, result: Tensor) -> None:
-        self.program, self._result = program, result
-
-    def __call__(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor:
-        step = step_struct(metadata)
-        step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
-        step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
-        self.program.run(step)
-        return self._result[: len(sample_index_R)]
 
 
 def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:

@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 10
+ABI_VERSION: Final = 11
 
 
 class IntegerFormatStruct(ctypes.Structure):
@@ -69,6 +69,19 @@ class CacheLayoutStruct(ctypes.Structure):
         ("head_dim", c_int64),
         ("block_size", c_int64),
         ("block_stride", c_int64),
+    )
+
+
+class RankGroupStruct(ctypes.Structure):
+    """`RankGroup` of collective.h."""
+
+    _fields_ = (
+        ("counters", c_void_p),
+        ("buffers", c_void_p),
+        ("buffer_bytes", c_int64),
+        ("rank", c_int64),
+        ("size", c_int64),
+        ("entered", c_void_p),
     )
 
 
@@ -153,6 +166,8 @@ _SIGNATURES: Final = {
          c_int64),
     ),
     "gate": (None, (*_KERNEL, c_void_p, c_int64, c_int, c_void_p)),
+    "add": (None, (*_KERNEL, c_void_p, c_void_p, c_int64, c_void_p)),
+    "all_reduce": (None, (*_KERNEL, POINTER(RankGroupStruct), c_void_p, c_int64, c_void_p)),
     "rope": (
         None,
         (*_KERNEL, c_void_p, c_int64, POINTER(CacheLayoutStruct), POINTER(NormWeightStruct),
