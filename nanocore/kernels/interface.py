@@ -24,6 +24,7 @@ from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.rank_group import RankKernels
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
@@ -197,7 +198,7 @@ class SharedExpert:
     out_TE: Tensor
 
 
-class Kernels(Protocol):
+class Kernels(RankKernels, Protocol):
     """A backend. Activations are in the model's dtype; norms and softmax accumulate in float32.
 
     Activations are contiguous but for the first dimension. A kernel may write its result over an

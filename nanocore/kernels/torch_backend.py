@@ -37,6 +37,7 @@ from nanocore.kernels.linear_weight import (
     quantize_rows,
 )
 from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.rank_group import RankGroup
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
@@ -129,6 +130,13 @@ class TorchKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
+
+    def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        return x_TE + residual_TE
+
+    def all_reduce(self, x_TE: Tensor, group: RankGroup, bias_E: Tensor | None = None) -> Tensor:
+        y_TE = group.all_reduce(x_TE)
+        return y_TE if bias_E is None else y_TE + bias_E
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

@@ -18,6 +18,7 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.rank_group import SharedMemoryGroup
 from nanocore.kernels.token_mask import TokenMask
 from tests.kernels.cpu_case import PagedCase
 from tests.kernels.moe_case import MoeCase, pack_experts
@@ -125,6 +126,20 @@ def single_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> 
     kernels.add_rms_norm(x, draw(rows, size, dtype=dtype), weight, 1e-6)
 
 
+def sums_of_ranks(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
+    """Of a rank whose others have entered all exchanges long ago, in pieces or not."""
+    size = rng.randint(1, 4)
+    rows, width = rng.choice([0, 1, 3, 50]), rng.randint(1, 150)
+    buffer_bytes = rng.choice([64, 8 * rng.randint(1, 200), 1 << 15])
+    counters = torch.full((8 * (size - 1) + 1,), 1 << 40)
+    buffers = torch.zeros(2 * size * buffer_bytes, dtype=torch.uint8)
+    group = SharedMemoryGroup(rng.randrange(size), size, buffer_bytes, counters, buffers)
+    for _ in range(3):
+        x, bias = draw(rows, width, dtype=dtype), draw(width, dtype=dtype)
+        kernels.all_reduce(x, group, rng.choice([None, bias]))
+    kernels.add(draw(rows, width, dtype=dtype), draw(rows, width, dtype=dtype))
+
+
 def attention(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
     """Rotation, the cache and attention."""
     num_steps, num_kv_heads = rng.randint(1, 3), rng.randint(1, 3)
@@ -148,18 +163,23 @@ def attention(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> No
     case.run(kernels)
 
 
+PARTS = (
+    linear_layers, experts, single_rows, sums_of_ranks, attention, best_tokens, edited_rows,
+)  # fmt: skip
+
+
 def main() -> None:
     path, num_rounds = sys.argv[1], int(sys.argv[2])
     library = Library(path, "sanitized")
     backends = [CpuKernels(library, keeps_activations=keeps) for keeps in (False, True)]
     for kernels in backends:
-        kernels.memory.take = exactly  # type: ignore[method-assign]
+        kernels.packing.memory.take = exactly  # type: ignore[method-assign]
     rng = random.Random(0)
     torch.manual_seed(0)
     for i in range(num_rounds):
         kernels = backends[i % 2]
         for dtype in (torch.float32, torch.bfloat16):
-            for part in (linear_layers, experts, single_rows, attention, best_tokens, edited_rows):
+            for part in PARTS:
                 part(kernels, rng, dtype)
     print(f"{num_rounds} rounds")
 

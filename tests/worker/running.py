@@ -143,14 +143,15 @@ def make_runner(
     queue: DeviceQueue | None = None,
     quantization: Quantization | None = None,
     max_model_len: int = MAX_MODEL_LEN,
+    enforce_eager: bool = False,
 ) -> ModelRunner:
     """One rank, its weights loaded, ready for plans.
 
     model: to be loaded, or one is built. kernels: others than the backend's.
-    max_model_len: served positions.
+    max_model_len: served positions. enforce_eager: steps are not recorded.
     """
     model = model or build_model(load_model_config(folder), placement)
-    runner = ModelRunner(model, kernels or make_kernels(backend), links, queue)
+    runner = ModelRunner(model, kernels or make_kernels(backend), links, queue, enforce_eager)
     names = model.entry_name
     fill_and_pack(model, runner.kernels, lambda e: load_weights(folder, e, names), quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)

@@ -21,9 +21,11 @@ from nanocore.kernels.cpu.experts import PackedExperts, expert_operands_struct
 from nanocore.kernels.cpu.library import Library, NormWeightStruct, StepStruct
 from nanocore.kernels.cpu.program import (
     SAMPLES,
+    Captured,
     NotRecordable,
     Program,
     Recording,
+    Unknown,
     Workspace,
     record,
 )
@@ -31,6 +33,7 @@ from nanocore.kernels.cpu.structs import (
     DTYPES,
     cache_struct,
     edits_struct,
+    group_struct,
     mask_struct,
     norm_struct,
     step_struct,
@@ -53,6 +56,7 @@ from nanocore.kernels.interface import (
 )
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.rank_group import RankGroup, SharedMemoryGroup
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
@@ -90,7 +94,7 @@ class CpuKernels(TorchKernels):
     ) -> None:
         self.workspace = Workspace(library, cores)
         self.library = library
-        self._packing = WeightPacking(library, self.workspace, keeps_activations)
+        self.packing = WeightPacking(library, self.workspace, keeps_activations)
         self.variant = f"{library.instruction_set}, compiled as {library.digest}"
         self._recording: Recording | None = None
 
@@ -100,7 +104,7 @@ class CpuKernels(TorchKernels):
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearWeight:
-        return self._packing.pack(weight, quantization)
+        return self.packing.pack(weight, quantization)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
         return self._linear(x_TI, weight, bias_O, x_TI.dtype)
@@ -139,6 +143,29 @@ class CpuKernels(TorchKernels):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps)
+
+    def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        x_TE, residual_TE = x_TE.contiguous(), residual_TE.contiguous()
+        width = x_TE.shape[1]
+        out_TE = self._empty(x_TE, width, x_TE.dtype)
+        self._run(
+            "add", x_TE, x_TE.data_ptr(), residual_TE.data_ptr(), width, out_TE.data_ptr()
+        )  # fmt: skip
+        return out_TE
+
+    def all_reduce(self, x_TE: Tensor, group: RankGroup, bias_E: Tensor | None = None) -> Tensor:
+        if not isinstance(group, SharedMemoryGroup) or x_TE.dtype not in DTYPES:
+            if group.size > 1:
+                self._refuse_recording("ranks that reduce in other ways than through shared memory")
+            return super().all_reduce(x_TE, group, bias_E)
+        x_TE = x_TE.contiguous()
+        if self._recording is not None:
+            self._recording.program.keep(group)
+        self._run(
+            "all_reduce", x_TE, byref(group_struct(group)), x_TE.data_ptr(), x_TE.shape[1],
+            None if bias_E is None else bias_E.data_ptr(),
+        )  # fmt: skip
+        return x_TE
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
@@ -289,13 +316,13 @@ class CpuKernels(TorchKernels):
             return compute(placeholder, Unknown(), placeholder)  # type: ignore[arg-type]
 
         try:
-            program, result = record(self.workspace, max_tokens, max_samples, run)
+            program, result, rows = record(self.workspace, max_tokens, max_samples, run)
         except NotRecordable as reason:
             logger.info("kernels are called one by one, because a step has %s", reason)
             return None
         finally:
             self._recording = None
-        return Captured(program, result)
+        return Captured(program, result, rows)
 
     def _linear(
         self,

@@ -102,6 +102,19 @@ class CacheLayoutStruct(ctypes.Structure):
     )
 
 
+class RankGroupStruct(ctypes.Structure):
+    """`RankGroup` of collective.h."""
+
+    _fields_ = (
+        ("counters", c_void_p),
+        ("buffers", c_void_p),
+        ("buffer_bytes", c_int64),
+        ("rank", c_int64),
+        ("size", c_int64),
+        ("entered", c_void_p),
+    )
+
+
 class TokenMaskStruct(ctypes.Structure):
     """`TokenMask` of token_mask.h."""
 
@@ -188,6 +201,8 @@ _SIGNATURES: Final = {
          c_int, c_void_p),
     ),
     "gate": (None, (*_KERNEL, c_void_p, c_int64, c_int, c_void_p)),
+    "add": (None, (*_KERNEL, c_void_p, c_void_p, c_int64, c_void_p)),
+    "all_reduce": (None, (*_KERNEL, POINTER(RankGroupStruct), c_void_p, c_int64, c_void_p)),
     "rope": (
         None,
         (*_KERNEL, c_void_p, c_int64, POINTER(CacheLayoutStruct), POINTER(NormWeightStruct),

@@ -8,11 +8,12 @@
 #include <functional>
 
 #include "attention.h"
-#include "packing.h"
+#include "collective.h"
 #include "logit_edits.h"
 #include "logprobs.h"
 #include "moe.h"
 #include "old_systems.h"
+#include "packing.h"
 #include "sampling.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
@@ -226,6 +227,26 @@ NANOCORE_API void nanocore_gate(void* program, int64_t rows, int dtype, const vo
         using T = decltype(type);
         GateCall<T> call{static_cast<const T*>(x), size, static_cast<Gate>(gate),
                          static_cast<T*>(out), 0};
+        append(program, rows, call, kNothing);
+    });
+}
+
+NANOCORE_API void nanocore_add(void* program, int64_t rows, int dtype, const void* a, const void* b,
+                               int64_t size, void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        AddCall<T> call{static_cast<const T*>(a), static_cast<const T*>(b), size,
+                        static_cast<T*>(out), 0};
+        append(program, rows, call, kNothing);
+    });
+}
+
+NANOCORE_API void nanocore_all_reduce(void* program, int64_t rows, int dtype,
+                                      const RankGroup* group, void* x, int64_t size,
+                                      const void* bias) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        AllReduceCall<T> call{*group, static_cast<T*>(x), size, static_cast<const T*>(bias), 0};
         append(program, rows, call, kNothing);
     });
 }

@@ -22,6 +22,28 @@ inline void loop_rows(Pool& pool, int64_t rows, int64_t row_values, const Body& 
     });
 }
 
+// a + b, rounded once.
+template <typename T>
+inline void add_values(const T* a, const T* b, int64_t count, T* out) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store_nearest(load(a + i) + load(b + i), out + i);
+    for (; i < count; ++i) from_float(to_float(a[i]) + to_float(b[i]), out + i);
+}
+
+template <typename T>
+struct AddCall {
+    const T *a, *b;
+    int64_t size;
+    T* out;
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        loop_rows(workspace.pool, rows, size, [&](int64_t row) {
+            add_values(a + row * size, b + row * size, size, out + row * size);
+        });
+    }
+};
+
 // The weight of a norm. In float32 beside activations of bfloat16 the product is rounded once;
 // otherwise the normed value is rounded before it, too.
 struct NormWeight {

@@ -30,7 +30,7 @@ class WeightPacking:
     def __init__(self, library: Library, workspace: Workspace, keeps_activations: bool) -> None:
         self._library, self._workspace = library, workspace
         self._keeps_activations = keeps_activations
-        self._memory = WeightMemory()
+        self.memory = WeightMemory()
 
     def pack(self, weight: StoredWeight, quantization: str | None) -> LinearWeight:
         """See `Kernels.pack_linear`; E4M3 becomes int8 with a scale for each output feature."""
@@ -71,6 +71,6 @@ class WeightPacking:
 
     def _with_memory(self, described: _Weight) -> tuple[_Weight, LinearWeightStruct]:
         struct = weight_struct(described)
-        packed = self._memory.take(self._library.call("packed_bytes", byref(struct)))
+        packed = self.memory.take(self._library.call("packed_bytes", byref(struct)))
         struct.packed = packed.data_ptr()
         return replace(described, data=packed), struct

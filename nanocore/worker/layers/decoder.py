@@ -230,7 +230,7 @@ class DecoderModel:
             x_TE, residual_TE = layer(x_TE, residual_TE, cache, context)
         assert residual_TE is not None, "a stage has at least one layer"
         if self.norm is None:
-            return x_TE + residual_TE
+            return context.kernels.add(x_TE, residual_TE)
         return self.norm.select_add(x_TE, residual_TE, sample_index_R, context.kernels)
 
     def compute_logits(self, hidden_RE: Tensor, kernels: Kernels) -> Tensor:

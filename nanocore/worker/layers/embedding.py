@@ -44,13 +44,13 @@ class VocabParallelEmbedding:
     def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:
         """Embeddings times factor, [T, E]."""
         x_TE = kernels.embedding(token_ids_T, self._tokens(factor))
-        return x_TE if self.tp.size == 1 else self.tp.all_reduce(x_TE)
+        return x_TE if self.tp.size == 1 else kernels.all_reduce(x_TE, self.tp)
 
     def begin_step(self, rows: StepRows, factor: float, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """(block ids of the step's sequences, what `embed` says of its tokens)."""
         block_table_BM, x_TE = kernels.begin_step(rows, self._tokens(factor))
         assert x_TE is not None, "with an embedding there are hidden states"
-        return block_table_BM, x_TE if self.tp.size == 1 else self.tp.all_reduce(x_TE)
+        return block_table_BM, x_TE if self.tp.size == 1 else kernels.all_reduce(x_TE, self.tp)
 
     def logits(self, hidden_RE: Tensor, softcap: float, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, num_tokens]; see `Kernels.logits`."""

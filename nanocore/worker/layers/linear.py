@@ -136,9 +136,8 @@ class RowParallelLinear:
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         is_alone = self.tp.size == 1  # then the bias is added before the result is rounded
-        bias = self.bias if is_alone else None
-        y = self.tp.all_reduce(kernels.linear(x, self.weight.packed, bias))
-        return y if is_alone or self.bias is None else y + self.bias
+        y = kernels.linear(x, self.weight.packed, self.bias if is_alone else None)
+        return kernels.all_reduce(y, self.tp, None if is_alone else self.bias)
 
     def partial_sum(self, x: Tensor, kernels: Kernels) -> Tensor:
         """What this rank adds to the sum, for callers that have more to add before reducing it."""
