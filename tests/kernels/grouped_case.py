@@ -46,9 +46,7 @@ def with_minima(
     """As Q4_1."""
     plain = symmetric(out_features, in_features, group_size, bits, "float32")
     minimum_OG = torch.rand(plain.scale_OG.shape) * 0.1
-    return GroupedWeight(
-        plain.values_OI, bits, group_size, plain.scale_OG, minimum_OG=minimum_OG
-    )
+    return GroupedWeight(plain.values_OI, bits, group_size, plain.scale_OG, minimum_OG=minimum_OG)
 
 
 def two_level(

@@ -1,4 +1,4 @@
-"""Prints a digest of grouped weights' products: python grouped_fingerprint.py INSTRUCTION_SET KEEPS."""
+"""Prints a digest of grouped weights' products: grouped_fingerprint.py INSTRUCTION_SET KEEPS."""
 
 from __future__ import annotations
 

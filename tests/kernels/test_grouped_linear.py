@@ -1,4 +1,4 @@
-"""Linear layers and embeddings of grouped weights, on every instruction set, against the definition.
+"""Linear layers and embeddings of grouped weights, on every instruction set, by their definition.
 
 The definition is `GroupedWeight.dequantize` and, for activations, `quantized_rows`, in float64.
 """
@@ -67,9 +67,9 @@ def test_an_embedding_is_the_dequantized_weight_to_the_bit(instruction_set: str)
     for name, form in forms.items():
         weight = form(70, 300)
         embedding = TokenEmbedding(kernels.pack_linear(weight), 0, 1.0, torch.float32)
-        assert torch.equal(
-            kernels.embedding(torch.arange(70), embedding), weight.dequantize()
-        ), name
+        assert torch.equal(kernels.embedding(torch.arange(70), embedding), weight.dequantize()), (
+            name
+        )
 
 
 def test_four_bits_are_chosen_by_the_least_squared_error(instruction_set: str) -> None:
@@ -123,7 +123,8 @@ def test_rows_have_the_same_bits_in_every_batch(instruction_set: str) -> None:
             x_TI = torch.randn(25, 288)
             together_TO = kernels.linear(x_TI, packed)
             for start, stop in ((0, 1), (1, 3), (3, 7), (7, 15), (13, 25)):
-                assert torch.equal(kernels.linear(x_TI[start:stop], packed), together_TO[start:stop])
+                some_TO = kernels.linear(x_TI[start:stop], packed)
+                assert torch.equal(some_TO, together_TO[start:stop])
 
 
 def test_gated_layers_gate_the_first_half_of_a_grouped_weight(instruction_set: str) -> None:
@@ -158,9 +159,7 @@ def with_fma() -> list[str]:
 
 
 def test_results_have_the_same_bits_on_all_instruction_sets_with_fma() -> None:
-    found = {
-        (name, vnni): fingerprint(name, vnni) for name in with_fma() for vnni in ("0", "1")
-    }
+    found = {(name, vnni): fingerprint(name, vnni) for name in with_fma() for vnni in ("0", "1")}
     if len(found) < 2:
         pytest.skip("one instruction set alone")
     assert len(set(found.values())) == 1, found

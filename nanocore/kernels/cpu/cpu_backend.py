@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.cpu.captured import Captured, Unknown
 from nanocore.kernels.cpu.experts import PackedExperts, expert_operands_struct
 from nanocore.kernels.cpu.library import Library, NormWeightStruct, StepStruct
 from nanocore.kernels.cpu.program import (

@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 11
+ABI_VERSION: Final = 12
 
 
 class GroupFormatStruct(ctypes.Structure):
