@@ -1,4 +1,4 @@
-"""Weights into the tiles that native kernels read: as they are, quantized, or as stored in groups."""
+"""Weights into tiles that native kernels read: as they are, quantized, or as stored in groups."""
 
 from __future__ import annotations
 
