@@ -64,7 +64,9 @@ class EngineParameters:
     """
 
     model: _Name | None = parameter(
-        None, _MODEL, "folder in Hugging Face format, or id on its hub (default: the demo model)"
+        None,
+        _MODEL,
+        "folder in Hugging Face format, GGUF file, or id on the hub (default: the demo model)",
     )
 
     revision: _Name | None = parameter(None, _MODEL, "branch, tag or commit of the hub's model")
@@ -73,6 +75,13 @@ class EngineParameters:
 
     hf_overrides: _Object = parameter(
         {}, _MODEL, "values that replace those of the model's config.json", metavar="JSON"
+    )
+
+    merge_lora: _Name | None = parameter(
+        None,
+        _MODEL,
+        "folder of a LoRA adapter as PEFT writes it, merged into the weights as they are loaded",
+        metavar="DIR",
     )
 
     dtype: Dtype = parameter(

@@ -16,12 +16,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.experts import Experts, ExpertWeights
+from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.rank_group import RankKernels
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
 
 GraphSupport = Literal["never", "decodes", "always"]
@@ -93,9 +98,10 @@ class KVCache:
 class AttentionSpec:
     """What a layer's attention is, the same in every step.
 
-    scale: what q k^T is multiplied by. window: a token attends to itself and the window - 1 tokens
-    before it; 0: to all before it (Longformer: Beltagy et al. 2020; Mistral: Jiang et al. 2023).
-    softcap: scaled logits become softcap * tanh(logits / softcap); 0: off (Gemma 2, 2024).
+    scale: what q k^T is multiplied by, above 0. window: a token attends to itself and the
+    window - 1 tokens before it; 0: to all before it (Longformer: Beltagy et al. 2020; Mistral:
+    Jiang et al. 2023). softcap: scaled logits become softcap * tanh(logits / softcap); 0: off
+    (Gemma 2, 2024).
     """
 
     scale: float
@@ -137,20 +143,6 @@ class Filters:
     def of_rows(self, rows: Tensor | slice) -> Filters:
         """The filters of these of the R rows; rows: indices, a mask or a slice."""
         return Filters(self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows])
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Log probabilities, logit - logsumexp(row), of each row's token and the K most likely ones.
-
-    token_ids_NC: int32 [N, 1 + K], the row's own token and then the K first of the order: by logit
-    falling, and of equal ones the smaller id first. logprobs_NC: float32, theirs. rank_N: int32,
-    the own token's place in that order, from 1 on.
-    """
-
-    token_ids_NC: Tensor
-    logprobs_NC: Tensor
-    rank_N: Tensor
 
 
 class Replay(Protocol):
@@ -206,24 +198,34 @@ class SharedExpert:
     out_TE: Tensor
 
 
-class Kernels(Protocol):
+class Kernels(RankKernels, Protocol):
     """A backend. Activations are in the model's dtype; norms and softmax accumulate in float32.
 
     Activations are contiguous but for the first dimension. A kernel may write its result over an
     operand where it says so. block_multiple: block sizes must be multiples of it. variant: what
-    decides the bits of its results beside its name, e.g. the instruction set.
+    decides the bits of its results beside its name, e.g. the instruction set. kept_forms: of stored
+    weights, which take as much memory here as in a checkpoint; others are dequantized.
+    stacks_experts: they are multiplied in one product, for which all are floats.
     """
 
     name: str
     variant: str
     graph_support: GraphSupport
     block_multiple: int
+    kept_forms: frozenset[StoredForm]
+    stacks_experts: bool
 
-    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+    def pack_linear(
+        self,
+        weight: StoredWeight,
+        quantization: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearWeight:
         """The weight of a linear layer or of an embedding, quantized if so asked.
 
-        The backend may keep weight_OI itself: the caller gives it up. A weight in "fp8" is for
-        `linear` and `gated_linear`, and one that such products cannot take stays as it is.
+        The backend may keep the weight's tensors: the caller gives them up. A weight in "fp8" is
+        for `linear` and `gated_linear`, and one that such products cannot take stays as it is.
+        dtype: of activations, for backends that dequantize what is stored quantized.
 
         Raises:
             ValueError: no such quantization here.
@@ -231,7 +233,7 @@ class Kernels(Protocol):
         ...
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
-        """x W^T + b, rounded once to x's dtype; [T, O]."""
+        """x W^T + b, rounded once to x's dtype; [T, O]. The weight may have segments."""
         ...
 
     def gated_linear(
@@ -291,19 +293,20 @@ class Kernels(Protocol):
         """
         ...
 
+    def pack_experts(self, weights: ExpertWeights) -> Experts:
+        """All of a layer's experts for `moe`; the caller gives the weights up."""
+
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
         """The weighted sum of each token's C experts, gated MLPs, and the shared one; [T, E].
 
-        gate_up_XIE: [X, 2 I, E], gate before up. down_XEI: [X, E, I]. Under tensor parallelism I is
-        this rank's share and the caller sums over ranks.
+        Under tensor parallelism the inner size is this rank's share; the caller sums over ranks.
         """
         ...
 

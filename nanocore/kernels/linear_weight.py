@@ -8,11 +8,14 @@ each token: the product itself is one of eight bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 from torch import Tensor
+
+from nanocore.kernels.grouped_weight import StoredWeight
 
 FP8: Final = torch.float8_e4m3fn
 _LARGEST_FP8: Final = 448.0
@@ -26,6 +29,8 @@ class LinearWeight:
 
     data: the backend's own. dtype: of the values in it. scale_O: float32, what quantized values are
     to be multiplied by, one number for each output feature (perhaps padded); None for others.
+    segments: weights that are too unlike to be one; their outputs, in this order, are this one's,
+    which has no data then.
     """
 
     out_features: int
@@ -33,11 +38,31 @@ class LinearWeight:
     dtype: torch.dtype
     data: Tensor
     scale_O: Tensor | None = None
+    segments: tuple[LinearWeight, ...] = field(default=(), kw_only=True)
 
     @property
     def num_bytes(self) -> int:
         """Memory that values and scales take."""
-        return self.data.nbytes + (self.scale_O.nbytes if self.scale_O is not None else 0)
+        own = self.data.nbytes + (self.scale_O.nbytes if self.scale_O is not None else 0)
+        return own + sum(segment.num_bytes for segment in self.segments)
+
+    def bias_of(self, bias_O: Tensor | None) -> list[Tensor | None]:
+        """Each segment's part of a bias."""
+        if bias_O is None:
+            return [None] * len(self.segments)
+        return list(bias_O.split([segment.out_features for segment in self.segments]))
+
+
+def in_segments(weights: Sequence[LinearWeight]) -> LinearWeight:
+    """One weight with the outputs of all, in their order."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    out_features = sum(weight.out_features for weight in weights)
+    nothing = first.data.new_empty(0)
+    return LinearWeight(
+        out_features, first.in_features, first.dtype, nothing, segments=tuple(weights)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +84,31 @@ def check_quantization_name(name: str | None, known: tuple[str, ...] = ("int8", 
         raise ValueError(f"no quantization {name!r} here; there is: {', '.join(known)}")
 
 
-def pack_rows(weight_OI: Tensor, quantization: str | None) -> LinearWeight:
+def pack_rows(
+    weight: StoredWeight, quantization: str | None, dtype: torch.dtype | None
+) -> LinearWeight:
     """The weight row by row, quantized if so asked.
 
+    What is stored quantized is dequantized, in dtype, or in float32 if that is not told.
     fp8 leaves a weight as it is whose sizes are no multiples of 16: no product could take it.
     """
     check_quantization_name(quantization)
+    if isinstance(weight, Tensor):
+        weight_OI = weight
+    else:
+        weight_OI = weight.dequantize().to(dtype or torch.float32)
     data, scale_O = weight_OI, None
     if quantization == "int8":
         data, scale_O = quantize_weight(weight_OI)
-    elif quantization == "fp8" and not any(size % _FP8_MULTIPLE for size in weight_OI.shape):
+    elif quantization == "fp8" and can_multiply_float8(weight_OI):
         data, scale_O = quantize_rows(weight_OI)
     out_features, in_features = weight_OI.shape
     return LinearWeight(out_features, in_features, data.dtype, data, scale_O)
+
+
+def can_multiply_float8(weight_OI: Tensor) -> bool:
+    """Whether there are products of E4M3 with a weight of these sizes."""
+    return not any(size % _FP8_MULTIPLE for size in weight_OI.shape)
 
 
 def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.experts import Experts, ExpertWeights, StackedExperts, stack
+from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
 from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
 from nanocore.kernels.interface import (
     AttentionMetadata,
@@ -20,7 +22,6 @@ from nanocore.kernels.interface import (
     Filters,
     GraphSupport,
     KVCache,
-    Logprobs,
     Noise,
     QKNorm,
     Replay,
@@ -36,7 +37,9 @@ from nanocore.kernels.linear_weight import (
     quantize_rows,
 )
 from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.rank_group import RankGroup
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_attention import paged_attention
 from nanocore.kernels.torch_filtered_sampling import filtered
@@ -60,11 +63,20 @@ class TorchKernels:
     variant: str = ""
     graph_support: GraphSupport = "never"
     block_multiple = 1
+    kept_forms: frozenset[StoredForm] = frozenset()
+    stacks_experts = True
 
-    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
-        return pack_rows(weight_OI, quantization)
+    def pack_linear(
+        self,
+        weight: StoredWeight,
+        quantization: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearWeight:
+        return pack_rows(weight, quantization, dtype)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        if weight.segments:
+            return self._linear_in_segments(x_TI, weight, bias_O)
         if weight.scale_O is None:
             return F.linear(x_TI, weight.data, bias_O)
         if weight.dtype == FP8:
@@ -74,6 +86,12 @@ class TorchKernels:
             y_TO = F.linear(x_TI.float(), weight.data.float())
         y_TO = y_TO * weight.scale_O
         return (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
+
+    def _linear_in_segments(
+        self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None
+    ) -> Tensor:
+        parts = zip(weight.segments, weight.bias_of(bias_O), strict=True)
+        return torch.cat([self.linear(x_TI, *part) for part in parts], dim=1)
 
     def gated_linear(
         self,
@@ -113,6 +131,13 @@ class TorchKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
 
+    def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        return x_TE + residual_TE
+
+    def all_reduce(self, x_TE: Tensor, group: RankGroup, bias_E: Tensor | None = None) -> Tensor:
+        y_TE = group.all_reduce(x_TE)
+        return y_TE if bias_E is None else y_TE + bias_E
+
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -124,17 +149,19 @@ class TorchKernels:
     ) -> Tensor:
         return self.rms_norm(residual_TE[index_R] + x_TE[index_R], weight, eps)
 
+    def pack_experts(self, weights: ExpertWeights) -> Experts:
+        return stack(weights)
+
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        out_TE = moe(x_TE, gate_up_XIE, down_XEI, *route(routing), activation)
-        return add_shared(out_TE, shared)
+        assert isinstance(experts, StackedExperts)
+        return add_shared(moe(x_TE, experts, *route(routing), activation), shared)
 
     def rope_and_store_kv(
         self,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.candidates import logits_of, make_candidates, token_ids_of
-from nanocore.kernels.interface import Logprobs
+from nanocore.kernels.token_logprobs import Logprobs
 
 _MAX_VALUES: Final = 1 << 23
 """Logits that are ordered at once, which takes 16 bytes for each."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.experts import StackedExperts
 from nanocore.kernels.interface import Routing, SharedExpert
 
 
@@ -43,8 +44,7 @@ def add_shared(out_TE: Tensor, shared: SharedExpert | None) -> Tensor:
 
 def moe(
     x_TE: Tensor,
-    gate_up_XIE: Tensor,
-    down_XEI: Tensor,
+    experts: StackedExperts,
     expert_ids_TC: Tensor,
     weights_TC: Tensor,
     activation: Activation = "silu",
@@ -55,9 +55,9 @@ def moe(
     """
     num_chosen = expert_ids_TC.shape[1]
     order = expert_ids_TC.flatten().argsort(stable=True)
-    ends_X = _ends(expert_ids_TC, len(gate_up_XIE))
-    gate_up = _grouped_linear(x_TE[order // num_chosen], gate_up_XIE, ends_X)
-    sorted_out = _grouped_linear(gated(gate_up, activation), down_XEI, ends_X)
+    ends_X = _ends(expert_ids_TC, len(experts.down_XEI))
+    gate_up = _grouped_linear(x_TE[order // num_chosen], experts.gate_up_XIE, ends_X)
+    sorted_out = _grouped_linear(gated(gate_up, activation), experts.down_XEI, ends_X)
     out = torch.empty_like(sorted_out)
     out[order] = sorted_out
     weights_T1C = weights_TC.to(x_TE.dtype)[:, None]

@@ -24,9 +24,10 @@ from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.checked_model import (
     check_files,
     check_memory,
-    loaded_bytes,
     read_model,
+    read_weight_format,
 )
+from nanocore.worker.loading.weight_format import WeightFormat
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.messages import WorkerConfig, WorkerInfo
@@ -59,12 +60,13 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     kernels = make_kernels(config, device)
     check_quantized_linear(config.quantization, kernels, dtype, device)
     check_batch_invariance(config, model_config, kernels)
-    models = [_build(config, model_config, dtype, rank) for rank in range(config.num_ranks)]
+    stored = read_weight_format(config, model_config, dtype)
+    models = [_build(config, model_config, dtype, rank, stored) for rank in range(config.num_ranks)]
     check_files(config, models[0])
-    check_memory(config, {rank: loaded_bytes(model) for rank, model in enumerate(models)})
     kv_format = select_kv_format(config.kv_cache_dtype, dtype, device)
     layouts = [KVLayout(model.kv_specs, kv_format, config.block_size) for model in models]
-    costs = [rank_cost(*part, config) for part in zip(models, layouts, strict=True)]
+    costs = [rank_cost(*part, config, kernels) for part in zip(models, layouts, strict=True)]
+    check_memory(config, {rank: cost.held_bytes for rank, cost in enumerate(costs)})
     memory = _memory(config, [cost.held_bytes for cost in costs])
     return [
         WorkerInfo(
@@ -86,7 +88,11 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
 
 
 def _build(
-    config: WorkerConfig, model_config: ModelConfig, dtype: torch.dtype, rank: int
+    config: WorkerConfig,
+    model_config: ModelConfig,
+    dtype: torch.dtype,
+    rank: int,
+    weight_format: WeightFormat | None,
 ) -> DecoderModel:
     pp_rank, tp_rank = divmod(rank, config.tensor_parallel_size)
     placement = Placement(
@@ -95,6 +101,7 @@ def _build(
         tp=_Seat(tp_rank, config.tensor_parallel_size),
         pp_rank=pp_rank,
         pp_size=config.pipeline_parallel_size,
+        weight_format=weight_format,
     )
     return build_model(model_config, placement)
 

@@ -32,6 +32,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     load_format: LoadFormat
     hf_overrides: dict[str, Any]
+    merge_lora: str | None
     device: str
     dtype: str
     attention_backend: str

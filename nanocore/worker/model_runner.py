@@ -2,8 +2,8 @@
 
 On a CPU the step is over when `begin` returns; on a device beside the host, which has a stream,
 `DeviceSteps` begins it there. If the plan awaits masks, the step is over or begun, as far as its
-logits. A rank of a pipeline's later stage receives hidden states instead of
-embedding token ids, and one of an earlier stage sends them on instead of sampling.
+logits. A later stage's rank receives hidden states where the first one's embeds token ids, and an
+earlier stage's sends them on where the last one's samples.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, Kernels, KVCache, Replay, Rotary
+from nanocore.kernels.interface import AttentionMetadata, Kernels, KVCache, Rotary
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch, StepInputs, ints
@@ -27,9 +27,7 @@ from nanocore.worker.device.step_memory import StepShape
 from nanocore.worker.device.stream import Stream
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
-from nanocore.worker.messages import Quantization
 from nanocore.worker.pending_output import (
     NOTHING_SAMPLED,
     AwaitingOutput,
@@ -43,6 +41,7 @@ from nanocore.worker.sampling.asked import Asked
 from nanocore.worker.sampling.logprobs import AnswerComputer, Sampled
 from nanocore.worker.sampling.masked_rows import MaskedRows
 from nanocore.worker.sampling.sampler import TokenSampler
+from nanocore.worker.stage_replay import StageReplay, capture_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class ModelRunner:
             )
         self._queue, self._enforce_eager = queue, enforce_eager
         self._device_steps: DeviceSteps | None = None
-        self._replay: Replay | None = None
+        self._replay: StageReplay | None = None
         self._last: PendingOutput = NOTHING_SAMPLED
         self._sampled: list[tuple[NDArray[np.int32], ...]] = []
         """Rows, positions and tokens that other stages sampled and the device does not know yet."""
@@ -144,10 +143,10 @@ class ModelRunner:
             else:
                 self._device_steps.warm_up(shapes)
             self._queue.stream.join()
-        elif self.placement.num_ranks == 1 and not self._enforce_eager:
-            self._replay = self.kernels.capture(
-                self._whole_step, max_num_batched_tokens, self.batch.max_num_seqs
-            )
+        elif not self._enforce_eager:
+            x_TE = self.placement.on_meta().empty(max_num_batched_tokens, self.config.hidden_size)
+            own_part, max_samples = self._own_part, self.batch.max_num_seqs
+            self._replay = capture_stage(self.kernels, own_part, self.links, x_TE, max_samples)
 
     @property
     def is_captured(self) -> bool:
@@ -164,12 +163,6 @@ class ModelRunner:
     def release_kv_memory(self) -> None:
         """Give the KV cache's memory back; no step can run until there is another."""
         self.kv_memory, self.kv_caches = None, []
-
-    def pack(self, quantization: Quantization | None) -> int:
-        """Give the loaded weights to the backend; returns the bytes that saves."""
-        packer = WeightPacker(self.kernels, quantization)
-        self.model.pack(packer)
-        return packer.saved_bytes
 
     @torch.inference_mode()
     def begin(self, plan: SchedulerOutput) -> PendingOutput:
@@ -244,7 +237,10 @@ class ModelRunner:
         hidden_NE: Tensor | None,
         masks: TokenMasks | None,
     ) -> PendingOutput:
-        masked = None if masks is None else self._masked_rows(masks, step)
+        masked = None
+        if masks is not None:
+            processed = self.batch.sampled_rows(step).processed
+            masked = MaskedRows.of(masks, step.sample_rows, processed, self.config.vocab_size)
         if logits_RV is None or (len(logits_RV) == 0 and hidden_NE is None):
             return NOTHING_SAMPLED
         assert self.sampler is not None, "the last stage samples"
@@ -260,10 +256,6 @@ class ModelRunner:
             sampled = Sampled(logits_RV, token_ids_R, hidden_NE)
             result |= self.answer(asked, torch.from_numpy(asked.column), sampled)
         return DoneOutput(make_output(step.sample_rows, result, asked))
-
-    def _masked_rows(self, masks: TokenMasks, step: BatchStep) -> MaskedRows | None:
-        processed = self.batch.sampled_rows(step).processed
-        return MaskedRows.of(masks, step.sample_rows, processed, self.config.vocab_size)
 
     def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
         """Of a step on a device; see `DecoderModel.begin_step`."""
@@ -320,10 +312,10 @@ class ModelRunner:
         hidden = self._embed_and_forward(token_ids_T, metadata, sample_index_R)
         return None if hidden is None else self.logits(hidden)
 
-    def _whole_step(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    def _own_part(
+        self, x_TE: Tensor | None, token_ids_T: Tensor, metadata: AttentionMetadata, index_R: Tensor
     ) -> Tensor:
-        """The same on a rank that needs no other, in nothing but kernels."""
-        x_TE = self.model.embed(token_ids_T, self.kernels)
-        hidden_RE = self._forward(x_TE, metadata, sample_index_R)
-        return self.model.compute_logits(hidden_RE, self.kernels)
+        """This stage's logits, or hidden states for the next one; in nothing but kernels."""
+        x_TE = self.model.embed(token_ids_T, self.kernels) if x_TE is None else x_TE
+        hidden = self._forward(x_TE, metadata, index_R)
+        return hidden if self.links.send else self.model.compute_logits(hidden, self.kernels)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.communication.communicator import Communicator, SingleRank
+from nanocore.worker.loading.weight_format import WeightFormat
 
 _MAX_TENSOR_BYTES: Final = 2**47
 """What a process can address. Larger ones would overflow in torch, even without memory."""
@@ -26,6 +27,7 @@ class Placement:
 
     dtype: of weights and activations. tp: the ranks that share this rank's layers.
     pp_rank, pp_size: this rank's pipeline stage, and how many there are.
+    weight_format: how the checkpoint stores linear layers; None: as floats.
     """
 
     dtype: torch.dtype
@@ -33,6 +35,7 @@ class Placement:
     tp: Communicator = SingleRank()
     pp_rank: int = 0
     pp_size: int = 1
+    weight_format: WeightFormat | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -55,13 +58,16 @@ class Placement:
         Raises:
             ModelFileError: no memory could hold it.
         """
-        dtype = dtype or self.dtype
-        if math.prod(shape) * dtype.itemsize > _MAX_TENSOR_BYTES:
+        self.check_size(*shape)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def check_size(self, *shape: int) -> None:
+        """Raises ModelFileError: no memory could hold a parameter of this shape."""
+        if math.prod(shape) * torch.float32.itemsize > _MAX_TENSOR_BYTES:
             raise ModelFileError(
                 f"config.json implies a tensor of shape {list(shape)}, which no memory holds: is "
                 "it of this model?"
             )
-        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def on_meta(self) -> Placement:
         """The same part without memory behind it: shapes alone."""

@@ -6,49 +6,47 @@ quantization is seen. Every family is counted by its own layers; none is known h
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.loading.checked_model import loaded_bytes
-from nanocore.worker.loading.weights import EMBEDDING, HEAD, POSITIONS, Entry
+from nanocore.worker.loading.weights import POSITIONS, Entry, unbuffered_bytes
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.model_cost import AttentionCost, ModelCost
 
-_EXPERTS = ".experts."
-_LOOKED_UP = (EMBEDDING, HEAD, POSITIONS)
 
-
-def rank_cost(model: DecoderModel, layout: KVLayout, config: WorkerConfig) -> ModelCost:
-    """What this part costs. model: on the meta device, and packed by this."""
+def rank_cost(
+    model: DecoderModel, layout: KVLayout, config: WorkerConfig, kernels: Kernels
+) -> ModelCost:
+    """What this part costs. model: on the meta device, and packed by this as kernels would."""
     entries = model.entries()
-    layers = {name: entry for name, entry in entries.items() if name not in _LOOKED_UP}
-    experts = [entry for name, entry in layers.items() if _EXPERTS in name]
-    others = [entry for name, entry in layers.items() if _EXPERTS not in name]
-    head_params = 0 if model.head is None else model.head.weight.parameter.numel()
     positions = entries.get(POSITIONS, Entry(()))
-    expert_bytes, position_bytes = map(sum, (map(_num_bytes, experts), [_num_bytes(positions)]))
-    num_bytes = loaded_bytes(model)
-    packer = WeightPacker(TorchKernels(), config.quantization)
+    dtype = model.placement.dtype
+    packer = WeightPacker(
+        TorchKernels(), dtype, config.quantization, kernels.kept_forms, kernels.stacks_experts
+    )
     model.pack(packer)
-    lookup_bytes = position_bytes
+    ends = {id(end): end.weight for end in (model.embedding, model.head) if end is not None}
+    end_params = sum(weight.out_features * weight.in_features for weight in ends.values())
+    lookup_bytes = _num_bytes(positions)
     if model.embedding is not None and model.embedding is not model.head:
         lookup_bytes += model.embedding.weight.packed.num_bytes
+    head = None if model.head is None else model.head.weight
     moe = model.config.moe
+    held_bytes = packer.num_bytes + unbuffered_bytes(entries)
     return ModelCost(
-        num_params=sum(math.prod(entry.shape) for entry in entries.values()),
-        token_params=sum(_num_values(entry) for entry in others if len(entry.shape) > 1),
-        head_params=head_params,
-        expert_params=sum(map(_num_values, experts)),
+        num_params=sum(entry.counted_params for entry in entries.values()),
+        token_params=packer.num_params - packer.expert_params - end_params,
+        head_params=0 if head is None else head.out_features * head.in_features,
+        expert_params=packer.expert_params,
         num_experts=moe.num_experts if moe else 0,
         num_experts_per_tok=moe.num_experts_per_tok if moe else 0,
-        weight_bytes=num_bytes - packer.saved_bytes - expert_bytes - lookup_bytes,
-        expert_bytes=expert_bytes,
+        weight_bytes=held_bytes - packer.expert_bytes - lookup_bytes,
+        expert_bytes=packer.expert_bytes,
         lookup_bytes=lookup_bytes,
         attention=_attention(model, layout, config.block_size),
     )

@@ -27,11 +27,14 @@ from nanocore.worker.device.device import (
 from nanocore.worker.loading.checked_model import (
     check_files,
     check_memory,
-    loaded_bytes,
     read_model,
+    read_weight_format,
 )
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.lora.merged_format import MergedFormat
+from nanocore.worker.loading.packed_model import fill_and_pack
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.machine_speed import measure_speed
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
@@ -75,6 +78,7 @@ class Worker:
             tp=links.tp,
             pp_rank=rank // config.tensor_parallel_size,
             pp_size=config.pipeline_parallel_size,
+            weight_format=read_weight_format(config, model_config, dtype, self._progress),
         )
         self._kernels = make_kernels(config, device)
         check_quantized_linear(config.quantization, self._kernels, dtype, device)
@@ -82,9 +86,9 @@ class Worker:
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
         check_files(config, outline)
-        check_memory(config, {rank: loaded_bytes(outline)})
         self._layout = KVLayout(outline.kv_specs, self._kv_format, config.block_size)
-        self._cost = rank_cost(outline, self._layout, config)
+        self._cost = rank_cost(outline, self._layout, config, self._kernels)
+        check_memory(config, {rank: self._cost.held_bytes})
         model = build_model(model_config, self._placement)
         self._recorder: CudaGraphRecorder | None = None
         self._runner = ModelRunner(
@@ -108,16 +112,24 @@ class Worker:
         Raises:
             ModelFileError: see `loader.load_weights`.
         """
-        model = self._runner.model
+        self._weight_bytes = fill_and_pack(
+            self._runner.model, self._kernels, self._fill, self._config.quantization
+        )
+
+    def _fill(self, entries: Entries) -> None:
+        weight_format = self._placement.weight_format
+        if isinstance(weight_format, MergedFormat):
+            adapter = weight_format.adapter
+            self._weights.update(adapter.digest)
+            if self._progress:
+                num_modules = len(adapter.modules)
+                logger.info("adapter %s merged into %d projections", adapter.folder, num_modules)
         if self._config.load_format == "dummy":
-            weight_bytes = fill_dummy_weights(model.entries(), self._config.seed)
+            fill_dummy_weights(entries, self._config.seed)
             self._weights.update(f"dummy {self._config.seed} {self.device.type}".encode())
-        else:
-            folder = Path(self._config.folder)
-            weight_bytes = load_weights(
-                folder, model.entries(), model.entry_name, self._progress, self._weights
-            )
-        self._weight_bytes = weight_bytes - self._runner.pack(self._config.quantization)
+            return
+        names = self._runner.model.entry_name
+        load_weights(Path(self._config.folder), entries, names, self._progress, self._weights)
 
     def profile(self) -> WorkerInfo:
         """See how much memory is left beside the weights.

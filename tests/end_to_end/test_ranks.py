@@ -213,7 +213,9 @@ def test_a_rank_out_of_memory_ends_all_with_one_message(tmp_path: Path) -> None:
         assert "Traceback" in str(error)
         assert "mlp.py" in str(error), "not where it happened"
 
-    flags = ["--load-format", "dummy", "--tp", "2", "--kv-cache-memory-bytes", "50000000"]
+    # A replay has all its memory from the start.
+    flags = ["--load-format", "dummy", "--tp", "2", "--kv-cache-memory-bytes", "50000000",
+             "--enforce-eager"]  # fmt: skip
     with doomed_engine(model, *flags, num_ranks=2, exit_code=4) as (running, pids):
         run(main(running.endpoint))
         running.process.wait(30)

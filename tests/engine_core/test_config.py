@@ -41,14 +41,14 @@ CHOICES = {
     "kv_cache_dtype", "log_format",
 }  # fmt: skip
 TEXTS = {
-    "model", "revision", "listen", "curve_dir", "step_trace", "kv_events_endpoint",
+    "model", "revision", "merge_lora", "listen", "curve_dir", "step_trace", "kv_events_endpoint",
     "kv_events_replay_endpoint", "kv_events_topic",
 }  # fmt: skip
 OBJECTS = {"hf_overrides"}
 OPTIONAL = {
-    "model", "revision", "quantization", "async_scheduling", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "block_size", "num_gpu_blocks_override", "kv_cache_memory_bytes",
-    "curve_dir", "max_num_clients", "step_trace", "kv_events_endpoint",
+    "model", "revision", "merge_lora", "quantization", "async_scheduling", "max_model_len",
+    "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override",
+    "kv_cache_memory_bytes", "curve_dir", "max_num_clients", "step_trace", "kv_events_endpoint",
     "kv_events_replay_endpoint",
 }  # fmt: skip
 MINUS_ONE = {"max_logprobs"}  # where it is no limit
@@ -168,6 +168,7 @@ def test_the_workers_part_has_every_parameter_of_the_same_name_and_no_other() ->
     config = EngineConfig(
         load_format="dummy",
         hf_overrides={"a": 1},
+        merge_lora="adapter",
         device="cpu",
         dtype="float32",
         attention_backend="torch",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanocore.kernels.experts import StackedExperts
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.interface import (
     Filters,
@@ -32,6 +33,7 @@ from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.attention import paged_attention
 from nanocore.kernels.triton.triton_backend import TritonKernels
+from tests.kernels.drawn_weights import draw_float8, draw_groups
 from tests.kernels.layered_cache import layered, parts
 from tests.kernels.triton.paged_step import Heads, PagedStep, draw_step
 
@@ -120,6 +122,25 @@ def test_products(
     close(kernels.gated_linear(x, weight, bias, "gelu"), gated)
 
 
+@pytest.mark.parametrize("rows", [1, 40, 300, 1500])
+@pytest.mark.parametrize("form", ["groups of 128", "permuted", "super", "8 bits, super"])
+def test_products_of_grouped_weights(kernels: TritonKernels, form: str, rows: int) -> None:
+    weight, x = there(draw_groups(form, 1536, 1024)), draw(rows, 1024)
+    exact, packed = weight.dequantize(), kernels.pack_linear(weight)
+    close(kernels.linear(x, packed), REFERENCE.linear(x.float(), REFERENCE.pack_linear(exact)))
+    gated = REFERENCE.gated_linear(x.float(), REFERENCE.pack_linear(exact))
+    close(kernels.gated_linear(x, packed), gated)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_products_of_float8_checkpoints(has_blocks: bool, rows: int) -> None:
+    weight, x = there(draw_float8(1536, 1024, has_blocks)), draw(rows, 1024)
+    expected = x.float() @ weight.dequantize().t()
+    steady = TritonKernels(DEVICE, batch_invariant=True)  # activations stay as they are
+    close(steady.linear(x, steady.pack_linear(weight)), expected)
+
+
 @pytest.mark.parametrize("rows", [1, 40, 900])
 @pytest.mark.parametrize("has_shared", [False, True])
 def test_experts(kernels: TritonKernels, rows: int, has_shared: bool) -> None:
@@ -129,8 +150,10 @@ def test_experts(kernels: TritonKernels, rows: int, has_shared: bool) -> None:
     gate, out, ours, theirs = draw(rows, 1), draw(rows, 512, seed=5), None, None
     if has_shared:
         ours, theirs = SharedExpert(gate, out), SharedExpert(gate.float(), out.float())
-    expected = REFERENCE.moe(x.float(), gate_up.float(), down.float(), routing, theirs)
-    close(kernels.moe(x, gate_up, down, routing, ours), expected)
+    expected = REFERENCE.moe(
+        x.float(), StackedExperts(gate_up.float(), down.float()), routing, theirs
+    )
+    close(kernels.moe(x, StackedExperts(gate_up, down), routing, ours), expected)
 
 
 def steps() -> dict[str, PagedStep]:

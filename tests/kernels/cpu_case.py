@@ -23,6 +23,7 @@ from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
     Kernels,
+    KVCache,
     QKNorm,
     Rotary,
 )
@@ -99,6 +100,7 @@ class PagedCase:
 
     counts: of every sequence the tokens that each step computes; 0: it has none in that step.
     rotary: dimensions that are turned; 0: cos is 1, so that K and Q are what was drawn.
+    is_quantized: the cache is int8.
     """
 
     counts: Sequence[Sequence[int]]
@@ -112,6 +114,7 @@ class PagedCase:
     softcap: float = 0.0
     num_padding: int = 0
     dtype: torch.dtype = torch.float32
+    is_quantized: bool = False
     seed: int = 0
     generator: torch.Generator = field(default_factory=torch.Generator, compare=False)
 
@@ -160,12 +163,11 @@ class PagedCase:
         dtype: torch.dtype | None = None,
         garbage: float = 0.0,
         keeps_empty: bool = True,
-        is_quantized: bool = False,
     ) -> list[tuple[Tensor, Tensor]]:
         """Q and attention's result of every step, each [T, H, D].
 
-        dtype: of the computation, if it is not that of the inputs. garbage: what is in the cache.
-        keeps_empty: sequences without tokens in a step are a part of it. is_quantized: to int8.
+        dtype: of the computation, if it is not that of the inputs. garbage: what is in the cache,
+        or as scales beside int8. keeps_empty: sequences without tokens in a step are a part of it.
         """
         dtype = dtype or self.dtype
         qkv, norm, rotary, table = self.inputs()
@@ -173,11 +175,7 @@ class PagedCase:
         if norm is not None:
             norm = QKNorm(norm.q_weight.to(dtype), norm.k_weight.to(dtype), norm.eps)
         rotary = Rotary(rotary.cos.to(dtype), rotary.sin.to(dtype))
-        shape = self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
-        cache = layered(*(torch.full(shape, garbage, dtype=dtype) for _ in range(2)))
-        if is_quantized:
-            k, v = (torch.zeros(shape, dtype=torch.int8) for _ in range(2))
-            cache = layered(k, v, *(torch.ones(shape[:3], dtype=torch.bfloat16) for _ in range(2)))
+        cache = self.make_cache(dtype, garbage)
         results = []
         for step in range(self.num_steps):
             order, metadata = self.metadata(step, table, keeps_empty)
@@ -189,6 +187,15 @@ class PagedCase:
             out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
             results.append((q_THD.clone(), out_THD))
         return results
+
+    def make_cache(self, dtype: torch.dtype, garbage: float = 0.0) -> KVCache:
+        """Blocks of garbage; dtype: of values that are not quantized."""
+        shape = self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
+        if not self.is_quantized:
+            return layered(*(torch.full(shape, garbage, dtype=dtype) for _ in range(2)))
+        values = [torch.full(shape, -128, dtype=torch.int8) for _ in range(2)]
+        scales = [torch.full(shape[:3], garbage, dtype=torch.bfloat16) for _ in range(2)]
+        return layered(*values, *scales)
 
     def metadata(
         self, step: int, table: Tensor, keeps_empty: bool

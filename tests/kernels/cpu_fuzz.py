@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocore.kernels.cpu import cpu_backend
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.rank_group import SharedMemoryGroup
 from nanocore.kernels.token_mask import TokenMask
 from tests.kernels.cpu_case import PagedCase
+from tests.kernels.moe_case import MoeCase, pack_experts
 from tests.logit_edits_reference import draw_row, edit
 
 
@@ -38,7 +39,7 @@ def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -
     rows = rng.choice([0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 24, 30, 61])
     in_features, out_features = rng.randint(1, 140), rng.choice([64, 128, rng.randint(1, 140)])
     weight = draw(out_features, in_features, dtype=dtype)
-    packed = kernels.pack_linear(weight, rng.choice([None, "int8"]))
+    packed = kernels.pack_linear(weight, rng.choice([None, "int8", "int4"]))
     apart = in_features + rng.randint(0, 5)
     # The last row ends where its memory ends.
     x = draw(max(0, rows - 1) * apart + in_features, dtype=dtype)
@@ -51,6 +52,29 @@ def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -
     token_ids = torch.randint(0, out_features + 5, (rows,))
     embedding = TokenEmbedding(packed, rng.randint(0, 5), rng.choice([1.0, 3.0]), dtype)
     kernels.embedding(token_ids, embedding)
+
+
+def experts(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
+    """Of all kinds of weights, chosen by logits that may be no numbers."""
+    num_experts = rng.randint(1, 9)
+    case = MoeCase(
+        rng.choice([0, 1, 2, 3, 13, 40]),
+        num_experts,
+        rng.randint(1, num_experts),
+        hidden=rng.choice([64, rng.randint(1, 140)]),
+        inner=rng.choice([64, rng.randint(1, 140)]),
+        dtype=dtype,
+        is_normalized=rng.random() < 0.5,
+        has_shared=rng.random() < 0.5,
+    )
+    bits, group_size = rng.choice([4, 8]), rng.choice([16, 32, 64, 128])
+    stored = rng.choice([case.floats(), case.grouped(bits, group_size, has_zeros=True)])
+    is_float = isinstance(stored[0][0], Tensor)
+    quantization = rng.choice([None, "int8", "int4"]) if is_float else None
+    case.logits[torch.rand(case.logits.shape) < rng.choice([0.0, 0.1])] = rng.choice(
+        [torch.nan, torch.inf, -torch.inf, 0.0]
+    )
+    case.run(kernels, pack_experts(kernels, stored, quantization))
 
 
 def draw_mask(rng: random.Random, rows: int, vocab_size: int) -> TokenMask | None:
@@ -102,6 +126,20 @@ def single_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> 
     kernels.add_rms_norm(x, draw(rows, size, dtype=dtype), weight, 1e-6)
 
 
+def sums_of_ranks(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
+    """Of a rank whose others have entered all exchanges long ago, in pieces or not."""
+    size = rng.randint(1, 4)
+    rows, width = rng.choice([0, 1, 3, 50]), rng.randint(1, 150)
+    buffer_bytes = rng.choice([64, 8 * rng.randint(1, 200), 1 << 15])
+    counters = torch.full((8 * (size - 1) + 1,), 1 << 40)
+    buffers = torch.zeros(2 * size * buffer_bytes, dtype=torch.uint8)
+    group = SharedMemoryGroup(rng.randrange(size), size, buffer_bytes, counters, buffers)
+    for _ in range(3):
+        x, bias = draw(rows, width, dtype=dtype), draw(width, dtype=dtype)
+        kernels.all_reduce(x, group, rng.choice([None, bias]))
+    kernels.add(draw(rows, width, dtype=dtype), draw(rows, width, dtype=dtype))
+
+
 def attention(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
     """Rotation, the cache and attention."""
     num_steps, num_kv_heads = rng.randint(1, 3), rng.randint(1, 3)
@@ -119,20 +157,29 @@ def attention(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> No
         softcap=rng.choice([0.0, 5.0]),
         num_padding=rng.randint(0, 2),
         dtype=dtype,
+        is_quantized=rng.random() < 0.5,
         seed=rng.randint(0, 1 << 30),
     )
     case.run(kernels)
 
 
+PARTS = (
+    linear_layers, experts, single_rows, sums_of_ranks, attention, best_tokens, edited_rows,
+)  # fmt: skip
+
+
 def main() -> None:
     path, num_rounds = sys.argv[1], int(sys.argv[2])
-    cpu_backend.huge_pages = exactly
-    kernels = CpuKernels(Library(path, "sanitized"))
+    library = Library(path, "sanitized")
+    backends = [CpuKernels(library, keeps_activations=keeps) for keeps in (False, True)]
+    for kernels in backends:
+        kernels.packing.memory.take = exactly  # type: ignore[method-assign]
     rng = random.Random(0)
     torch.manual_seed(0)
-    for _ in range(num_rounds):
+    for i in range(num_rounds):
+        kernels = backends[i % 2]
         for dtype in (torch.float32, torch.bfloat16):
-            for part in (linear_layers, single_rows, attention, best_tokens, edited_rows):
+            for part in PARTS:
                 part(kernels, rng, dtype)
     print(f"{num_rounds} rounds")
 

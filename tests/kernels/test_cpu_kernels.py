@@ -7,6 +7,7 @@ to eight bits, 2^-8, once or as often as the interface rounds.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from nanocore.kernels.activation import Activation
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.interface import Kernels, KVCache, QKNorm, Rotary
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.messages import Quantization
 from tests.campaign import examples
 from tests.kernels.cpu_case import PagedCase
+from tests.kernels.layered_cache import layered
 
 TORCH = TorchKernels()
 ROUNDED_ONCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7.99}
@@ -350,12 +353,16 @@ def paged_cases(draw_: st.DrawFn) -> PagedCase:
         softcap=draw_(st.sampled_from([0.0, 0.0, 5.0])),
         num_padding=draw_(st.integers(0, 3)),
         dtype=draw_(dtypes),
+        is_quantized=draw_(st.booleans()),
         seed=draw_(seeds),
     )
 
 
 def assert_paged_close(kernels: CpuKernels, case: PagedCase) -> None:
-    """Q and attention of all steps, against the reference in float32 on the same inputs."""
+    """Q and attention of all steps, against the reference in float32 on the same inputs.
+
+    A quantized cache holds the same numbers in both if K is what was drawn.
+    """
     rtol = ROUNDED_ONCE[case.dtype]
     # Rounding K and Q changes the scores: this much of the values, at the sizes that are drawn.
     moved = 5e-6 if case.dtype == torch.float32 else 2**-5
@@ -374,6 +381,8 @@ def assert_paged_close(kernels: CpuKernels, case: PagedCase) -> None:
 @settings(FEW, max_examples=examples(40))
 @given(case=paged_cases())
 def test_rotation_and_paged_attention(kernels: CpuKernels, case: PagedCase) -> None:
+    if case.is_quantized:
+        case = replace(case, rotary_dim=0, has_qk_norm=False)
     assert_paged_close(kernels, case)
     clean = case.run(kernels)
     for garbage in (torch.nan, torch.inf):  # of an earlier request
@@ -384,15 +393,41 @@ def test_rotation_and_paged_attention(kernels: CpuKernels, case: PagedCase) -> N
             assert torch.equal(out, clean_out)
 
 
+class GrowingScores(PagedCase):
+    """Logits of later tiles of 128 keys are larger: by 4, then by 18, then by 100."""
+
+    def inputs(self) -> tuple[list[Tensor], QKNorm | None, Rotary, Tensor]:
+        qkv, *rest = super().inputs()
+        for x in qkv:
+            q, k, _ = x.view(len(x), -1, self.head_dim).split((self.num_heads, 2, 2), dim=1)
+            q[..., 0] = 8.0
+            k[..., 0] = torch.tensor([0.0, 3.0, 16.0, 90.0])[torch.arange(len(x)) // 128, None]
+        return qkv, *rest
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [0, 70])
+def test_weights_follow_scores_that_grow(
+    kernels: CpuKernels, dtype: torch.dtype, is_quantized: bool
+) -> None:
+    cuts = [(500,), (140, 250, 110)]
+    cases = [GrowingScores([cut], dtype=dtype, is_quantized=is_quantized) for cut in cuts]
+    for case in cases:
+        assert_paged_close(kernels, case)
+    whole, parts = (torch.cat([out for _, out in case.run(kernels)]) for case in cases)
+    assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "is_quantized"), [(0, False), (70, False), (70, True)])
 def test_how_a_sequence_is_cut_into_steps_does_not_change_a_bit(
-    kernels: CpuKernels, dtype: torch.dtype, window: int
+    kernels: CpuKernels, dtype: torch.dtype, window: int, is_quantized: bool
 ) -> None:
     def outputs(*counts: int) -> Tensor:
         case = PagedCase(
-            [counts], 16, 6, 2, 32, rotary_dim=16, has_qk_norm=True, window=window, dtype=dtype
-        )
+            [counts], 16, 6, 2, 32, rotary_dim=16, has_qk_norm=True, window=window, dtype=dtype,
+            is_quantized=is_quantized,
+        )  # fmt: skip
         return torch.cat([out for _, out in case.run(kernels, garbage=torch.nan)])
 
     whole = outputs(200)
@@ -402,14 +437,16 @@ def test_how_a_sequence_is_cut_into_steps_does_not_change_a_bit(
     assert torch.equal(outputs(*[1] * 200), whole)
 
 
+@pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_how_a_block_table_is_scattered_and_cut_does_not_change_a_bit(
-    kernels: CpuKernels, dtype: torch.dtype
+    kernels: CpuKernels, dtype: torch.dtype, is_quantized: bool
 ) -> None:
     def outputs(block_size: int) -> list[Tensor]:
         case = PagedCase(
-            [(100, 1), (1, 130), (7, 0)], block_size, 8, 2, 48, rotary_dim=48, dtype=dtype
-        )
+            [(100, 1), (1, 130), (7, 0)], block_size, 8, 2, 48, rotary_dim=48, dtype=dtype,
+            is_quantized=is_quantized,
+        )  # fmt: skip
         return [out for _, out in case.run(kernels)]
 
     expected = outputs(16)
@@ -451,10 +488,65 @@ def test_shapes_that_are_no_whole_vectors_are_left_to_torch(
         assert torch.equal(out, torch_out)
 
 
-def test_a_quantized_cache_is_left_to_torch(kernels: CpuKernels) -> None:
-    case = PagedCase([(30, 1), (1, 9)], rotary_dim=8)
-    results = [case.run(backend, is_quantized=True) for backend in (kernels, TORCH)]
-    for (_, out), (_, torch_out) in zip(*results, strict=True):
-        assert torch.equal(out, torch_out)
-    exact = case.run(TORCH)
-    assert not torch.equal(results[0][0][1], exact[0][1])
+def store_alone(
+    kernels: Kernels, case: PagedCase, damaged: float | None = None
+) -> tuple[KVCache, Tensor]:
+    """The cache after the only step of a case, and attention's result. damaged: of token 5's K."""
+    (qkv,), norm, rotary, table = case.inputs()
+    if damaged is not None:
+        qkv[5, case.num_heads * case.head_dim + 3] = damaged
+    cache = case.make_cache(case.dtype)
+    _, metadata = case.metadata(0, table, keeps_empty=True)
+    q = kernels.rope_and_store_kv(qkv, case.num_heads, norm, rotary, cache, metadata)
+    return cache, kernels.paged_attention(q, cache, metadata, case.spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_keys_values_and_scales_are_the_reference_s_in_an_order_of_their_own(
+    kernels: CpuKernels, dtype: torch.dtype
+) -> None:
+    case = PagedCase([(64,)], 32, 8, 2, 48, dtype=dtype, is_quantized=True)
+    (native, _), (reference, _) = (store_alone(each, case) for each in (kernels, TORCH))
+
+    def in_order(x_NSKD: Tensor, *order: int) -> Tensor:
+        """As [N, S, K, D] what lies as these of its dimensions, S, K and D being 1, 2 and 3."""
+        stored = x_NSKD.reshape(len(x_NSKD), *(x_NSKD.shape[i] for i in order))
+        return stored.permute(0, *(1 + order.index(i) for i in range(1, x_NSKD.dim())))
+
+    assert native.k_scale_NSK is not None and native.v_scale_NSK is not None  # noqa: PT018
+    for actual, expected in (
+        (in_order(native.k_NSKD, 2, 3, 1), reference.k_NSKD),
+        (in_order(native.v_NSKD, 2, 1, 3), reference.v_NSKD),
+        (in_order(native.k_scale_NSK, 2, 1), reference.k_scale_NSK),
+        (in_order(native.v_scale_NSK, 2, 1), reference.v_scale_NSK),
+    ):
+        assert expected is not None
+        assert torch.equal(actual, expected)
+    assert native.k_NSKD.any()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_keys_that_are_not_finite_are_seen_by_those_that_see_them(
+    kernels: CpuKernels, dtype: torch.dtype, value: float
+) -> None:
+    case = PagedCase([(40,)], num_heads=4, num_kv_heads=2, dtype=dtype, is_quantized=True)
+    _, out = store_alone(kernels, case, damaged=value)
+    _, healthy = store_alone(kernels, case)
+    assert out[5:, :2].isnan().all()
+    assert torch.equal(out[:5], healthy[:5])
+    assert torch.equal(out[5:, 2:], healthy[5:, 2:])
+
+
+def test_a_cache_of_fp8_is_left_to_torch(kernels: CpuKernels) -> None:
+    (qkv,), norm, rotary, table = (case := PagedCase([(30,)], rotary_dim=8)).inputs()
+    _, metadata = case.metadata(0, table, keeps_empty=True)
+    shape = case.num_blocks, case.block_size, case.num_kv_heads, case.head_dim
+    results = []
+    for backend in (kernels, TORCH):
+        values = [torch.zeros(shape).to(torch.float8_e4m3fn) for _ in range(2)]
+        cache = layered(*values, *(torch.ones(shape[:3]).bfloat16() for _ in range(2)))
+        q = backend.rope_and_store_kv(qkv.clone(), 4, norm, rotary, cache, metadata)
+        results.append(backend.paged_attention(q, cache, metadata, case.spec))
+    assert torch.equal(*results)
+    assert results[0].any()

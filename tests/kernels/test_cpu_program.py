@@ -12,10 +12,10 @@ from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.program import SAMPLES, TOKENS, NotRecordable, Recording, record
-from nanocore.kernels.interface import AttentionMetadata, Replay, Routing
+from nanocore.kernels.interface import AttentionMetadata, Replay
 from nanocore.kernels.linear_weight import TokenEmbedding
 from tests.kernels.cpu_case import PagedCase
-from tests.kernels.layered_cache import layered
+from tests.kernels.layered_cache import layered, parts
 
 HIDDEN, VOCAB = 40, 50
 MAX_TOKENS, MAX_SAMPLES = 64, 8
@@ -42,10 +42,7 @@ class TinyStep:
         self.downs = [kernels.pack_linear(0.2 * draw(HIDDEN, size), kind) for size in (30, 32)]
         self.weight, self.bias = draw(HIDDEN), draw(width)
         _, self.qk_norm, self.rotary, self.table = case.inputs()
-        shape = case.num_blocks, case.block_size, case.num_kv_heads, case.head_dim
-        self.cache = layered(
-            torch.zeros(shape, dtype=case.dtype), torch.zeros(shape, dtype=case.dtype)
-        )
+        self.cache = case.make_cache(case.dtype)
 
     def __call__(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
@@ -72,8 +69,8 @@ class TinyStep:
 
     def run(self, compute: Replay) -> list[Tensor]:
         """What it says of every step, beginning with an empty cache."""
-        self.cache.k_NSKD.zero_()
-        self.cache.v_NSKD.zero_()
+        for part in parts(self.cache):
+            part.zero_()
         said = []
         for step in range(self.case.num_steps):
             _, metadata = self.case.metadata(step, self.table, keeps_empty=True)
@@ -84,15 +81,16 @@ class TinyStep:
         return said
 
 
-@pytest.mark.parametrize("quantization", [False, True])
+@pytest.mark.parametrize("quantization", [False, True], ids=["plain", "int8 and int8 KV"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_replay_is_the_kernels_called_one_by_one(
     kernels: CpuKernels, dtype: torch.dtype, quantization: bool
 ) -> None:
     counts = [(20, 1, 1, 30), (1, 1, 1, 1), (33, 1, 0, 7), (0, 5, 1, 1)]
     case = PagedCase(
-        counts, rotary_dim=16, has_qk_norm=True, window=25, softcap=5.0, num_padding=2, dtype=dtype
-    )
+        counts, rotary_dim=16, has_qk_norm=True, window=25, softcap=5.0, num_padding=2, dtype=dtype,
+        is_quantized=quantization,
+    )  # fmt: skip
     step = TinyStep(kernels, case, quantization)
     one_by_one = step.run(step)
     replay = kernels.capture(step, MAX_TOKENS, MAX_SAMPLES)
@@ -151,7 +149,6 @@ def test_an_operation_of_torch_is_not_recorded(
 @pytest.mark.parametrize(
     ("what", "call"),
     [
-        ("experts", lambda k, x: k.moe(x, x[:, None], x[:, None], Routing(x, 1, True))),
         ("this KV cache", lambda k, x: k.rope_and_store_kv(x, 1, None, None, SMALL_BLOCKS, None)),
         ("this KV cache", lambda k, x: k.paged_attention(x, SMALL_BLOCKS, None, None)),
     ],

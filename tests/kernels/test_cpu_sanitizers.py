@@ -28,11 +28,13 @@ NUM_ROUNDS = 25
 INSTRUCTION_SETS = list(dict.fromkeys([*list(runnable_libraries())[:1], "plain"]))
 """The widest and the narrowest: the others have the same code with other constants."""
 
-POOL_FLAGS = {
-    "watched": ("-O1", "-g1", "-fsanitize=thread", "-Wno-tsan"),  # it knows no fences
-    "fast": ("-O2",),
+WATCHED = "-O1", "-g1", "-fsanitize=thread", "-Wno-tsan"  # it knows no fences
+CHECKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "watched": ("pool_check.cpp", WATCHED),
+    "fast": ("pool_check.cpp", ("-O2",)),
+    "ranks": ("collective_check.cpp", (*WATCHED, "-Wno-psabi")),
 }
-"""Two ways to compile the check of the threads: at full speed it meets what is rare."""
+"""Checks of threads, and how they are compiled: at full speed the pool meets what is rare."""
 
 Compiled = Callable[[str], Path]
 
@@ -61,7 +63,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
     running = {name: start_compiling(folder / name, name, *memory) for name in INSTRUCTION_SETS}
     found = compiler()
     assert found is not None
-    for name, flags in POOL_FLAGS.items():
+    for name, (source, flags) in CHECKS.items():
         running[name] = subprocess.Popen(
             [
                 found,
@@ -69,7 +71,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
                 "-pthread",
                 *flags,
                 f"-I{SOURCE.parent}",
-                str(Path(__file__).with_name("pool_check.cpp")),
+                str(Path(__file__).with_name(source)),
                 "-o",
                 str(folder / name),
             ],
@@ -122,4 +124,10 @@ def test_every_item_of_a_loop_runs_once_and_no_two_threads_race(
     compiled: Compiled, name: str, num_short_loops: int
 ) -> None:
     result = subprocess.run([compiled(name), str(num_short_loops)], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "0 wrong\n"), result.stderr[-4000:]
+
+
+@needs_sanitizers
+def test_ranks_that_reduce_do_not_race(compiled: Compiled) -> None:
+    result = subprocess.run([compiled("ranks"), "2000"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "0 wrong\n"), result.stderr[-4000:]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nanocore.kernels import torch_logprobs
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
-from nanocore.kernels.interface import Kernels, Logprobs
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.torch_backend import TorchKernels
 from tests.campaign import examples
 from tests.kernels.cpu_case import reference_or_backend

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.torch_moe import moe
+from nanocore.kernels.experts import StackedExperts
+from nanocore.kernels.torch_moe import moe as moe_of
+
+
+def moe(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
+    return moe_of(x, StackedExperts(gate_up, down), *rest)
 
 
 def make(tokens: int, experts: int, chosen: int, hidden: int, inner: int) -> list[Tensor]:

@@ -33,6 +33,7 @@ from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
@@ -263,8 +264,8 @@ def load_model(
     """A model on one rank, its weights loaded."""
     placement = Placement(dtype, torch.device(device))
     model = build_model(load_model_config(folder), placement)
-    load_weights(folder, model.entries(), model.entry_name)
-    ModelRunner(model, TorchKernels()).pack(quantization)
+    names = model.entry_name
+    fill_and_pack(model, TorchKernels(), lambda e: load_weights(folder, e, names), quantization)
     return model
 
 

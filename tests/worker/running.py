@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -32,10 +32,13 @@ from nanocore.worker.communication.communicator import Communicator, SingleRank,
 from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.loading.formats.select import folder_format
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.packed_model import fill_and_pack
+from nanocore.worker.loading.weight_format import WeightFormat
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
-from nanocore.worker.models import build_model, load_model_config
+from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.sampling.columns import SampledRows
@@ -140,20 +143,26 @@ def make_runner(
     queue: DeviceQueue | None = None,
     quantization: Quantization | None = None,
     max_model_len: int = MAX_MODEL_LEN,
+    enforce_eager: bool = False,
 ) -> ModelRunner:
     """One rank, its weights loaded, ready for plans.
 
     model: to be loaded, or one is built. kernels: others than the backend's.
-    max_model_len: served positions.
+    max_model_len: served positions. enforce_eager: steps are not recorded.
     """
     model = model or build_model(load_model_config(folder), placement)
-    load_weights(folder, model.entries(), model.entry_name)
-    runner = ModelRunner(model, kernels or make_kernels(backend), links, queue)
-    runner.pack(quantization)
+    runner = ModelRunner(model, kernels or make_kernels(backend), links, queue, enforce_eager)
+    names = model.entry_name
+    fill_and_pack(model, runner.kernels, lambda e: load_weights(folder, e, names), quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
     runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, max_model_len)
     runner.capture(MAX_NUM_BATCHED_TOKENS)
     return runner
+
+
+def stored_format(folder: Path) -> WeightFormat | None:
+    """How the folder's files store weights."""
+    return folder_format(folder, model_class(load_model_config(folder).architecture).common_name)
 
 
 def make_kernels(backend: str) -> Kernels:
@@ -179,6 +188,7 @@ def run_script(
 
     def run(rank: Communicator) -> list[Sample]:
         placement, links = world.join(rank.rank, dtype)
+        placement = replace(placement, weight_format=stored_format(folder))
         runner = make_runner(
             folder, placement, links, kv_cache_dtype, backend, quantization=quantization
         )

@@ -30,7 +30,8 @@ from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.messages import Quantization
+from nanocore.worker.loading.packed_model import fill_and_pack
+from nanocore.worker.messages import KVCacheDtype, Quantization
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
@@ -94,20 +95,25 @@ class Engine:
     """A loaded model on one rank, to be run in many settings."""
 
     def __init__(
-        self, folder: Path, kernels: Kernels, dtype: torch.dtype, quantization: Quantization | None
+        self,
+        folder: Path,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        quantization: Quantization | None,
+        kv_cache: KVCacheDtype = "auto",
     ) -> None:
         placement = Placement(dtype, torch.device("cpu"), SingleRank(), 0, 1)
         model = build_model(load_model_config(folder), placement)
-        load_weights(folder, model.entries(), model.entry_name)
+        names = model.entry_name
         self.runner = ModelRunner(model, kernels)
-        self.runner.pack(quantization)
-        self.dtype = dtype
+        fill_and_pack(model, kernels, lambda e: load_weights(folder, e, names), quantization)
+        self.dtype, self.kv_cache = dtype, kv_cache
         self.alone = cache(lambda: self.run(Setting(at_once=1, max_num_batched_tokens=1024)))
 
     def run(self, setting: Setting, requests: Sequence[int] = range(NUM_REQUESTS)) -> Outcome:
         """All of these requests, from an empty cache to their ends."""
         self.runner.allocate(
-            kv_cache_format("auto", self.dtype),
+            kv_cache_format(self.kv_cache, self.dtype),
             setting.num_blocks,
             setting.block_size,
             setting.max_num_seqs,
@@ -193,13 +199,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.dtype],
     return make
 
 
-Kind = tuple[str, torch.dtype, Quantization | None]
-"""An instruction set, and what the model's weights and activations are."""
+Kind = tuple[str, torch.dtype, Quantization | None, KVCacheDtype]
+"""An instruction set, what the model's weights and activations are, and its KV cache."""
 
 BEST, *OTHERS = list(runnable_libraries()) or [None]
-KINDS: list[Kind] = [
-    *((BEST, dtype, kind) for dtype in (torch.bfloat16, torch.float32) for kind in (None, "int8")),
-    *((other, torch.bfloat16, None) for other in OTHERS),
+DTYPES = torch.bfloat16, torch.float32
+KINDS: list[Any] = [
+    *((BEST, dtype, kind, "auto") for dtype in DTYPES for kind in (None, "int8")),
+    *((other, torch.bfloat16, None, "auto") for other in OTHERS),
+    (BEST, torch.bfloat16, None, "int8"),
+    *in_campaign(((BEST, torch.float32, None, "int8"),)),
+    *in_campaign(*(((other, torch.bfloat16, None, "int8"),) for other in OTHERS)),
 ]
 
 
@@ -207,11 +217,12 @@ KINDS: list[Kind] = [
     scope="module", params=KINDS, ids=lambda kind: "-".join(map(str, kind)).replace("torch.", "")
 )
 def engine(request: pytest.FixtureRequest, folders: Callable[[torch.dtype], Path]) -> Engine:
-    name, dtype, quantization = request.param
+    kind: Kind = request.param
+    name, *rest = kind
     if name is None:
         pytest.skip("nanocore was installed without a C++ compiler")
     kernels = CpuKernels(runnable_libraries()[name])
-    return Engine(folders(dtype), kernels, dtype, quantization)
+    return Engine(folders(kind[1]), kernels, *rest)
 
 
 def test_among_64_others(engine: Engine) -> None:
@@ -293,6 +304,26 @@ def test_families_whose_layers_call_torch_between_kernels(family: str, tmp_path:
     assert num_different(outcome, engine.run(Setting(at_once=1), range(8, 24))) == 0
 
 
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral_window"])
+def test_with_experts(family: str, quantization: Quantization | None, tmp_path: Path) -> None:
+    """A token's choices, and what it gets of them, are its own; their steps are recorded, too."""
+    if BEST is None:
+        pytest.skip("nanocore was installed without a C++ compiler")
+    kernels = CpuKernels(runnable_libraries()[BEST])
+    dtype = torch.bfloat16 if family == "qwen2_moe" else torch.float32
+    engine = Engine(BUILDERS[family](tmp_path), kernels, dtype, quantization)
+    requests = range(8, 40)
+    alone = engine.run(Setting(at_once=1, max_num_batched_tokens=1024), requests)
+    assert engine.runner.is_captured
+    for setting in (
+        Setting(max_num_batched_tokens=79),
+        Setting(num_blocks=30, has_prefix_caching=True),
+        Setting(is_replayed=False),
+    ):
+        assert num_different(engine.run(setting, requests), alone) == 0
+
+
 def test_torch_differs_in_this_comparison(folders: Callable[[torch.dtype], Path]) -> None:
     engine = Engine(folders(torch.bfloat16), TorchKernels(), torch.bfloat16, None)
     assert num_different(engine.run(Setting()), engine.alone()) > 10
@@ -302,8 +333,7 @@ def test_torch_differs_in_this_comparison(folders: Callable[[torch.dtype], Path]
 @pytest.mark.parametrize(
     ("family", "flags", "words"),
     [
-        ("qwen3_moe", {}, "with experts and heads of 24 values part"),
-        ("qwen3", {"kv_cache_dtype": "int8"}, "with --kv-cache-dtype int8 part"),
+        ("qwen3_moe", {}, "with heads of 24 values part"),
         ("qwen3", {"block_size": 24}, "with --block-size 24 part"),
         ("narrow", {}, "with heads of 24 values part"),
     ],

@@ -24,6 +24,7 @@ from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, StageLinks
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
@@ -115,12 +116,12 @@ def make_runner(
 ) -> ModelRunner:
     placement = placement or Placement(way.dtype, torch.device("cpu"))
     model = build_model(load_model_config(folder), placement)
-    load_weights(folder, model.entries(), model.entry_name)
     stream = FakeStream(max(1, way.depth))
     device = DeviceQueue(stream, FakeGraphRecorder()) if way.depth else None
     kernels = DeviceKernels() if way.depth else make_kernels(way.backend)
     runner = ModelRunner(model, kernels, links, device)
-    runner.pack(way.quantization)
+    names = model.entry_name
+    fill_and_pack(model, kernels, lambda e: load_weights(folder, e, names), way.quantization)
     kv_format = kv_cache_format(way.kv_cache_dtype, way.dtype)
     runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
     runner.capture(BUDGET)

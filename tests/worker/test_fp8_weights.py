@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import FP8, LinearWeight
@@ -18,10 +19,9 @@ from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device import device
 from nanocore.worker.device.device import check_quantized_linear
-from nanocore.worker.loading.checked_model import loaded_bytes
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.messages import Quantization
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_cost import rank_cost
@@ -29,6 +29,7 @@ from nanocore.worker.worker import Worker
 from tests.kernels.fp8_numbers import rounded
 from tests.model_families import BUILDERS, greedy_continuations
 from tests.worker.configs import make_worker_config
+from tests.worker.filling import fill_with
 from tests.worker.running import make_runner, run_runner, write_script
 
 # What is infinite on a GPU without a word, numpy warns of.
@@ -44,10 +45,16 @@ class RoundedKernels(TorchKernels):
 
     name = "rounded"
 
-    def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
+    def pack_linear(
+        self,
+        weight: StoredWeight,
+        quantization: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearWeight:
         if quantization is None:
-            return super().pack_linear(weight_OI)
-        return LinearWeight(*weight_OI.shape, FP8, rounded(weight_OI))
+            return super().pack_linear(weight)
+        assert isinstance(weight, Tensor)
+        return LinearWeight(*weight.shape, FP8, rounded(weight))
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
         if weight.dtype != FP8:
@@ -95,7 +102,7 @@ def test_the_two_ends_routers_and_experts_stay_as_they_are(folder: Path) -> None
     assert runner.model.embedding.weight.packed.dtype == torch.float32
     mlp = layer.mlp
     if hasattr(mlp, "router"):
-        assert (mlp.router.packed.dtype, mlp.gate_up_XIE.dtype) == (torch.float32, torch.float32)
+        assert mlp.router.packed.dtype == mlp.experts.gate_up_XIE.dtype == torch.float32
     else:
         assert mlp.gate_up_proj.weight.packed.dtype == mlp.down_proj.weight.packed.dtype == FP8
 
@@ -103,13 +110,15 @@ def test_the_two_ends_routers_and_experts_stay_as_they_are(folder: Path) -> None
 def test_a_check_reckons_with_the_bytes_that_an_engine_has(folder: Path) -> None:
     config = make_worker_config(folder=str(folder), quantization="fp8")
     model_config = load_model_config(folder)
-    model = build_model(model_config, PLACEMENT)
-    num_bytes = loaded_bytes(model)
-    saved_bytes = ModelRunner(model, TritonKernels(CPU)).pack("fp8")
-    assert saved_bytes > 0
+    kernels = TritonKernels(CPU)
+    plain, quantized = (
+        fill_and_pack(build_model(model_config, PLACEMENT), kernels, fill_with(1), quantization)
+        for quantization in (None, "fp8")
+    )
+    assert quantized < plain
     outline = build_model(model_config, PLACEMENT.on_meta())
     layout = KVLayout(outline.kv_specs, kv_cache_format("auto", torch.float32, "cpu"), 16)
-    assert rank_cost(outline, layout, config).held_bytes == num_bytes - saved_bytes
+    assert rank_cost(outline, layout, config, kernels).held_bytes == quantized
 
 
 def test_it_is_refused_where_it_cannot_be_had(

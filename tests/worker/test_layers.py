@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
@@ -17,11 +18,12 @@ from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.linear import RowParallelLinear
 from nanocore.worker.layers.norm import LayerNorm, RMSNorm
-from nanocore.worker.layers.packing import Weight, WeightPacker
+from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.models.gemma2 import Gemma2Model
 from nanocore.worker.placement import Placement
 from tests.model_families import BUILDERS
+from tests.worker.filling import fill, fill_with
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -83,17 +85,17 @@ def test_bfloat16_embeddings_are_scaled_as_transformers_does(tmp_path: Path) -> 
     theirs = Gemma2TextScaledWordEmbedding(config.vocab_size, 72, 0, config.embedding_scale)
     theirs = theirs.bfloat16()
     assert model.embedding is not None
-    model.embedding.weight.parameter.copy_(theirs.weight.detach())
+    fill(model.embedding.entries("e"), {"e.weight": theirs.weight.detach()})
     ids = torch.arange(config.vocab_size)
-    model.embedding.pack(WeightPacker(TorchKernels()))
+    model.embedding.pack(WeightPacker(TorchKernels(), torch.bfloat16))
     assert torch.equal(model.embed(ids, TorchKernels()), theirs(ids))
 
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_weights_are_filled_then_packed_once_and_filled_no_more(name: str, tmp_path: Path) -> None:
     model = build_model(config_of(name, tmp_path), Placement(torch.float32, CPU))
-    packer = WeightPacker(TorchKernels())
-    assert model.entries()
+    packer = WeightPacker(TorchKernels(), torch.float32)
+    fill_with(1)(model.entries())
     model.pack(packer)
     for use in (model.entries, lambda: model.pack(packer)):
         with pytest.raises(AssertionError, match="packed, and filled no more"):
@@ -105,20 +107,30 @@ def test_a_weight_that_is_not_packed_multiplies_nothing() -> None:
     layer = RowParallelLinear(placement, 4, 3, "the size")
     with pytest.raises(AssertionError, match="not packed yet"):
         layer(torch.ones(2, 4), TorchKernels())
-    layer.weight.parameter.fill_(2)
-    layer.pack(WeightPacker(TorchKernels()))
+    fill_with(2)(layer.entries("a"))
+    layer.pack(WeightPacker(TorchKernels(), torch.float32))
     assert layer(torch.ones(2, 4), TorchKernels()).tolist() == [[8.0] * 3] * 2
 
 
 def test_a_packed_weight_holds_no_memory_but_the_backends() -> None:
-    class Copying(TorchKernels):
-        def pack_linear(self, weight_OI: Tensor, quantization: str | None = None) -> LinearWeight:
-            return super().pack_linear(weight_OI.clone(), quantization)
+    stored: list[weakref.ref[Tensor]] = []
 
-    weight = Weight(torch.ones(3, 4))
-    parameter = weakref.ref(weight.parameter)
-    weight.pack(WeightPacker(Copying()).linear)
-    assert parameter() is None
+    class Copying(TorchKernels):
+        def pack_linear(
+            self,
+            weight: StoredWeight,
+            quantization: str | None = None,
+            dtype: torch.dtype | None = None,
+        ) -> LinearWeight:
+            assert isinstance(weight, Tensor)
+            stored.append(weakref.ref(weight))
+            return super().pack_linear(weight.clone(), quantization)
+
+    weight = Weight(Placement(torch.float32, CPU), 3, 4)
+    weight.pack(WeightPacker(Copying(), torch.float32).linear)
+    fill_with(1)(weight.entries(Projection.whole("a", 3, 4)))
+    assert [reference() for reference in stored] == [None]
+    assert torch.equal(weight.packed.data, torch.ones(3, 4))
 
 
 def test_a_bfloat16_granite_rounds_its_scaled_embeddings_once(tmp_path: Path) -> None:
@@ -127,8 +139,8 @@ def test_a_bfloat16_granite_rounds_its_scaled_embeddings_once(tmp_path: Path) ->
     model = build_model(config, Placement(torch.bfloat16, CPU))
     assert model.embedding is not None
     weight = values(config.vocab_size, config.hidden_size).bfloat16()
-    model.embedding.weight.parameter.copy_(weight)
-    model.embedding.pack(WeightPacker(TorchKernels()))
+    fill(model.embedding.entries("e"), {"e.weight": weight})
+    model.embedding.pack(WeightPacker(TorchKernels(), torch.bfloat16))
     scaled = (weight.double() * (4 / 0.7)).bfloat16()
     assert torch.equal(model.embed(torch.arange(config.vocab_size), TorchKernels()), scaled)
 

@@ -15,6 +15,7 @@ from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.token_mask import TokenMask
 from nanocore.protocol.errors import CacheMemoryError, WorkerError
+from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.memory import kv_cache_bytes as memory
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
@@ -25,6 +26,7 @@ from nanocore.worker.worker import Worker
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.worker.configs import make_worker_config
 from tests.worker.device_engine import DeviceKernels, load_model
+from tests.worker.filling import fill_with
 
 GB = 10**9
 CUDA = torch.device("cuda", 0)
@@ -108,10 +110,7 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     config = make_worker_config(
         folder=str(tiny_model), max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=300
     )
-    for entry in model.entries().values():
-        for part in entry.parts:
-            part.target.zero_()
-    runner.pack(None)
+    fill_and_pack(model, runner.kernels, fill_with(0))
     plans: list[SchedulerOutput] = []
     sampled: list[int] = []
     longest: list[int] = []

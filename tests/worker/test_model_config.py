@@ -365,7 +365,6 @@ def test_phi3_rotates_a_part_of_the_head() -> None:
     [
         ("Llama", {"hidden_act": "relu"}, 'hidden_act = "relu"'),
         ("Gemma2", {"hidden_activation": "gelu"}, 'hidden_activation = "gelu"'),
-        ("Llama", {"quantization_config": {"bits": 4}}, r'quantization_config = \{"bits":4\}'),
         ("Gemma3", {"vision_config": {"depth": 3}}, "vision_config"),
         ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
         ("Gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30"),

@@ -98,7 +98,7 @@ def test_a_path_that_cannot_be_looked_at_is_refused(name: str, why: str) -> None
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
+    path = tmp_path / "model.safetensors"
     path.touch()
     with pytest.raises(ModelFileError, match="is a file: give the folder that it is in"):
         resolve_model(str(path))

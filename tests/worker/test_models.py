@@ -175,7 +175,9 @@ def test_int8_weights_say_what_one_rank_says_of_them_however_they_are_split(
     model = family(name)
     whole_RV = first_logits(run_script(model.folder, model.script(), quantization="int8"))
     exact_RV = torch.stack([said.logits_TV[0] for said in model.expected])
-    assert 0.05 < rms(whole_RV - exact_RV) / rms(exact_RV) < 0.2
+    # Where a router's choice is close, a token takes other experts.
+    factor = 2.0 if "moe" in name else 1.0
+    assert 0.05 < rms(whole_RV - exact_RV) / rms(exact_RV) < 0.2 * factor
     samples = run_script(
         model.folder,
         model.script(num_stages),
@@ -183,7 +185,7 @@ def test_int8_weights_say_what_one_rank_says_of_them_however_they_are_split(
         kv_cache_dtype=kv_cache_dtype,
         quantization="int8",
     )
-    most = 1e-3 if (tp_size, kv_cache_dtype) == (1, "auto") else 0.15
+    most = 1e-3 if (tp_size, kv_cache_dtype) == (1, "auto") else 0.15 * factor
     assert rms(first_logits(samples) - whole_RV) < most * rms(whole_RV)
 
 

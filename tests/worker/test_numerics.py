@@ -29,6 +29,7 @@ from tests.kernels.cpu_case import runnable_libraries
 from tests.model_families import BUILDERS
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.configs import make_worker_config
+from tests.worker.lora_adapters import modules_of, write_adapter
 
 WEIGHTS = "model.safetensors"
 MAX_MODEL_LEN = 64
@@ -110,6 +111,7 @@ def test_flags_that_decide_no_bits_leave_it(model: Path, flags: dict[str, Any]) 
     [
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
+        {"kv_cache_dtype": "int8"},
         {"hf_overrides": {"rope_theta": 20_000.0}},
         {"hf_overrides": {"rms_norm_eps": 1e-5}},
         {"load_format": "dummy"},
@@ -203,8 +205,6 @@ def test_the_order_of_ranks_counts_and_one_without_leaves_none(model: Path) -> N
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
-        ("qwen3_moe", {}),
-        ("qwen3", {"kv_cache_dtype": "int8"}),
         ("qwen3", {"block_size": 24}),
         ("qwen3", {"attention_backend": "torch"}),
         ("narrow", {}),
@@ -214,11 +214,14 @@ def test_the_order_of_ranks_counts_and_one_without_leaves_none(model: Path) -> N
 def test_an_engine_whose_bits_depend_on_the_batch_has_none(
     tmp_path: Path, family: str, flags: dict[str, Any]
 ) -> None:
-    if family == "qwen3_moe":
-        folder = BUILDERS[family](tmp_path)
-    else:
-        folder = make_tiny_qwen3(tmp_path, head_dim=24 if family == "narrow" else 16)
+    folder = make_tiny_qwen3(tmp_path, head_dim=24 if family == "narrow" else 16)
     assert fingerprint(folder, **flags) is None
+
+
+def test_an_engine_with_experts_has_one(tmp_path: Path) -> None:
+    folder = BUILDERS["qwen2_moe"](tmp_path)
+    assert fingerprint(folder) is not None
+    assert fingerprint(folder) != fingerprint(folder, quantization="int8")
 
 
 @pytest.mark.parametrize(
@@ -268,3 +271,12 @@ def test_a_digest_is_of_what_files_hold_whatever_it_becomes(tmp_path: Path) -> N
         load_weights(tmp_path, {"a": whole(torch.empty(8, dtype=dtype))}, str, False, digest)
         digests.add(digest.digest())
     assert len(digests) == 1
+
+
+def test_a_merged_adapter_is_part_of_it(model: Path, tmp_path: Path) -> None:
+    adapters = [str(tmp_path / name) for name in ("a", "b", "again")]
+    for folder, alpha in zip(adapters, (6, 7, 6), strict=True):
+        write_adapter(Path(folder), modules_of(model, ("q_proj", "v_proj")), lora_alpha=alpha)
+    one, other, again = (fingerprint(model, merge_lora=folder) for folder in adapters)
+    assert one == again
+    assert len({None, fingerprint(model), one, other}) == 4

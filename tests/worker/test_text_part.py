@@ -127,11 +127,6 @@ def changed(name: str, text: dict[str, Any] | None = None, **top: Any) -> dict[s
             changed("gemma 3 4b", {"eos_token_id": -1}, eos_token_id=None),
             "text_config.eos_token_id",
         ),
-        (
-            changed("gemma 3 4b", quantization_config={"bits": 4}),
-            "config.json: quantization_config",
-        ),
-        (changed("gemma 3 4b", {"quantization_config": {}}), "text_config.quantization_config"),
         (changed("mistral small 3.1", {"model_type": "qwen2"}), "known: mistral, ministral3"),
         (changed("mistral small 3.1", {"rope_scaling": YARN}), "llama_4_scaling_beta = 0.1 is an"),
         (changed("mistral small 3.1", tie_word_embeddings=1), "config.json: tie_word_embeddings"),

@@ -18,6 +18,8 @@ from nanocore.protocol.messages import (
     ModelFile,
     ModelFileName,
 )
+from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.gguf.model_files import gguf_model_files
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,10 @@ class ModelFiles:
     def __init__(self, folder: Path) -> None:
         self._contents: dict[str, bytes] = {}
         self.entries: list[ModelFile] = []
+        if is_gguf(folder):
+            for name, content in gguf_model_files(folder).items():
+                self._add(name, content)
+            return
         for name in get_args(ModelFileName):
             path = folder / name
             try:
@@ -49,9 +55,12 @@ class ModelFiles:
                 content = path.read_bytes()
             except OSError as error:
                 raise ModelFileError(f"{path}: {error.strerror}") from None
-            self._contents[name] = content
-            digest = hashlib.sha256(content).hexdigest()
-            self.entries.append(ModelFile(name=name, num_bytes=len(content), sha256=digest))
+            self._add(name, content)
+
+    def _add(self, name: str, content: bytes) -> None:
+        self._contents[name] = content
+        digest = hashlib.sha256(content).hexdigest()
+        self.entries.append(ModelFile(name=name, num_bytes=len(content), sha256=digest))
 
     def chunk(self, name: str | None, offset: int) -> bytes | None:
         """At most MAX_FILE_CHUNK_BYTES from `offset` on, empty at the end; None: no such file."""

@@ -15,7 +15,9 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
+from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.gguf.model_files import tokenizer_json
 
 _WHY: Final = "this model has no structured_outputs: "
 
@@ -58,18 +60,33 @@ class Vocabulary:
                 f"{_WHY}it has no EOS token, so that an output could not end; give its "
                 "generation_config.json an eos_token_id"
             )
+        if is_gguf(folder):
+            return cls._of_gguf(folder, eos, vocab_size)
         if not path.is_file():
             raise InvalidRequestError(
                 f"{_WHY}its folder {str(folder)!r} has no tokenizer.json, which says what text its "
                 "tokens stand for; put it there"
             )
+        return cls._read(str(path), str(path), eos, vocab_size)
+
+    @classmethod
+    def _of_gguf(cls, first: Path, eos: list[int], vocab_size: int) -> Vocabulary:
         try:
-            return cls(_tokenizer(path, eos), vocab_size)
+            content = tokenizer_json(first)
+        except ModelFileError as error:
+            raise InvalidRequestError(f"{_WHY}{error}") from None
+        return cls._read(content.decode(), str(first), eos, vocab_size)
+
+    @classmethod
+    def _read(cls, tokenizer: str, source: str, eos: list[int], vocab_size: int) -> Vocabulary:
+        """tokenizer: the file's path, or its content."""
+        try:
+            return cls(_tokenizer(tokenizer, eos), vocab_size)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of Rust is not an Exception
             raise InvalidRequestError(
-                f"{_WHY}llguidance cannot read {str(path)!r} ({shorten(str(error))}): it needs a "
+                f"{_WHY}llguidance cannot read {source!r} ({shorten(str(error))}): it needs a "
                 "byte-level tokenizer, or one with a token for each byte"
             ) from None
 
@@ -99,13 +116,13 @@ class Vocabulary:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def _tokenizer(path: Path, eos: list[int]) -> llguidance.LLTokenizer:
+def _tokenizer(tokenizer: str, eos: list[int]) -> llguidance.LLTokenizer:
     """llguidance refuses EOS tokens that it has no text for; such are of no use here either."""
     try:
-        return llguidance.LLTokenizer(str(path), eos_token=eos)
+        return llguidance.LLTokenizer(tokenizer, eos_token=eos)
     except ValueError:
-        num_tokens = llguidance.LLTokenizer(str(path), slices=[]).vocab_size
+        num_tokens = llguidance.LLTokenizer(tokenizer, slices=[]).vocab_size
         known = [token for token in eos if token < num_tokens]
         if known in ([], eos):
             raise
-        return llguidance.LLTokenizer(str(path), eos_token=known)
+        return llguidance.LLTokenizer(tokenizer, eos_token=known)

@@ -1,21 +1,23 @@
 // Causal attention over the paged KV cache, for decodes and prefill chunks alike.
 //
 // One item is some query tokens of a sequence, with all query heads that share a KV head: these are
-// the rows of two products with the keys and values of that head, 64 keys at a time, with an online
-// softmax between them (FlashAttention-2: Dao 2023). The 64 keys always begin at a multiple of 64,
-// whatever the chunk, so a row's results do not depend on how its sequence was cut into steps.
-// Blocks are read where they lie.
+// the rows of two products with the keys and values of that head, 128 keys at a time, with an
+// online softmax between them (FlashAttention-2: Dao 2023). Rows are in panels of as many as a
+// product takes, and all panels of an item pass by the same keys before the next come. The 128 keys
+// always begin at a multiple of 128, whatever the chunk, so a row's results do not depend on how
+// its sequence was cut into steps. Blocks are read where they lie; int8 is widened once for all
+// panels, and by products that have few rows as they read it, which gives the same bits.
 
 #pragma once
 
+#include "key_tiles.h"
 #include "rows.h"
+#include "softmax.h"
 
 namespace nanocore {
 
-constexpr int kKeys = 64;       // of one softmax update
-constexpr int kBlockUnit = 16;  // so many keys lie in one block: its size is a multiple
-constexpr int kLargestRows = (kMaxRows + kLanes - 1) / kLanes * kLanes;
 constexpr int kQueryRows = 48;  // of one item, if its query heads allow
+constexpr int kPanels = kQueryRows / kMaxRows;
 
 template <typename T>
 struct AttentionCall {
@@ -24,7 +26,7 @@ struct AttentionCall {
     T* out;  // [T, num_heads * head_dim]
     int64_t num_heads;
     PagedKV<T> cache;
-    float scale;
+    float scale;  // above 0
     int64_t window;
     float softcap;
     int64_t num_seqs;
@@ -36,7 +38,26 @@ struct AttentionCall {
 
     static constexpr Kind kKind = sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32;
     static constexpr bool kPaired = kPairedRows<T, kKind>;
-    static constexpr int kKeyVectors = kKeys / kLanes;
+
+    // Values of k that a product takes at a time, their units, and the values of a row's line.
+    static constexpr int kStep = kKind == Kind::kFloat32 ? 1 : 2;
+    static constexpr int kStepUnits = kPaired ? 1 : kStep;
+    static constexpr int kLine = kPaired ? 2 * kChunk : kChunk;
+
+    // Whether products may read int8 themselves, and for how many rows they do so.
+    static constexpr bool kDirect = sizeof(T) == 2;
+    static constexpr int kDirectRows = 8;
+
+    // Bytes from a column to the next; rows of columns that a product takes at a time, for int8
+    // has no pairs, and which of these has k.
+    template <Kind kind>
+    static constexpr int kUnitBytes = kind == Kind::kInt8 ? 1 : 4;
+    template <Kind kind>
+    static constexpr int kRows = kind == Kind::kInt8 ? 2 : 1;
+    template <Kind kind>
+    static constexpr int64_t row_of(int64_t k) {
+        return kind == Kind::kInt8 ? k : 0;
+    }
 
     void run(Workspace& workspace) const {
         const int64_t end = query_start[num_seqs];
@@ -66,217 +87,302 @@ struct AttentionCall {
    private:
     int64_t group() const { return num_heads / cache.num_heads; }
 
+    static constexpr float kBaseLag = kPaired ? 8.0f : 5.5f;  // weights are up to 2^8
+
     int64_t tokens_of_item() const { return std::max<int64_t>(1, kQueryRows / group()); }
+
+    // Some rows of an item, and what they have seen so far.
+    struct Panel {
+        int count;  // of rows that are somebody's
+        float *queries, *result, *sums;
+        int64_t first_key, end;  // of keys that a row sees
+        int64_t last_key[kMaxRows];
+        float base[kMaxRows];  // near the largest logit so far; times log2(e) if weights are 2^x
+        T* out[kMaxRows];
+    };
+
+    int64_t row_floats() const {
+        return num_units<T, kKind>(cache.head_dim) + cache.head_dim + kLanes;
+    }
 
     // Tokens [start, stop) of sequence seq and the query heads of one KV head.
     void attend(int64_t seq, int64_t start, int64_t stop, int64_t kv_head, Scratch& scratch) const {
-        const int64_t num_rows = (stop - start) * group(), head_dim = cache.head_dim;
-        const int64_t units = num_units<T, kKind>(head_dim);
-        float* memory = scratch.of(kMaxRows * (units + head_dim + kKeys + 2) * sizeof(float));
-        for (int64_t first = 0; first < num_rows; first += kMaxRows) {
-            const int count = static_cast<int>(std::min<int64_t>(kMaxRows, num_rows - first));
-            with_rows(count, [&](auto R) {
-                Panel<R> work(*this, memory, seq, start, first, count, kv_head);
-                work.run();
-            });
+        const int64_t num_rows = (stop - start) * group();
+        const int64_t row_bytes = group() * cache.head_dim * sizeof(T);
+        for (int64_t token = start; token < stop; ++token) {
+            const T* row = q + token * q_stride;
+            const char* from = reinterpret_cast<const char*>(row) + kv_head * row_bytes;
+            for (int64_t i = 0; i < row_bytes; i += 64) prefetch_line(from + i);
+        }
+        const int64_t wide = cache.is_quantized() ? KeyTiles<T>::num_floats(cache.head_dim) : 0;
+        const int64_t of_rows = kQueryRows * row_floats();
+        float* memory = scratch.of((of_rows + 2 * kMaxRows * kKeys + wide) * sizeof(float));
+        for (int64_t first = 0; first < num_rows; first += kQueryRows) {
+            Panel panels[kPanels];
+            int num_panels = 0;
+            const int64_t stop_row = std::min<int64_t>(num_rows, first + kQueryRows);
+            for (int64_t row = first; row < stop_row; row += kMaxRows) {
+                Panel& panel = panels[num_panels];
+                panel.count = static_cast<int>(std::min<int64_t>(kMaxRows, stop_row - row));
+                float* of_panel = memory + num_panels++ * kMaxRows * row_floats();
+                with_rows(panel.count,
+                          [&](auto R) { begin<R>(panel, of_panel, seq, start, row, kv_head); });
+            }
+            float* scores = memory + of_rows;
+            pass_keys(panels, num_panels, block_table + seq * block_table_stride, kv_head, scores,
+                      scores + 2 * kMaxRows * kKeys);
+            for (int p = 0; p < num_panels; ++p) finish(panels[p]);
         }
     }
 
     template <int R>
-    struct Panel {
-        const AttentionCall& call;
-        const int64_t head_dim, group, units;
-        float *queries, *result, *scores, *weights_sum, *largest;
-        const int32_t* table;
-        int64_t kv_head, count;
-        int64_t last_key[R];  // of each row: its own position
-        T* out[R];
-
-        Panel(const AttentionCall& call, float* memory, int64_t seq, int64_t start, int64_t first,
-              int count, int64_t kv_head)
-            : call(call),
-              head_dim(call.cache.head_dim),
-              group(call.group()),
-              units(num_units<T, kKind>(head_dim)),
-              queries(memory),
-              result(queries + R * units),
-              scores(result + R * head_dim),
-              weights_sum(scores + R * kKeys),
-              largest(weights_sum + R),
-              table(call.block_table + seq * call.block_table_stride),
-              kv_head(kv_head),
-              count(count) {
-            const int64_t past = call.seq_lens[seq] - (call.query_start[seq + 1] - call.query_start[seq]);
-            for (int r = 0; r < R; ++r) {
-                const int64_t row = first + std::min<int64_t>(r, count - 1);
-                const int64_t token = start + row / group, head = kv_head * group + row % group;
-                last_key[r] = past + token - call.query_start[seq];
-                out[r] = call.out + (token * call.num_heads + head) * head_dim;
-                pack_row<T, kKind, R>(call.q + token * call.q_stride + head * head_dim, head_dim,
-                                      queries + r * kChunk);
-                weights_sum[r] = 0.0f;
-                largest[r] = -std::numeric_limits<float>::infinity();
-            }
-            std::fill(result, result + R * head_dim, 0.0f);
+    void begin(Panel& panel, float* memory, int64_t seq, int64_t start, int64_t first,
+               int64_t kv_head) const {
+        const int64_t head_dim = cache.head_dim, heads = group();
+        const int64_t past = seq_lens[seq] - query_start[seq + 1];
+        panel.queries = memory;
+        panel.result = memory + R * num_units<T, kKind>(head_dim);
+        panel.sums = panel.result + R * head_dim;
+        int64_t token = start + first / heads, head = first % heads;
+        for (int r = 0; r < R; ++r) {
+            const int64_t column = (kv_head * heads + head) * head_dim;
+            panel.last_key[r] = past + token;
+            panel.out[r] = out + token * num_heads * head_dim + column;
+            pack_row<T, kKind, R>(q + token * q_stride + column, head_dim,
+                                  panel.queries + r * kChunk);
+            panel.base[r] = -std::numeric_limits<float>::infinity();
+            if (r + 1 < panel.count && ++head == heads) head = 0, ++token;
         }
+        std::memset(panel.result, 0, R * (head_dim + kLanes) * sizeof(float));
+        panel.first_key = window ? std::max<int64_t>(0, panel.last_key[0] - window + 1) : 0;
+        panel.end = panel.last_key[R - 1] + 1;  // rows are in the order of positions
+    }
 
-        void run() {
-            const int64_t first_key =
-                call.window ? std::max<int64_t>(0, last_key[0] - call.window + 1) : 0;
-            const int64_t end = last_key[R - 1] + 1;  // rows are in the order of positions
-            for (int64_t key = first_key / kKeys * kKeys; key < end; key += kKeys) {
-                const int num_keys = static_cast<int>(std::min<int64_t>(kKeys, end - key));
-                score(key, num_keys);
-                update_softmax(key);
-                add_values(key, num_keys, end);
+    void pass_keys(Panel* panels, int num_panels, const int32_t* table, int64_t kv_head,
+                   float* scores, float* widened) const {
+        const int64_t start = panels[0].first_key / kKeys * kKeys, end = panels[num_panels - 1].end;
+        KeyTiles<T> tiles(cache, table, kv_head, start, end, widened);
+        KeyTile tile = tiles.next();
+        while (tile.count) {
+            // With few rows the products widen int8 as they read it.
+            const bool is_direct = kDirect && num_panels == 1 && panels[0].count <= kDirectRows;
+            KeyTile as_read = tile;
+            if (cache.is_quantized())
+                as_read = is_direct ? tiles.scaled(tile) : tiles.widened(tile);
+            const KeyTile next = tiles.next();
+            for (int p = 0; p < num_panels; ++p) {
+                Panel& panel = panels[p];
+                if (tile.key >= panel.end || tile.key + kKeys <= panel.first_key) continue;
+                // Fetched ahead: by one panel what it will need itself, by several the next tile.
+                const KeyTile& ahead = num_panels == 1 || !next.count ? as_read : next;
+                const char* const* from = (num_panels == 1) == (p == 0) ? ahead.values : ahead.keys;
+                const int count = p < 2 ? ahead.count : 0;
+                with_rows(panel.count, [&](auto R) {
+                    step<R>(panel, as_read, {from, count}, num_panels == 1 ? &next : nullptr,
+                            scores);
+                });
             }
-            for (int r = 0; r < count; ++r) {
-                const F inverse = broadcast(1.0f / weights_sum[r]);
-                for (int64_t d = 0; d < head_dim; d += kLanes)
-                    store(load(result + r * head_dim + d) * inverse, out[r] + d);
-            }
+            tile = next;
         }
+    }
 
-        const float* keys_at(int64_t position) const {
-            return reinterpret_cast<const float*>(
-                       call.cache.block(call.cache.k, table[position / call.cache.block_size], kv_head)) +
-                   position % call.cache.block_size;
+    void finish(const Panel& panel) const {
+        const int64_t head_dim = cache.head_dim;
+        for (int r = 0; r < panel.count; ++r) {
+            const F inverse = broadcast(1.0f / sum_lanes(load(panel.sums + r * kLanes)));
+            for (int64_t d = 0; d < head_dim; d += kLanes)
+                store(load(panel.result + r * head_dim + d) * inverse, panel.out[r] + d);
         }
+    }
 
-        const float* values_at(int64_t position) const {
-            const int64_t block_size = call.cache.block_size;
-            const T* block = call.cache.block(call.cache.v, table[position / block_size], kv_head);
-            return reinterpret_cast<const float*>(block + position % block_size * head_dim);
-        }
+    // Units to fetch while scores are computed.
+    struct UnitsAhead {
+        const char* const* units;
+        int count;
+    };
 
-        // The values of some vectors of keys, a line of each with every pair of dimensions.
-        template <int C>
-        struct ValuesAhead {
-            const char* from[C];
+    // Some bytes of each of some units with every pair of dimensions.
+    template <int C>
+    struct LinesAhead {
+        const char* from[C];
+        int64_t bytes;
 
-            NANOCORE_INLINE void at(int64_t pair) const {
-                for (int c = 0; c < C; ++c) prefetch_line(from[c] + pair * 4 * kLanes);
-            }
-        };
-
-        // scores[r][i] = q_r . k_(key + i), of whole vectors; those past num_keys mean nothing.
-        __attribute__((noinline)) void score(int64_t key, int num_keys) {
-            constexpr int C = std::min(kColumns<R>, kKeyVectors);
-            for (int first = 0; first < num_keys; first += C * kLanes) {
-                const float* columns[C];
-                ValuesAhead<C> ahead;
-                for (int c = 0; c < C; ++c) {
-                    // Beyond the last key the table has no block: the last vector is repeated.
-                    const int64_t at = std::min(first + c * kLanes, (num_keys - 1) / kLanes * kLanes);
-                    columns[c] = keys_at(key + at);
-                    ahead.from[c] = reinterpret_cast<const char*>(values_at(key + at));
-                }
-                F acc[R][C] = {};
-                multiply<T, kKind, R, C>(
-                    PackedRows<R>{queries},
-                    [&](int64_t k, int c) -> const void* {
-                        return columns[c] + k * call.cache.block_size;
-                    },
-                    static_cast<int>(head_dim), acc, ahead);
-                for (int r = 0; r < R; ++r)
-                    for (int c = 0; c < C; ++c)
-                        store(acc[r][c], scores + r * kKeys + first + c * kLanes);
-            }
-        }
-
-        // Scores become weights relative to each row's largest score so far.
-        __attribute__((noinline)) void update_softmax(int64_t key) {
-            constexpr float infinity = std::numeric_limits<float>::infinity();
-            alignas(64) float base[kLargestRows], factor[kLargestRows] = {};
-            for (int r = 0; r < R; ++r) {
-                float* row = scores + r * kKeys;
-                const int64_t upper = last_key[r] - key;
-                const int64_t lower = call.window ? upper - call.window : -1;
-                const bool is_whole = upper >= kKeys - 1 && lower < 0;
-                F logits[kKeyVectors], most = broadcast(-infinity);
-#pragma GCC unroll 16
-                for (int i = 0; i < kKeyVectors; ++i)
-                    logits[i] = load(row + i * kLanes) * call.scale;
-                if (call.softcap)
-                    for (F& logit : logits) logit = tanh_of(logit / call.softcap) * call.softcap;
-                if (!is_whole)
-                    for (int i = 0; i < kKeyVectors; ++i) {
-                        const F index = lane_numbers() + static_cast<float>(i * kLanes);
-                        const auto hidden = (index > static_cast<float>(upper)) |
-                                            (index <= static_cast<float>(lower));
-                        logits[i] = hidden ? broadcast(-infinity) : logits[i];
-                    }
-#pragma GCC unroll 16
-                for (int i = 0; i < kKeyVectors; ++i) {
-                    store(logits[i], row + i * kLanes);
-                    most = maximum(logits[i], most);
-                }
-                const float now = std::max(largest[r], max_lanes(most));
-                // With no key yet in the window there is nothing to be relative to.
-                base[r] = now == -infinity ? 0.0f : now;
-                factor[r] = largest[r] - base[r];
-                largest[r] = now;
-            }
-            for (int r = 0; r < R; r += kLanes) store(exponential(load(factor + r)), factor + r);
-            for (int r = 0; r < R; ++r) {
-                float* row = scores + r * kKeys;
-                F weights[kKeyVectors], sum = {};
-#pragma GCC unroll 16
-                for (int i = 0; i < kKeyVectors; ++i)
-                    weights[i] = exponential(load(row + i * kLanes) - base[r]);
-#pragma GCC unroll 16
-                for (int i = 0; i < kKeyVectors; ++i) {
-                    sum += weights[i];
-                    if constexpr (kPaired)
-                        store(weights[i], reinterpret_cast<BFloat16*>(row) + i * kLanes);
-                    else store(weights[i], row + i * kLanes);
-                }
-                weights_sum[r] = weights_sum[r] * factor[r] + sum_lanes(sum);
-                if (factor[r] == 1.0f) continue;
-                for (int64_t d = 0; d < head_dim; d += kLanes)
-                    store(load(result + r * head_dim + d) * factor[r], result + r * head_dim + d);
-            }
-        }
-
-        // result[r] += weights of r times the values of these keys.
-        void add_values(int64_t key, int num_keys, int64_t end) {
-            const float* values[kKeys / kBlockUnit];
-            for (int i = 0; i * kBlockUnit < num_keys; ++i) {
-                const int64_t position = key + i * kBlockUnit;
-                values[i] = values_at(position);
-                // The first lines of the next keys: from there on the hardware sees the stream.
-                if (position + kKeys < end)
-                    for (int u = 0; u < 8; ++u)
-                        prefetch_line(keys_at(position + kKeys) + u * call.cache.block_size);
-            }
-            int64_t d = 0;
-            constexpr int C = R <= 2 ? 4 : 2;
-            for (; d + C * kLanes <= head_dim; d += C * kLanes)
-                add_value_columns<C>(values, num_keys, d);
-            for (; d < head_dim; d += kLanes) add_value_columns<1>(values, num_keys, d);
-        }
-
-        template <int C>
-        __attribute__((noinline)) void add_value_columns(const float* const* values, int num_keys,
-                                                         int64_t d) {
-            F acc[R][C];
-            for (int r = 0; r < R; ++r)
-                for (int c = 0; c < C; ++c)
-                    acc[r][c] = load(result + r * head_dim + d + c * kLanes);
-            for (int first = 0; first < num_keys; first += kBlockUnit) {
-                const float* columns = values[first / kBlockUnit] + d;
-                multiply<T, kKind, R, C>(
-                    StridedRows<kKeys>{kPaired ? scores + first / 2 : scores + first},
-                    [&](int64_t k, int c) -> const void* {
-                        return columns + k * head_dim + c * kLanes;
-                    },
-                    std::min(kBlockUnit, num_keys - first), acc);
-            }
-            for (int r = 0; r < R; ++r)
-                for (int c = 0; c < C; ++c)
-                    store(acc[r][c], result + r * head_dim + d + c * kLanes);
+        NANOCORE_INLINE void at(int64_t pair) const {
+            for (int c = 0; c < C; ++c) prefetch_line(from[c] + pair * bytes);
         }
     };
+
+    template <int R>
+    void step(Panel& panel, const KeyTile& tile, const UnitsAhead& ahead, const KeyTile* next,
+              float* scores) const {
+        if constexpr (kDirect && R <= kDirectRows)
+            if (tile.is_int8) return step_of<R, Kind::kInt8>(panel, tile, ahead, next, scores);
+        step_of<R, kKind>(panel, tile, ahead, next, scores);
+    }
+
+    template <int R, Kind kind>
+    void step_of(Panel& panel, const KeyTile& tile, const UnitsAhead& ahead, const KeyTile* next,
+                 float* scores) const {
+        constexpr int C = std::min(kColumns<R>, kKeys / kLanes), V = R <= 2 ? 4 : 2;
+        const int num_keys = static_cast<int>(std::min<int64_t>(kKeys, panel.end - tile.key));
+        float* weights = scores + kMaxRows * kKeys;
+        float factor[R];
+        for (int first = 0; first < num_keys; first += C * kLanes) {
+            if (ahead.count)
+                score<R, kind, C, LinesAhead<C>>(panel, tile, num_keys, first, ahead, scores);
+            else score<R, kind, C, NoPrefetch>(panel, tile, num_keys, first, ahead, scores);
+        }
+        if (tile.key_scale) update_softmax<R, true>(panel, tile, num_keys, scores, weights, factor);
+        else update_softmax<R, false>(panel, tile, num_keys, scores, weights, factor);
+        // The first lines of the next keys: from there on the hardware sees the stream.
+        const int64_t line_stride = std::max<int64_t>(64, tile.key_stride);
+        if (next)
+            for (int i = 0; i < next->count; ++i)
+                for (int u = 0; u < 8; ++u) prefetch_line(next->keys[i] + u * line_stride);
+        int64_t d = 0;
+        for (; d + V * kLanes <= cache.head_dim; d += V * kLanes)
+            add_values<R, kind, V>(panel, tile, num_keys, weights, factor, d);
+        for (; d < cache.head_dim; d += kLanes)
+            add_values<R, kind, 1>(panel, tile, num_keys, weights, factor, d);
+    }
+
+    // scores[r][i] = q_r . k_(key + i), of whole vectors; those past num_keys mean nothing.
+    template <int R, Kind kind, int C, typename Ahead>
+    __attribute__((noinline)) void score(const Panel& panel, const KeyTile& tile, int num_keys,
+                                         int first, const UnitsAhead& units, float* scores) const {
+        if constexpr (R > 2 && C > 1)
+            if (num_keys - first <= kLanes)
+                return score<R, kind, 1, NoPrefetch>(panel, tile, num_keys, first, units, scores);
+        const char* columns[C];
+        Ahead ahead;
+        for (int c = 0; c < C; ++c) {
+            // Beyond the last key there is no block: the last vector is repeated.
+            const int at = std::min(first + c * kLanes, (num_keys - 1) / kLanes * kLanes);
+            columns[c] = tile.keys[at / kBlockUnit] + at % kBlockUnit * kUnitBytes<kind>;
+            const int unit = (first + c * kLanes) / kBlockUnit;
+            if constexpr (std::is_same_v<Ahead, LinesAhead<C>>) {
+                ahead.from[c] = unit < units.count ? units.units[unit] : columns[c];
+                ahead.bytes = cache.is_quantized() ? 32 : 64;
+            }
+        }
+        F acc[R][C] = {};
+        const float* rows = panel.queries;
+        int64_t offset = 0, line = 0;
+        for (int left = static_cast<int>(cache.head_dim); left > 0; left -= kLine) {
+            const float* row = rows;
+            for (int i = std::min(left, kLine); i > 0; i -= kStep, row += kStepUnits) {
+                ahead.at(line++);
+                multiply<T, kind, R, C>(
+                    StridedRows<kChunk>{row},
+                    [&](int64_t k, int c) -> const void* {
+                        return columns[c] + offset + row_of<kind>(k) * tile.key_stride;
+                    },
+                    kStep, acc);
+                offset += kRows<kind> * tile.key_stride;
+            }
+            rows += R * kChunk;
+        }
+        if (tile.key_scale)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; ++c) {
+                const F of_keys = load(tile.key_scale + first + c * kLanes);
+#pragma GCC unroll 12
+                for (int r = 0; r < R; ++r) acc[r][c] *= of_keys;
+            }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; ++c) store(acc[r][c], scores + r * kKeys + first + c * kLanes);
+    }
+
+    // Scores become weights relative to each row's base. factor: what a row's results so far are to
+    // be multiplied by.
+    template <int R, bool quantized>
+    __attribute__((noinline)) void update_softmax(Panel& panel, const KeyTile& tile, int num_keys,
+                                                  float* scores, float* weights,
+                                                  float* factor) const {
+        constexpr float infinity = std::numeric_limits<float>::infinity();
+        constexpr int kTogether = kPaired ? 2 * kLanes : kLanes;  // weights that are stored at once
+        const float unit = (softcap ? 1.0f : scale) * (kPaired ? kLog2E : 1.0f);
+        const int count = (num_keys + kTogether - 1) / kTogether * kTogether;
+        for (int r = 0; r < R; ++r) {
+            float* row = scores + r * kKeys;
+            const int64_t upper = panel.last_key[r] - tile.key;
+            const int64_t lower = window ? upper - window : -1;
+            if (softcap)
+                for (int i = 0; i < count; i += kLanes)
+                    store(tanh_of(load(row + i) * scale / softcap) * softcap, row + i);
+            if (upper < count - 1 || lower >= 0) hide(row, count, lower, upper);
+            F most = broadcast(-infinity);
+#pragma GCC unroll 4
+            for (int i = 0; i < count; i += kLanes) most = maximum(load(row + i), most);
+            factor[r] = 1.0f;
+            // As in FlashAttention-4 the base follows when it is far behind: then hardly ever.
+            if (lane_bits(most * unit > panel.base[r] + kBaseLag)) {
+                const float now = max_lanes(most) * unit;
+                factor[r] = shrinking(panel.base[r] - now);
+                panel.base[r] = now;
+            }
+            // With no key yet in the window there is nothing to be relative to.
+            const float base = panel.base[r] == -infinity ? 0.0f : panel.base[r];
+            const F sum = load(panel.sums + r * kLanes) * factor[r];
+            store(weigh<kPaired, quantized, R>(row, count, unit, base, tile.value_scale, sum,
+                                               weights + r * kChunk),
+                  panel.sums + r * kLanes);
+        }
+    }
+
+    // What weights become by a new base: 0 if there were none.
+    static float shrinking(float difference) {
+        if (difference == -std::numeric_limits<float>::infinity()) return 0.0f;
+        return exponential(broadcast(difference * (kPaired ? kLn2 : 1.0f)))[0];
+    }
+
+    // Leaves scores (lower, upper] of a row.
+    static void hide(float* row, int count, int64_t lower, int64_t upper) {
+        for (int i = 0; i < count; i += kLanes) {
+            const F index = lane_numbers() + static_cast<float>(i);
+            const auto hidden = (index > static_cast<float>(upper)) |
+                                (index <= static_cast<float>(lower));
+            const F nothing = broadcast(-std::numeric_limits<float>::infinity());
+            store(hidden ? nothing : load(row + i), row + i);
+        }
+    }
+
+    // result[r] += weights of r times these dimensions of the values.
+    template <int R, Kind kind, int C>
+    __attribute__((noinline)) void add_values(const Panel& panel, const KeyTile& tile, int num_keys,
+                                              const float* weights, const float* factor,
+                                              int64_t d) const {
+        const int64_t head_dim = cache.head_dim;
+        float* result = panel.result + d;
+        F acc[R][C];
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; ++c)
+                acc[r][c] = load(result + r * head_dim + c * kLanes) * factor[r];
+        for (int first = 0; first < num_keys; first += kBlockUnit) {
+            const char* column = tile.values[first / kBlockUnit] + d * kUnitBytes<kind>;
+            const float* rows = weights + first / kLine * (R * kChunk) +
+                                first % kLine * kChunk / kLine;
+            for (int i = std::min(kBlockUnit, num_keys - first); i > 0; i -= kStep) {
+                multiply<T, kind, R, C>(
+                    StridedRows<kChunk>{rows},
+                    [&](int64_t k, int c) -> const void* {
+                        const int64_t unit = row_of<kind>(k) * head_dim + c * kLanes;
+                        return column + unit * kUnitBytes<kind>;
+                    },
+                    kStep, acc);
+                rows += kStepUnits, column += kRows<kind> * head_dim * kUnitBytes<kind>;
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+            for (int c = 0; c < C; ++c)
+                store(acc[r][c], result + r * head_dim + c * kLanes);
+    }
 };
 
 }  // namespace nanocore

@@ -1,9 +1,8 @@
 """The native CPU kernels as a backend: a Python call for each, or a whole step in one.
 
 Every number of rows, chunking and batch gives a token the same bits (see multiply.h). K and V lie
-in the cache as products read them (rows.h), which needs blocks and heads of whole 16 values; other
-shapes and quantized caches, and experts, are computed by the torch backend. Shape suffixes: see
-`interface`.
+in the cache as products read them (kv_cache.h), which needs blocks and heads of whole 16 values;
+other shapes and caches of fp8 are computed by the torch backend. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
@@ -11,26 +10,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from ctypes import byref
-from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
-from nanocore.kernels.cpu import grouped_weight
-from nanocore.kernels.cpu.library import (
-    Library,
-    LinearWeightStruct,
-    NormWeightStruct,
-    StepStruct,
-)
+from nanocore.kernels.cpu.experts import PackedExperts, expert_operands_struct
+from nanocore.kernels.cpu.library import Library, NormWeightStruct, StepStruct
 from nanocore.kernels.cpu.program import (
     SAMPLES,
+    Captured,
     NotRecordable,
     Program,
     Recording,
+    Unknown,
     Workspace,
     record,
 )
@@ -38,18 +32,20 @@ from nanocore.kernels.cpu.structs import (
     DTYPES,
     cache_struct,
     edits_struct,
+    group_struct,
     mask_struct,
     norm_struct,
     step_struct,
     weight_struct,
 )
-from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
+from nanocore.kernels.cpu.weight_packing import TILE_COLUMNS, WeightPacking
+from nanocore.kernels.experts import Experts, ExpertWeights
+from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
     Filters,
     KVCache,
-    Logprobs,
     Noise,
     QKNorm,
     Replay,
@@ -57,9 +53,11 @@ from nanocore.kernels.interface import (
     Routing,
     SharedExpert,
 )
-from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding, check_quantization_name
+from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.rank_group import RankGroup, SharedMemoryGroup
 from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 
@@ -70,10 +68,7 @@ _OF_LOGITS: Final = frozenset(
     ("softcap", "best_token", "best_filtered_token", "edit_logits", "logprobs")
 )
 """Kernels whose rows are float32 always, so that they are told no dtype."""
-_TILE_COLUMNS = 32
 NATIVE_MULTIPLE = 16
-_PAGE_BYTES = 2 << 20
-_Weight = TypeVar("_Weight", bound=LinearWeight)
 
 
 class CpuKernels(TorchKernels):
@@ -86,6 +81,8 @@ class CpuKernels(TorchKernels):
     """
 
     name = "cpu"
+    kept_forms = frozenset({"grouped", "float8"})
+    stacks_experts = False
 
     def __init__(
         self,
@@ -94,54 +91,19 @@ class CpuKernels(TorchKernels):
         *,
         keeps_activations: bool = False,
     ) -> None:
-        self.keeps_activations = keeps_activations
         self.workspace = Workspace(library, cores)
         self.library = library
+        self.packing = WeightPacking(library, self.workspace, keeps_activations)
         self.variant = f"{library.instruction_set}, compiled as {library.digest}"
         self._recording: Recording | None = None
 
-    def pack_linear(self, weight: StoredWeight, quantization: str | None = None) -> LinearWeight:
-        check_quantization_name(quantization, ("int8", "int4"))
-        if isinstance(weight, Float8Weight):
-            weight = weight.dequantize().to(torch.bfloat16)
-        if isinstance(weight, GroupedWeight):
-            return self._pack_groups(weight)
-        packed = self._described(weight, quantization)
-        packed, struct = self._with_memory(packed)
-        weight = weight.contiguous()
-        self.library.call(
-            "pack", self.workspace.handle, DTYPES[weight.dtype], weight.data_ptr(), byref(struct)
-        )
-        return packed
-
-    def _described(self, weight_OI: Tensor, quantization: str | None) -> LinearWeight:
-        """How a weight of floats is to be kept; without memory."""
-        out_features, in_features = weight_OI.shape
-        if quantization is None:
-            return LinearWeight(out_features, in_features, weight_OI.dtype, torch.empty(0))
-        if quantization == "int4":
-            described = grouped_weight.four_bits(out_features, in_features)
-            if self.keeps_activations:
-                return replace(described, codebook=torch.arange(16.0) - 8.0)
-            return described
-        scale_O = torch.empty(-(-out_features // _TILE_COLUMNS) * _TILE_COLUMNS)
-        if self.keeps_activations:
-            return LinearWeight(out_features, in_features, torch.int8, torch.empty(0), scale_O)
-        return grouped_weight.eight_bits(out_features, in_features, scale_O)
-
-    def _pack_groups(self, weight: GroupedWeight) -> LinearWeight:
-        weight = grouped_weight.in_groups_that_fit(weight)
-        described = grouped_weight.described(weight, keeps_activations=self.keeps_activations)
-        packed, struct = self._with_memory(described)
-        rows = grouped_weight.rows_struct(weight)
-        self.library.call("pack_groups", self.workspace.handle, byref(rows), byref(struct))
-        return packed
-
-    def _with_memory(self, described: _Weight) -> tuple[_Weight, LinearWeightStruct]:
-        struct = weight_struct(described)
-        packed = huge_pages(self.library.call("packed_bytes", byref(struct)))
-        struct.packed = packed.data_ptr()
-        return replace(described, data=packed), struct
+    def pack_linear(
+        self,
+        weight: StoredWeight,
+        quantization: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearWeight:
+        return self.packing.pack(weight, quantization)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
         return self._linear(x_TI, weight, bias_O, x_TI.dtype)
@@ -153,7 +115,7 @@ class CpuKernels(TorchKernels):
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        if weight.out_features % (2 * _TILE_COLUMNS) == 0:
+        if weight.out_features % (2 * TILE_COLUMNS) == 0 and not weight.segments:
             return self._linear(x_TI, weight, bias_O, x_TI.dtype, _GATES[activation])
         return self._gate(self.linear(x_TI, weight, bias_O), activation)
 
@@ -181,6 +143,29 @@ class CpuKernels(TorchKernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps)
 
+    def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
+        x_TE, residual_TE = x_TE.contiguous(), residual_TE.contiguous()
+        width = x_TE.shape[1]
+        out_TE = self._empty(x_TE, width, x_TE.dtype)
+        self._run(
+            "add", x_TE, x_TE.data_ptr(), residual_TE.data_ptr(), width, out_TE.data_ptr()
+        )  # fmt: skip
+        return out_TE
+
+    def all_reduce(self, x_TE: Tensor, group: RankGroup, bias_E: Tensor | None = None) -> Tensor:
+        if not isinstance(group, SharedMemoryGroup) or x_TE.dtype not in DTYPES:
+            if group.size > 1:
+                self._refuse_recording("ranks that reduce in other ways than through shared memory")
+            return super().all_reduce(x_TE, group, bias_E)
+        x_TE = x_TE.contiguous()
+        if self._recording is not None:
+            self._recording.program.keep(group)
+        self._run(
+            "all_reduce", x_TE, byref(group_struct(group)), x_TE.data_ptr(), x_TE.shape[1],
+            None if bias_E is None else bias_E.data_ptr(),
+        )  # fmt: skip
+        return x_TE
+
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -198,17 +183,24 @@ class CpuKernels(TorchKernels):
         self._run("select", out_RE, x_TE.data_ptr(), x_TE.shape[1], out_RE.data_ptr())
         return out_RE
 
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+        return PackedExperts(weights)
+
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
-        self._refuse_recording("experts")
-        return super().moe(x_TE, gate_up_XIE, down_XEI, routing, shared, activation)
+        assert isinstance(experts, PackedExperts)
+        out_TE = self._empty(x_TE, x_TE.shape[1], x_TE.dtype)
+        self._run(
+            "moe", x_TE, x_TE.data_ptr(), x_TE.stride(0), byref(experts.struct),
+            byref(expert_operands_struct(routing, shared)), _GATES[activation], out_TE.data_ptr(),
+        )  # fmt: skip
+        return out_TE
 
     def rope_and_store_kv(
         self,
@@ -242,6 +234,7 @@ class CpuKernels(TorchKernels):
         if not _is_native(cache, q_THD.dtype):
             self._refuse_recording("this KV cache")
             return super().paged_attention(q_THD, cache, metadata, spec)
+        assert spec.scale > 0, "the largest product is the largest logit"
         num_heads, head_dim = q_THD.shape[1:]
         out = self._empty(q_THD, num_heads * head_dim, q_THD.dtype)
         self._run(
@@ -319,16 +312,16 @@ class CpuKernels(TorchKernels):
 
         def run(recording: Recording) -> Tensor:
             self._recording = recording
-            return compute(placeholder, _Unknown(), placeholder)  # type: ignore[arg-type]
+            return compute(placeholder, Unknown(), placeholder)  # type: ignore[arg-type]
 
         try:
-            program, result = record(self.workspace, max_tokens, max_samples, run)
+            program, result, rows = record(self.workspace, max_tokens, max_samples, run)
         except NotRecordable as reason:
             logger.info("kernels are called one by one, because a step has %s", reason)
             return None
         finally:
             self._recording = None
-        return Captured(program, result)
+        return Captured(program, result, rows)
 
     def _linear(
         self,
@@ -340,11 +333,16 @@ class CpuKernels(TorchKernels):
     ) -> Tensor:
         width = weight.out_features // 2 if gate else weight.out_features
         out_TO = self._empty(x_TI, width, out_dtype)
-        self._run(
-            "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(weight_struct(weight)),
-            None if bias_O is None else bias_O.data_ptr(), gate, DTYPES[out_dtype],
-            out_TO.data_ptr(), out_TO.stride(0),
-        )  # fmt: skip
+        segments = weight.segments or (weight,)
+        biases = weight.bias_of(bias_O) if weight.segments else [bias_O]
+        start = out_TO.data_ptr()
+        for segment, bias in zip(segments, biases, strict=True):
+            self._run(
+                "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(weight_struct(segment)),
+                None if bias is None else bias.data_ptr(), gate, DTYPES[out_dtype], start,
+                out_TO.stride(0),
+            )  # fmt: skip
+            start += segment.out_features * out_TO.element_size()
         return out_TO
 
     def _gate(self, x_TO: Tensor, activation: Activation) -> Tensor:
@@ -391,38 +389,10 @@ class CpuKernels(TorchKernels):
             raise NotRecordable(what)
 
 
-class _Unknown:
-    """In place of a step's metadata while there is no step: it is for kernels alone."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotRecordable(f"a look at {name}")
-
-
-class Captured:
-    """Implements `interface.Replay`."""
-
-    def __init__(self, program: Program, result: Tensor) -> None:
-        self.program, self._result = program, result
-
-    def __call__(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor:
-        step = step_struct(metadata)
-        step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
-        step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
-        self.program.run(step)
-        return self._result[: len(sample_index_R)]
-
-
 def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
     """Whether K and V lie in the cache in the native kernels' order."""
     block_size, head_dim = cache.k_NSKD.shape[1], cache.k_NSKD.shape[3]
     is_whole = block_size % NATIVE_MULTIPLE == 0 and head_dim % NATIVE_MULTIPLE == 0
-    return is_whole and cache.k_NSKD.dtype == dtype
-
-
-def huge_pages(num_bytes: int) -> Tensor:
-    """Memory in pages of 2 MiB where the system has them: weights are read as streams."""
-    memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
-    start = -memory.ctypes.data % _PAGE_BYTES
-    return torch.from_numpy(memory[start : start + num_bytes])
+    scale_dtype = None if cache.k_scale_NSK is None else cache.k_scale_NSK.dtype
+    stored = cache.k_NSKD.dtype, scale_dtype
+    return is_whole and stored in ((dtype, None), (torch.int8, torch.bfloat16))

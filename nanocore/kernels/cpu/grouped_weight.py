@@ -1,7 +1,7 @@
 """Grouped weights as the native kernels keep them: which layout each form of weight has in tiles.
 
-groups.h has the layouts. Scales and minima stay in the type that a checkpoint has them in; groups that
-are larger than the kernels' largest are cut, since parts of a group may have the same scale.
+groups.h has the layouts. Scales and minima stay in the type that a checkpoint has them in; groups
+that are larger than the kernels' largest are cut, since parts of a group may have the same scale.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 10
+ABI_VERSION: Final = 12
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -40,6 +40,32 @@ class LinearWeightStruct(ctypes.Structure):
         ("format", GroupFormatStruct),
         ("codebook", c_void_p),
         ("permutation", c_void_p),
+    )
+
+
+class ExpertWeightsStruct(ctypes.Structure):
+    """`ExpertWeights` of moe.h."""
+
+    _fields_ = (
+        ("num_experts", c_int64),
+        ("gates", POINTER(LinearWeightStruct)),
+        ("values", POINTER(LinearWeightStruct)),
+        ("downs", POINTER(LinearWeightStruct)),
+    )
+
+
+class ExpertOperandsStruct(ctypes.Structure):
+    """`ExpertOperands` of program.cpp."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("num_chosen", c_int64),
+        ("is_normalized", ctypes.c_bool),
+        ("shared_gate", c_void_p),
+        ("shared_gate_stride", c_int64),
+        ("shared_out", c_void_p),
+        ("shared_out_stride", c_int64),
     )
 
 
@@ -67,10 +93,25 @@ class CacheLayoutStruct(ctypes.Structure):
     _fields_ = (
         ("k", c_void_p),
         ("v", c_void_p),
+        ("k_scale", c_void_p),
+        ("v_scale", c_void_p),
         ("num_heads", c_int64),
         ("head_dim", c_int64),
         ("block_size", c_int64),
-        ("block_stride", c_int64),
+        ("block_bytes", c_int64),
+    )
+
+
+class RankGroupStruct(ctypes.Structure):
+    """`RankGroup` of collective.h."""
+
+    _fields_ = (
+        ("counters", c_void_p),
+        ("buffers", c_void_p),
+        ("buffer_bytes", c_int64),
+        ("rank", c_int64),
+        ("size", c_int64),
+        ("entered", c_void_p),
     )
 
 
@@ -154,7 +195,14 @@ _SIGNATURES: Final = {
         (*_KERNEL, c_void_p, c_int64, POINTER(LinearWeightStruct), c_void_p, c_int, c_int, c_void_p,
          c_int64),
     ),
+    "moe": (
+        None,
+        (*_KERNEL, c_void_p, c_int64, POINTER(ExpertWeightsStruct), POINTER(ExpertOperandsStruct),
+         c_int, c_void_p),
+    ),
     "gate": (None, (*_KERNEL, c_void_p, c_int64, c_int, c_void_p)),
+    "add": (None, (*_KERNEL, c_void_p, c_void_p, c_int64, c_void_p)),
+    "all_reduce": (None, (*_KERNEL, POINTER(RankGroupStruct), c_void_p, c_int64, c_void_p)),
     "rope": (
         None,
         (*_KERNEL, c_void_p, c_int64, POINTER(CacheLayoutStruct), POINTER(NormWeightStruct),

@@ -7,12 +7,12 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "gate.h"
 #include "codebook.h"
 #include "integers.h"
 #include "linear_weight.h"
+#include "workspace.h"
 
 namespace nanocore {
 
@@ -20,40 +20,18 @@ constexpr int64_t kRowBlockBytes = 512 << 10;  // of packed rows; half of a seco
 constexpr int64_t kPrefetchBytes = 8 << 10;    // how far ahead in a stream of weights
 constexpr int64_t kInlineBytes = 64 << 10;     // of rows packed sooner than threads are told
 
-// Memory that grows to what was needed once, on a cache line.
-class Scratch {
-   public:
-    ~Scratch() { std::free(data_); }
-    Scratch() = default;
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
-
-    float* of(int64_t num_bytes) {
-        if (num_bytes > size_) {
-            std::free(data_);
-            size_ = (num_bytes + 4095) / 4096 * 4096;
-            data_ = static_cast<float*>(std::aligned_alloc(64, size_));
-            if (!data_) std::abort();  // as the system does when memory is not there
-        }
-        return data_;
+// What is fetched while a tile is multiplied with one of some panels: with one panel, what is some
+// way ahead, of the next tile when this one ends; with more, a share of the next tile.
+inline Prefetch prefetch_beside(const LinearWeight& weight, const char* tile, const char* next,
+                                int64_t panel, int64_t num_panels) {
+    const int64_t bytes = weight.tile_bytes(), num_steps = weight.num_steps();
+    if (num_panels == 1) {
+        const int64_t step = bytes / num_steps, ahead = std::min(kPrefetchBytes, bytes) / step;
+        return {tile + ahead * step, step, num_steps - ahead, next};
     }
-
-   private:
-    float* data_ = nullptr;
-    int64_t size_ = 0;
-};
-
-// What a run of kernels shares. `panel` and `token_counts` are one for each thread; the counts are
-// zero between kernels.
-struct Workspace {
-    explicit Workspace(const std::vector<int>& cores)
-        : pool(cores), panel(cores.size()), token_counts(cores.size()) {}
-    Pool pool;
-    Scratch rows;
-    std::vector<Scratch> panel;
-    std::vector<std::vector<int32_t>> token_counts;
-    std::vector<int64_t> first_item;
-};
+    const int64_t share = bytes / num_panels;
+    return {next + panel * share, share / num_steps};
+}
 
 // Where threads find the weight of the next linear layer of a program.
 struct NextItems {
@@ -105,22 +83,31 @@ __attribute__((noinline)) void finish_tile(const float* products, int rows, cons
     }
 }
 
-// The same of two whole tiles, of which the first gates the second, whose scale and bias are `half`
-// features further on.
+// Scales and biases of a tile's columns, or null.
+template <typename T>
+struct TileEnd {
+    const float* scale;
+    const T* bias;
+};
+
+// The same of two tiles, of which the first gates the second.
 template <typename T>
 __attribute__((noinline)) void finish_gated(const float* gates, const float* values, int rows,
-                                            const float* scale, const T* bias, int64_t half,
-                                            Gate gate, T* out, int64_t out_stride) {
-    for (int first = 0; first < kTileColumns; first += kLanes) {
-        const auto finished = [&](const float* from, int r, int64_t offset) {
+                                            const TileEnd<T>& of_gates, const TileEnd<T>& of_values,
+                                            int columns, Gate gate, T* out, int64_t out_stride) {
+    for (int first = 0; first < columns; first += kLanes) {
+        const int count = std::min(columns - first, kLanes);
+        const auto finished = [&](const float* from, int r, const TileEnd<T>& of) {
             F y = load(from + r * kTileColumns + first);
-            if (scale) y *= load(scale + offset + first);
-            if (bias) y += load(bias + offset + first);
+            if (of.scale) y *= load(of.scale + first);
+            if (of.bias) y += load_some(of.bias + first, count);
             return rounded(y, out);
         };
         for (int r = 0; r < rows; ++r) {
             T* to = out + r * out_stride + first;
-            store(gated(gate, finished(gates, r, 0), finished(values, r, half), to), to);
+            const F y = gated(gate, finished(gates, r, of_gates), finished(values, r, of_values), to);
+            if (count == kLanes) store(y, to);
+            else store_some(y, to, count);
         }
     }
 }
@@ -302,18 +289,9 @@ struct LinearCall {
         return after->first + (tile - part_tiles()) / group * after->item_bytes;
     }
 
-    // With one panel, what is some way ahead, of the next tile when this one ends; with more, a
-    // share of the next tile.
-    Prefetch prefetch(int64_t tile, int64_t next, int part, int64_t panel,
-                      int64_t num_panels) const {
-        const int64_t bytes = weight.tile_bytes(), num_steps = weight.num_steps();
-        const char* then = tile_or_after(next, part);
-        if (num_panels == 1) {
-            const int64_t step = bytes / num_steps, ahead = std::min(kPrefetchBytes, bytes) / step;
-            return {tile_or_after(tile, part) + ahead * step, step, num_steps - ahead, then};
-        }
-        const int64_t share = bytes / num_panels;
-        return {then + panel * share, share / num_steps};
+    Prefetch prefetch(int64_t tile, int64_t next, int part, int64_t panel, int64_t num_panels) const {
+        return prefetch_beside(weight, tile_or_after(tile, part), tile_or_after(next, part), panel,
+                               num_panels);
     }
 
     template <typename Products>
@@ -357,9 +335,12 @@ struct LinearCall {
         const T* added = bias ? bias + column : nullptr;
         const int64_t width = std::min<int64_t>(kTileColumns, weight.out_features - column);
         if constexpr (std::is_same_v<T, Out>)
-            if (gate != Gate::kNone)
-                return finish_gated(products[0], products[1], count, scale, added,
-                                    weight.out_features / 2, gate, to, out_stride);
+            if (gate != Gate::kNone) {
+                const int64_t half = weight.out_features / 2;
+                const TileEnd<T> values{scale ? scale + half : nullptr, bias ? added + half : nullptr};
+                return finish_gated(products[0], products[1], count, {scale, added}, values,
+                                    kTileColumns, gate, to, out_stride);
+            }
         finish_tile(products[0], count, scale, added, static_cast<int>(width), to, out_stride);
     }
 };

@@ -8,10 +8,12 @@
 #include <functional>
 
 #include "attention.h"
-#include "packing.h"
+#include "collective.h"
 #include "logit_edits.h"
 #include "logprobs.h"
+#include "moe.h"
 #include "old_systems.h"
+#include "packing.h"
 #include "sampling.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
@@ -69,7 +71,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 10; }
+NANOCORE_API int nanocore_abi_version() { return 12; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -188,6 +190,37 @@ NANOCORE_API void nanocore_linear(void* program, int64_t rows, int dtype, const 
     });
 }
 
+// How experts are chosen, and where the shared one is; see Routing and SharedExpert.
+struct ExpertOperands {
+    const void* logits;
+    int64_t logits_stride, num_chosen;
+    bool is_normalized;
+    const void* shared_gate;
+    int64_t shared_gate_stride;
+    const void* shared_out;
+    int64_t shared_out_stride;
+};
+
+NANOCORE_API void nanocore_moe(void* program, int64_t rows, int dtype, const void* x,
+                               int64_t x_stride, const ExpertWeights* experts,
+                               const ExpertOperands* operands, int gate, void* out) {
+    Program* to = static_cast<Program*>(program);
+    // What comes before knows no better than that the first expert may be chosen.
+    const NextItems* after = to->add_linear(*experts->gates, 1);
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        const auto at = [](const void* memory) { return static_cast<const T*>(memory); };
+        MoeCall<T> call{
+            *experts,
+            {at(operands->logits), operands->logits_stride, experts->num_experts,
+             operands->num_chosen, operands->is_normalized},
+            {at(operands->shared_gate), operands->shared_gate_stride, at(operands->shared_out),
+             operands->shared_out_stride},
+            static_cast<Gate>(gate), at(x), x_stride, static_cast<T*>(out), after, 0};
+        append(program, rows, call, kNothing);
+    });
+}
+
 NANOCORE_API void nanocore_gate(void* program, int64_t rows, int dtype, const void* x,
                                 int64_t size, int gate, void* out) {
     with_type(dtype, [&](auto type) {
@@ -198,14 +231,34 @@ NANOCORE_API void nanocore_gate(void* program, int64_t rows, int dtype, const vo
     });
 }
 
+NANOCORE_API void nanocore_add(void* program, int64_t rows, int dtype, const void* a, const void* b,
+                               int64_t size, void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        AddCall<T> call{static_cast<const T*>(a), static_cast<const T*>(b), size,
+                        static_cast<T*>(out), 0};
+        append(program, rows, call, kNothing);
+    });
+}
+
+NANOCORE_API void nanocore_all_reduce(void* program, int64_t rows, int dtype,
+                                      const RankGroup* group, void* x, int64_t size,
+                                      const void* bias) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        AllReduceCall<T> call{*group, static_cast<T*>(x), size, static_cast<const T*>(bias), 0};
+        append(program, rows, call, kNothing);
+    });
+}
+
 struct CacheLayout {
-    void *k, *v;
-    int64_t num_heads, head_dim, block_size, block_stride;  // in values
+    void *k, *v, *k_scale, *v_scale;  // scales: of int8, else null
+    int64_t num_heads, head_dim, block_size, block_bytes;
 
     template <typename T>
     PagedKV<T> of() const {
-        return {static_cast<T*>(k), static_cast<T*>(v), num_heads, head_dim, block_size,
-                block_stride};
+        return {k,         v,        static_cast<BFloat16*>(k_scale), static_cast<BFloat16*>(v_scale),
+                num_heads, head_dim, block_size,                      block_bytes};
     }
 };
 

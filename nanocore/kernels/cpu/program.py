@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nanocore.kernels.cpu.library import Library, StepStruct
+from nanocore.kernels.cpu.structs import step_struct
+from nanocore.kernels.interface import AttentionMetadata
 
 TOKENS: Final = -1
 SAMPLES: Final = -2
@@ -123,8 +125,8 @@ class Recording(TorchFunctionMode):
 
 def record(
     workspace: Workspace, max_tokens: int, max_samples: int, run: Callable[[Recording], Tensor]
-) -> tuple[Program, Tensor]:
-    """The program of the kernels that `run` calls, and its result.
+) -> tuple[Program, Tensor, int]:
+    """The program of the kernels that `run` calls, its result, and that one's rows.
 
     Raises:
         NotRecordable: it called what is no kernel.
@@ -132,4 +134,27 @@ def record(
     recording = Recording(workspace, max_tokens, max_samples)
     with recording:
         result = run(recording)
-    return recording.program, result
+    return recording.program, result, recording.rows
+
+
+class Unknown:
+    """In place of a step's metadata while there is no step: it is for kernels alone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotRecordable(f"a look at {name}")
+
+
+class Captured:
+    """Implements `interface.Replay`. rows: of the result, TOKENS or SAMPLES."""
+
+    def __init__(self, program: Program, result: Tensor, rows: int) -> None:
+        self.program, self._result, self._rows = program, result, rows
+
+    def __call__(
+        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor:
+        step = step_struct(metadata)
+        step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
+        step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
+        self.program.run(step)
+        return self._result[: step.num_samples if self._rows == SAMPLES else step.num_tokens]

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "kv_cache.h"
 #include "linear.h"
 #include "packing.h"
 
@@ -20,6 +21,28 @@ inline void loop_rows(Pool& pool, int64_t rows, int64_t row_values, const Body& 
         for (int64_t row = item * group; row < stop; ++row) body(row);
     });
 }
+
+// a + b, rounded once.
+template <typename T>
+inline void add_values(const T* a, const T* b, int64_t count, T* out) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) store_nearest(load(a + i) + load(b + i), out + i);
+    for (; i < count; ++i) from_float(to_float(a[i]) + to_float(b[i]), out + i);
+}
+
+template <typename T>
+struct AddCall {
+    const T *a, *b;
+    int64_t size;
+    T* out;
+    int64_t rows;
+
+    void run(Workspace& workspace) const {
+        loop_rows(workspace.pool, rows, size, [&](int64_t row) {
+            add_values(a + row * size, b + row * size, size, out + row * size);
+        });
+    }
+};
 
 // The weight of a norm. In float32 beside activations of bfloat16 the product is rounded once;
 // otherwise the normed value is rounded before it, too.
@@ -127,38 +150,6 @@ struct EmbeddingCall {
                 unpack_feature(weight, feature, factor, to);
             else std::memset(to, 0, weight.in_features * sizeof(T));  // another rank's token
         });
-    }
-};
-
-// Paged K and V of one layer. Of each block and KV head K is [D / 2][S][2] and V is [S / 2][D][2]
-// in bfloat16, [D][S] and [S][D] in float32: as `multiply` reads columns, which are keys in one
-// product and dimensions in the other.
-template <typename T>
-struct PagedKV {
-    T* k;
-    T* v;
-    int64_t num_heads;
-    int64_t head_dim;
-    int64_t block_size;
-    int64_t block_stride;  // from a block to the next: other layers may lie between
-
-    static constexpr int kPair = sizeof(T) == 2 ? 2 : 1;
-
-    T* block(T* base, int64_t block_id, int64_t head) const {
-        return base + block_id * block_stride + head * block_size * head_dim;
-    }
-
-    // zero_next: also the slot that shares this one's pair, which holds nothing yet. It is
-    // multiplied by 0, and what an earlier request left there might be infinite.
-    void put(const T* key, const T* value, int64_t slot, int64_t head, bool zero_next) const {
-        const int64_t block_id = slot / block_size, s = slot % block_size;
-        T *to_k = block(k, block_id, head), *to_v = block(v, block_id, head);
-        for (int64_t d = 0; d < head_dim; ++d)
-            to_k[(d / kPair * block_size + s) * kPair + d % kPair] = key[d];
-        T* row = to_v + (s / kPair * head_dim) * kPair + s % kPair;
-        for (int64_t d = 0; d < head_dim; ++d) row[d * kPair] = value[d];
-        if (kPair == 2 && zero_next)
-            for (int64_t d = 0; d < head_dim; ++d) from_float(0.0f, row + d * kPair + 1);
     }
 };
 

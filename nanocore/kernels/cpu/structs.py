@@ -5,6 +5,7 @@ A struct holds addresses: what it was made of must outlive it.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Final
 
 import numpy as np
@@ -17,6 +18,7 @@ from nanocore.kernels.cpu.library import (
     EditLogitsStruct,
     LinearWeightStruct,
     NormWeightStruct,
+    RankGroupStruct,
     StepStruct,
     TokenListStruct,
     TokenMaskStruct,
@@ -24,6 +26,7 @@ from nanocore.kernels.cpu.library import (
 from nanocore.kernels.interface import AttentionMetadata, KVCache
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.rank_group import SharedMemoryGroup
 from nanocore.kernels.token_mask import TokenMask
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
@@ -61,11 +64,23 @@ def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
 
 
 def cache_struct(cache: KVCache) -> CacheLayoutStruct:
-    """Where one layer's K and V are; strides are in values."""
+    """Where one layer's K and V are, and their scales if they are quantized."""
     _, block_size, num_heads, head_dim = cache.k_NSKD.shape
-    k, v = cache.k_NSKD.data_ptr(), cache.v_NSKD.data_ptr()
-    block_stride = cache.k_NSKD.stride(0)
-    return CacheLayoutStruct(k, v, num_heads, head_dim, block_size, block_stride)
+    tensors = cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK
+    addresses = (None if x is None else x.data_ptr() for x in tensors)
+    return CacheLayoutStruct(*addresses, num_heads, head_dim, block_size, cache.block_bytes)
+
+
+def group_struct(group: SharedMemoryGroup) -> RankGroupStruct:
+    """A group of ranks, as one of them knows it."""
+    return RankGroupStruct(
+        group.counters.data_ptr(),
+        group.buffers.data_ptr(),
+        group.buffer_bytes,
+        group.rank,
+        group.size,
+        ctypes.addressof(group.entered),
+    )
 
 
 def step_struct(metadata: AttentionMetadata) -> StepStruct:

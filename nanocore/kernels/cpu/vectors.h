@@ -158,13 +158,18 @@ NANOCORE_INLINE float max_lanes(F x) {
 }
 
 // Round to nearest even; NaN stays NaN.
-NANOCORE_INLINE H to_bfloat16(F x) {
-#if defined(__AVX512BF16__)
-    return reinterpret_cast<H>(_mm512_cvtneps_pbh(x));  // subnormals become 0
-#else
+NANOCORE_INLINE H to_nearest_bfloat16(F x) {
     U bits = reinterpret_cast<U>(x);
     U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     return __builtin_convertvector(x == x ? rounded : broadcast(uint32_t{0x7fc0}), H);
+}
+
+// The same where the instruction is lacking; with it subnormals become 0.
+NANOCORE_INLINE H to_bfloat16(F x) {
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<H>(_mm512_cvtneps_pbh(x));
+#else
+    return to_nearest_bfloat16(x);
 #endif
 }
 
@@ -210,6 +215,12 @@ NANOCORE_INLINE U load(const uint32_t* from) { return *reinterpret_cast<const UA
 NANOCORE_INLINE void store(F x, float* to) { *reinterpret_cast<FAny*>(to) = x; }
 NANOCORE_INLINE void store(F x, BFloat16* to) {
     *reinterpret_cast<HAny*>(to) = to_bfloat16(x);
+}
+
+// The same bits with every instruction set, and torch's.
+NANOCORE_INLINE void store_nearest(F x, float* to) { store(x, to); }
+NANOCORE_INLINE void store_nearest(F x, BFloat16* to) {
+    *reinterpret_cast<HAny*>(to) = to_nearest_bfloat16(x);
 }
 
 // What x becomes when it is stored and loaded again.

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.experts import StackedExperts
 from nanocore.kernels.interface import SharedExpert
 from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
@@ -108,8 +109,7 @@ def weighted_sum_kernel(
 
 def moe(
     x_TE: Tensor,
-    gate_up_XIE: Tensor,
-    down_XEI: Tensor,
+    experts: StackedExperts,
     expert_ids_TC: Tensor,
     weights_TC: Tensor,
     activation: Activation = "silu",
@@ -122,7 +122,7 @@ def moe(
     With batch_invariant the tile does not depend on T.
     """
     num_tokens, hidden = x_TE.shape
-    num_experts, _, inner = down_XEI.shape
+    num_experts, _, inner = experts.down_XEI.shape
     num_chosen = expert_ids_TC.shape[1]
     out = torch.empty(num_tokens, hidden, dtype=x_TE.dtype, device=x_TE.device)
     if num_tokens == 0:
@@ -138,8 +138,8 @@ def moe(
         )
     tiles = plan(expert_ids_TC.contiguous(), num_experts, up_tile.block_t)
     inner_PI, out_PE = x_TE.new_empty(num_pairs, inner), x_TE.new_empty(num_pairs, hidden)
-    _multiply_grouped(x_TE, gate_up_XIE, inner_PI, tiles, num_chosen, up_tile, activation)
-    _multiply_grouped(inner_PI, down_XEI, out_PE, tiles, 1, down_tile, None)
+    _multiply_grouped(x_TE, experts.gate_up_XIE, inner_PI, tiles, num_chosen, up_tile, activation)
+    _multiply_grouped(inner_PI, experts.down_XEI, out_PE, tiles, 1, down_tile, None)
     gate, added, gate_stride, added_stride = None, None, 1, 1
     if shared is not None:
         gate, added = shared.gate_T1, shared.out_TE

@@ -23,6 +23,9 @@ import triton
 from torch import Tensor
 
 from nanocore.kernels.activation import Activation
+from nanocore.kernels.experts import Experts, StackedExperts
+from nanocore.kernels.group_quantization import quantize_groups
+from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
@@ -35,13 +38,30 @@ from nanocore.kernels.interface import (
     Routing,
     SharedExpert,
 )
-from nanocore.kernels.linear_weight import FP8, LinearWeight, TokenEmbedding
+from nanocore.kernels.linear_weight import (
+    FP8,
+    LinearWeight,
+    TokenEmbedding,
+    can_multiply_float8,
+    pack_rows,
+)
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.triton import attention, filtered_sampling, gate, matmul, norm, rope, sampling
+from nanocore.kernels.triton import (
+    attention,
+    filtered_sampling,
+    gate,
+    grouped_linear,
+    grouped_rows,
+    matmul,
+    norm,
+    rope,
+    sampling,
+)
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.kernels.triton.fp8_linear import fp8_linear
+from nanocore.kernels.triton.grouped_packing import GroupedLinear, pack_float8, pack_groups
 from nanocore.kernels.triton.moe import moe
 from nanocore.kernels.triton.routing import route
 
@@ -60,6 +80,7 @@ class TritonKernels(TorchKernels):
 
     name = "triton"
     graph_support: GraphSupport = "always"
+    kept_forms = frozenset({"grouped", "float8"})
 
     def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
         self.variant = f"triton {triton.__version__}, {device.type}"
@@ -73,7 +94,37 @@ class TritonKernels(TorchKernels):
             raise ValueError(f"the device is {device}, and Triton's kernels are for CUDA; use auto")
         self.batch_invariant = batch_invariant
 
+    def pack_linear(
+        self,
+        weight: StoredWeight,
+        quantization: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LinearWeight:
+        """As `interface` has it; stored numbers of few bits stay what they are.
+
+        E4M3 with a scale for each output is multiplied with activations in E4M3, as its format
+        means it, where the device and the sizes allow it. Scales of blocks would have each product
+        of eight bits summed up by blocks, which is slower than bfloat16's: activations stay as
+        they are there, and with batch invariance, since torch's product depends on the batch.
+        """
+        if isinstance(weight, GroupedWeight):
+            return pack_groups(weight)
+        if isinstance(weight, Float8Weight):
+            if self.batch_invariant or weight.has_blocks or not self._has_fp8(weight.values_OI):
+                return pack_float8(weight)
+            out_features, in_features = weight.values_OI.shape
+            scale_O = weight.scale.float().flatten().contiguous()
+            values_OI = weight.values_OI.contiguous()
+            return LinearWeight(out_features, in_features, FP8, values_OI, scale_O)
+        if quantization == "int4":
+            return pack_groups(quantize_groups(weight))
+        return pack_rows(weight, quantization, dtype)
+
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
+        if weight.segments:
+            return self._linear_in_segments(x_TI, weight, bias_O)
+        if isinstance(weight, GroupedLinear):
+            return grouped_linear.linear(x_TI, weight, bias_O, batch_invariant=self.batch_invariant)
         if weight.dtype == FP8:
             return fp8_linear(x_TI, weight, bias_O)
         if self._is_ours(weight):
@@ -87,6 +138,12 @@ class TritonKernels(TorchKernels):
         bias_O: Tensor | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
+        if weight.segments:
+            return gate.gated(self.linear(x_TI, weight, bias_O), activation)
+        if isinstance(weight, GroupedLinear):
+            return grouped_linear.gated_linear(
+                x_TI, weight, bias_O, activation, batch_invariant=self.batch_invariant
+            )
         if weight.dtype == FP8:
             return gate.gated(fp8_linear(x_TI, weight, bias_O), activation)
         if self._is_ours(weight) or len(x_TI) <= FUSED_GATE_TOKENS:
@@ -97,7 +154,11 @@ class TritonKernels(TorchKernels):
 
     def logits(self, x_RE: Tensor, weight: LinearWeight, softcap: float = 0.0) -> Tensor:
         assert weight.dtype != FP8, "a head stays in the model's dtype"
-        if self._is_ours(weight):
+        if isinstance(weight, GroupedLinear):
+            logits_RV = grouped_linear.linear(
+                x_RE, weight, out_dtype=torch.float32, batch_invariant=self.batch_invariant
+            )
+        elif self._is_ours(weight):
             logits_RV = self._multiply(x_RE, weight, out_dtype=torch.float32)
         elif x_RE.is_cuda and x_RE.dtype != torch.float32:
             # Not rounded on the way: there are no ties then that the product has not.
@@ -109,7 +170,15 @@ class TritonKernels(TorchKernels):
     def begin_step(
         self, rows: StepRows, embedding: TokenEmbedding | None
     ) -> tuple[Tensor, Tensor | None]:
-        return begin_step(rows, embedding)
+        if embedding is None or not isinstance(embedding.weight, GroupedLinear):
+            return begin_step(rows, embedding)
+        block_table_BM, _ = begin_step(rows, None)
+        return block_table_BM, grouped_rows.embed(rows.token_ids(), embedding)
+
+    def embedding(self, token_ids_T: Tensor, embedding: TokenEmbedding) -> Tensor:
+        if isinstance(embedding.weight, GroupedLinear):
+            return grouped_rows.embed(token_ids_T, embedding)
+        return super().embedding(token_ids_T, embedding)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
@@ -127,16 +196,15 @@ class TritonKernels(TorchKernels):
     def moe(
         self,
         x_TE: Tensor,
-        gate_up_XIE: Tensor,
-        down_XEI: Tensor,
+        experts: Experts,
         routing: Routing,
         shared: SharedExpert | None = None,
         activation: Activation = "silu",
     ) -> Tensor:
+        assert isinstance(experts, StackedExperts)
         return moe(
             x_TE,
-            gate_up_XIE,
-            down_XEI,
+            experts,
             *route(routing),
             activation,
             shared,
@@ -180,6 +248,11 @@ class TritonKernels(TorchKernels):
         self, logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
     ) -> tuple[Tensor, Tensor]:
         return filtered_sampling.best_filtered_token(logits_RV, noise, filters, mask)
+
+    def _has_fp8(self, values_OI: Tensor) -> bool:
+        """Whether torch's product of E4M3 takes such a weight."""
+        is_old = values_OI.is_cuda and torch.cuda.get_device_capability(values_OI.device) < (8, 9)
+        return can_multiply_float8(values_OI) and not is_old
 
     def _is_ours(self, weight: LinearWeight) -> bool:
         """Whether a product is not for cuBLAS."""

@@ -3,7 +3,8 @@
 Each rank has two buffers and a counter of the exchanges it has entered. An exchange: copy into
 buffer `count % 2`, advance the counter, wait until every rank's counter has got there, read all
 buffers. Results are added in order of rank, so every rank has the same bits. No thread, no socket:
-a rank that stops is noticed by the executor, which sees by `progress` who is behind.
+a rank that stops is noticed by the executor, which sees by `progress` who is behind. Native kernels
+do the same (`kernels/cpu/collective.h`), within steps that are replayed or not.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from nanocore.kernels.rank_group import SharedMemoryGroup
 from nanocore.worker.communication import shm_region
 from nanocore.worker.communication.shm_region import SharedRegion
 
@@ -34,7 +36,7 @@ def _payload_bytes(num_ranks: int, buffer_bytes: int) -> int:
     return 2 * num_ranks * buffer_bytes
 
 
-class ShmCommunicator:
+class ShmCommunicator(SharedMemoryGroup):
     """Implements `Communicator`.
 
     Args:
@@ -45,11 +47,9 @@ class ShmCommunicator:
     def __init__(self, fd: int, rank: int, size: int, buffer_bytes: int) -> None:
         assert 0 <= rank < size >= 2, f"rank {rank} of {size}"
         assert buffer_bytes % 8 == 0, f"buffers of {buffer_bytes} bytes split a number"
-        self.rank, self.size = rank, size
-        self._buffer_bytes = buffer_bytes
         self._region = SharedRegion(fd, size, _payload_bytes(size, buffer_bytes))
+        super().__init__(rank, size, buffer_bytes, self._region.counters, self._region.payload)
         self._buffers: dict[torch.dtype, list[list[Tensor]]] = {}
-        self._count = 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, of x's dtype; bfloat16 is added in float32. Overwrites x."""
@@ -83,21 +83,22 @@ class ShmCommunicator:
         length = len(both_buffers[0][0])
         flat = x.view(-1)
         for part in (flat,) if len(flat) <= length else flat.split(length):
-            self._count += 1
-            buffers = [buffer[: len(part)] for buffer in both_buffers[self._count % 2]]
-            # Nobody reads the buffer we overwrite: it was that of exchange count - 2. We have
-            # left count - 1, so every rank had entered count - 1, so it had left count - 2. One
+            self.entered.value += 1
+            number = self.entered.value
+            buffers = [buffer[: len(part)] for buffer in both_buffers[number % 2]]
+            # Nobody reads the buffer we overwrite: it was that of exchange number - 2. We have
+            # left number - 1, so every rank had entered number - 1, so it had left number - 2. One
             # wait per exchange is enough because there are two buffers.
             buffers[self.rank].copy_(part)
-            self._region.publish(self.rank, self._count)
+            self._region.publish(self.rank, number)
             for rank in range(self.size):
-                self._region.wait(rank, self._count)
+                self._region.wait(rank, number)
             yield part, buffers
 
     def _buffers_of(self, dtype: torch.dtype) -> list[list[Tensor]]:
         """All buffers as tensors of this dtype: the even ones of every rank, and the odd ones."""
         if dtype not in self._buffers:
-            shape = (2, self.size, self._buffer_bytes // dtype.itemsize)
-            buffers = self._region.payload.view(dtype).view(shape)
+            shape = (2, self.size, self.buffer_bytes // dtype.itemsize)
+            buffers = self.buffers.view(dtype).view(shape)
             self._buffers[dtype] = [list(half) for half in buffers]
         return self._buffers[dtype]

@@ -59,13 +59,14 @@ def read_counters(fd: int, num_counters: int) -> list[int]:
 class SharedRegion:
     """A mapping of a region; it ends with the last object that refers to it.
 
-    payload: uint8 [payload_bytes].
+    payload: uint8 [payload_bytes]. counters: int64, a cache line of words for each.
     """
 
     def __init__(self, fd: int, num_counters: int, payload_bytes: int) -> None:
         offset = payload_offset(num_counters)
         mapping = mmap.mmap(fd, offset + payload_bytes)
         self._words = memoryview(mapping)[:offset].cast("Q")
+        self.counters = torch.frombuffer(mapping, dtype=torch.int64, count=offset // 8)
         self.payload = torch.frombuffer(mapping, dtype=torch.uint8, offset=offset)
 
     def publish(self, counter: int, value: int) -> None:

@@ -96,8 +96,8 @@ def parse_model_config(
 
 
 def _refuse_what_no_family_has(settings: Settings) -> None:
-    """Settings of quantized, multimodal and bidirectional models."""
-    for name in ("quantization_config", "compression_config", "text_config", "vision_config"):
+    """Settings of multimodal and bidirectional models."""
+    for name in ("text_config", "vision_config"):
         if settings.has(name):
             raise settings.error(name)
     for name in ("use_bidirectional_attention", "is_encoder_decoder"):

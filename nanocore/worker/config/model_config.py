@@ -49,7 +49,8 @@ class ModelConfig:
     rope: for both layer types, whether or not a layer has them; empty if no layer rotates.
     unrotated_layers: indices of those whose heads do not (NoPE: Kazemnejad et al. 2023).
     moe: None if all layers are dense.
-    qk_norm: heads of Q and K are normed. norm_offset: what norm weights are stored less.
+    qk_norm: heads of Q and K are normed. norm_offset: what norm weights are stored less, unless
+    norms_are_whole: this checkpoint has it in them.
     """
 
     architecture: str
@@ -82,6 +83,7 @@ class ModelConfig:
     moe: MoeConfig | None
     qk_norm: bool
     norm_offset: float
+    norms_are_whole: bool = False
     fits_float16: bool
     generation: GenerationDefaults
 

@@ -163,9 +163,8 @@ def check_batch_invariance(config: WorkerConfig, model: ModelConfig, kernels: Ke
     if found := computed_by_torch(config, model):
         raise ConfigError(
             f"--batch-invariant: with {' and '.join(found)} part of the model is computed by torch "
-            "on a CPU, whose results depend on the batch; leave it out, or use a plain KV cache in "
-            f"blocks of {NATIVE_MULTIPLE} tokens, and a model without experts whose heads are "
-            f"multiples of {NATIVE_MULTIPLE}"
+            "on a CPU, whose results depend on the batch; leave it out, or use blocks of "
+            f"{NATIVE_MULTIPLE} tokens, and a model whose heads are multiples of {NATIVE_MULTIPLE}"
         )
 
 
@@ -173,8 +172,6 @@ def computed_by_torch(config: WorkerConfig, model: ModelConfig) -> list[str]:
     """What the native CPU kernels leave to torch, whose results depend on the batch."""
     block_size, head_dim = config.block_size, model.head_dim
     causes = {
-        "experts": model.moe is not None,
-        f"--kv-cache-dtype {config.kv_cache_dtype}": config.kv_cache_dtype != "auto",
         f"heads of {head_dim} values": head_dim % NATIVE_MULTIPLE != 0,
         f"--block-size {block_size}": block_size % NATIVE_MULTIPLE != 0,
     }

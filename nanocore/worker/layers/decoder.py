@@ -23,7 +23,7 @@ from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.norm import Norm, RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.layers.rotary import rotary_table
-from nanocore.worker.loading.weights import EMBEDDING, HEAD, Entries, Entry, without_parts
+from nanocore.worker.loading.weights import EMBEDDING, HEAD, Entries, without_parts
 from nanocore.worker.memory.kv_memory import KVSpec
 from nanocore.worker.placement import Placement
 
@@ -46,7 +46,7 @@ class Layer(Protocol):
         ...
 
     def pack(self, packer: WeightPacker) -> None:
-        """Hand the loaded weights to the backend, once; `entries` is to be asked before."""
+        """Have the backend pack each weight as soon as it is filled; once."""
         ...
 
     def __call__(
@@ -64,7 +64,7 @@ class MLP(Protocol):
         ...
 
     def pack(self, packer: WeightPacker) -> None:
-        """Hand the loaded weights to the backend, once; `entries` is to be asked before."""
+        """Have the backend pack each weight as soon as it is filled; once."""
         ...
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor: ...
@@ -179,12 +179,9 @@ class DecoderModel:
         return None if name == HEAD and self.config.tie_word_embeddings else name
 
     def pack(self, packer: WeightPacker) -> None:
-        """Hand the loaded weights to the backend, once; `entries` is to be asked before."""
+        """Have the backend pack each weight as soon as it is filled; once."""
         for layer in self.layers:
             layer.pack(packer)
-        if self.norm is not None and self.config.logits_divisor != 1.0:
-            # Which divides the logits, and costs nothing.
-            self.norm.weight = self.norm.weight / self.config.logits_divisor
         if self.head is not None:
             self.head.pack(packer)
         if self.embedding is not None and self.embedding is not self.head:
@@ -193,6 +190,12 @@ class DecoderModel:
                 self.embedding.pack(packer)
             else:
                 self.embedding.pack_as_embedding(packer)
+
+    def finish(self) -> None:
+        """What is to be done once all is filled."""
+        if self.norm is not None and self.config.logits_divisor != 1.0:
+            # Which divides the logits, and costs nothing.
+            self.norm.weight = self.norm.weight / self.config.logits_divisor
 
     def rotary_tables(self, max_len: int) -> dict[str, Rotary]:
         """cos and sin for positions below max_len, by `ModelConfig.rotation`."""
@@ -227,7 +230,7 @@ class DecoderModel:
             x_TE, residual_TE = layer(x_TE, residual_TE, cache, context)
         assert residual_TE is not None, "a stage has at least one layer"
         if self.norm is None:
-            return x_TE + residual_TE
+            return context.kernels.add(x_TE, residual_TE)
         return self.norm.select_add(x_TE, residual_TE, sample_index_R, context.kernels)
 
     def compute_logits(self, hidden_RE: Tensor, kernels: Kernels) -> Tensor:
@@ -235,16 +238,23 @@ class DecoderModel:
         assert self.head is not None, "logits leave at the last stage"
         return self.head.logits(hidden_RE, self.config.final_logit_softcapping, kernels)
 
-    def _vocabulary(self) -> VocabParallelEmbedding:
+    def _vocabulary(self, placement: Placement | None = None) -> VocabParallelEmbedding:
         config = self.config
-        return VocabParallelEmbedding(self.placement, config.vocab_size, config.hidden_size)
+        return VocabParallelEmbedding(
+            placement or self.placement, config.vocab_size, config.hidden_size
+        )
 
     def _vocabulary_entries(self) -> Entries:
         """A tied matrix is one tensor that the first and the last stage both keep."""
-        shape = (self.config.vocab_size, self.config.hidden_size)
-        embedding = Entry(shape, self.embedding.parts() if self.embedding else [])
-        head = Entry(shape, self.head.parts() if self.head else [])
-        if not self.config.tie_word_embeddings:
-            return {EMBEDDING: embedding, HEAD: head}
-        parts = embedding.parts if self.head is self.embedding else embedding.parts + head.parts
-        return {EMBEDDING: Entry(shape, parts)}
+        ends = {EMBEDDING: self.embedding, HEAD: self.head}
+        if self.config.tie_word_embeddings:
+            ends = {EMBEDDING: self.embedding or self.head}
+        entries = Entries()
+        for tensor, end in ends.items():
+            name = tensor.removesuffix(".weight")
+            if end is not None:
+                entries |= end.entries(name)
+            else:
+                elsewhere = self._vocabulary(self.placement.on_meta())
+                entries |= without_parts(elsewhere.entries(name))
+        return entries

@@ -11,8 +11,8 @@ from torch import Tensor
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step_rows import StepRows
-from nanocore.worker.layers.packing import Weight, WeightPacker
-from nanocore.worker.loading.weights import Part
+from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
 
 
@@ -21,16 +21,17 @@ class VocabParallelEmbedding:
 
     def __init__(self, placement: Placement, vocab_size: int, hidden_size: int) -> None:
         self.tp = placement.tp
+        self.shape = vocab_size, hidden_size
         range_size = -(-vocab_size // self.tp.size)
         self.first_token = min(self.tp.rank * range_size, vocab_size)
         self.num_tokens = min(range_size, vocab_size - self.first_token)
         self.dtype = placement.dtype
-        self.weight = Weight(placement.empty(self.num_tokens, hidden_size))
+        self.weight = Weight(placement, self.num_tokens, hidden_size)
 
-    def parts(self) -> list[Part]:
-        """What this rank keeps of the checkpoint's matrix."""
+    def entries(self, name: str) -> Entries:
+        """Where the checkpoint's matrix of this name goes."""
         rows = slice(self.first_token, self.first_token + self.num_tokens)
-        return [Part(self.weight.parameter, (rows,))]
+        return self.weight.entries(Projection(name, self.shape, rows, slice(0, self.shape[1])))
 
     def pack(self, packer: WeightPacker) -> None:
         """See `Weight`; for `embed` and `logits`."""
@@ -43,13 +44,13 @@ class VocabParallelEmbedding:
     def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:
         """Embeddings times factor, [T, E]."""
         x_TE = kernels.embedding(token_ids_T, self._tokens(factor))
-        return x_TE if self.tp.size == 1 else self.tp.all_reduce(x_TE)
+        return x_TE if self.tp.size == 1 else kernels.all_reduce(x_TE, self.tp)
 
     def begin_step(self, rows: StepRows, factor: float, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """(block ids of the step's sequences, what `embed` says of its tokens)."""
         block_table_BM, x_TE = kernels.begin_step(rows, self._tokens(factor))
         assert x_TE is not None, "with an embedding there are hidden states"
-        return block_table_BM, x_TE if self.tp.size == 1 else self.tp.all_reduce(x_TE)
+        return block_table_BM, x_TE if self.tp.size == 1 else kernels.all_reduce(x_TE, self.tp)
 
     def logits(self, hidden_RE: Tensor, softcap: float, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, num_tokens]; see `Kernels.logits`."""

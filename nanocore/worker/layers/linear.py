@@ -6,12 +6,12 @@ al. 2019). Projections of the same input are stacked into one weight, whatever t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
-from nanocore.worker.layers.packing import Weight, WeightPacker
+from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
 from nanocore.worker.loading.weights import Entries, Entry, Part, whole
 from nanocore.worker.placement import Placement
 
@@ -57,22 +57,33 @@ class ColumnParallelLinear:
         self.in_features = in_features
         self.parts = parts
         self.sizes = [rows.size for rows in parts]
-        self.weight = Weight(placement.empty(sum(self.sizes), in_features))
+        self.weight = Weight(placement, sum(self.sizes), in_features)
         self.bias = placement.empty(sum(self.sizes)) if bias else None
 
     def entries(self, *names: str) -> Entries:
-        """One checkpoint tensor per projection, in the order of `parts`."""
-        weight_names = [f"{name}.weight" for name in names]
-        entries = self._entries(self.weight.parameter, (self.in_features,), weight_names)
+        """One projection of the checkpoint for each of `parts`, in their order."""
+        entries = self.weight.entries(
+            *map(self._projection, names, self.parts, (rows.total for rows in self.parts))
+        )
         if self.bias is not None:
-            entries |= self._entries(self.bias, (), [f"{name}.bias" for name in names])
+            biases = zip(names, self.parts, self.bias.split(self.sizes), strict=True)
+            entries |= {
+                f"{name}.bias": Entry((rows.total,), [Part(target, (rows.kept,))])
+                for name, rows, target in biases
+            }
         return entries
 
     def fused_entries(self, name: str) -> Entries:
-        """One checkpoint tensor that stacks the projections whole, one after the other."""
-        entries = {f"{name}.weight": self._fused_entry(self.weight.parameter)}
+        """One projection of the checkpoint that stacks them whole, one after the other."""
+        offset, stacked = 0, []
+        for rows in self.parts:
+            stacked.append(replace(rows, start=offset + rows.start))
+            offset += rows.total
+        entries = self.weight.entries(*(self._projection(name, rows, offset) for rows in stacked))
         if self.bias is not None:
-            entries[f"{name}.bias"] = self._fused_entry(self.bias)
+            targets = zip(stacked, self.bias.split(self.sizes), strict=True)
+            parts = [Part(target, (rows.kept,)) for rows, target in targets]
+            entries[f"{name}.bias"] = Entry((offset,), parts)
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
@@ -82,19 +93,9 @@ class ColumnParallelLinear:
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         return kernels.linear(x, self.weight.packed, self.bias)
 
-    def _fused_entry(self, stacked: Tensor) -> Entry:
-        parts, offset = [], 0
-        for rows, target in zip(self.parts, stacked.split(self.sizes), strict=True):
-            start = offset + rows.start
-            parts.append(Part(target, (slice(start, start + rows.size),)))
-            offset += rows.total
-        return Entry((offset, *stacked.shape[1:]), parts)
-
-    def _entries(self, stacked: Tensor, rest: tuple[int, ...], names: list[str]) -> Entries:
-        return {
-            name: Entry((rows.total, *rest), [Part(target, (rows.kept,))])
-            for name, rows, target in zip(names, self.parts, stacked.split(self.sizes), strict=True)
-        }
+    def _projection(self, name: str, rows: Rows, num_rows: int) -> Projection:
+        shape = num_rows, self.in_features
+        return Projection(name, shape, rows.kept, slice(0, self.in_features))
 
 
 class RowParallelLinear:
@@ -115,15 +116,16 @@ class RowParallelLinear:
         self.tp = placement.tp
         self.in_features = in_features
         self.columns = Rows.share(placement, in_features, what)
-        self.weight = Weight(placement.empty(out_features, self.columns.size))
+        self.weight = Weight(placement, out_features, self.columns.size)
         self.bias = placement.empty(out_features) if bias else None
 
     def entries(self, name: str) -> Entries:
         """The checkpoint's weight, and bias if there is one."""
-        parameter = self.weight.parameter
-        num_rows = len(parameter)
-        index = (slice(0, num_rows), self.columns.kept)
-        entries = {f"{name}.weight": Entry((num_rows, self.in_features), [Part(parameter, index)])}
+        num_rows = self.weight.out_features
+        shape = num_rows, self.in_features
+        entries = self.weight.entries(
+            Projection(name, shape, slice(0, num_rows), self.columns.kept)
+        )
         if self.bias is not None:
             entries[f"{name}.bias"] = whole(self.bias)
         return entries
@@ -134,9 +136,8 @@ class RowParallelLinear:
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         is_alone = self.tp.size == 1  # then the bias is added before the result is rounded
-        bias = self.bias if is_alone else None
-        y = self.tp.all_reduce(kernels.linear(x, self.weight.packed, bias))
-        return y if is_alone or self.bias is None else y + self.bias
+        y = kernels.linear(x, self.weight.packed, self.bias if is_alone else None)
+        return kernels.all_reduce(y, self.tp, None if is_alone else self.bias)
 
     def partial_sum(self, x: Tensor, kernels: Kernels) -> Tensor:
         """What this rank adds to the sum, for callers that have more to add before reducing it."""

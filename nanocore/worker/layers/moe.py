@@ -8,17 +8,22 @@ rank, and since ranks agree on hidden states to the bit, they agree on the exper
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
+from nanocore.kernels.experts import Experts, ExpertWeights
+from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.interface import Routing, SharedExpert
+from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
 from nanocore.worker.layers.linear import Rows
-from nanocore.worker.layers.packing import Weight, WeightPacker
-from nanocore.worker.loading.weights import Entries, Entry, Part, whole
+from nanocore.worker.layers.packing import Projection, StoredOutline, Weight, WeightPacker
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
 
 
@@ -37,45 +42,95 @@ class SparseMLP:
         self.norm_topk_prob = moe.norm_topk_prob
         self.activation = config.hidden_act
         self.rows = Rows.share(placement, moe.intermediate_size, "moe_intermediate_size")
-        self.router = Weight(placement.empty(moe.num_experts, hidden_size))
-        self.gate_up_XIE = placement.empty(moe.num_experts, 2 * self.rows.size, hidden_size)
-        self.down_XEI = placement.empty(moe.num_experts, hidden_size, self.rows.size)
+        self.router = Weight(placement, moe.num_experts, hidden_size)
+        self._weights = _Weights(placement, moe.num_experts, self.rows.size, hidden_size)
 
     def entries(self, prefix: str) -> Entries:
         """Checkpoints keep every expert's projections apart."""
-        entries = {f"{prefix}gate.weight": whole(self.router.parameter)}
-        hidden_size = self.down_XEI.shape[1]
-        inner = self.rows.kept
+        num_experts, hidden_size = self.router.out_features, self.router.in_features
+        entries = self.router.entries(Projection.whole(f"{prefix}gate", num_experts, hidden_size))
         in_shape, out_shape = (self.rows.total, hidden_size), (hidden_size, self.rows.total)
-        gates_XIE, ups_XIE = self.gate_up_XIE.chunk(2, dim=1)
-        experts = zip(gates_XIE.unbind(), ups_XIE.unbind(), self.down_XEI.unbind(), strict=True)
-        for i, (gate_IE, up_IE, down_EI) in enumerate(experts):
-            expert = f"{prefix}experts.{i}."
-            entries[f"{expert}gate_proj.weight"] = Entry(in_shape, [Part(gate_IE, (inner,))])
-            entries[f"{expert}up_proj.weight"] = Entry(in_shape, [Part(up_IE, (inner,))])
-            down = Part(down_EI, (slice(0, hidden_size), inner))
-            entries[f"{expert}down_proj.weight"] = Entry(out_shape, [down])
+        inner, hidden = self.rows.kept, slice(0, hidden_size)
+        for expert, (gate, up, down) in enumerate(self._weights):
+            name = f"{prefix}experts.{expert}."
+            for weight, projection in (
+                (gate, Projection(f"{name}gate_proj", in_shape, inner, hidden)),
+                (up, Projection(f"{name}up_proj", in_shape, inner, hidden)),
+                (down, Projection(f"{name}down_proj", out_shape, hidden, inner)),
+            ):
+                entries |= weight.entries(projection)
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`; of the router alone, for `Kernels.moe` takes experts as they are loaded."""
+        """See `Weight`."""
         self.router.pack(packer.unquantized)
+        self._weights.pack(packer)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        return self.tp.all_reduce(self.partial_sum(x_TE, context))
+        return context.kernels.all_reduce(self.partial_sum(x_TE, context), self.tp)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """What this rank adds to the result, [T, E], before the ranks' all-reduce."""
         logits_TX = context.kernels.linear(x_TE, self.router.packed)
         return context.kernels.moe(
-            x_TE, self.gate_up_XIE, self.down_XEI,
+            x_TE, self.experts,
             Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),
             self.shared(x_TE, context), self.activation,
         )  # fmt: skip
 
+    @property
+    def experts(self) -> Experts:
+        """As kernels take them; once all are packed."""
+        return self._weights.packed
+
     def shared(self, x_TE: Tensor, context: StepContext) -> SharedExpert | None:
         """What every token passes, in families that have it."""
         return None
+
+
+class _Weights:
+    """Those of a layer's experts: each is packed when it is filled, and all are given to the
+    backend when the last one is, so that they are there twice for no longer than that.
+    """
+
+    def __init__(self, placement: Placement, num_experts: int, inner: int, hidden: int) -> None:
+        shapes = (inner, hidden), (inner, hidden), (hidden, inner)
+        self._stored = [
+            tuple(Weight(placement, *shape) for shape in shapes) for _ in range(num_experts)
+        ]
+        self._by_name: dict[tuple[int, int], LinearWeight] = {}
+        self._packed: Experts | None = None
+
+    def __iter__(self) -> Iterator[tuple[Weight, ...]]:
+        """Gate, up and down of each."""
+        return iter(self._stored)
+
+    @property
+    def packed(self) -> Experts:
+        """As kernels take them; once all are packed."""
+        assert self._packed is not None, "these experts are not packed yet"
+        return self._packed
+
+    def pack(self, packer: WeightPacker) -> None:
+        """See `Weight`."""
+        for expert, weights in enumerate(self._stored):
+            for projection, weight in enumerate(weights):
+                weight.pack(partial(self._pack_one, packer, (expert, projection)))
+
+    def _pack_one(
+        self,
+        packer: WeightPacker,
+        name: tuple[int, int],
+        weights: list[StoredWeight | StoredOutline],
+    ) -> LinearWeight:
+        packed = self._by_name[name] = packer.expert(weights)
+        if len(self._by_name) == 3 * len(self._stored) and packed.data.device.type != "meta":
+            experts = range(len(self._stored))
+            lists = [[self._by_name.pop((i, j)) for i in experts] for j in range(3)]
+            self._packed = packer.experts(ExpertWeights(*lists))
+        # What is kept is in `packed` alone.
+        nothing = packed.data.new_empty(0)
+        return LinearWeight(packed.out_features, packed.in_features, packed.dtype, nothing)
 
 
 class SparseDecoderLayer(DecoderLayer):

@@ -47,8 +47,8 @@ class RMSNorm:
 
     def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None:
         self.eps = config.rms_norm_eps
-        self.offset = config.norm_offset
-        self.weight = placement.empty(size, dtype=torch.float32 if self.offset else None)
+        self.weight = placement.empty(size, dtype=torch.float32 if config.norm_offset else None)
+        self.offset = 0.0 if config.norms_are_whole else config.norm_offset
 
     def entries(self, name: str) -> Entries:
         """Where the checkpoint's weight goes, and what is added to it."""

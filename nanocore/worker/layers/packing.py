@@ -1,66 +1,282 @@
-"""A weight's two states: a parameter that is filled, and then what the kernel backend packed.
+"""A weight's two states: as a checkpoint stores it, and then what the kernel backend packed.
 
-Layers say where the parameter is filled from (`entries`) while it is there, and hand it to the
-backend once (`pack`); from then on kernels are called, and the parameter's memory is gone.
+Layers say of which projections a weight is (`entries`); how those are stored, the checkpoint's
+format tells. Memory for what is stored is taken when its reading begins, and is gone when all is
+there and the backend has packed it: only a few weights are both at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
 
+import torch
 from torch import Tensor
 
+from nanocore.kernels.experts import Experts, ExpertWeights
+from nanocore.kernels.grouped_weight import StoredForm, StoredWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import FP8, LinearWeight, in_segments
+from nanocore.worker.loading.weight_format import Slot, StoredProjection
+from nanocore.worker.loading.weights import Buffer, Entries, Entry, Part
 from nanocore.worker.messages import Quantization
+from nanocore.worker.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOutline:
+    """In place of a quantized weight whose values are not known: its shape, form and size."""
+
+    out_features: int
+    in_features: int
+    form: StoredForm
+    num_bytes: int
+
+
+Pack = Callable[[list[StoredWeight | StoredOutline]], LinearWeight]
+"""One of `WeightPacker`'s methods."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """What a rank keeps of a projection that the checkpoint has under this name.
+
+    shape: of the whole weight, [O, I]. rows, columns: which are kept.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    rows: slice
+    columns: slice
+
+    @classmethod
+    def whole(cls, name: str, *shape: int) -> Projection:
+        """All of it."""
+        num_rows, num_columns = shape
+        return cls(name, (num_rows, num_columns), slice(0, num_rows), slice(0, num_columns))
+
+    @property
+    def num_rows(self) -> int:
+        """Those that are kept."""
+        return self.rows.stop - self.rows.start
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring rows of a weight. shape: theirs. buffers: by the names of slots.
+
+    stored: how to read them; None for floats, which are in one buffer as they are.
+    """
+
+    shape: tuple[int, int]
+    buffers: dict[str, Buffer]
+    stored: StoredProjection | None = None
+
+    def unpack(self) -> StoredWeight:
+        """What they are, once the buffers are filled; they are given up."""
+        tensors = {name: buffer.take() for name, buffer in self.buffers.items()}
+        return tensors["weight"] if self.stored is None else self.stored.unpack(tensors)
 
 
 class Weight:
-    """A layer's weight [O, I], first as a parameter and then packed: never both, never neither."""
+    """A layer's weight [O, I], of one projection or of several whose rows are stacked.
 
-    def __init__(self, parameter_OI: Tensor) -> None:
-        self._state: Tensor | LinearWeight = parameter_OI
+    Implements `Owner`. It is packed as soon as it is filled and somebody has said how, whichever is
+    last; an outline, on the meta device, is never filled, and packed at once.
 
-    @property
-    def parameter(self) -> Tensor:
-        """[O, I], to be filled; before it is packed."""
-        assert isinstance(self._state, Tensor), "this weight is packed, and filled no more"
-        return self._state
+    Raises:
+        ModelFileError: no memory could hold it.
+    """
+
+    def __init__(self, placement: Placement, out_features: int, in_features: int) -> None:
+        self.out_features, self.in_features = out_features, in_features
+        self._placement = placement
+        placement.check_size(out_features, in_features)
+        self._runs: list[_Run] = []
+        self._pack: Pack | None = None
+        self._is_filled = placement.device.type == "meta"
+        self._packed: LinearWeight | None = None
 
     @property
     def packed(self) -> LinearWeight:
         """As kernels take it; once it is packed."""
-        assert isinstance(self._state, LinearWeight), "this weight is not packed yet"
-        return self._state
+        assert self._packed is not None, "this weight is not packed yet"
+        return self._packed
 
-    def pack(self, pack: Callable[[Tensor], LinearWeight]) -> None:
-        """Give the parameter up for what one of `WeightPacker`'s methods makes of it; once."""
-        self._state = pack(self.parameter)
+    def entries(self, *projections: Projection) -> Entries:
+        """Where the checkpoint's tensors of these go, whose rows are the weight's, in their order.
+
+        Raises:
+            ModelFileError, ConfigError: see `WeightFormat.projection`.
+        """
+        assert self._packed is None, "this weight is packed, and filled no more"
+        assert sum(projection.num_rows for projection in projections) == self.out_features
+        self._runs, entries = [], Entries()
+        stored = [(projection, self._stored(projection)) for projection in projections]
+        for is_plain, neighbours in groupby(stored, lambda pair: pair[1] is None):
+            if is_plain:
+                found = self._floats([projection for projection, _ in neighbours])
+            else:
+                found = (pair for one in neighbours for pair in self._slots(*one))
+            for name, entry in found:
+                if name in entries:  # Q, K and V that are one tensor
+                    entry = replace(entry, parts=entries[name].parts + entry.parts)
+                entries[name] = entry
+        return entries
+
+    def pack(self, pack: Pack) -> None:
+        """Have it packed so; once."""
+        assert self._pack is None, "this weight is packed, and filled no more"
+        self._pack = pack
+        self._pack_if_filled()
+
+    def filled(self) -> None:
+        """See `Owner`."""
+        self._is_filled = True
+        self._pack_if_filled()
+
+    def _pack_if_filled(self) -> None:
+        if self._pack is None or not self._is_filled:
+            return
+        assert self._runs, "entries are asked for before a weight is packed"
+        runs, self._runs = self._runs, []
+        is_outline = self._placement.device.type == "meta"
+        self._packed = self._pack(
+            [self._outline(run) if is_outline else run.unpack() for run in runs]
+        )
+
+    def _stored(self, projection: Projection) -> StoredProjection | None:
+        weight_format = self._placement.weight_format
+        if weight_format is None:
+            return None
+        return weight_format.projection(
+            projection.name, projection.shape, projection.rows, projection.columns
+        )
+
+    def _floats(self, projections: list[Projection]) -> Iterator[tuple[str, Entry]]:
+        """In one buffer, so that they need not be joined."""
+        sizes = [projection.num_rows for projection in projections]
+        buffer = self._buffer((sum(sizes), self.in_features), self._placement.dtype)
+        self._runs.append(_Run((sum(sizes), self.in_features), {"weight": buffer}))
+        for projection, target in zip(projections, buffer.outline.split(sizes), strict=True):
+            part = Part(target, (projection.rows, projection.columns), buffer)
+            yield f"{projection.name}.weight", Entry(projection.shape, [part])
+
+    def _slots(
+        self, projection: Projection, stored: StoredProjection | None
+    ) -> Iterator[tuple[str, Entry]]:
+        assert stored is not None
+        buffers = {name: self._slot_buffer(slot) for name, slot in stored.slots.items()}
+        shape = (projection.num_rows, self.in_features)
+        self._runs.append(_Run(shape, buffers, stored))
+        num_params = projection.shape[0] * projection.shape[1]  # of all slots together
+        for name, slot in stored.slots.items():
+            part = Part(buffers[name].outline, slot.index, buffers[name])
+            dtype = slot.dtype if slot.is_exact else None
+            entry = Entry(slot.shape, [part], dtype=dtype, num_params=num_params)
+            yield f"{projection.name}.{name}", entry
+            num_params = 0
+
+    def _slot_buffer(self, slot: Slot) -> Buffer:
+        whole = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
+        return self._buffer(tuple(whole[slot.index].shape), slot.dtype)
+
+    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        outline = torch.empty(shape, dtype=dtype, device="meta")
+        return Buffer(self, outline, self._placement.device)
+
+    def _outline(self, run: _Run) -> StoredWeight | StoredOutline:
+        if run.stored is None or run.stored.is_float:
+            return torch.empty(run.shape, dtype=self._placement.dtype, device="meta")
+        outlines = [buffer.outline for buffer in run.buffers.values()]
+        num_bytes = sum(outline.nbytes for outline in outlines)
+        is_float8 = any(o.dtype == FP8 and o.shape == run.shape for o in outlines)
+        return StoredOutline(*run.shape, "float8" if is_float8 else "grouped", num_bytes)
 
 
 class WeightPacker:
     """Packs weights for a backend.
 
-    saved_bytes: how much less memory the packed ones take than the loaded ones took, so far.
+    dtype: of activations. kept_forms, stacks_experts: see `Kernels`; for outlines, which other
+    kernels are to pack. num_bytes, num_params: of all weights so far. expert_bytes, expert_params:
+    of those the experts'.
     """
 
-    def __init__(self, kernels: Kernels, quantization: Quantization | None = None) -> None:
-        self._kernels, self._quantization = kernels, quantization
-        self.saved_bytes = 0
+    def __init__(
+        self,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
+        kept_forms: frozenset[StoredForm] = frozenset(),
+        stacks_experts: bool | None = None,
+    ) -> None:
+        self._kernels, self._dtype, self._quantization = kernels, dtype, quantization
+        self._kept_forms = kept_forms
+        self._stacks_experts = kernels.stacks_experts if stacks_experts is None else stacks_experts
+        self.num_bytes = self.num_params = self.expert_bytes = self.expert_params = 0
 
-    def linear(self, weight_OI: Tensor) -> LinearWeight:
-        """The weight of a linear layer, which the caller gives up."""
-        return self._pack(weight_OI, self._quantization)
+    def linear(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
+        """The weight of a linear layer, whose rows are those of all; the caller gives them up."""
+        return self._pack(weights, self._quantization)
 
-    def head(self, weight_OI: Tensor) -> LinearWeight:
+    def head(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
         """Likewise, of the layer that gives logits: fp8 is for what lies between the two ends."""
-        return self._pack(weight_OI, None if self._quantization == "fp8" else self._quantization)
+        return self._pack(weights, None if self._quantization == "fp8" else self._quantization)
 
-    def unquantized(self, weight_OI: Tensor) -> LinearWeight:
+    def unquantized(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
         """Likewise, as it is: of an embedding that is no head, or a router."""
-        return self._pack(weight_OI, None)
+        return self._pack(weights, None)
 
-    def _pack(self, weight_OI: Tensor, quantization: Quantization | None) -> LinearWeight:
-        packed = self._kernels.pack_linear(weight_OI, quantization)
-        self.saved_bytes += weight_OI.nbytes - packed.num_bytes
+    def expert(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
+        """Likewise, of one projection of an expert."""
+        if self._stacks_experts:
+            packed = self._pack([self._floats(weight) for weight in _taken(weights)], None)
+        else:
+            packed = self.linear(weights)
+        self.expert_bytes += packed.num_bytes
+        self.expert_params += packed.out_features * packed.in_features
         return packed
+
+    def experts(self, weights: ExpertWeights) -> Experts:
+        """All of a layer's, of which the caller gives up what `expert` made."""
+        return self._kernels.pack_experts(weights)
+
+    def _floats(self, weight: StoredWeight | StoredOutline) -> Tensor:
+        if isinstance(weight, Tensor):
+            return weight
+        if isinstance(weight, StoredOutline):
+            shape = (weight.out_features, weight.in_features)
+            return torch.empty(shape, dtype=self._dtype, device="meta")
+        return weight.dequantize().to(self._dtype)
+
+    def _pack(
+        self, weights: list[StoredWeight | StoredOutline], quantization: Quantization | None
+    ) -> LinearWeight:
+        outlines = [weight for weight in weights if isinstance(weight, StoredOutline)]
+        segments = [self._pack_outline(outline) for outline in outlines]
+        joined = join_adjacent([w for w in weights if not isinstance(w, StoredOutline)])
+        weights.clear()  # so that each is gone when it is packed
+        while joined:
+            segments.append(self._pack_one(joined.pop(0), quantization))
+        packed = in_segments(segments)
+        self.num_bytes += packed.num_bytes
+        self.num_params += packed.out_features * packed.in_features
+        return packed
+
+    def _pack_one(self, weight: StoredWeight, quantization: Quantization | None) -> LinearWeight:
+        """quantization: of floats; what is quantized already stays as it is."""
+        is_float = isinstance(weight, Tensor)
+        return self._kernels.pack_linear(weight, quantization if is_float else None, self._dtype)
+
+    def _pack_outline(self, outline: StoredOutline) -> LinearWeight:
+        num_bytes = outline.out_features * outline.in_features * self._dtype.itemsize
+        if outline.form in self._kept_forms:
+            num_bytes = outline.num_bytes
+        data = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+        return LinearWeight(outline.out_features, outline.in_features, data.dtype, data)
+
+
+def _taken(weights: list[StoredWeight | StoredOutline]) -> Iterator[StoredWeight | StoredOutline]:
+    while weights:
+        yield weights.pop(0)

@@ -11,11 +11,18 @@ from pathlib import Path
 
 import torch
 
+from nanocore.protocol.errors import ConfigError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.loading.formats.select import folder_format
+from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.gguf.format import GgufFormat
 from nanocore.worker.loading.loader import check_weights
+from nanocore.worker.loading.lora.adapter import read_adapter
+from nanocore.worker.loading.lora.merged_format import MergedFormat
 from nanocore.worker.loading.stored_config import as_stored
+from nanocore.worker.loading.weight_format import WeightFormat
 from nanocore.worker.memory.kv_cache_bytes import CPU_MEMORY, cpu_memory_bytes, require_weights
 from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.models import load_model_config, model_class
@@ -53,32 +60,60 @@ def read_model(
     return model, dtype
 
 
-def loaded_bytes(model: DecoderModel) -> int:
-    """Of the weights of this rank's part, as they are when they have been loaded."""
-    return sum(part.target.nbytes for entry in model.entries().values() for part in entry.parts)
+def read_weight_format(
+    config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, log: bool = True
+) -> WeightFormat | None:
+    """How the files store linear layers; with the adapter merged that is to be.
+
+    log: say how, where they are not floats.
+
+    Raises:
+        ModelFileError: see `folder_format` and `read_adapter`.
+    """
+    first, names = Path(config.folder), model_class(model.architecture).common_name
+    has_files = config.load_format != "dummy"
+    stored: WeightFormat | None
+    if is_gguf(first):
+        stored = GgufFormat(first, model.head_dim, dtype) if has_files else None
+    else:
+        stored = folder_format(first, names, has_files=has_files, log=log)
+    if config.merge_lora is None:
+        return stored
+    return MergedFormat(stored, read_adapter(Path(config.merge_lora), names), dtype)
 
 
 def check_files(config: WorkerConfig, model: DecoderModel) -> None:
-    """Check that the weight files are those of this model, by their headers.
+    """Check that the weight files are those of this model, by their headers, and the adapter's.
 
     Raises:
         ModelFileError: they are not; see `loader.load_weights`.
+        ConfigError: dummy weights are asked for where others than floats are needed.
     """
+    entries, weight_format = model.entries(), model.placement.weight_format
+    if isinstance(weight_format, MergedFormat):
+        weight_format.check_used(entries)
     if config.load_format != "dummy":
-        check_weights(Path(config.folder), model.entries(), model.entry_name)
+        check_weights(Path(config.folder), entries, model.entry_name)
+        return
+    for name, entry in entries.items():
+        if entry.dtype is not None:
+            raise ConfigError(
+                f"--load-format dummy: {name} is {dtype_name(entry.dtype)}, and dummy weights are "
+                "floats: take quantization_config out of config.json, and use --quantization"
+            )
 
 
-def check_memory(config: WorkerConfig, loaded_bytes: dict[int, int]) -> None:
-    """Check that there is room for the weights of these ranks, by their numbers.
+def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:
+    """Check that there is room for the packed weights of these ranks, by their numbers.
 
     Raises:
         CacheMemoryError: there is not.
     """
     if select_device(config.device).type == "cpu":
         # Pages that are promised are found missing when they are written to, by a kill.
-        require_weights(sum(loaded_bytes.values()), cpu_memory_bytes(1), CPU_MEMORY)
+        require_weights(sum(weight_bytes.values()), cpu_memory_bytes(1), CPU_MEMORY)
         return
-    for rank, num_bytes in loaded_bytes.items():
+    for rank, num_bytes in weight_bytes.items():
         device = select_device(config.device, rank)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         if config.kv_cache_memory_bytes is not None:

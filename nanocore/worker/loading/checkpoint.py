@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.json_file import MAX_INDEX_BYTES, read_json
+from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.gguf.tensors import gguf_tensors
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -61,6 +63,8 @@ def all_tensors(folder: Path) -> list[StoredTensor]:
     Raises:
         ModelFileError: no safetensors files, or ambiguous ones; a file is missing or damaged.
     """
+    if is_gguf(folder):
+        return _of_gguf(folder)
     files = _weight_files(folder, _read_index(folder / INDEX_FILE))
     return [tensor for path in files for tensor in read_header(path)]
 
@@ -72,6 +76,9 @@ def stored_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[Sto
         ModelFileError: no safetensors files, or ambiguous ones; a file is missing or damaged; the
             index and the files contradict each other; a tensor is stored twice.
     """
+    if is_gguf(folder):
+        yield from (tensor for tensor in _of_gguf(folder) if is_read(tensor.name))
+        return
     weight_map = _read_index(folder / INDEX_FILE)
     seen: dict[str, Path] = {}
     for path in _weight_files(folder, weight_map):
@@ -127,6 +134,14 @@ def read_header(path: Path) -> list[StoredTensor]:
         for begin, end in [entry.data_offsets]
     ]
     return sorted(tensors, key=lambda tensor: tensor.offset)
+
+
+def _of_gguf(first: Path) -> list[StoredTensor]:
+    """Those of a GGUF model; blocks are bytes."""
+    return [
+        StoredTensor(t.path, t.name, t.dtype, t.stored_shape, t.offset, t.num_bytes)
+        for t in gguf_tensors(first)
+    ]
 
 
 def _read_index(index: Path) -> dict[str, str] | None:

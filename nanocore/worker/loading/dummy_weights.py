@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocore.worker.loading.weights import Entries, Part
+from nanocore.worker.loading.weights import Entries, Part, Unfilled
 
 _INT16_STD = 2**16 / math.sqrt(12)
 _NORM_STD = 0.1
@@ -28,14 +28,18 @@ def fill_dummy_weights(entries: Entries, seed: int = 0) -> int:
     Matrices have mean 0 and standard deviation 1 / sqrt(last dimension), biases 0 and 0.02, other
     vectors (norms) 1 and 0.1; all are uniform. Offsets change nothing: a norm is near 1 whatever a
     checkpoint would store. Memory beside the parameters: 1.5 MiB on a CPU and 16 MiB on a GPU, or
-    six or four bytes per element of a tensor's row, if that is more.
+    six or four bytes per element of a tensor's row, if that is more. Owners are told of what is
+    filled, and get floats alone: no tensor has a dtype that it must have.
     """
     num_bytes = 0
+    unfilled = Unfilled(part.owner for entry in entries.values() for part in entry.parts)
     for name, entry in entries.items():
+        assert entry.dtype is None, f"{name} is no float"
         std, mean = _std_and_mean(name, entry.shape)
         for part in entry.parts:
             _fill(part, entry.shape, (seed, zlib.crc32(name.encode())), std, mean)
             num_bytes += part.target.nbytes
+            unfilled.one_less(part.owner)
     return num_bytes
 
 
@@ -53,7 +57,8 @@ def _fill(
     """Generate the blocks of rows that the part touches, and keep its slice of each."""
     num_rows, *row_shape = shape or (1,)
     start, stop, _ = part.index[0].indices(num_rows) if part.index else (0, num_rows, 1)
-    target = part.target.view(1) if not shape else part.target
+    memory = part.memory()
+    target = memory.view(1) if not shape else memory
     draw = draw_on_host if target.device.type == "cpu" else draw_on_device
     block_rows = max(1, BLOCK_NUMEL[draw] // max(1, math.prod(row_shape)))
     for block in range(start // block_rows, -(-stop // block_rows)):

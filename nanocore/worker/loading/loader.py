@@ -4,7 +4,9 @@ A model says which slices of which checkpoint tensor it keeps and where (see `we
 fills each of these exactly once and accepts nothing else. What lies in the file as it lies in the
 parameter is read into it without a copy; the rest passes through a small buffer. Files are read,
 not mapped: mapped pages would count as this process's memory until the end. A few threads read at
-once, since the first touch of new memory costs more than reading does.
+once, since the first touch of new memory costs more than reading does. The pieces of a weight
+follow each other, and no more weights are begun than fit a bound: the owner of one that is complete
+packs it, and its memory is free, while others are read.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,18 +30,40 @@ from tqdm import tqdm
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading.checkpoint import StoredTensor, quoted, stored_tensors
 from nanocore.worker.loading.model_folder import display_name
-from nanocore.worker.loading.weights import HEAD, Entries, Entry, Index, TensorNames
+from nanocore.worker.loading.weights import (
+    HEAD,
+    Buffer,
+    Entries,
+    Entry,
+    Index,
+    Owner,
+    TensorNames,
+    Unfilled,
+)
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = _FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+"""What tensors may be; of which kind one must be, its `Entry` says."""
 PIECE_BYTES = 4 * 2**20
+BUFFERED_BYTES = 256 * 2**20
+"""Of weights that are read and not packed yet, at most, if it is more than one."""
 _MAX_THREADS = 4
+_MAX_PIECES = 4 * _MAX_THREADS
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Consecutive rows of a stored tensor, and where what `index` keeps of them goes.
 
-    shape: of the rows. file_offset: of their first byte. add: see `Entry.offset`.
+    shape: of the rows. file_offset: of their first byte. add: see `Entry.offset`. target, buffer:
+    see `Part`.
     """
 
     stored: StoredTensor
@@ -47,6 +72,17 @@ class _Piece:
     index: Index
     target: Tensor
     add: float
+    buffer: Buffer | None
+
+    @property
+    def owner(self) -> Owner | None:
+        return None if self.buffer is None else self.buffer.owner
+
+    def with_memory(self) -> _Piece:
+        """The same with memory behind its target."""
+        if self.buffer is None:
+            return self
+        return replace(self, target=self.buffer.view(self.target), buffer=None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,7 +105,7 @@ def load_weights(
     Args:
         folder: single `model.safetensors`, or an index with its shards.
         entries: every tensor that the checkpoint must hold. Parts may be of any float dtype, on any
-            device.
+            device. Owners are told, by this thread, when all of theirs is there.
         names: from the files' names to those of entries.
         progress: show a bar on stderr, if that is a terminal.
         digest: told of all that was read, by tensors' names: the same however files are cut.
@@ -83,11 +119,12 @@ def load_weights(
             missing, unexpected, repeated, or of another shape or kind.
     """
     expected = _expected_tensors(folder, entries, names)
-    pieces = [
+    pieces = _by_owner(
         piece for name, stored in expected.items() for piece in _pieces(stored, entries[name])
-    ]
+    )
     num_bytes = sum(piece.kept_bytes for piece in pieces)
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    digests: list[tuple[str, int, str, bytes]] = []
     with (
         _Reader(sorted({piece.stored.path for piece in pieces})) as reader,
         ThreadPoolExecutor(num_threads, "loader") as threads,
@@ -100,14 +137,63 @@ def load_weights(
             disable=None if progress else True,
         ) as bar,
     ):
-        digests: list[tuple[str, str, bytes]] = []
-        for piece, read in zip(pieces, threads.map(reader.fill, pieces), strict=True):
+        for piece, read in _read(pieces, reader, threads):
             bar.update(piece.kept_bytes)
-            digests.append((piece.stored.name, piece.stored.dtype, read))
+            stored = piece.stored
+            start = piece.file_offset - stored.offset
+            digests.append((stored.name, start, stored.dtype, read))
+    for owner in _owners_of_nothing(entries):
+        owner.filled()
     if digest is not None:
-        digests.sort(key=lambda read: read[0])  # and a tensor's pieces stay in their order
-        digest.update(repr(digests).encode())
+        digest.update(repr(sorted(digests)).encode())
     return num_bytes
+
+
+def _by_owner(pieces: Iterable[_Piece]) -> list[_Piece]:
+    """In the order of the files, but that an owner's pieces follow its first one."""
+    groups: dict[int, list[_Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(id(piece.owner or piece), []).append(piece)
+    return [piece for group in groups.values() for piece in group]
+
+
+def _owners_of_nothing(entries: Entries) -> set[Owner]:
+    """Those whose parts are all empty."""
+    parts = [part for entry in entries.values() for part in entry.parts]
+    something = {part.owner for part in parts if part.target.numel()}
+    return {part.owner for part in parts if part.owner is not None} - something
+
+
+def _read(
+    pieces: list[_Piece], reader: _Reader, threads: ThreadPoolExecutor
+) -> Iterator[tuple[_Piece, bytes]]:
+    """Each piece when it is filled, with the digest of what was read; owners are told."""
+    buffered_bytes = Counter[Owner | None]()
+    for piece in pieces:
+        buffered_bytes[piece.owner] += piece.target.nbytes if piece.owner else 0
+    unfilled = Unfilled(piece.owner for piece in pieces)
+    reading: deque[tuple[_Piece, Future[bytes]]] = deque()
+    begun: set[Owner | None] = {None}
+
+    def first_read() -> tuple[_Piece, bytes]:
+        piece, future = reading.popleft()
+        read = future.result()
+        if unfilled.one_less(piece.owner):
+            begun.remove(piece.owner)
+        return piece, read
+
+    for piece in pieces:
+        if piece.owner not in begun:
+            while len(begun) > 1 and (
+                sum(buffered_bytes[owner] for owner in (*begun, piece.owner)) > BUFFERED_BYTES
+            ):
+                yield first_read()
+            begun.add(piece.owner)
+        while len(reading) >= _MAX_PIECES:
+            yield first_read()
+        reading.append((piece, threads.submit(reader.fill, piece.with_memory())))
+    while reading:
+        yield first_read()
 
 
 def check_weights(folder: Path, entries: Entries, names: TensorNames) -> int:
@@ -138,11 +224,8 @@ def _expected_tensors(
             raise ModelFileError(
                 f"{where} has shape {list(stored.shape)}, config.json implies {implied}"
             )
-        if stored.dtype not in _DTYPES:
-            raise ModelFileError(
-                f"{where} is {stored.dtype}, which is not implemented: one of "
-                f"{', '.join(_DTYPES)} is needed (quantized models are not read)"
-            )
+        if _DTYPES.get(stored.dtype) not in ([entry.dtype] if entry.dtype else _FLOATS.values()):
+            raise ModelFileError(_wrong_dtype(where, stored.dtype, entry.dtype))
         if name in found:
             raise ModelFileError(
                 f"{where} and {quoted(found[name].name)} are two of what the model has one of: "
@@ -159,13 +242,24 @@ def _expected_tensors(
     return found
 
 
+def _wrong_dtype(where: str, dtype: str, needed: torch.dtype | None) -> str:
+    if needed is not None:
+        name = next(name for name, known in _DTYPES.items() if known == needed)
+        return f"{where} is {dtype}, and {name} is needed: is it what config.json says?"
+    return (
+        f"{where} is {dtype}, which is not implemented: one of {', '.join(_FLOATS)} is needed "
+        "where config.json says of no quantization"
+    )
+
+
 def _pieces(stored: StoredTensor, entry: Entry) -> Iterator[_Piece]:
     """All that this rank keeps of a tensor."""
     for part in entry.parts:
         assert part.target.shape == torch.empty(entry.shape, device="meta")[part.index].shape
         if part.target.numel():
+            shape, target = entry.shape, part.target
             yield from _cut(
-                _Piece(stored, stored.offset, entry.shape, part.index, part.target, entry.offset)
+                _Piece(stored, stored.offset, shape, part.index, target, entry.offset, part.buffer)
             )
 
 
@@ -216,6 +310,7 @@ class _Reader:
     def __exit__(self, *_: object) -> None:
         self._closing.close()
 
+    @torch.inference_mode()  # each thread has its own mode
     def fill(self, piece: _Piece) -> bytes:
         """Read a piece into its target; returns the xxh3-128 of what was read."""
         target = piece.target

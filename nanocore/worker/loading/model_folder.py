@@ -13,9 +13,11 @@ from typing import get_args
 
 from nanocore.protocol.errors import ConfigError, ModelFileError, shorten
 from nanocore.protocol.messages import ModelFileName
+from nanocore.worker.loading.gguf.files import first_file, gguf_in_folder, is_gguf
 
 _ALLOWED = [
     "config.json",
+    "quantize_config.json",
     "*.safetensors",
     "model.safetensors.index.json",
     *get_args(ModelFileName),
@@ -29,8 +31,10 @@ _HUB_ID = re.compile(f"{_WORD}/{_WORD}")
 def resolve_model(name: str, revision: str | None = None) -> Path:
     """The folder of a model, downloaded first if it is a Hugging Face id that is not cached.
 
+    Of a model in GGUF format it is the path of its file, or of the first of them.
+
     Args:
-        name: an existing folder, or an id `org/name`. A folder of that name is preferred.
+        name: an existing folder or GGUF file, or an id `org/name`. What exists is preferred.
         revision: branch, tag or commit of an id; None is its main branch.
 
     Raises:
@@ -46,9 +50,13 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     if name and is_folder:
         if revision is not None:
             raise ConfigError(f"--revision {revision}: {path} is a folder, which has no revisions")
-        return path
+        return gguf_in_folder(path) or path
     if name and is_there:
-        raise ModelFileError(f"--model {name} is a file: give the folder that it is in")
+        if not is_gguf(path):
+            raise ModelFileError(f"--model {name} is a file: give the folder that it is in")
+        if revision is not None:
+            raise ConfigError(f"--revision {revision}: {path} is a file, which has no revisions")
+        return first_file(path)
     if name.startswith(("/", "./", "../", "~")):
         raise ModelFileError(f"--model {name}: there is no such folder")
     if not _HUB_ID.fullmatch(name) or "--" in name or ".." in name:

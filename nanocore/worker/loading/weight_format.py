@@ -23,11 +23,13 @@ class Slot:
     """A tensor of the checkpoint, of which a rank keeps a slice as it is stored.
 
     shape: of the whole tensor. dtype: the one that it must have. index: what is kept.
+    is_exact: False: the file may hold any float, which is converted to dtype.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     index: Index
+    is_exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +37,22 @@ class StoredProjection:
     """One projection's slice in a checkpoint.
 
     slots: by the tensor's name after the projection's and a dot ("qweight", "scales", ...).
-    unpack: what filled slots, by the same names, are a weight [rows, columns] of.
+    unpack: what filled slots, by the same names, are a weight [rows, columns] of; it may keep them.
+    is_float: that is a tensor of the model's dtype.
     """
 
     slots: Mapping[str, Slot]
     unpack: Callable[[Mapping[str, Tensor]], StoredWeight]
+    is_float: bool = False
 
 
 class WeightFormat(Protocol):
-    """One checkpoint's way to store weights.
+    """One checkpoint's way to store weights."""
 
-    name: for logs and errors ("awq", "gptq", "compressed-tensors", "fp8", "gguf").
-    """
-
-    name: str
+    @property
+    def name(self) -> str:
+        """For logs and errors: "awq", "gptq", "compressed-tensors", "fp8", "gguf"."""
+        ...
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice

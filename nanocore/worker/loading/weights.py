@@ -1,27 +1,87 @@
 """Where a checkpoint's tensors go: the contract between models and the loader.
 
 A model names every tensor its checkpoint must hold, with its whole shape, and says which slices of
-it this rank keeps and where. The loader reads those slices and nothing else.
+it this rank keeps and where. The loader reads those slices and nothing else, and tells who owns
+them when they are all there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 Index = tuple[slice, ...]
 """Along the leading dimensions, with explicit bounds; the rest is taken whole."""
 
 
+class Owner(Protocol):
+    """Whose tensors are read into buffers."""
+
+    def filled(self) -> None:
+        """All parts in all its buffers are read; from the thread that called the loader."""
+        ...
+
+
+class Buffer:
+    """Memory that tensors of a checkpoint are read into, and that is there only until it is used.
+
+    outline: what it is to be, on the meta device. device: where.
+    """
+
+    def __init__(self, owner: Owner, outline: Tensor, device: torch.device) -> None:
+        self.owner, self.outline = owner, outline
+        self._device = device
+        self._memory: Tensor | None = None
+
+    def view(self, of_outline: Tensor) -> Tensor:
+        """The memory of a view of the outline; it is taken when it is first asked for."""
+        if self._memory is None:
+            self._memory = _memory(self.outline, self._device)
+        return self._memory.as_strided(
+            of_outline.size(), of_outline.stride(), of_outline.storage_offset()
+        )
+
+    def take(self) -> Tensor:
+        """All of it, which is the caller's from now on."""
+        memory = self.view(self.outline)
+        self._memory = None
+        return memory
+
+
+def _memory(outline: Tensor, device: torch.device) -> Tensor:
+    """On a CPU from numpy, which asks for large pages: small ones take longer than reading."""
+    if device.type != "cpu":
+        return torch.empty_like(outline, device=device)
+    words = torch.from_numpy(np.empty(outline.nbytes, np.uint8))
+    return words.view(outline.dtype).view(outline.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A slice of a checkpoint's tensor, and the view of a parameter that it fills."""
+    """A slice of a checkpoint's tensor, and what it fills: a view of a parameter.
+
+    buffer: if there is one, target is a view of its outline, and has no memory itself.
+    """
 
     target: Tensor
     index: Index
+    buffer: Buffer | None = None
+
+    @property
+    def owner(self) -> Owner | None:
+        """Who is to be told when it is filled."""
+        return None if self.buffer is None else self.buffer.owner
+
+    def memory(self) -> Tensor:
+        """What is to be filled."""
+        return self.target if self.buffer is None else self.buffer.view(self.target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +90,20 @@ class Entry:
 
     shape: of the whole tensor. parts: what this rank keeps of it; empty if nothing.
     offset: added to what the file holds (Gemma stores norm weights less one).
+    dtype: the one that it must have; None: any float, converted to the target's.
+    num_params: numbers of the model that it stands for, where those are not its own.
     """
 
     shape: tuple[int, ...]
     parts: list[Part] = field(default_factory=list)
     offset: float = 0.0
+    dtype: torch.dtype | None = None
+    num_params: int | None = None
+
+    @property
+    def counted_params(self) -> int:
+        """Numbers of the model that it stands for."""
+        return math.prod(self.shape) if self.num_params is None else self.num_params
 
 
 Entries = dict[str, Entry]
@@ -54,6 +123,12 @@ def without_parts(entries: Entries) -> Entries:
     return {name: replace(entry, parts=[]) for name, entry in entries.items()}
 
 
+def unbuffered_bytes(entries: Entries) -> int:
+    """Memory of what stays as it is loaded: all that has no buffer."""
+    parts = [part for entry in entries.values() for part in entry.parts]
+    return sum(part.target.nbytes for part in parts if part.buffer is None)
+
+
 def whole(target: Tensor, offset: float = 0.0) -> Entry:
     """A tensor that every rank keeps whole, in target; offset: see `Entry`."""
     return Entry(tuple(target.shape), [Part(target, ())], offset)
@@ -65,5 +140,23 @@ def transposed(entry: Entry) -> Entry:
     parts = []
     for part in entry.parts:
         missing = (slice(0, num_rows), slice(0, num_columns))[len(part.index) :]
-        parts.append(Part(part.target.t(), (*part.index, *missing)[::-1]))
+        index = (*part.index, *missing)[::-1]
+        parts.append(replace(part, target=part.target.t(), index=index))
     return replace(entry, shape=(num_columns, num_rows), parts=parts)
+
+
+class Unfilled:
+    """How many parts, or pieces of parts, each owner still waits for; tells it of the last one."""
+
+    def __init__(self, owners: Iterable[Owner | None]) -> None:
+        self._counts = Counter(owner for owner in owners if owner is not None)
+
+    def one_less(self, owner: Owner | None) -> bool:
+        """One of this owner is filled; whether it was the last, and the owner has been told."""
+        if owner is None:
+            return False
+        self._counts[owner] -= 1
+        if self._counts[owner]:
+            return False
+        owner.filled()
+        return True

@@ -23,7 +23,7 @@ from nanocore.kernels.kv_quantization import KVCacheFormat
 ALIGNMENT_BYTES: Final = 64
 """Of a block, and of each layer's K and V in it: a line of a CPU's cache, and what TMA wants."""
 
-KV_LAYOUT_VERSION: Final = 1
+KV_LAYOUT_VERSION: Final = 2
 """To be counted up when blocks hold the same values otherwise."""
 
 _SCALE_ALIGNMENT_BYTES: Final = 16

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,9 @@ from nanocore.worker.config.config_json import parse_model_config
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.config.overrides import check_all_read, override
 from nanocore.worker.config.settings import Settings
+from nanocore.worker.loading.gguf.architectures import has_whole_norms
+from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.gguf.settings import config_settings, generation_settings
 
 if TYPE_CHECKING:
     from nanocore.worker.layers.decoder import DecoderModel
@@ -76,6 +80,15 @@ def load_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) 
         ModelFileError: a missing or malformed file, an unknown architecture, or a setting that is
             not implemented. ConfigError: an override that nothing reads.
     """
+    if is_gguf(folder):
+        settings, generation = config_settings(folder), generation_settings(folder)
+        settings = override(settings, overrides or {})
+        config = replace(
+            read_model_config(settings, generation),
+            norms_are_whole=has_whole_norms(folder),
+        )
+        check_all_read(settings, overrides or {})
+        return config
     if not folder.is_dir():
         raise ModelFileError(
             f"model {str(folder)!r} is not a folder: give the path of a folder in Hugging Face "

@@ -71,10 +71,18 @@ class GPT2Layer(DecoderLayer):
             **self.mlp.down_proj.entries(f"{prefix}mlp.c_proj"),
         }
         return {
-            **{n: transposed(s) if len(s.shape) == 2 else s for n, s in linear.items()},
+            **{
+                name: transposed(entry) if _is_matrix(entry) else entry
+                for name, entry in linear.items()
+            },
             **self.input_norm.entries(f"{prefix}ln_1"),
             **self.post_attention_norm.entries(f"{prefix}ln_2"),
         }
+
+
+def _is_matrix(entry: Entry) -> bool:
+    """Of floats: quantized ones are as in any other model."""
+    return len(entry.shape) == 2 and entry.dtype is None
 
 
 class GPT2Model(DecoderModel):

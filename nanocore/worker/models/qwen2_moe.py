@@ -16,8 +16,8 @@ from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.moe import SparseDecoderLayer, SparseMLP
-from nanocore.worker.layers.packing import Weight, WeightPacker
-from nanocore.worker.loading.weights import Entries, whole
+from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
 
 
@@ -31,13 +31,14 @@ class SharedExpertMLP(SparseMLP):
             placement, config, config.moe.shared_intermediate_size,
             "shared_expert_intermediate_size",
         )  # fmt: skip
-        self.shared_gate = Weight(placement.empty(1, config.hidden_size))
+        self.shared_gate = Weight(placement, 1, config.hidden_size)
 
     def entries(self, prefix: str) -> Entries:
+        gate = Projection.whole(f"{prefix}shared_expert_gate", 1, self.shared_gate.in_features)
         return {
             **super().entries(prefix),
             **self.shared_expert.entries(f"{prefix}shared_expert."),
-            f"{prefix}shared_expert_gate.weight": whole(self.shared_gate.parameter),
+            **self.shared_gate.entries(gate),
         }
 
     def pack(self, packer: WeightPacker) -> None:

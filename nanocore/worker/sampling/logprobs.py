@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import Logprobs
+from nanocore.kernels.token_logprobs import Logprobs
 from nanocore.worker.plan import RowLogprobs
 from nanocore.worker.sampling.asked import Asked
 from nanocore.worker.sampling.logprob_rows import LogprobEntries

@@ -44,6 +44,8 @@ class Case:
     that are not `do_not_specialize`. instructions: by capability, what PTX must have.
     max_spill_bytes: of registers, for each thread; ptxas may put away a few for the sake of another
     warp. capabilities: that it is for. max_shared_bytes: that its tile is chosen by; all there is.
+    num_early_loads: into registers, in a loop of products, for the next time round: they are waited
+    for by nothing but what comes after this time's products.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Case:
     max_spill_bytes: int = 16
     capabilities: tuple[int, ...] = CAPABILITIES
     max_shared_bytes: int | None = None
+    num_early_loads: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def compile_case(case: Case, capability: int) -> Usage:
         case.max_spill_bytes,
         wanted if lacks else None,
         SHARED_BYTES[capability] if case.max_shared_bytes is None else case.max_shared_bytes,
-        _slow_loads(ptx),
+        max(0, _slow_loads(ptx) - case.num_early_loads),
         options.get("launch_pdl", False),
         _accesses_early(ptx),
     )

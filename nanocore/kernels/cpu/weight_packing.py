@@ -1,0 +1,76 @@
+"""Weights into tiles that native kernels read: as they are, quantized, or as stored in groups."""
+
+from __future__ import annotations
+
+from ctypes import byref
+from dataclasses import replace
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from nanocore.kernels.cpu import grouped_weight
+from nanocore.kernels.cpu.library import Library, LinearWeightStruct
+from nanocore.kernels.cpu.memory import WeightMemory
+from nanocore.kernels.cpu.program import Workspace
+from nanocore.kernels.cpu.structs import DTYPES, weight_struct
+from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
+from nanocore.kernels.linear_weight import LinearWeight, check_quantization_name
+
+TILE_COLUMNS: Final = 32
+_Weight = TypeVar("_Weight", bound=LinearWeight)
+
+
+class WeightPacking:
+    """Packs weights by a library, with the threads of a workspace.
+
+    keeps_activations: see `CpuKernels`.
+    """
+
+    def __init__(self, library: Library, workspace: Workspace, keeps_activations: bool) -> None:
+        self._library, self._workspace = library, workspace
+        self._keeps_activations = keeps_activations
+        self.memory = WeightMemory()
+
+    def pack(self, weight: StoredWeight, quantization: str | None) -> LinearWeight:
+        """See `Kernels.pack_linear`; E4M3 becomes int8 with a scale for each output feature."""
+        check_quantization_name(quantization, ("int8", "int4"))
+        if isinstance(weight, Float8Weight):
+            weight = weight.in_integers()
+        if isinstance(weight, GroupedWeight):
+            return self._pack_groups(weight)
+        packed, struct = self._with_memory(self._described(weight, quantization))
+        weight = weight.contiguous()
+        self._library.call(
+            "pack", self._workspace.handle, DTYPES[weight.dtype], weight.data_ptr(), byref(struct)
+        )
+        return packed
+
+    def _described(self, weight_OI: Tensor, quantization: str | None) -> LinearWeight:
+        """How a weight of floats is to be kept; without memory."""
+        out_features, in_features = weight_OI.shape
+        if quantization is None:
+            return LinearWeight(out_features, in_features, weight_OI.dtype, torch.empty(0))
+        if quantization == "int4":
+            described = grouped_weight.four_bits(out_features, in_features)
+            if self._keeps_activations:
+                return replace(described, codebook=torch.arange(16.0) - 8.0)
+            return described
+        scale_O = torch.empty(-(-out_features // TILE_COLUMNS) * TILE_COLUMNS)
+        if self._keeps_activations:
+            return LinearWeight(out_features, in_features, torch.int8, torch.empty(0), scale_O)
+        return grouped_weight.eight_bits(out_features, in_features, scale_O)
+
+    def _pack_groups(self, weight: GroupedWeight) -> LinearWeight:
+        weight = grouped_weight.in_groups_that_fit(weight)
+        described = grouped_weight.described(weight, keeps_activations=self._keeps_activations)
+        packed, struct = self._with_memory(described)
+        rows = grouped_weight.rows_struct(weight)
+        self._library.call("pack_groups", self._workspace.handle, byref(rows), byref(struct))
+        return packed
+
+    def _with_memory(self, described: _Weight) -> tuple[_Weight, LinearWeightStruct]:
+        struct = weight_struct(described)
+        packed = self.memory.take(self._library.call("packed_bytes", byref(struct)))
+        struct.packed = packed.data_ptr()
+        return replace(described, data=packed), struct

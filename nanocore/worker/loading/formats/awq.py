@@ -1,0 +1,134 @@
+"""AWQ as AutoAWQ writes it for its GEMM kernels: four bits, groups, a zero point for each.
+
+Eight outputs are in a word, in an order of their own; values and zero points are [inputs, words].
+w = scale * (q - zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from nanocore.kernels.grouped_weight import GroupedWeight
+from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.config.settings import Settings
+from nanocore.worker.loading.formats.bits import compact, zeros_or_none
+from nanocore.worker.loading.formats.cuts import cut_groups, words
+from nanocore.worker.loading.formats.settings import (
+    group_size,
+    groups_in_words,
+    names,
+    refuse_unless,
+)
+from nanocore.worker.loading.formats.stored import StoredTensors, aliases, is_inner
+from nanocore.worker.loading.weight_format import Slot, StoredProjection
+
+_BITS: Final = 4
+_PER_WORD: Final = 8
+_WORDS_AT_ONCE: Final = 8
+"""Of all inputs: what caches hold."""
+_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Which four bits of a word, counted from the lowest, output j of its eight has."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwqFormat:
+    """A `WeightFormat`.
+
+    has_zeros: False: all zero points are 8, stored or not. skipped: modules whose names contain one
+    of these are floats.
+    """
+
+    group_size: int
+    has_zeros: bool
+    skipped: tuple[str, ...]
+    stored: StoredTensors
+    name: str = "awq"
+
+    @classmethod
+    def read(cls, settings: Settings, stored: StoredTensors) -> AwqFormat:
+        """From quantization_config. Raises ModelFileError: it says what is not served."""
+        settings = settings.with_values(
+            {
+                "bits": settings.values.get("w_bit"),
+                "group_size": settings.values.get("q_group_size"),
+            }
+            | settings.values
+        )
+        refuse_unless(settings, "bits", int, (_BITS,), required=True)
+        version = settings.get("version", str, "gemm").lower()
+        if version != "gemm":
+            raise settings.error("version", "is not served: of AWQ's packings gemm alone is")
+        return cls(
+            group_size(settings),
+            settings.get("zero_point", bool, True),
+            names(settings, "modules_to_not_convert"),
+            stored,
+        )
+
+    def __str__(self) -> str:
+        return f"AWQ: four bits, {groups_in_words(self.group_size)}"
+
+    def projection(
+        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
+    ) -> StoredProjection | None:
+        """See `WeightFormat`."""
+        if not self._is_quantized(name):
+            return None
+        out_features, in_features = shape
+        if out_features % _PER_WORD:
+            raise ModelFileError(f"{name} has {out_features} outputs: AWQ packs eight to a word")
+        groups = cut_groups(name, in_features, self.group_size, columns)
+        kept_words, in_words = words(rows, _PER_WORD)
+        num_words = out_features // _PER_WORD
+        scale_dtype = self.stored.float_dtype(f"{name}.scales", torch.float16)
+        slots = {
+            "qweight": Slot((in_features, num_words), torch.int32, (columns, kept_words)),
+            "scales": Slot((groups.count, out_features), scale_dtype, (groups.kept, rows)),
+        }
+        if self.has_zeros or self.stored.has(f"{name}.qzeros"):
+            slots["qzeros"] = Slot(
+                (groups.count, num_words), torch.int32, (groups.kept, kept_words)
+            )
+        unpack = partial(_unpack, name, self.has_zeros, groups.size, in_words)
+        return StoredProjection(slots, unpack)
+
+    def _is_quantized(self, name: str) -> bool:
+        if self.stored.is_known:
+            return self.stored.has(f"{name}.qweight")
+        is_skipped = any(part in alias for part in self.skipped for alias in aliases(name))
+        return is_inner(name) and not is_skipped
+
+
+def _unpack(
+    name: str, has_zeros: bool, group_size: int, in_words: slice, tensors: Mapping[str, Tensor]
+) -> GroupedWeight:
+    zero_OG = None
+    if "qzeros" in tensors:
+        zero_OG = zeros_or_none(_outputs(tensors["qzeros"])[in_words], _BITS)
+        if zero_OG is not None and not has_zeros:
+            raise ModelFileError(
+                f"{name}.qzeros has zero points other than 8, and quantization_config says "
+                "zero_point = false: it is not of this model"
+            )
+    return GroupedWeight(
+        _outputs(tensors["qweight"])[in_words], _BITS, group_size,
+        tensors["scales"].t().contiguous(), zero_OG,
+    )  # fmt: skip
+
+
+def _outputs(packed: Tensor) -> Tensor:
+    """int32 [inputs, W] to uint8 [8 W, inputs]."""
+    word_WI = compact(packed.t())
+    num_words, num_inputs = word_WI.shape
+    values = torch.empty(num_words, _PER_WORD, num_inputs, dtype=torch.uint8, device=packed.device)
+    for start in range(0, num_words, _WORDS_AT_ONCE):
+        part = slice(start, start + _WORDS_AT_ONCE)
+        for output, place in enumerate(_ORDER):
+            values[part, output] = (word_WI[part] >> 4 * place).bitwise_and_(15)
+    return values.view(_PER_WORD * num_words, num_inputs)

@@ -1,0 +1,248 @@
+"""GPTQ as AutoGPTQ and GPTQModel write it: four or eight bits, groups of inputs, zero points.
+
+Values are [words, outputs], the inputs of a word in the order of its bits; zero points are [groups,
+words of outputs]. Version 1 stores zero points less one. With desc_act inputs are in groups by
+g_idx, in any order: the weight's columns are then sorted by it, and the permutation kept.
+w = scale * (q - zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from nanocore.kernels.grouped_weight import GroupedWeight
+from nanocore.protocol.errors import ConfigError, ModelFileError
+from nanocore.worker.config.settings import Settings
+from nanocore.worker.loading.formats.bits import per_word, unpack_words, zeros_or_none
+from nanocore.worker.loading.formats.cuts import (
+    Grouping,
+    check_cut,
+    cut_groups,
+    is_whole,
+    words,
+)
+from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
+from nanocore.worker.loading.formats.settings import (
+    group_size,
+    groups_in_words,
+    refuse_if_set,
+    refuse_unless,
+)
+from nanocore.worker.loading.formats.stored import StoredTensors, aliases, is_inner
+from nanocore.worker.loading.weight_format import Slot, StoredProjection
+
+_BITS: Final = (4, 8)
+_FORMATS: Final = ("gptq", "gptq_v2")
+_ONE_EACH: Final = {4: 0x11111111, 8: 0x01010101}
+"""A one in each number of a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    """How a module is quantized, where it is."""
+
+    bits: int
+    group_size: int
+    sorts_inputs: bool
+
+    @classmethod
+    def read(cls, settings: Settings) -> _Scheme:
+        bits = refuse_unless(settings, "bits", int, _BITS, required=True)
+        return cls(bits, group_size(settings), settings.get("desc_act", bool, False))
+
+
+@dataclass(frozen=True, slots=True)
+class GptqFormat:
+    """A `WeightFormat`.
+
+    dynamic: patterns of modules that are quantized in another way, or not (None); the first counts.
+    modules: the ends of the names of those that are quantized; empty for all. has_head: lm_head is.
+    """
+
+    scheme: _Scheme
+    stores_zero_less_one: bool
+    dynamic: tuple[tuple[Pattern, _Scheme | None], ...]
+    modules: tuple[str, ...]
+    has_head: bool
+    stored: StoredTensors
+    name: str = "gptq"
+
+    @classmethod
+    def read(cls, settings: Settings, stored: StoredTensors) -> GptqFormat:
+        """From quantization_config. Raises ModelFileError: it says what is not served."""
+        checkpoint_format = refuse_unless(settings, "checkpoint_format", str, _FORMATS)
+        refuse_unless(settings, "pack_dtype", str, ("int32",))
+        refuse_if_set(settings, "is_marlin_format", "adapter", "rotation")
+        blocks: list[Any] = settings.get("modules_in_block_to_quantize", list[Any], [])
+        modules = [name for block in blocks for name in ([block] if _is_name(block) else block)]
+        if not all(map(_is_name, modules)):
+            raise settings.error("modules_in_block_to_quantize", "must be lists of names")
+        return cls(
+            _Scheme.read(settings),
+            checkpoint_format == "gptq",
+            tuple(_read_dynamic(settings)),
+            tuple(modules),
+            settings.get("lm_head", bool, False),
+            stored,
+        )
+
+    def __str__(self) -> str:
+        order = ", inputs sorted by group" if self.scheme.sorts_inputs else ""
+        groups = groups_in_words(self.scheme.group_size)
+        version = 1 if self.stores_zero_less_one else 2
+        return f"GPTQ version {version}: {self.scheme.bits} bits, {groups}{order}"
+
+    def projection(
+        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
+    ) -> StoredProjection | None:
+        """See `WeightFormat`."""
+        scheme = self._scheme_of(name)
+        if scheme is None:
+            return None
+        out_features, in_features = shape
+        packed = per_word(scheme.bits)
+        for what, size in (("outputs", out_features), ("inputs", in_features)):
+            if size % packed:
+                raise ModelFileError(f"{name} has {size} {what}: GPTQ packs {packed} to a word")
+        if scheme.sorts_inputs and not is_whole(columns, in_features):
+            raise ConfigError(
+                f"--tensor-parallel-size {in_features // (columns.stop - columns.start)}: the "
+                f"inputs of {name} are in groups of any order (GPTQ with desc_act), which ranks "
+                "cannot share: use 1, or a checkpoint without desc_act"
+            )
+        check_cut(name, in_features, packed, columns, f"words of {packed} inputs")
+        groups = cut_groups(name, in_features, scheme.group_size, columns)
+        kept_words, in_words = words(rows, packed)
+        slots = self._slots(name, shape, scheme, groups, rows, columns, kept_words)
+        unpack = partial(
+            _unpack, name, scheme, groups.size, columns, in_words, self.stores_zero_less_one
+        )
+        return StoredProjection(slots, unpack)
+
+    def _slots(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        scheme: _Scheme,
+        groups: Grouping,
+        rows: slice,
+        columns: slice,
+        kept_words: slice,
+    ) -> dict[str, Slot]:
+        out_features, in_features = shape
+        packed = per_word(scheme.bits)
+        scale_dtype = self.stored.float_dtype(f"{name}.scales", torch.float16)
+        slots = {
+            "qweight": Slot(
+                (in_features // packed, out_features), torch.int32,
+                (words(columns, packed)[0], rows),
+            ),
+            "qzeros": Slot(
+                (groups.count, out_features // packed), torch.int32, (groups.kept, kept_words)
+            ),
+            "scales": Slot((groups.count, out_features), scale_dtype, (groups.kept, rows)),
+        }  # fmt: skip
+        # Some tools leave it out where inputs are in order.
+        if scheme.sorts_inputs or not self.stored.is_known or self.stored.has(f"{name}.g_idx"):
+            slots["g_idx"] = Slot((in_features,), torch.int32, (columns,))
+        return slots
+
+    def _scheme_of(self, name: str) -> _Scheme | None:
+        scheme: _Scheme | None = self.scheme
+        for pattern, other in self.dynamic:
+            if any(pattern.matches(alias) for alias in aliases(name)):
+                scheme = other
+                break
+        if self.stored.is_known:
+            return (scheme or self.scheme) if self.stored.has(f"{name}.qweight") else None
+        if not is_inner(name):
+            return scheme if self.has_head and name == "lm_head" else None
+        ends = tuple(f".{module}" for module in self.modules)
+        return scheme if not ends or name.endswith(ends) else None
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _read_dynamic(settings: Settings) -> list[tuple[Pattern, _Scheme | None]]:
+    """ "+:pattern" or "pattern" with settings of its own, "-:pattern" for what is not quantized."""
+    rules = settings.section("dynamic")
+    if len(rules.values) > MAX_REGEXES:
+        raise settings.error("dynamic", f"has {len(rules.values)} rules; {MAX_REGEXES} are read")
+    found: list[tuple[Pattern, _Scheme | None]] = []
+    for text in rules.values:
+        pattern = Pattern(rules.source, text.removeprefix("-:").removeprefix("+:"))
+        if text.startswith("-:"):
+            found.append((pattern, None))
+            continue
+        own = rules.section(text)
+        refuse_if_set(own, "adapter", "rotation")
+        kept = {name: settings.values.get(name) for name in ("bits", "group_size", "desc_act")}
+        found.append((pattern, _Scheme.read(own.with_values(kept | own.values))))
+    return found
+
+
+def _unpack(
+    name: str,
+    scheme: _Scheme,
+    group_size: int,
+    columns: slice,
+    in_words: slice,
+    stores_zero_less_one: bool,
+    tensors: Mapping[str, Tensor],
+) -> GroupedWeight:
+    packed_zeros = tensors["qzeros"]
+    if stores_zero_less_one:
+        # As GPTQModel took it off: of words, so that zero points of 0 borrow from their neighbours.
+        packed_zeros = (packed_zeros.long() + _ONE_EACH[scheme.bits]).to(torch.int32)
+    zero_OG = unpack_words(packed_zeros, scheme.bits)[:, in_words].t()
+    values_OI = unpack_words(tensors["qweight"].t(), scheme.bits)
+    weight = GroupedWeight(
+        values_OI, scheme.bits, group_size, tensors["scales"].t().contiguous(),
+        zeros_or_none(zero_OG, scheme.bits),
+    )  # fmt: skip
+    if "g_idx" not in tensors:
+        return weight
+    return sort_inputs(name, weight, tensors["g_idx"], columns, sorts_inputs=scheme.sorts_inputs)
+
+
+def sort_inputs(
+    name: str, weight: GroupedWeight, g_idx: Tensor, columns: slice, *, sorts_inputs: bool = True
+) -> GroupedWeight:
+    """A weight whose column i is of group g_idx[i], with its columns in the order of groups.
+
+    Raises:
+        ModelFileError: groups are not of the size that they are said to have, or are not in order
+            where they should be.
+    """
+    num_groups = weight.scale_OG.shape[1]
+    num_inputs = weight.in_features
+    in_order = torch.arange(num_inputs, device=g_idx.device) // weight.group_size
+    first_group = columns.start // weight.group_size if num_groups > 1 or columns.start else 0
+    if num_groups == 1 and not bool(g_idx.any()):
+        first_group = 0
+    if torch.equal(g_idx.long() - first_group, in_order):
+        return weight
+    if not sorts_inputs:
+        raise ModelFileError(
+            f"{name}.g_idx does not have groups of {weight.group_size} inputs in their order, and "
+            "desc_act is not true: is it what config.json says?"
+        )
+    sorted_idx, order = g_idx.long().sort(stable=True)
+    if not torch.equal(sorted_idx, in_order):
+        raise ModelFileError(
+            f"{name}.g_idx does not give each of {num_groups} groups {weight.group_size} inputs: "
+            "download the model again"
+        )
+    return replace(
+        weight,
+        values_OI=weight.values_OI[:, order].contiguous(),
+        permutation_I=order.to(torch.int32),
+    )

@@ -1,0 +1,217 @@
+"""What a GGUF file says before its weights: settings by name, and where each tensor lies.
+
+The whole header is checked when it is read: counts, types, names, and that tensors lie within the
+file and not upon each other. What is read of it later needs no check of its place.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.worker.loading.gguf.header_bytes import HeaderBytes
+from nanocore.worker.loading.gguf.tensor_types import TENSOR_TYPES, TensorType
+
+MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_MAX_TENSORS: Final = 2**17
+_MAX_KEYS: Final = 2**16
+_MAX_DIMS: Final = 4
+_MAX_ALIGNMENT: Final = 2**16
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_NUMBERS: Final = {
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
+    12: "<d",
+}  # fmt: skip
+_LAYOUTS: Final = {kind: struct.Struct(layout) for kind, layout in _NUMBERS.items()}
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
+_LFS_MAGIC: Final = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor of the file. shape: rows first, as torch has it. offset: in the file."""
+
+    path: Path
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One file's. metadata: by key; numbers, texts, and lists of either."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: tuple[TensorInfo, ...]
+
+
+def read_header(path: Path) -> Header:
+    """A file's header without its vocabulary, which is empty in it.
+
+    Raises:
+        ModelFileError: it is missing, damaged, incomplete or something else.
+    """
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        raise ModelFileError(f"{path} is missing: download it again") from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: {error.strerror or error}") from None
+    return _cached_header(path, stat.st_size, stat.st_mtime_ns)
+
+
+def read_vocabulary(path: Path) -> dict[str, Any]:
+    """All settings of a file, its vocabulary among them. Raises ModelFileError as `read_header`."""
+    return _read(path, lambda key: True).metadata
+
+
+@lru_cache(maxsize=16)
+def _cached_header(path: Path, _size: int, _mtime_ns: int) -> Header:
+    return _read(path, lambda key: not key.startswith("tokenizer.ggml."))
+
+
+def _read(path: Path, keep: Callable[[str], bool]) -> Header:
+    try:
+        if not path.is_file():
+            raise ModelFileError(f"{path} is not a file")
+        with path.open("rb") as file:
+            num_bytes = path.stat().st_size
+            _check_magic(path, file.read(len(_LFS_MAGIC)), num_bytes)
+            file.seek(0)
+            return _parse(path, HeaderBytes(path, file, num_bytes), keep)
+    except OSError as error:
+        raise ModelFileError(f"{path}: {error.strerror or error}") from None
+
+
+def _check_magic(path: Path, head: bytes, num_bytes: int) -> None:
+    if num_bytes == 0:
+        raise ModelFileError(f"{path}: an empty file; download it again")
+    if head == _LFS_MAGIC:
+        raise ModelFileError(
+            f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in the model's "
+            "repository"
+        )
+    if head[:4] != MAGIC:
+        raise ModelFileError(f"{path}: no GGUF file, whatever its name says; download it again")
+
+
+def _parse(path: Path, data: HeaderBytes, keep: Callable[[str], bool]) -> Header:
+    data.take(len(MAGIC), "the magic number")
+    version = data.number(_U32, "the version")
+    if version not in _VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        if swapped in _VERSIONS:
+            raise data.error("the file is big-endian: download one for this machine's byte order")
+        raise data.error(f"GGUF version {version} is not served; known: 2, 3")
+    num_tensors = data.number(_U64, "the number of tensors")
+    num_keys = data.number(_U64, "the number of settings")
+    if num_tensors > _MAX_TENSORS or num_keys > _MAX_KEYS:
+        raise data.error(
+            f"there are to be {num_tensors} tensors and {num_keys} settings: at most "
+            f"{_MAX_TENSORS} and {_MAX_KEYS} are read"
+        )
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = data.string("a setting's name")
+        if key in metadata:
+            raise data.error(f"{shorten(key)} is there twice")
+        metadata[key] = _value(data, shorten(key), keep(key))
+    entries = [_tensor(data) for _ in range(num_tensors)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment % 8:
+        raise data.error(f"general.alignment = {alignment!r} is no multiple of 8")
+    start = -(-data.offset // alignment) * alignment
+    tensors = [
+        TensorInfo(path, name, kind, shape, start + offset, _size(kind, shape))
+        for name, kind, shape, offset in entries
+    ]
+    _check_places(path, tensors, alignment, start, data.num_bytes)
+    return Header(path, metadata, tuple(tensors))
+
+
+def _value(data: HeaderBytes, key: str, keep: bool) -> Any:
+    kind = data.number(_U32, f"the type of {key}")
+    if kind == _STRING:
+        return data.string(key)
+    if kind != _ARRAY:
+        return _number(data, key, kind)
+    item = data.number(_U32, f"the type of {key}'s items")
+    count = data.number(_U64, f"the number of {key}'s items")
+    if item == _STRING:
+        return data.strings(count, key, keep)
+    if item not in _NUMBERS:
+        raise data.error(f"{key} is an array of type {item}, which is not served")
+    layout = np.dtype(_NUMBERS[item])
+    data.count_items(count, layout.itemsize, key)
+    content = data.take(count * layout.itemsize, key)
+    return np.frombuffer(content, layout).tolist() if keep else []
+
+
+def _number(data: HeaderBytes, key: str, kind: int) -> int | float | bool:
+    if kind not in _LAYOUTS:
+        raise data.error(f"{key} has type {kind}, which is unknown")
+    value = data.number(_LAYOUTS[kind], key)
+    # The decimal number that was meant: 1e-6, and not what is nearest to it in float32.
+    return float(str(np.float32(value))) if kind == _FLOAT else value
+
+
+def _tensor(data: HeaderBytes) -> tuple[str, TensorType, tuple[int, ...], int]:
+    name = data.string("a tensor's name")
+    shown = f"tensor {shorten(repr(name))}"
+    num_dims = data.number(_U32, f"the dimensions of {shown}")
+    if not 1 <= num_dims <= _MAX_DIMS:
+        raise data.error(f"{shown} has {num_dims} dimensions: 1 to {_MAX_DIMS} are served")
+    sizes = [data.number(_U64, f"the shape of {shown}") for _ in range(num_dims)]
+    number = data.number(_U32, f"the type of {shown}")
+    offset = data.number(_U64, f"the place of {shown}")
+    if number not in TENSOR_TYPES:
+        raise data.error(f"{shown} has type {number}, which is unknown")
+    kind = TENSOR_TYPES[number]
+    if not all(sizes) or math.prod(sizes) >= 2**62:
+        raise data.error(f"{shown} has shape {sizes[::-1]}")
+    if sizes[0] % kind.block_numel:
+        raise data.error(
+            f"{shown} is {kind.name}, whose blocks of {kind.block_numel} do not fill rows of "
+            f"{sizes[0]}"
+        )
+    return name, kind, tuple(reversed(sizes)), offset
+
+
+def _size(kind: TensorType, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) // kind.block_numel * kind.block_bytes
+
+
+def _check_places(
+    path: Path, tensors: list[TensorInfo], alignment: int, start: int, num_bytes: int
+) -> None:
+    """Each tensor once, aligned, within the file, and behind the one before."""
+    seen: set[str] = set()
+    end = start
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        where = f"{path}: tensor {shorten(repr(tensor.name))}"
+        if tensor.name in seen:
+            raise ModelFileError(f"{where} is there twice: download the file again")
+        seen.add(tensor.name)
+        if tensor.offset < end or (tensor.offset - start) % alignment:
+            raise ModelFileError(
+                f"{where} begins at byte {tensor.offset}, within another or beside the alignment "
+                f"of {alignment}: the file is damaged, download it again"
+            )
+        end = tensor.offset + tensor.num_bytes
+        if end > num_bytes:
+            raise ModelFileError(
+                f"{where} ends at byte {end}, and the file has {num_bytes}: its download was not "
+                "completed, run it again to resume"
+            )

@@ -1,0 +1,175 @@
+"""Linear layers and embeddings of grouped weights, on every instruction set, by their definition.
+
+The definition is `GroupedWeight.dequantize` and, for activations, `quantized_rows`, in float64.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanocore.kernels.cpu.build import INSTRUCTION_SETS
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.grouped_weight import GroupedWeight
+from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
+from tests.kernels import cpu_case, grouped_case
+from tests.kernels.grouped_case import FORMS
+
+REPOSITORY = Path(__file__).parents[2]
+SIZES = [(1, 40, 200), (2, 64, 512), (3, 33, 96), (8, 130, 300), (30, 70, 264)]
+"""Rows, outputs and inputs."""
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest) -> str:
+    cpu_case.backend(request.param)  # or the test is skipped
+    return str(request.param)
+
+
+def backend(instruction_set: str, *, keeps_activations: bool = False) -> CpuKernels:
+    library = cpu_case.runnable_libraries()[instruction_set]
+    return CpuKernels(library, keeps_activations=keeps_activations)
+
+
+def error(actual: Tensor, expected: Tensor, x_TI: Tensor, weight: GroupedWeight) -> float:
+    """The largest, as a share of what the products' magnitudes add up to."""
+    magnitudes = x_TI.double().abs() @ weight.dequantize().double().abs().T
+    return float(((actual - expected).abs() / magnitudes).max())
+
+
+@pytest.mark.parametrize("keeps_activations", [False, True])
+def test_products_are_those_of_the_dequantized_weight(
+    instruction_set: str, keeps_activations: bool
+) -> None:
+    torch.manual_seed(0)
+    kernels = backend(instruction_set, keeps_activations=keeps_activations)
+    forms = FORMS | {"NF4": lambda o, i: grouped_case.with_codebook(o, i, 64)}
+    for name, form in forms.items():
+        for index, (num_rows, out_features, in_features) in enumerate(SIZES):
+            weight = form(out_features, in_features)
+            x_TI = torch.randn(num_rows, in_features)
+            x_TI = x_TI.bfloat16() if index % 2 else x_TI
+            expected = grouped_case.expected(x_TI, weight, keeps_activations=keeps_activations)
+            actual = kernels.logits(x_TI, kernels.pack_linear(weight))
+            assert error(actual, expected, x_TI, weight) < 1e-6, (name, x_TI.shape)
+
+
+def test_an_embedding_is_the_dequantized_weight_to_the_bit(instruction_set: str) -> None:
+    torch.manual_seed(0)
+    kernels = backend(instruction_set)
+    forms = FORMS | {"NF4": lambda o, i: grouped_case.with_codebook(o, i, 64)}
+    for name, form in forms.items():
+        weight = form(70, 300)
+        embedding = TokenEmbedding(kernels.pack_linear(weight), 0, 1.0, torch.float32)
+        assert torch.equal(kernels.embedding(torch.arange(70), embedding), weight.dequantize()), (
+            name
+        )
+
+
+def test_four_bits_are_chosen_by_the_least_squared_error(instruction_set: str) -> None:
+    torch.manual_seed(0)
+    kernels = backend(instruction_set)
+    weight_OI = torch.randn(70, 300) * torch.rand(70, 1)
+    chosen_OI = unpacked(kernels, kernels.pack_linear(weight_OI, "int4"))
+    grid_G = (weight_OI[:, :288].unflatten(1, (-1, 32)).abs().amax(-1) / 8).repeat_interleave(32, 1)
+    plain_OI = (weight_OI[:, :288] / grid_G).round().clamp(-8, 7) * grid_G
+    squares = [float((x_OI - weight_OI[:, :288]).square().sum()) for x_OI in
+               (chosen_OI[:, :288], plain_OI)]  # fmt: skip
+    assert squares[0] < 0.85 * squares[1]  # of magnitudes rounded to a grid of their largest
+
+
+def test_weights_on_a_grid_of_four_bits_stay_as_they_are(instruction_set: str) -> None:
+    kernels = backend(instruction_set)
+    numbers_OI = torch.randint(-8, 8, (64, 96)).float()
+    numbers_OI[:, ::32] = -8.0
+    weight_OI = numbers_OI * 0.125
+    weight_OI[3] = 0.0
+    assert torch.equal(unpacked(kernels, kernels.pack_linear(weight_OI, "int4")), weight_OI)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_seen_in_their_results(
+    instruction_set: str, quantization: str, strange: float
+) -> None:
+    kernels = backend(instruction_set)
+    weight_OI = torch.ones(40, 96)
+    weight_OI[7, 50] = strange
+    logits_RO = kernels.logits(torch.ones(2, 96), kernels.pack_linear(weight_OI, quantization))
+    assert logits_RO.isnan().nonzero()[:, 1].tolist() == [7, 7]
+
+
+def test_activations_that_are_not_finite_are_seen_in_their_rows(instruction_set: str) -> None:
+    kernels = backend(instruction_set)
+    for form in ("4 bits, 32", "8 bits, one scale an output", "Q4_K"):
+        x_TI = torch.ones(3, 256)
+        x_TI[1, 100] = torch.inf
+        logits_TO = kernels.logits(x_TI, kernels.pack_linear(FORMS[form](40, 256)))
+        assert logits_TO.isnan().any(1).tolist() == [False, True, False], form
+
+
+def test_rows_have_the_same_bits_in_every_batch(instruction_set: str) -> None:
+    torch.manual_seed(0)
+    for keeps_activations in (False, True):
+        kernels = backend(instruction_set, keeps_activations=keeps_activations)
+        for form in FORMS.values():
+            packed = kernels.pack_linear(form(96, 288))
+            x_TI = torch.randn(25, 288)
+            together_TO = kernels.linear(x_TI, packed)
+            for start, stop in ((0, 1), (1, 3), (3, 7), (7, 15), (13, 25)):
+                some_TO = kernels.linear(x_TI[start:stop], packed)
+                assert torch.equal(some_TO, together_TO[start:stop])
+
+
+def test_gated_layers_gate_the_first_half_of_a_grouped_weight(instruction_set: str) -> None:
+    torch.manual_seed(0)
+    kernels = backend(instruction_set)
+    weight = FORMS["4 bits, zeros, 128"](128, 256)
+    packed, x_TI = kernels.pack_linear(weight), torch.randn(5, 256)
+    gate_TO, up_TO = kernels.linear(x_TI, packed).chunk(2, dim=1)
+    expected_TO = torch.nn.functional.silu(gate_TO) * up_TO
+    torch.testing.assert_close(kernels.gated_linear(x_TI, packed), expected_TO)
+
+
+def unpacked(kernels: CpuKernels, packed: LinearWeight) -> Tensor:
+    """float32 [O, I]."""
+    embedding = TokenEmbedding(packed, 0, 1.0, torch.float32)
+    return kernels.embedding(torch.arange(packed.out_features), embedding)
+
+
+def fingerprint(instruction_set: str, vnni: str, *, keeps_activations: bool = False) -> str:
+    """A digest of results in a process of its own, since the instruction is chosen once in each."""
+    environment = {**os.environ, "NANOCORE_CPU_VNNI": vnni, "PYTHONPATH": str(REPOSITORY)}
+    script = str(Path(__file__).with_name("grouped_fingerprint.py"))
+    command = [sys.executable, script, instruction_set, str(int(keeps_activations))]
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment
+    ).stdout.strip()
+
+
+def with_fma() -> list[str]:
+    """The instruction sets of this machine that round a product and a sum once."""
+    return [name for name in cpu_case.runnable_libraries() if name != "plain"]
+
+
+def test_results_have_the_same_bits_on_all_instruction_sets_with_fma() -> None:
+    found = {(name, vnni): fingerprint(name, vnni) for name in with_fma() for vnni in ("0", "1")}
+    if len(found) < 2:
+        pytest.skip("one instruction set alone")
+    assert len(set(found.values())) == 1, found
+
+
+def test_without_fma_or_with_float_activations_bits_differ() -> None:
+    """What the test before would see: other roundings."""
+    runnable = cpu_case.runnable_libraries()
+    if not {"avx2", "plain", "avx512_bf16"} <= runnable.keys():
+        pytest.skip("not all instruction sets are here")
+    assert fingerprint("plain", "1") != fingerprint("avx2", "1")
+    kept = [fingerprint(name, "1", keeps_activations=True) for name in ("avx2", "avx512_bf16")]
+    assert kept[0] != kept[1]

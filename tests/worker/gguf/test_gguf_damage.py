@@ -1,0 +1,214 @@
+"""Damaged, hostile and foreign GGUF files: each is refused with a typed error that names the file.
+
+Every error must come before memory is taken for what the file only claims to have.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from nanocore.protocol.errors import ConfigError, ModelFileError
+from nanocore.worker.loading.checkpoint import stored_tensors
+from nanocore.worker.loading.gguf.files import gguf_in_folder
+from nanocore.worker.loading.gguf.header import read_header, read_vocabulary
+from nanocore.worker.loading.gguf.model_files import gguf_model_files
+from nanocore.worker.loading.model_folder import resolve_model
+from nanocore.worker.models import load_model_config
+
+QWEN_3 = Path("tests/fixtures/checkpoints/qwen3-q8_0.gguf").resolve()
+
+
+def write(path: Path, **changes: Any) -> Path:
+    """A file of one tensor and these settings, by llama.cpp's package."""
+    writer = gguf.GGUFWriter(path, changes.pop("architecture", "qwen3"))
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        else:
+            writer.add_uint32(name, value)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelFileError) as error:
+        read_header(path)
+    assert str(path) in str(error.value)
+    with pytest.raises(ModelFileError):
+        read_vocabulary(path)
+    return str(error.value)
+
+
+def test_a_file_cut_anywhere_in_its_header_is_refused(tmp_path: Path) -> None:
+    content = write(tmp_path / "whole.gguf", qwen3__block_count=2, texts=["a", "bc"]).read_bytes()
+    for size in range(len(content)):
+        path = tmp_path / f"cut{size}.gguf"
+        path.write_bytes(content[:size])
+        refusal(path)
+        path.unlink()
+
+
+def test_any_damaged_byte_is_read_or_refused_and_nothing_else(tmp_path: Path) -> None:
+    content = write(tmp_path / "whole.gguf", qwen3__block_count=2, texts=["a", "bc"]).read_bytes()
+    num_refused = 0
+    for place in range(len(content) - 4 * 32 * 4):
+        for value in (0, 0x7F, 0xFF):
+            path = tmp_path / "damaged.gguf"
+            path.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
+            try:
+                read_vocabulary(path)
+            except ModelFileError:
+                num_refused += 1
+    assert num_refused > 100
+
+
+def header(*parts: tuple[str, Any]) -> bytes:
+    return b"GGUF" + b"".join(struct.pack(f"<{layout}", value) for layout, value in parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty"),
+        (b"GGML" + bytes(40), "no GGUF file"),
+        (b"version https://git-lfs.github.com/spec/v1", "git-lfs"),
+        (header(("I", 1)), "version 1"),
+        (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big-endian"),
+        (header(("I", 3), ("Q", 2**40), ("Q", 0)), "at most"),
+        (header(("I", 3), ("Q", 0), ("Q", 2**40)), "at most"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 2**63)), "at most"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 97), ("I", 77)), "unknown"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 97), ("I", 9), ("I", 9), ("Q", 1)),
+         "array of type 9"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 97), ("I", 9), ("I", 8),
+                ("Q", 2**60)), "the file ends before"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 97), ("I", 9), ("I", 10),
+                ("Q", 2**61)), "the file ends before"),
+        (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 0xFF)), "UTF-8"),
+    ],
+)  # fmt: skip
+def test_what_a_header_may_not_say(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(content)
+    assert message in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("dims", "kind", "offset", "message"),
+    [
+        ([], 0, 0, "0 dimensions"),
+        ([1] * 5, 0, 0, "5 dimensions"),
+        ([0, 4], 0, 0, "shape"),
+        ([2**40, 2**40], 0, 0, "shape"),
+        ([4], 99, 0, "type 99"),
+        ([33], 8, 0, "blocks of 32"),
+        ([4], 0, 2**63, "ends at byte"),
+        ([4], 0, 4, "alignment"),
+        ([2**20], 0, 0, "ends at byte"),
+    ],
+)
+def test_what_a_tensor_may_not_be(
+    tmp_path: Path, dims: list[int], kind: int, offset: int, message: str
+) -> None:
+    path = tmp_path / "hostile.gguf"
+    sizes = [("Q", size) for size in dims]
+    start = header(("I", 3), ("Q", 1), ("Q", 0), ("Q", 1), ("B", 97), ("I", len(dims)), *sizes)
+    path.write_bytes(start + struct.pack("<IQ", kind, offset) + bytes(256))
+    assert message in refusal(path)
+
+
+def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match=r"architecture = 'mamba' is not served.*known: llama"):
+        load_model_config(write(tmp_path / "mamba.gguf", architecture="mamba"))
+    path = write(
+        tmp_path / "pre.gguf", tokenizer__ggml__model="gpt2", tokenizer__ggml__pre="viking",
+        tokenizer__ggml__tokens=["a", "b"], tokenizer__ggml__merges=["a b"],
+    )  # fmt: skip
+    with pytest.raises(ModelFileError, match=r"pre = 'viking'.*known: llama-bpe.*tokenizer.json"):
+        gguf_model_files(path)
+    path = write(
+        tmp_path / "twice.gguf", tokenizer__ggml__model="gpt2", tokenizer__ggml__pre="qwen2",
+        tokenizer__ggml__tokens=["a", "a"], tokenizer__ggml__merges=["a b"],
+    )  # fmt: skip
+    with pytest.raises(ModelFileError, match="'a' is twice"):
+        gguf_model_files(path)
+
+
+def test_a_setting_that_nobody_knows_is_refused(tmp_path: Path) -> None:
+    sizes = {
+        "qwen3__block_count": 1, "qwen3__embedding_length": 32, "qwen3__feed_forward_length": 32,
+        "qwen3__attention__head_count": 1, "qwen3__context_length": 64,
+        "qwen3__attention__layer_norm_rms_epsilon": 1,
+    }  # fmt: skip
+    load_model_config(write(tmp_path / "known.gguf", **sizes))
+    path = write(tmp_path / "unknown.gguf", **sizes, qwen3__attention__clamp_kqv=8)
+    with pytest.raises(ModelFileError, match=r"qwen3\.attention\.clamp_kqv = 8 is a setting"):
+        load_model_config(path)
+    del sizes["qwen3__block_count"]
+    with pytest.raises(ModelFileError, match=r"qwen3\.block_count is missing"):
+        load_model_config(write(tmp_path / "less.gguf", **sizes))
+
+
+def test_a_tokenizer_beside_the_file_is_used_if_it_is_of_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(QWEN_3, path)
+    made = gguf_model_files(path)["tokenizer.json"]
+    beside = tmp_path / "tokenizer.json"
+    beside.write_bytes(made + b"\n")
+    assert gguf_model_files(path)["tokenizer.json"] == made + b"\n"
+    beside.write_bytes(made.replace(b'"the":', b'"thy":'))
+    with pytest.raises(ModelFileError, match="of another model"):
+        gguf_model_files(path)
+
+
+def test_a_model_is_named_by_its_file_or_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(QWEN_3, path)
+    (tmp_path / "mmproj-model.gguf").touch()
+    assert resolve_model(str(path)) == resolve_model(str(tmp_path)) == path
+    with pytest.raises(ConfigError, match="has no revisions"):
+        resolve_model(str(path), "main")
+    shutil.copy(QWEN_3, tmp_path / "other.gguf")
+    with pytest.raises(ModelFileError, match="2 models"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert gguf_in_folder(tmp_path) is None
+
+
+def test_a_model_in_several_files_is_whole_or_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(
+        tmp_path / "split.gguf", "qwen3", split_max_tensors=1, small_first_shard=False
+    )
+    for name in ("token_embd", "output_norm", "output"):
+        writer.add_tensor(f"{name}.weight", np.ones((1, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    first, second, third = sorted(tmp_path.glob("*.gguf"))
+    assert resolve_model(str(tmp_path)) == resolve_model(str(third)) == first
+    names = [(t.path, t.name) for t in stored_tensors(first, lambda _: True)]
+    assert names == [
+        (first, "model.embed_tokens.weight"), (second, "model.norm.weight"),
+        (third, "lm_head.weight"),
+    ]  # fmt: skip
+    second.rename(tmp_path / "kept")
+    with pytest.raises(ModelFileError, match=r"00002-of-00003\.gguf is missing"):
+        list(stored_tensors(first, lambda _: True))
+    shutil.copy(third, second)
+    with pytest.raises(ModelFileError, match="not of the same model"):
+        list(stored_tensors(first, lambda _: True))
