@@ -16,6 +16,7 @@ import pytest
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.loading.checkpoint import stored_tensors
+from nanocore.worker.loading.gguf import header_bytes
 from nanocore.worker.loading.gguf.files import gguf_in_folder
 from nanocore.worker.loading.gguf.header import read_header, read_vocabulary
 from nanocore.worker.loading.gguf.model_files import gguf_model_files
@@ -212,3 +213,15 @@ def test_a_model_in_several_files_is_whole_or_refused(tmp_path: Path) -> None:
     shutil.copy(third, second)
     with pytest.raises(ModelFileError, match="not of the same model"):
         list(stored_tensors(first, lambda _: True))
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 5, 16, 61])
+def test_a_header_of_many_chunks_is_read_as_one_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    texts = [f"token {i}" for i in range(40)]
+    path = write(tmp_path / "whole.gguf", qwen3__block_count=2, texts=texts)
+    whole = read_vocabulary(path)
+    assert whole["texts"] == texts
+    monkeypatch.setattr(header_bytes, "_CHUNK_BYTES", chunk_bytes)
+    assert read_vocabulary(path) == whole

@@ -49,7 +49,8 @@ class HeaderBytes:
 
     def number(self, layout: struct.Struct, what: str) -> int:
         """The next number."""
-        value: int = layout.unpack_from(self._buffer, self._have(layout.size, what))[0]
+        start = self._have(layout.size, what)  # first: it may replace the buffer
+        value: int = layout.unpack_from(self._buffer, start)[0]
         self._position += layout.size
         return value
 
