@@ -21,8 +21,9 @@ from typing import Any, Final
 import torch
 from report import describe_run, spread, table, with_range, write_report
 
-from nanocore.kernels.cpu.cpu_backend import CpuKernels, huge_pages
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
+from nanocore.kernels.cpu.memory import huge_pages
 from nanocore.kernels.linear_weight import LinearWeight
 
 RESULTS: Final = Path(__file__).parent / "results" / "weight-reading.json"
