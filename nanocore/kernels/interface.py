@@ -204,8 +204,7 @@ class Kernels(RankKernels, Protocol):
     Activations are contiguous but for the first dimension. A kernel may write its result over an
     operand where it says so. block_multiple: block sizes must be multiples of it. variant: what
     decides the bits of its results beside its name, e.g. the instruction set. kept_forms: of stored
-    weights, which take as much memory here as in a checkpoint; others are dequantized.
-    stacks_experts: they are multiplied in one product, for which all are floats.
+    weights, those not dequantized. stacks_experts: for one product, and all as floats.
     """
 
     name: str

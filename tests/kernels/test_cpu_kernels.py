@@ -25,6 +25,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.messages import Quantization
 from tests.campaign import examples
 from tests.kernels.cpu_case import PagedCase
+from tests.kernels.grouped_case import quantized_rows
 from tests.kernels.layered_cache import layered
 
 TORCH = TorchKernels()
@@ -58,6 +59,11 @@ def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: Tensor | f
     assert bool((excess <= 0).all()), f"by {excess.max().item()} more than allowed"
 
 
+def eight_bits(x: Tensor, quantization: Quantization | None) -> Tensor:
+    """What activations are in products with weights of int8, in float32."""
+    return quantized_rows(x, 128).float() if quantization == "int8" else x.float()
+
+
 @FEW
 @given(
     rows=st.integers(0, 40),
@@ -86,7 +92,8 @@ def test_linear(
     packed = kernels.pack_linear(weight.clone(), quantization)
     reference = TORCH.pack_linear(weight.float(), quantization)
     actual = kernels.linear(x, packed, bias)
-    expected = TORCH.linear(x.float(), reference, None if bias is None else bias.float())
+    operand = eight_bits(x, quantization)
+    expected = TORCH.linear(operand, reference, None if bias is None else bias.float())
     assert actual.dtype == dtype
     magnitudes = x.float().abs() @ weight.float().abs().T + (0 if bias is None else bias.abs())
     assert_close(actual, expected, ROUNDED_ONCE[dtype], 1e-6 * magnitudes)
@@ -115,7 +122,8 @@ def test_logits_are_float32(
     x, weight = draw(seed, rows, in_features, dtype=dtype), draw(seed, vocab, in_features)
     weight = weight.to(dtype)
     actual = kernels.logits(x, kernels.pack_linear(weight.clone(), quantization), softcap)
-    expected = TORCH.logits(x.float(), TORCH.pack_linear(weight.float(), quantization), softcap)
+    reference = TORCH.pack_linear(weight.float(), quantization)
+    expected = TORCH.logits(eight_bits(x, quantization), reference, softcap)
     assert actual.dtype == torch.float32
     assert_close(actual, expected, 1e-6, 1e-6 * (x.float().abs() @ weight.float().abs().T))
 
