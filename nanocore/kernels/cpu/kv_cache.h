@@ -39,21 +39,56 @@ struct PagedKV {
         return reinterpret_cast<BFloat16*>(start) + head * block_size;
     }
 
-    // zero_next: also the slot that shares this one's pair, which holds nothing yet. It is
-    // multiplied by 0, and what an earlier request left there might be infinite.
-    void put(const T* key, const T* value, int64_t slot, int64_t head, bool zero_next) const {
+    // Of values in pairs, what shares a slot's pair. Both are written by whoever has the even one:
+    // next is the value of the odd one if that comes in the same step. If not it is null, and zeros
+    // are written: they are multiplied by 0, and what an earlier request left might be infinite.
+    // is_stored: of an odd one, its value came with the one before it.
+    struct PairMate {
+        const T* next;
+        bool is_stored;
+    };
+
+    // All heads' K and V of a token, one head after the other; mate: of the first head.
+    void put(const T* key, const T* value, int64_t slot, PairMate mate) const {
         const int64_t block_id = slot / block_size, s = slot % block_size;
-        if (is_quantized()) return put_integers(key, value, block_id, s, head);
-        T *to_k = block<T>(k, block_id, head), *to_v = block<T>(v, block_id, head);
-        for (int64_t d = 0; d < head_dim; ++d)
-            to_k[(d / kPair * block_size + s) * kPair + d % kPair] = key[d];
-        T* row = to_v + (s / kPair * head_dim) * kPair + s % kPair;
-        for (int64_t d = 0; d < head_dim; ++d) row[d * kPair] = value[d];
-        if (kPair == 2 && zero_next)
-            for (int64_t d = 0; d < head_dim; ++d) from_float(0.0f, row + d * kPair + 1);
+        for (int64_t head = 0; head < num_heads; ++head, key += head_dim, value += head_dim) {
+            if (is_quantized()) {
+                put_integers(key, value, block_id, s, head);
+                continue;
+            }
+            put_key(key, block<T>(k, block_id, head), s);
+            if (kPair == 1 || !mate.is_stored)
+                put_value(value, mate.next, block<T>(v, block_id, head), s);
+            if (mate.next) mate.next += head_dim;
+        }
     }
 
    private:
+    void put_key(const T* key, T* to, int64_t s) const {
+        to += s * kPair;
+        for (int64_t d = 0; d < head_dim; d += kPair)
+            std::memcpy(to + d * block_size, key + d, kPair * sizeof(T));
+    }
+
+    void put_value(const T* value, const T* next, T* to, int64_t s) const {
+        if constexpr (kPair == 1) {
+            std::memcpy(to + s * head_dim, value, head_dim * sizeof(T));
+        } else {
+            float* pairs = reinterpret_cast<float*>(to + s / 2 * 2 * head_dim);
+            for (int64_t d = 0; d < head_dim; d += kLanes, pairs += kLanes) {
+                const U own = reinterpret_cast<U>(load(value + d));  // the upper halves
+                U first = own >> 16, second = {};
+                if (s % 2) {
+                    first = *reinterpret_cast<const UAny*>(pairs) & 0xffffu;
+                    second = own;
+                } else if (next) {
+                    second = reinterpret_cast<U>(load(next + d));
+                }
+                *reinterpret_cast<UAny*>(pairs) = first | second;
+            }
+        }
+    }
+
     void put_integers(const T* key, const T* value, int64_t block_id, int64_t s,
                       int64_t head) const {
         int8_t* to_k = block<int8_t>(k, block_id, head) + s;

@@ -179,10 +179,10 @@ struct RopeCall {
                 turn(k + head * head_dim, k_norm, positions[row]);
             const int64_t slot = slots[row];
             if (slot < 0) return;
-            const bool next_follows = row + 1 < rows && slots[row + 1] == slot + 1;
-            const bool zero_next = slot % 2 == 0 && !next_follows;
-            for (int64_t head = 0; head < kv_heads; ++head)
-                cache.put(k + head * head_dim, v + head * head_dim, slot, head, zero_next);
+            const bool is_odd = slot % 2, has_next = !is_odd && row + 1 < rows;
+            const T* next = has_next && slots[row + 1] == slot + 1 ? v + stride : nullptr;
+            const bool is_stored = is_odd && row > 0 && slots[row - 1] == slot - 1;
+            cache.put(k, v, slot, {next, is_stored});
         });
     }
 
