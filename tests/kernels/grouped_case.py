@@ -126,7 +126,7 @@ def quantized_rows(x_TI: Tensor, group_size: int) -> Tensor:
     """float64 [T, I]: what activations are once they have eight bits."""
     num_rows, in_features = x_TI.shape
     padded = torch.nn.functional.pad(x_TI.float(), (0, -in_features % group_size))
-    x_TGK = padded.view(num_rows, -1, group_size)
+    x_TGK = padded.view(num_rows, padded.shape[1] // group_size, group_size)
     largest = x_TGK.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest < 1e-30, 0.0, torch.full_like(largest, 127.0) / largest)
     scale = torch.where(largest < 1e-30, 0.0, largest / 127.0)

@@ -132,12 +132,12 @@ struct CodebookGroups {
 };
 
 // One row into its lines of R packed rows.
-template <typename T, int R, int kBits>
-inline void pack_float_row(const T* x, int64_t group, int64_t num_k, int r, char* to) {
+template <int R, int kBits, typename T>
+inline void pack_float_row(const Inputs<T>& x, int64_t group, int64_t num_k, int r, char* to) {
     using Groups = CodebookGroups<T, kBits>;
     for (int64_t start = 0; start < num_k; start += group, to += Groups::template bytes<R>(group)) {
-        T values[kMaxGroup] = {};
-        std::memcpy(values, x + start, std::min(group, num_k - start) * sizeof(T));
+        T inputs[kMaxGroup];
+        const T* values = x.some(start, std::min(group, num_k - start), group, inputs);
         float sum = 0.0f;
         for (int64_t k = 0; k < group; ++k) sum += to_float(values[k]);
         reinterpret_cast<float*>(to)[r] = sum;

@@ -119,6 +119,21 @@ NANOCORE_INLINE ColumnScales column_scales(const GroupFormat& format, const char
     return {scale, minimum};
 }
 
+// A row of activations in the order of a weight's k; permutation: which of them each k is, or null.
+template <typename T>
+struct Inputs {
+    const T* row;
+    const int32_t* permutation;
+
+    // `count` of them from k on, then zeros, in the memory of a group if they are not there as one piece.
+    NANOCORE_INLINE const T* some(int64_t k, int64_t count, int64_t size, T* group) const {
+        if (!permutation && count == size) return row + k;
+        for (int64_t i = 0; i < size; ++i)
+            group[i] = i < count ? row[permutation ? permutation[k + i] : k + i] : T{};
+        return group;
+    }
+};
+
 // R packed rows times one tile: products[R][32].
 //
 // Of a group, Products has `bytes<R>(group)` of packed rows, `sum<R>(rows, r)` of a row's values, and

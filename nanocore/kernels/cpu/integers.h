@@ -169,15 +169,10 @@ NANOCORE_INLINE I to_integers(F x) {
     return (reinterpret_cast<I>(x + 12582912.0f) << 9) >> 9;  // 1.5 * 2^23 leaves them in the lowest bits
 }
 
-// One row's values of one group, at most 127 large, and its scale; count may be less than size, of which
-// the rest is 0. What is not finite makes the scale NaN, so that all that it touches shows it.
+// One row's values of one group, at most 127 large, and its scale. What is not finite makes the scale
+// NaN, so that all that it touches shows it.
 template <typename T>
-inline float quantize_values(const T* x, int64_t count, int64_t size, int8_t* to) {
-    T whole[kMaxGroup] = {};
-    if (count < size) {
-        std::memcpy(whole, x, count * sizeof(T));
-        x = whole;
-    }
+inline float quantize_values(const T* x, int64_t size, int8_t* to) {
     F largest = {};
     I is_finite = ~I{};
     for (int64_t k = 0; k < size; k += kLanes) {
@@ -208,13 +203,15 @@ NANOCORE_INLINE int32_t sum_bytes(const int8_t* from, int64_t count) {
 }
 
 // One row into its lines of R packed rows; see RowGroup.
-template <typename T, int R>
-inline void pack_integer_row(const T* x, const GroupFormat& format, int64_t num_k, int r, char* to) {
+template <int R, typename T>
+inline void pack_integer_row(const Inputs<T>& x, const GroupFormat& format, int64_t num_k, int r, char* to) {
     const int64_t group = format.group, shared = std::max(group, kLeastRowGroup);
     int8_t values[kMaxGroup];
+    T inputs[kMaxGroup];
     float scale = 0.0f;
     for (int64_t k = 0; k < num_k; k += group, to += RowGroup<R>::bytes(group)) {
-        if (k % shared == 0) scale = quantize_values(x + k, std::min(shared, num_k - k), shared, values);
+        if (k % shared == 0)
+            scale = quantize_values(x.some(k, std::min(shared, num_k - k), shared, inputs), shared, values);
         const int8_t* from = values + k % shared;
         const int32_t sum = sum_bytes(from, group);
         reinterpret_cast<float*>(to)[r] = scale;

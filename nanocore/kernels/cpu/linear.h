@@ -142,21 +142,6 @@ struct FloatProducts {
     }
 };
 
-// The same of weights with groups of k: pack(row, r) has the values in the order of the weight's k.
-template <int R, typename T, typename Pack>
-inline void pack_grouped_rows(const LinearWeight& weight, const T* x, int64_t stride, int rows, const Pack& pack) {
-    static thread_local std::vector<T> gathered;
-    for (int r = 0; r < rows; ++r, x += stride) {
-        if (!weight.permutation) {
-            pack(x, r);
-            continue;
-        }
-        gathered.resize(weight.in_features);
-        for (int64_t k = 0; k < weight.in_features; ++k) gathered[k] = x[weight.permutation[k]];
-        pack(gathered.data(), r);
-    }
-}
-
 // Rows of integers, for integers.
 template <typename T, int kBits, bool kVnni>
 struct IntegerProducts {
@@ -169,9 +154,8 @@ struct IntegerProducts {
     template <int R>
     void pack(const T* x, int64_t stride, int rows, char* to) const {
         if (rows < R) std::memset(to, 0, num_groups() * Groups::template bytes<R>(weight.format.group));
-        pack_grouped_rows<R>(weight, x, stride, rows, [&](const T* row, int r) {
-            pack_integer_row<T, R>(row, weight.format, weight.in_features, r, to);
-        });
+        for (int r = 0; r < rows; ++r)
+            pack_integer_row<R>(Inputs<T>{x + r * stride, weight.permutation}, weight.format, weight.in_features, r, to);
     }
 
     template <int R>
@@ -194,9 +178,9 @@ struct CodebookProducts {
     template <int R>
     void pack(const T* x, int64_t stride, int rows, char* to) const {
         if (rows < R) std::memset(to, 0, num_groups() * Groups::template bytes<R>(weight.format.group));
-        pack_grouped_rows<R>(weight, x, stride, rows, [&](const T* row, int r) {
-            pack_float_row<T, R, kBits>(row, weight.format.group, weight.in_features, r, to);
-        });
+        for (int r = 0; r < rows; ++r)
+            pack_float_row<R, kBits>(Inputs<T>{x + r * stride, weight.permutation}, weight.format.group,
+                                     weight.in_features, r, to);
     }
 
     template <int R>
