@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARIES = {f"nanocore/kernels/cpu/{library_name(name)}" for name in INSTRUCTION_SETS}
 TORCHS_GLIBC = (2, 28)
 EVERYWHERE = {"libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0"}
-MAX_WHEEL_BYTES = 2_500_000
+MAX_WHEEL_BYTES = 3_000_000
 
 
 def contents(wheel: Path) -> dict[str, bytes]:
