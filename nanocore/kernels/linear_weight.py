@@ -1,9 +1,9 @@
 """The weights of linear layers as backends keep them, and their quantization to int8 or fp8.
 
 Both have a scale for each output feature, and a product is scaled once it is summed up. int8 is
-weight-only and symmetric, so the layer's result is exactly that of the rounded weights (LLM.int8:
-Dettmers et al. 2022, has the same scales). fp8 is E4M3, and activations are too, with a scale for
-each token: the product itself is one of eight bits.
+symmetric, and here weight-only, so the layer's result is exactly that of the rounded weights
+(LLM.int8: Dettmers et al. 2022, has the same scales); the native kernels round activations, too.
+fp8 is E4M3, and activations are too, with a scale for each token.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ struct Codebook {
 template <typename T, int kBits>
 struct CodebookGroups {
     static constexpr bool kPaired = kPairedRows<T, Kind::kBFloat16>;
-    const Codebook& codebook;
+    Codebook codebook;
 
     template <int R>
     static int64_t bytes(int64_t group) { return R * 4 * (1 + units(group)); }
@@ -115,6 +115,25 @@ struct CodebookGroups {
         }
     }
 
+    // One row into its lines of R packed rows.
+    template <int R>
+    static void pack(const Inputs<T>& x, const GroupFormat& format, int64_t num_k, int r, char* to) {
+        const int64_t group = format.group;
+        for (int64_t start = 0; start < num_k; start += group, to += bytes<R>(group)) {
+            T inputs[kMaxGroup];
+            const T* values = x.some(start, std::min(group, num_k - start), group, inputs);
+            float sum = 0.0f;
+            for (int64_t k = 0; k < group; ++k) sum += to_float(values[k]);
+            reinterpret_cast<float*>(to)[r] = sum;
+            char* row = to + 4 * R + r * 4 * units(group);
+            for (int64_t k = 0; k < group; ++k) {
+                const T value = values[k / 8 * 8 + kOrder[k % 8]];
+                if constexpr (kPaired) reinterpret_cast<T*>(row)[k] = value;
+                else reinterpret_cast<float*>(row)[k] = to_float(value);
+            }
+        }
+    }
+
    private:
     // The word of a column that has k of eight, k in its lowest bits.
     NANOCORE_INLINE U word(const char* values, int k, int c) const {
@@ -130,24 +149,5 @@ struct CodebookGroups {
         else return __builtin_convertvector(reinterpret_cast<I>(index & 255u), F) - codebook.values[0];
     }
 };
-
-// One row into its lines of R packed rows.
-template <int R, int kBits, typename T>
-inline void pack_float_row(const Inputs<T>& x, int64_t group, int64_t num_k, int r, char* to) {
-    using Groups = CodebookGroups<T, kBits>;
-    for (int64_t start = 0; start < num_k; start += group, to += Groups::template bytes<R>(group)) {
-        T inputs[kMaxGroup];
-        const T* values = x.some(start, std::min(group, num_k - start), group, inputs);
-        float sum = 0.0f;
-        for (int64_t k = 0; k < group; ++k) sum += to_float(values[k]);
-        reinterpret_cast<float*>(to)[r] = sum;
-        char* row = to + 4 * R + r * 4 * Groups::units(group);
-        for (int64_t k = 0; k < group; ++k) {
-            const T value = values[k / 8 * 8 + kOrder[k % 8]];
-            if constexpr (Groups::kPaired) reinterpret_cast<T*>(row)[k] = value;
-            else reinterpret_cast<float*>(row)[k] = to_float(value);
-        }
-    }
-}
 
 }  // namespace nanocore

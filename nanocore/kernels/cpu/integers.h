@@ -106,6 +106,44 @@ inline void with_integers(int bits, const Body& body) {
     else with_bits(std::integral_constant<int, 8>{});
 }
 
+// As integers: round to nearest even of numbers up to 2^22.
+NANOCORE_INLINE I to_integers(F x) {
+    return (reinterpret_cast<I>(x + 12582912.0f) << 9) >> 9;  // 1.5 * 2^23 leaves them in the lowest bits
+}
+
+// One row's values of one group, at most 127 large, and its scale. What is not finite makes the scale
+// NaN, so that all that it touches shows it.
+template <typename T>
+inline float quantize_values(const T* x, int64_t size, int8_t* to) {
+    F largest = {};
+    I is_finite = ~I{};
+    for (int64_t k = 0; k < size; k += kLanes) {
+        const F value = load(x + k);
+        const F magnitude = value < 0.0f ? -value : value;
+        largest = maximum(magnitude, largest);
+        is_finite &= magnitude <= std::numeric_limits<float>::max();
+    }
+    if (lane_bits(is_finite) != (1u << kLanes) - 1) {
+        std::memset(to, 0, size);
+        return std::numeric_limits<float>::quiet_NaN();
+    }
+    const float most = max_lanes(largest);
+    const float inverse = most < 1e-30f ? 0.0f : 127.0f / most;
+    for (int64_t k = 0; k < size; k += kLanes) {
+        const B bytes = __builtin_convertvector(to_integers(load(x + k) * inverse), B);
+        *reinterpret_cast<BAny*>(to + k) = bytes;
+    }
+    return most < 1e-30f ? 0.0f : most / 127.0f;
+}
+
+NANOCORE_INLINE int32_t sum_bytes(const int8_t* from, int64_t count) {
+    I sum = {};
+    for (int64_t i = 0; i < count; i += kLanes) sum += load_integers(from + i);
+    int32_t total = 0;
+    for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
+    return total;
+}
+
 template <int kBits, bool kVnni>
 struct IntegerGroups {
     template <int R>
@@ -162,63 +200,25 @@ struct IntegerGroups {
                 acc[r][c] = __builtin_convertvector(sum, F) * a.scale(r);
             }
     }
+
+    // One row into its lines of R packed rows; see RowGroup.
+    template <int R, typename T>
+    static void pack(const Inputs<T>& x, const GroupFormat& format, int64_t num_k, int r, char* to) {
+        const int64_t group = format.group, shared = std::max(group, kLeastRowGroup);
+        int8_t values[kMaxGroup];
+        T inputs[kMaxGroup];
+        float scale = 0.0f;
+        for (int64_t k = 0; k < num_k; k += group, to += RowGroup<R>::bytes(group)) {
+            if (k % shared == 0)
+                scale = quantize_values(x.some(k, std::min(shared, num_k - k), shared, inputs), shared, values);
+            const int8_t* from = values + k % shared;
+            const int32_t sum = sum_bytes(from, group);
+            reinterpret_cast<float*>(to)[r] = scale;
+            reinterpret_cast<int32_t*>(to)[R + r] = -format.zero() * sum;
+            reinterpret_cast<float*>(to)[2 * R + r] = scale * static_cast<float>(sum);
+            std::memcpy(to + 12 * R + r * group, from, group);
+        }
+    }
 };
-
-// As integers: round to nearest even of numbers up to 2^22.
-NANOCORE_INLINE I to_integers(F x) {
-    return (reinterpret_cast<I>(x + 12582912.0f) << 9) >> 9;  // 1.5 * 2^23 leaves them in the lowest bits
-}
-
-// One row's values of one group, at most 127 large, and its scale. What is not finite makes the scale
-// NaN, so that all that it touches shows it.
-template <typename T>
-inline float quantize_values(const T* x, int64_t size, int8_t* to) {
-    F largest = {};
-    I is_finite = ~I{};
-    for (int64_t k = 0; k < size; k += kLanes) {
-        const F value = load(x + k);
-        const F magnitude = value < 0.0f ? -value : value;
-        largest = maximum(magnitude, largest);
-        is_finite &= magnitude <= std::numeric_limits<float>::max();
-    }
-    if (lane_bits(is_finite) != (1u << kLanes) - 1) {
-        std::memset(to, 0, size);
-        return std::numeric_limits<float>::quiet_NaN();
-    }
-    const float most = max_lanes(largest);
-    const float inverse = most < 1e-30f ? 0.0f : 127.0f / most;
-    for (int64_t k = 0; k < size; k += kLanes) {
-        const B bytes = __builtin_convertvector(to_integers(load(x + k) * inverse), B);
-        *reinterpret_cast<BAny*>(to + k) = bytes;
-    }
-    return most < 1e-30f ? 0.0f : most / 127.0f;
-}
-
-NANOCORE_INLINE int32_t sum_bytes(const int8_t* from, int64_t count) {
-    I sum = {};
-    for (int64_t i = 0; i < count; i += kLanes) sum += load_integers(from + i);
-    int32_t total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
-    return total;
-}
-
-// One row into its lines of R packed rows; see RowGroup.
-template <int R, typename T>
-inline void pack_integer_row(const Inputs<T>& x, const GroupFormat& format, int64_t num_k, int r, char* to) {
-    const int64_t group = format.group, shared = std::max(group, kLeastRowGroup);
-    int8_t values[kMaxGroup];
-    T inputs[kMaxGroup];
-    float scale = 0.0f;
-    for (int64_t k = 0; k < num_k; k += group, to += RowGroup<R>::bytes(group)) {
-        if (k % shared == 0)
-            scale = quantize_values(x.some(k, std::min(shared, num_k - k), shared, inputs), shared, values);
-        const int8_t* from = values + k % shared;
-        const int32_t sum = sum_bytes(from, group);
-        reinterpret_cast<float*>(to)[r] = scale;
-        reinterpret_cast<int32_t*>(to)[R + r] = -format.zero() * sum;
-        reinterpret_cast<float*>(to)[2 * R + r] = scale * static_cast<float>(sum);
-        std::memcpy(to + 12 * R + r * group, from, group);
-    }
-}
 
 }  // namespace nanocore

@@ -142,11 +142,11 @@ struct FloatProducts {
     }
 };
 
-// Rows of integers, for integers.
-template <typename T, int kBits, bool kVnni>
-struct IntegerProducts {
-    using Groups = IntegerGroups<kBits, kVnni>;
+// The same of weights with groups of k, by what Groups says of them and of rows; see `multiply_groups`.
+template <typename T, typename Groups>
+struct GroupedProducts {
     const LinearWeight& weight;
+    Groups groups;
 
     int64_t num_groups() const { return weight.format.num_groups(weight.in_features); }
     int64_t panel_bytes() const { return num_groups() * Groups::template bytes<kMaxRows>(weight.format.group); }
@@ -155,52 +155,32 @@ struct IntegerProducts {
     void pack(const T* x, int64_t stride, int rows, char* to) const {
         if (rows < R) std::memset(to, 0, num_groups() * Groups::template bytes<R>(weight.format.group));
         for (int r = 0; r < rows; ++r)
-            pack_integer_row<R>(Inputs<T>{x + r * stride, weight.permutation}, weight.format, weight.in_features, r, to);
-    }
-
-    template <int R>
-    void multiply(const char* rows, const void* tile, const Prefetch& ahead, float* products) const {
-        multiply_groups<R>(Groups{}, rows, static_cast<const char*>(tile), weight.format, num_groups(),
-                           ahead, products);
-    }
-};
-
-// Rows of floats, for integers or what these stand for.
-template <typename T, int kBits>
-struct CodebookProducts {
-    using Groups = CodebookGroups<T, kBits>;
-    const LinearWeight& weight;
-    Codebook codebook{weight.codebook};
-
-    int64_t num_groups() const { return weight.format.num_groups(weight.in_features); }
-    int64_t panel_bytes() const { return num_groups() * Groups::template bytes<kMaxRows>(weight.format.group); }
-
-    template <int R>
-    void pack(const T* x, int64_t stride, int rows, char* to) const {
-        if (rows < R) std::memset(to, 0, num_groups() * Groups::template bytes<R>(weight.format.group));
-        for (int r = 0; r < rows; ++r)
-            pack_float_row<R, kBits>(Inputs<T>{x + r * stride, weight.permutation}, weight.format.group,
+            Groups::template pack<R>(Inputs<T>{x + r * stride, weight.permutation}, weight.format,
                                      weight.in_features, r, to);
     }
 
     template <int R>
     void multiply(const char* rows, const void* tile, const Prefetch& ahead, float* products) const {
-        multiply_groups<R>(Groups{codebook}, rows, static_cast<const char*>(tile), weight.format,
-                           num_groups(), ahead, products);
+        multiply_groups<R>(groups, rows, static_cast<const char*>(tile), weight.format, num_groups(),
+                           ahead, products);
     }
 };
 
 // body(Products), by what the weight's tiles hold and how rows of T are multiplied with them.
 template <typename T, typename Body>
 inline void with_products(const LinearWeight& weight, const Body& body) {
+    const auto with_groups = [&](auto groups) {
+        body(GroupedProducts<T, decltype(groups)>{weight, groups});
+    };
     switch (weight.kind) {
         case Kind::kIntegers:
             return with_integers(weight.format.bits, [&](auto bits, auto vnni) {
-                body(IntegerProducts<T, bits.value, vnni.value>{weight});
+                with_groups(IntegerGroups<bits.value, vnni.value>{});
             });
         case Kind::kCodebook:
-            return weight.format.bits == 4 ? body(CodebookProducts<T, 4>{weight})
-                                           : body(CodebookProducts<T, 8>{weight});
+            return weight.format.bits == 4
+                       ? with_groups(CodebookGroups<T, 4>{Codebook(weight.codebook)})
+                       : with_groups(CodebookGroups<T, 8>{Codebook(weight.codebook)});
         case Kind::kInt8: return body(FloatProducts<T, Kind::kInt8>{weight});
         // Others are kept in the type of activations.
         default: body(FloatProducts<T, sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32>{weight});

@@ -76,17 +76,26 @@ struct RowQuantization {
     int value(T x) const { return inverse == 0.0f ? 0 : static_cast<int>(std::lrintf(to_float(x) * inverse)); }
 };
 
+// body(memory of a tile, all zeros; its first feature; how many it has), for every tile in `to`.
+template <typename Body>
+inline void loop_tiles(Pool& pool, const LinearWeight& weight, void* to, const Body& body) {
+    pool.loop(weight.num_tiles(), [&](int64_t tile, int) {
+        char* start = static_cast<char*>(to) + tile * weight.tile_bytes();
+        std::memset(start, 0, weight.tile_bytes());
+        const int64_t first = tile * kTileColumns;
+        body(start, first, std::min<int64_t>(kTileColumns, weight.out_features - first));
+    });
+}
+
 // Packs rows of T, [out_features, in_features], into `to`; with kind int8 they are quantized.
 // scale: [num_tiles * 32], of int8.
 template <typename T>
 inline void pack_rows_of_weight(Pool& pool, const T* from, const LinearWeight& weight, void* to, float* scale) {
     const int64_t num_k = weight.in_features;
-    pool.loop(weight.num_tiles(), [&](int64_t tile, int) {
-        char* start = static_cast<char*>(to) + tile * weight.tile_bytes();
-        std::memset(start, 0, weight.tile_bytes());
+    loop_tiles(pool, weight, to, [&](char* start, int64_t first, int64_t columns) {
         for (int64_t column = 0; column < kTileColumns; ++column) {
-            const int64_t feature = tile * kTileColumns + column;
-            const bool is_there = feature < weight.out_features;
+            const int64_t feature = first + column;
+            const bool is_there = column < columns;
             const T* row = from + (is_there ? feature * num_k : 0);
             if (weight.kind == Kind::kInt8) {
                 const RowQuantization quantized(row, is_there ? num_k : 0);

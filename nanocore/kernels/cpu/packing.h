@@ -60,12 +60,9 @@ inline void pack_groups(Pool& pool, const GroupedRows& rows, const LinearWeight&
     const int64_t scale_bytes = format.scale_bytes() / kTileColumns;
     const int64_t minima_bytes = format.minima_bytes() / kTileColumns;
     const int64_t per = format.groups_of_header(), num_headers = (num_groups + per - 1) / per;
-    pool.loop(weight.num_tiles(), [&](int64_t tile, int) {
-        char* start = static_cast<char*>(to) + tile * weight.tile_bytes();
-        std::memset(start, 0, weight.tile_bytes());  // features past the last have the scale 0
-        const int64_t columns = std::min<int64_t>(kTileColumns, weight.out_features - tile * kTileColumns);
-        for (int64_t column = 0; column < columns; ++column) {
-            const int64_t feature = tile * kTileColumns + column;
+    loop_tiles(pool, weight, to, [&](char* start, int64_t first, int64_t columns) {
+        for (int64_t column = 0; column < columns; ++column) {  // those past the last have the scale 0
+            const int64_t feature = first + column;
             for (int64_t group = 0; group < num_groups; ++group) {
                 const TileGroup at(format, start, group);
                 const int64_t index = feature * num_groups + group, k = group * format.group;
@@ -161,11 +158,7 @@ template <typename T>
 inline void pack_four_bits(Pool& pool, const T* from, const LinearWeight& weight, void* to) {
     const GroupFormat& format = weight.format;
     const int64_t num_k = weight.in_features, group = format.group;
-    pool.loop(weight.num_tiles(), [&](int64_t tile, int) {
-        char* start = static_cast<char*>(to) + tile * weight.tile_bytes();
-        std::memset(start, 0, weight.tile_bytes());
-        const int64_t first = tile * kTileColumns;
-        const int64_t columns = std::min<int64_t>(kTileColumns, weight.out_features - first);
+    loop_tiles(pool, weight, to, [&](char* start, int64_t first, int64_t columns) {
         for (int64_t index = 0; index < format.num_groups(num_k); ++index) {
             const int64_t k = index * group, count = std::min(group, num_k - k);
             alignas(64) float x[kMaxGroup * kTileColumns];
@@ -190,12 +183,10 @@ template <typename T>
 inline void pack_eight_bits(Pool& pool, const T* from, const LinearWeight& weight, void* to, float* scale) {
     const GroupFormat& format = weight.format;
     const int64_t num_k = weight.in_features, num_groups = format.num_groups(num_k);
-    pool.loop(weight.num_tiles(), [&](int64_t tile, int) {
-        char* start = static_cast<char*>(to) + tile * weight.tile_bytes();
-        std::memset(start, 0, weight.tile_bytes());
+    loop_tiles(pool, weight, to, [&](char* start, int64_t first, int64_t columns) {
         for (int64_t column = 0; column < kTileColumns; ++column) {
-            const int64_t feature = tile * kTileColumns + column;
-            const bool is_there = feature < weight.out_features;
+            const int64_t feature = first + column;
+            const bool is_there = column < columns;
             const T* row = from + (is_there ? feature * num_k : 0);
             const RowQuantization quantized(row, is_there ? num_k : 0);
             scale[feature] = quantized.scale;
