@@ -87,6 +87,12 @@ class EngineConfig(EngineParameters):
             self.quantization,
             "the product of fp8 depends on the batch; leave --batch-invariant out, or use int8",
         )
+        require(
+            not (self.quantization == "fp8" and self.activation_quantization == "none"),
+            "--quantization",
+            self.quantization,
+            "is of activations, too; leave --activation-quantization none out, or use int8",
+        )
         self._check_listen()
         self._check_kv_events()
         length = self.max_model_len

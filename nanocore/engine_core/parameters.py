@@ -19,7 +19,12 @@ from nanocore.engine_core.sizes import CPU_SIZES, CUDA_SIZES
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.fields import MAX_EXACT_INT, MAX_INT32
 from nanocore.system.logs import LogFormat
-from nanocore.worker.messages import KVCacheDtype, LoadFormat, Quantization
+from nanocore.worker.messages import (
+    ActivationQuantization,
+    KVCacheDtype,
+    LoadFormat,
+    Quantization,
+)
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -115,7 +120,15 @@ class EngineParameters:
     quantization: Quantization | None = parameter(
         None,
         _DEVICE,
-        "of weights as they are loaded; fp8, of activations too, is for CUDA (8.9 and above)",
+        "of weights that are stored as floats, as they are loaded; fp8, of activations too, is for "
+        "CUDA (8.9 and above)",
+    )
+
+    activation_quantization: ActivationQuantization = parameter(
+        "auto",
+        _DEVICE,
+        "none: what quantized weights are multiplied with stays as it is; auto: rounded to eight "
+        "bits where that is faster",
     )
 
     batch_invariant: bool = parameter(

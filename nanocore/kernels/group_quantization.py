@@ -20,6 +20,11 @@ _VALUES_AT_ONCE: Final = 1 << 24
 """Of which there are a few copies in float32 meanwhile."""
 
 
+def packed_bytes(out_features: int, in_features: int, group_size: int = GROUP_SIZE) -> int:
+    """What such a weight takes: half a byte for each value, and two for each scale."""
+    return out_features * (-(-in_features // 2) + 2 * -(-in_features // group_size))
+
+
 def quantize_groups(weight_OI: Tensor, group_size: int = GROUP_SIZE) -> GroupedWeight:
     """The weight in four bits, with float16 scales; of what is not finite the scale is NaN."""
     in_features = weight_OI.shape[1]

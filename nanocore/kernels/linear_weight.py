@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from nanocore.kernels.group_quantization import quantize_groups
 from nanocore.kernels.grouped_weight import StoredWeight
 
 FP8: Final = torch.float8_e4m3fn
@@ -78,7 +79,9 @@ class TokenEmbedding:
     dtype: torch.dtype
 
 
-def check_quantization_name(name: str | None, known: tuple[str, ...] = ("int8", "fp8")) -> None:
+def check_quantization_name(
+    name: str | None, known: tuple[str, ...] = ("int4", "int8", "fp8")
+) -> None:
     """Raises ValueError if weights cannot be stored so."""
     if name is not None and name not in known:
         raise ValueError(f"no quantization {name!r} here; there is: {', '.join(known)}")
@@ -89,7 +92,8 @@ def pack_rows(
 ) -> LinearWeight:
     """The weight row by row, quantized if so asked.
 
-    What is stored quantized is dequantized, in dtype, or in float32 if that is not told.
+    What is stored quantized is dequantized, in dtype, or in float32 if that is not told; so is what
+    is to have four bits: its values are those, and take as much memory as before.
     fp8 leaves a weight as it is whose sizes are no multiples of 16: no product could take it.
     """
     check_quantization_name(quantization)
@@ -100,6 +104,8 @@ def pack_rows(
     data, scale_O = weight_OI, None
     if quantization == "int8":
         data, scale_O = quantize_weight(weight_OI)
+    elif quantization == "int4":
+        data = quantize_groups(weight_OI).dequantize().to(weight_OI.dtype)
     elif quantization == "fp8" and can_multiply_float8(weight_OI):
         data, scale_O = quantize_rows(weight_OI)
     out_features, in_features = weight_OI.shape

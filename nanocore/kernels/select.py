@@ -17,11 +17,18 @@ from nanocore.kernels.torch_backend import TorchKernels
 logger = logging.getLogger(__name__)
 
 
-def select_kernels(name: str, device: torch.device, batch_invariant: bool = False) -> Kernels:
+def select_kernels(
+    name: str,
+    device: torch.device,
+    batch_invariant: bool = False,
+    *,
+    keeps_activations: bool = False,
+) -> Kernels:
     """The backend of this name; "auto" takes the best one that this device can run.
 
     Args:
         batch_invariant: its results for a token must not depend on the rest of the batch.
+        keeps_activations: none may be quantized for the sake of a product.
 
     Raises:
         ValueError: there is no such backend, or it cannot run here.
@@ -32,7 +39,7 @@ def select_kernels(name: str, device: torch.device, batch_invariant: bool = Fals
         raise ValueError(f"no kernel backend {name!r}; there is: auto, {', '.join(_BACKENDS)}")
     if batch_invariant and name not in ("cpu", "triton"):
         raise ValueError("its results depend on the batch; --batch-invariant needs cpu or triton")
-    return _BACKENDS[name](device, batch_invariant)
+    return _BACKENDS[name](device, batch_invariant, keeps_activations)
 
 
 def _best(device: torch.device) -> str:
@@ -47,17 +54,17 @@ def _best(device: torch.device) -> str:
     return best
 
 
-def _torch(device: torch.device, batch_invariant: bool) -> Kernels:
+def _torch(device: torch.device, batch_invariant: bool, keeps_activations: bool) -> Kernels:
     return TorchKernels()
 
 
-def _cpu(device: torch.device, batch_invariant: bool) -> Kernels:
+def _cpu(device: torch.device, batch_invariant: bool, keeps_activations: bool) -> Kernels:
     if device.type != "cpu":
         raise ValueError(f"the device is {device}; use auto")
     library = find_library()
     if library is None:
         raise ValueError(_REMEDY)
-    return CpuKernels(library)  # always batch-invariant
+    return CpuKernels(library, keeps_activations=keeps_activations)  # always batch-invariant
 
 
 def _triton_lacks(device: torch.device) -> str:
@@ -69,21 +76,21 @@ def _triton_lacks(device: torch.device) -> str:
     return ""
 
 
-def _triton(device: torch.device, batch_invariant: bool) -> Kernels:
+def _triton(device: torch.device, batch_invariant: bool, keeps_activations: bool) -> Kernels:
     if lacks := _triton_lacks(device):
         raise ValueError(lacks)
     # Imported here: it takes a moment, which a CPU's start can do without.
     from nanocore.kernels.triton.triton_backend import TritonKernels
 
-    return TritonKernels(device, batch_invariant)
+    return TritonKernels(device, batch_invariant, keeps_activations=keeps_activations)
 
 
-def _flash(device: torch.device, batch_invariant: bool) -> Kernels:
+def _flash(device: torch.device, batch_invariant: bool, keeps_activations: bool) -> Kernels:
     if lacks := _triton_lacks(device):  # all but attention is Triton's
         raise ValueError(lacks)
     from nanocore.kernels.triton.flash_backend import FlashKernels
 
-    return FlashKernels(device)
+    return FlashKernels(device, keeps_activations=keeps_activations)
 
 
 _MIN_CAPABILITY: Final = (8, 0)
@@ -91,7 +98,7 @@ _REMEDY: Final = (
     "there are no compiled kernels beside this package: install g++, unless there is "
     "one, and nanocore again"
 )
-_BACKENDS: Final[dict[str, Callable[[torch.device, bool], Kernels]]] = {
+_BACKENDS: Final[dict[str, Callable[[torch.device, bool, bool], Kernels]]] = {
     "cpu": _cpu,
     "triton": _triton,
     "flash": _flash,

@@ -18,7 +18,8 @@ from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
-Quantization = Literal["int8", "fp8"]
+Quantization = Literal["int4", "int8", "fp8"]
+ActivationQuantization = Literal["auto", "none"]
 FailureKind = Literal["config", "model_file", "memory", "internal"]
 
 
@@ -37,6 +38,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     attention_backend: str
     quantization: Quantization | None
+    activation_quantization: ActivationQuantization
     kv_cache_dtype: KVCacheDtype
     block_size: int
     max_model_len: int

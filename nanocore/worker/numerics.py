@@ -53,7 +53,7 @@ def rank_numerics(
             "model": {name: getattr(model, name) for name in names},
             "weights": weights_digest.hex(),
             "dtypes": [str(dtype), str(kv_format.dtype), str(kv_format.scale_dtype)],
-            "quantization": config.quantization,
+            "quantization": [config.quantization, config.activation_quantization],
             "ranks": [config.tensor_parallel_size, config.pipeline_parallel_size],
         }
     )

@@ -31,6 +31,8 @@ from nanocore.worker.loading.checked_model import (
     read_weight_format,
 )
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
+from nanocore.worker.loading.formats.select import format_digest
+from nanocore.worker.loading.gguf.files import is_gguf
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.lora.merged_format import MergedFormat
 from nanocore.worker.loading.packed_model import fill_and_pack
@@ -128,8 +130,10 @@ class Worker:
             fill_dummy_weights(entries, self._config.seed)
             self._weights.update(f"dummy {self._config.seed} {self.device.type}".encode())
             return
-        names = self._runner.model.entry_name
-        load_weights(Path(self._config.folder), entries, names, self._progress, self._weights)
+        folder, names = Path(self._config.folder), self._runner.model.entry_name
+        if not is_gguf(folder):
+            self._weights.update(format_digest(folder))
+        load_weights(folder, entries, names, self._progress, self._weights)
 
     def profile(self) -> WorkerInfo:
         """See how much memory is left beside the weights.

@@ -41,6 +41,11 @@ def test_check_says_what_an_engine_would_have_and_starts_none(
         (["--kv-cache-dtype", "fp8"], 2, "--kv-cache-dtype fp8 needs CUDA"),
         (["--quantization", "fp8"], 2, "--quantization fp8 needs CUDA; on a CPU int8 takes as"),
         (["--quantization", "fp8", "--batch-invariant"], 2, "leave --batch-invariant out, or use"),
+        (
+            ["--quantization", "fp8", "--activation-quantization", "none"],
+            2,
+            "leave --activation-quantization none out",
+        ),
         (["--kv-cache-memory-bytes", "1000"], 4, "--kv-cache-memory-bytes"),
         (["--model", "/nowhere"], 3, "/nowhere"),
     ],

@@ -37,8 +37,8 @@ SWITCHES = {
     "salt_prefix_cache_by_session", "standby", "disable_log_stats",
 }  # fmt: skip
 CHOICES = {
-    "load_format", "device", "dtype", "attention_backend", "quantization", "scheduling_policy",
-    "kv_cache_dtype", "log_format",
+    "load_format", "device", "dtype", "attention_backend", "quantization",
+    "activation_quantization", "scheduling_policy", "kv_cache_dtype", "log_format",
 }  # fmt: skip
 TEXTS = {
     "model", "revision", "merge_lora", "listen", "curve_dir", "step_trace", "kv_events_endpoint",
@@ -173,6 +173,7 @@ def test_the_workers_part_has_every_parameter_of_the_same_name_and_no_other() ->
         dtype="float32",
         attention_backend="torch",
         quantization="int8",
+        activation_quantization="none",
         kv_cache_dtype="int8",
         block_size=32,
         max_num_seqs=3,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.group_quantization import quantize_groups
 
 
@@ -46,3 +49,17 @@ def test_tails_zeros_and_what_is_not_finite() -> None:
     assert out.isnan().nonzero()[:, 0].unique().tolist() == [2, 3]
     assert out[2].isnan().nonzero().flatten().tolist() == list(range(32, 64))
     assert error_of(weight[0], out[0]) < 0.12
+
+
+def test_the_native_search_takes_the_same_scales() -> None:
+    """But where two are as good: sums of squares are added up in another order there."""
+    library = find_library()
+    if library is None:
+        pytest.skip("nanocore was installed without a C++ compiler")
+    kernels = CpuKernels(library, keeps_activations=True)
+    weight = draw(256, 320)
+    native = kernels.linear(torch.eye(320), kernels.pack_linear(weight, "int4")).t()
+    groups = quantize_groups(weight).dequantize()
+    differ = (native != groups).unflatten(1, (10, 32)).any(2)
+    assert differ.sum() < 0.002 * differ.numel()
+    assert abs(error_of(weight, native) - error_of(weight, groups)) < 1e-6

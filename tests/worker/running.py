@@ -165,13 +165,14 @@ def stored_format(folder: Path) -> WeightFormat | None:
     return folder_format(folder, model_class(load_model_config(folder).architecture).common_name)
 
 
-def make_kernels(backend: str) -> Kernels:
+def make_kernels(backend: str, *, keeps_activations: bool = False) -> Kernels:
     """A backend with one thread: ranks are threads in these tests, and would share its pool."""
     if backend == "torch":
         return TorchKernels()
     library = find_library()
     assert library is not None, "nanocore was installed without a C++ compiler"
-    return CpuKernels(library, cores=sorted(os.sched_getaffinity(0))[:1])
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    return CpuKernels(library, cores, keeps_activations=keeps_activations)
 
 
 def run_script(
@@ -182,6 +183,8 @@ def run_script(
     kv_cache_dtype: str = "auto",
     backend: str = "cpu",
     quantization: Quantization | None = None,
+    *,
+    keeps_activations: bool = False,
 ) -> list[Sample]:
     """What the model says on tp_size ranks of each of the script's stages; all ranks must agree."""
     world = World(tp_size, script.num_groups)
@@ -189,8 +192,9 @@ def run_script(
     def run(rank: Communicator) -> list[Sample]:
         placement, links = world.join(rank.rank, dtype)
         placement = replace(placement, weight_format=stored_format(folder))
+        kernels = make_kernels(backend, keeps_activations=keeps_activations)
         runner = make_runner(
-            folder, placement, links, kv_cache_dtype, backend, quantization=quantization
+            folder, placement, links, kv_cache_dtype, kernels=kernels, quantization=quantization
         )
         return run_runner(runner, script)
 

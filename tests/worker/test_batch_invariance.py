@@ -205,10 +205,11 @@ Kind = tuple[str, torch.dtype, Quantization | None, KVCacheDtype]
 BEST, *OTHERS = list(runnable_libraries()) or [None]
 DTYPES = torch.bfloat16, torch.float32
 KINDS: list[Any] = [
-    *((BEST, dtype, kind, "auto") for dtype in DTYPES for kind in (None, "int8")),
+    *((BEST, dtype, kind, "auto") for dtype in DTYPES for kind in (None, "int4")),
     *((other, torch.bfloat16, None, "auto") for other in OTHERS),
     (BEST, torch.bfloat16, None, "int8"),
     *in_campaign(((BEST, torch.float32, None, "int8"),)),
+    *in_campaign(*(((BEST, dtype, "int8", "auto"),) for dtype in DTYPES)),
     *in_campaign(*(((other, torch.bfloat16, None, "int8"),) for other in OTHERS)),
 ]
 

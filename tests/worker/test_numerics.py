@@ -33,6 +33,7 @@ from tests.worker.lora_adapters import modules_of, write_adapter
 
 WEIGHTS = "model.safetensors"
 MAX_MODEL_LEN = 64
+CHECKPOINTS = Path(__file__).parents[1] / "fixtures" / "checkpoints"
 
 pytestmark = pytest.mark.skipif(
     not runnable_libraries(), reason="nanocore was installed without a C++ compiler"
@@ -111,6 +112,7 @@ def test_flags_that_decide_no_bits_leave_it(model: Path, flags: dict[str, Any]) 
     [
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
+        {"quantization": "int4"},
         {"kv_cache_dtype": "int8"},
         {"hf_overrides": {"rope_theta": 20_000.0}},
         {"hf_overrides": {"rms_norm_eps": 1e-5}},
@@ -122,6 +124,23 @@ def test_flags_that_decide_bits_change_it(model: Path, flags: dict[str, Any]) ->
     changed = fingerprint(model, **flags)
     assert changed is not None
     assert changed != fingerprint(model)
+
+
+def test_whether_activations_are_quantized_changes_it(model: Path) -> None:
+    kept = fingerprint(model, quantization="int4", activation_quantization="none")
+    assert kept is not None
+    assert kept != fingerprint(model, quantization="int4")
+
+
+def test_what_is_said_of_equal_bytes_changes_it(tmp_path: Path) -> None:
+    """GPTQ stored zero points less one before its second version."""
+    folder = Path(shutil.copytree(CHECKPOINTS / "gptq-v2-desc-act-g32", tmp_path / "gptq"))
+    first = fingerprint(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["checkpoint_format"] = "gptq"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert first is not None
+    assert fingerprint(folder) != first
 
 
 def test_the_seed_of_dummy_weights_changes_it(model: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight
 from nanocore.protocol.errors import ConfigError
+from nanocore.worker.messages import Quantization
 from tests.campaign import in_campaign
 from tests.worker.dequantized import dequantized
 from tests.worker.running import Sample, run_script, stored_format, write_script
@@ -84,11 +85,22 @@ def expected(name: str) -> Expected:
     return Expected(prompts, outputs, logits)
 
 
-def say(name: str, tp_size: int, backend: str, dtype: torch.dtype) -> list[Sample]:
+def say(
+    name: str,
+    tp_size: int,
+    backend: str,
+    dtype: torch.dtype,
+    quantization: Quantization | None = None,
+    *,
+    keeps_activations: bool = False,
+) -> list[Sample]:
     """What nanocore says to the same prompts, teacher-forced."""
     reference = expected(name)
     script = write_script(reference.prompts, reference.outputs)
-    return run_script(FOLDER / name, script, tp_size, dtype=dtype, backend=backend)
+    return run_script(
+        FOLDER / name, script, tp_size, dtype=dtype, backend=backend, quantization=quantization,
+        keeps_activations=keeps_activations,
+    )  # fmt: skip
 
 
 def largest_difference(name: str, samples: list[Sample]) -> float:
@@ -156,6 +168,24 @@ def test_it_says_the_same_tokens_with_rounded_activations(
 @pytest.mark.parametrize("name", sorted({*FIXTURES} - {"gptq-v2-desc-act-g32"}))
 def test_two_ranks_say_what_one_says(name: str) -> None:
     check_tokens(name, say(name, 2, "cpu", torch.float32))
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_with_activations_as_they_are_it_is_as_good_as_dequantized(name: str) -> None:
+    """But for E4M3, which is rounded to int8 on a CPU."""
+    samples = say(name, 1, "cpu", torch.float32, keeps_activations=True)
+    is_rounded = "fp8" in name
+    assert largest_difference(name, samples) < (0.1 if is_rounded else MAX_EXACT_DIFFERENCE)
+
+
+@pytest.mark.parametrize("quantization", ["int8", *in_campaign("int4")])
+def test_what_a_checkpoint_left_as_floats_can_be_quantized_at_load(
+    quantization: Quantization,
+) -> None:
+    name = "awq-asym-g64"
+    samples = say(name, 1, "cpu", torch.float32, quantization, keeps_activations=True)
+    assert largest_difference(name, samples) > MAX_EXACT_DIFFERENCE  # the head was rounded
+    check_tokens(name, samples)
 
 
 def test_ranks_cannot_share_sorted_inputs() -> None:

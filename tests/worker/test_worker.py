@@ -50,8 +50,17 @@ def test_each_phase_does_its_own_work_and_no_more(
         assert done == work
 
 
-def test_a_rank_reports_what_a_dry_run_expects(tiny_model: Path) -> None:
-    config = make_worker_config(folder=str(tiny_model), load_format="auto", quantization="int8")
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_rank_reports_what_a_dry_run_expects(
+    tiny_model: Path, quantization: str, backend: str
+) -> None:
+    config = make_worker_config(
+        folder=str(tiny_model),
+        load_format="auto",
+        quantization=quantization,
+        attention_backend=backend,
+    )
     (expected,) = dry_run(config)
     worker = Worker(config)
     worker.load_model()

@@ -35,8 +35,8 @@ class FlashKernels(TritonKernels):
     name = "flash"
     graph_support: GraphSupport = "decodes"
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, *, keeps_activations: bool = False) -> None:
+        super().__init__(device, keeps_activations=keeps_activations)
         self.version, self._module = _find()
         self.block_multiple = _BLOCK_MULTIPLES[self.version]
 

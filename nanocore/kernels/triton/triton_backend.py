@@ -82,7 +82,13 @@ class TritonKernels(TorchKernels):
     graph_support: GraphSupport = "always"
     kept_forms = frozenset({"grouped", "float8"})
 
-    def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        batch_invariant: bool = False,
+        *,
+        keeps_activations: bool = False,
+    ) -> None:
         self.variant = f"triton {triton.__version__}, {device.type}"
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
@@ -92,7 +98,7 @@ class TritonKernels(TorchKernels):
             self.num_sms = _INTERPRETED_SMS
         else:
             raise ValueError(f"the device is {device}, and Triton's kernels are for CUDA; use auto")
-        self.batch_invariant = batch_invariant
+        self.batch_invariant, self.keeps_activations = batch_invariant, keeps_activations
 
     def pack_linear(
         self,
@@ -110,7 +116,8 @@ class TritonKernels(TorchKernels):
         if isinstance(weight, GroupedWeight):
             return pack_groups(weight)
         if isinstance(weight, Float8Weight):
-            if self.batch_invariant or weight.has_blocks or not self._has_fp8(weight.values_OI):
+            keeps_activations = self.batch_invariant or self.keeps_activations or weight.has_blocks
+            if keeps_activations or not self._has_fp8(weight.values_OI):
                 return pack_float8(weight)
             out_features, in_features = weight.values_OI.shape
             scale_O = weight.scale.float().flatten().contiguous()

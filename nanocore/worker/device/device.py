@@ -141,7 +141,12 @@ def make_kernels(config: WorkerConfig, device: torch.device) -> Kernels:
     """
     name = config.attention_backend
     try:
-        kernels = select_kernels(name, device, config.batch_invariant)
+        kernels = select_kernels(
+            name,
+            device,
+            config.batch_invariant,
+            keeps_activations=config.activation_quantization == "none",
+        )
     except ValueError as error:
         raise ConfigError(f"--attention-backend {name}: {error}") from None
     if config.block_size % kernels.block_multiple:

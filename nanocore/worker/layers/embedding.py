@@ -39,7 +39,7 @@ class VocabParallelEmbedding:
 
     def pack_as_embedding(self, packer: WeightPacker) -> None:
         """See `Weight`; where nothing but `embed` needs it."""
-        self.weight.pack(packer.unquantized)
+        self.weight.pack(packer.embedding)
 
     def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:
         """Embeddings times factor, [T, E]."""

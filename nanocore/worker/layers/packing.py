@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.experts import Experts, ExpertWeights
+from nanocore.kernels.group_quantization import packed_bytes
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import FP8, LinearWeight, in_segments
@@ -221,11 +222,16 @@ class WeightPacker:
         return self._pack(weights, self._quantization)
 
     def head(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
-        """Likewise, of the layer that gives logits: fp8 is for what lies between the two ends."""
-        return self._pack(weights, None if self._quantization == "fp8" else self._quantization)
+        """Likewise, of the layer that gives logits: fp8 and four bits are for what lies between."""
+        quantization: Quantization | None = None if self._quantization == "fp8" else "int8"
+        return self._pack(weights, self._quantization and quantization)
+
+    def embedding(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
+        """Likewise, of an embedding that is no head."""
+        return self._pack(weights, "int8" if self._quantization == "int4" else None)
 
     def unquantized(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
-        """Likewise, as it is: of an embedding that is no head, or a router."""
+        """Likewise, as it is: of a router."""
         return self._pack(weights, None)
 
     def expert(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
@@ -266,8 +272,14 @@ class WeightPacker:
 
     def _pack_one(self, weight: StoredWeight, quantization: Quantization | None) -> LinearWeight:
         """quantization: of floats; what is quantized already stays as it is."""
-        is_float = isinstance(weight, Tensor)
-        return self._kernels.pack_linear(weight, quantization if is_float else None, self._dtype)
+        if not isinstance(weight, Tensor):
+            return self._kernels.pack_linear(weight, None, self._dtype)
+        if weight.is_meta and quantization == "int4":
+            out_features, in_features = weight.shape
+            num_bytes = packed_bytes(out_features, in_features)
+            outline = StoredOutline(out_features, in_features, "grouped", num_bytes)
+            return self._pack_outline(outline)
+        return self._kernels.pack_linear(weight, quantization, self._dtype)
 
     def _pack_outline(self, outline: StoredOutline) -> LinearWeight:
         num_bytes = outline.out_features * outline.in_features * self._dtype.itemsize

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+import xxhash
+
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.settings import Settings
 from nanocore.worker.loading.checkpoint import StoredTensor, all_tensors
@@ -87,6 +90,13 @@ def quantization_settings(settings: Settings, folder: Path | None) -> Settings |
     # AutoGPTQ named no method; AutoAWQ's file of this name has w_bit.
     method = old.get("quant_method", str, "awq" if old.has("w_bit") else "gptq")
     return old.with_values({"quant_method": method} | old.values, OLD_FILE)
+
+
+def format_digest(folder: Path) -> bytes:
+    """Of all that a model folder says of its quantization: equal bytes may be other weights."""
+    said = quantization_settings(Settings.read(folder / "config.json"), folder)
+    values = None if said is None else said.values
+    return xxhash.xxh3_128_digest(msgspec.json.encode(values, order="deterministic"))
 
 
 def read_weight_format(
