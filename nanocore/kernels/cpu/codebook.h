@@ -79,7 +79,8 @@ struct CodebookGroups {
 #pragma GCC unroll 2
             for (int c = 0; c < C; ++c) acc[r][c] = F{};
         for (int64_t k = 0; k < group; k += 8) {
-            ahead.at(line++);
+#pragma GCC unroll 2
+            for (int i = 0; i < kBits / 4; ++i) ahead.at(line++);
             const float* at = a + (kPaired ? k / 2 : k);
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i += 2) {

@@ -147,32 +147,37 @@ __attribute__((noinline)) void multiply_groups(const Products& with, const char*
     std::memset(products, 0, R * kTileColumns * sizeof(float));
     const char* header = nullptr;
     int64_t line = 0;
+    const int64_t value_offset = format.scale_bytes() + format.minima_bytes(), group_bytes = format.group_bytes();
+    const int64_t size = format.group;
     for (int64_t group = 0; group < num_groups; ++group) {
         if (format.scales == Scales::kTwoLevel && group % format.groups_of_header() == 0) {
             header = tile;
             tile += format.header_bytes();
         }
-        const char* values = tile + format.scale_bytes() + format.minima_bytes();
+        const char* values = tile + value_offset;
         for (int first = 0; first < kTileColumns; first += C * kLanes) {
             F sums[R][C];
-            with.template multiply<R, C>(rows, values + first * 4, format.group, ahead, line, sums);
+            with.template multiply<R, C>(rows, values + first * 4, size, ahead, line, sums);
 #pragma GCC unroll 2
             for (int c = 0; c < C; ++c) {
                 const ColumnScales of = column_scales(format, tile, header, first + c * kLanes);
                 float* to = products + first + c * kLanes;
+                const auto add = [&](auto has_minimum) {
 #pragma GCC unroll 12
-                for (int r = 0; r < R; ++r)
-                    store(multiply_add(sums[r][c], of.scale, load(to + r * kTileColumns)), to + r * kTileColumns);
-                if (format.minima != Minima::kNone)
-                    for (int r = 0; r < R; ++r)
-                        store(multiply_add(broadcast(-Products::template sum<R>(rows, r)), of.minimum,
-                                           load(to + r * kTileColumns)),
-                              to + r * kTileColumns);
+                    for (int r = 0; r < R; ++r) {
+                        F total = multiply_add(sums[r][c], of.scale, load(to + r * kTileColumns));
+                        if (has_minimum)
+                            total = multiply_add(broadcast(-Products::template sum<R>(rows, r)), of.minimum, total);
+                        store(total, to + r * kTileColumns);
+                    }
+                };
+                if (format.minima == Minima::kNone) add(std::false_type{});
+                else add(std::true_type{});
             }
         }
-        line += format.group / 8;
-        tile += format.group_bytes();
-        rows += Products::template bytes<R>(format.group);
+        line += size * format.bits / 32;
+        tile += group_bytes;
+        rows += Products::template bytes<R>(size);
     }
 }
 

@@ -24,7 +24,8 @@ namespace nanocore {
 constexpr int64_t kLeastRowGroup = 32;  // of k that share a row's scale
 
 // R rows of one group as they are packed: R scales, R offsets (-zero times the sum of a row's values),
-// R scaled sums, then R times `group` values.
+// R scaled sums, then four values of each row, and the next four: whatever the group, what a product
+// reads is at constant distances.
 template <int R>
 struct RowGroup {
     const char* data;
@@ -33,9 +34,9 @@ struct RowGroup {
     NANOCORE_INLINE float scale(int r) const { return reinterpret_cast<const float*>(data)[r]; }
     NANOCORE_INLINE int32_t offset(int r) const { return reinterpret_cast<const int32_t*>(data)[R + r]; }
     NANOCORE_INLINE float sum(int r) const { return reinterpret_cast<const float*>(data)[2 * R + r]; }
-    NANOCORE_INLINE uint32_t four(int r, int64_t group, int64_t k) const {
+    NANOCORE_INLINE uint32_t four(int r, int64_t k) const {
         uint32_t values;
-        std::memcpy(&values, data + 12 * R + r * group + k, 4);
+        std::memcpy(&values, data + 12 * R + k * R + r * 4, 4);
         return values;
     }
 };
@@ -106,32 +107,26 @@ inline void with_integers(int bits, const Body& body) {
     else with_bits(std::integral_constant<int, 8>{});
 }
 
-// As integers: round to nearest even of numbers up to 2^22.
-NANOCORE_INLINE I to_integers(F x) {
-    return (reinterpret_cast<I>(x + 12582912.0f) << 9) >> 9;  // 1.5 * 2^23 leaves them in the lowest bits
-}
-
 // One row's values of one group, at most 127 large, and its scale. What is not finite makes the scale
 // NaN, so that all that it touches shows it.
 template <typename T>
 inline float quantize_values(const T* x, int64_t size, int8_t* to) {
-    F largest = {};
-    I is_finite = ~I{};
+    I largest = {};
     for (int64_t k = 0; k < size; k += kLanes) {
-        const F value = load(x + k);
-        const F magnitude = value < 0.0f ? -value : value;
-        largest = maximum(magnitude, largest);
-        is_finite &= magnitude <= std::numeric_limits<float>::max();
+        const I magnitude = reinterpret_cast<I>(load(x + k)) & 0x7fffffff;  // as integers they have the same order
+        largest = magnitude > largest ? magnitude : largest;
     }
-    if (lane_bits(is_finite) != (1u << kLanes) - 1) {
+    const int32_t bits = reduce_lanes(largest, [](I a, I b) { return a > b ? a : b; });
+    float most;
+    std::memcpy(&most, &bits, sizeof most);
+    if (!std::isfinite(most)) {
         std::memset(to, 0, size);
         return std::numeric_limits<float>::quiet_NaN();
     }
-    const float most = max_lanes(largest);
     const float inverse = most < 1e-30f ? 0.0f : 127.0f / most;
     for (int64_t k = 0; k < size; k += kLanes) {
-        const B bytes = __builtin_convertvector(to_integers(load(x + k) * inverse), B);
-        *reinterpret_cast<BAny*>(to + k) = bytes;
+        // Added to 1.5 * 2^23 a number is rounded to nearest even, and is what the lowest bits hold.
+        store_bytes(reinterpret_cast<I>(load(x + k) * inverse + 12582912.0f), to + k);
     }
     return most < 1e-30f ? 0.0f : most / 127.0f;
 }
@@ -139,9 +134,7 @@ inline float quantize_values(const T* x, int64_t size, int8_t* to) {
 NANOCORE_INLINE int32_t sum_bytes(const int8_t* from, int64_t count) {
     I sum = {};
     for (int64_t i = 0; i < count; i += kLanes) sum += load_integers(from + i);
-    int32_t total = 0;
-    for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
-    return total;
+    return reduce_lanes(sum, [](I a, I b) { return a + b; });
 }
 
 template <int kBits, bool kVnni>
@@ -167,7 +160,8 @@ struct IntegerGroups {
                 if constexpr (kChains == 2) sums[1][r][c] = I{};
             }
         for (int64_t k = 0; k < group; k += 8) {
-            ahead.at(line++);
+#pragma GCC unroll 2
+            for (int i = 0; i < kBits / 4; ++i) ahead.at(line++);
             U low[C], high[C];
 #pragma GCC unroll 2
             for (int c = 0; c < C; ++c) {
@@ -183,7 +177,7 @@ struct IntegerGroups {
             values += kTileColumns * kBits;
 #pragma GCC unroll 12
             for (int r = 0; r < R; ++r) {
-                const U first = broadcast(a.four(r, group, k)), second = broadcast(a.four(r, group, k + 4));
+                const U first = broadcast(a.four(r, k)), second = broadcast(a.four(r, k + 4));
 #pragma GCC unroll 2
                 for (int c = 0; c < C; ++c) {
                     sums[0][r][c] = dot_bytes<kVnni, kBits>(low[c], first, sums[0][r][c]);
@@ -216,7 +210,7 @@ struct IntegerGroups {
             reinterpret_cast<float*>(to)[r] = scale;
             reinterpret_cast<int32_t*>(to)[R + r] = -format.zero() * sum;
             reinterpret_cast<float*>(to)[2 * R + r] = scale * static_cast<float>(sum);
-            std::memcpy(to + 12 * R + r * group, from, group);
+            for (int64_t i = 0; i < group; i += 4) std::memcpy(to + 12 * R + i * R + 4 * r, from + i, 4);
         }
     }
 };

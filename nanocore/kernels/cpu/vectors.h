@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -113,6 +114,19 @@ NANOCORE_INLINE F swap_lanes(F x) {
     return __builtin_shuffle(x, from);
 }
 
+// All lanes in one, two at a time; of integers, so in whatever order.
+template <typename Combine>
+NANOCORE_INLINE int32_t reduce_lanes(I x, const Combine& combine) {
+    const auto swapped = [&](auto distance) {
+        return reinterpret_cast<I>(swap_lanes<distance.value>(reinterpret_cast<F>(x)));
+    };
+    if constexpr (kLanes >= 16) x = combine(x, swapped(std::integral_constant<int, 8>{}));
+    if constexpr (kLanes >= 8) x = combine(x, swapped(std::integral_constant<int, 4>{}));
+    x = combine(x, swapped(std::integral_constant<int, 2>{}));
+    x = combine(x, swapped(std::integral_constant<int, 1>{}));
+    return x[0];
+}
+
 // In a fixed order, as all sums are.
 NANOCORE_INLINE float sum_lanes(F x) {
     if constexpr (kLanes >= 16) x += swap_lanes<8>(x);
@@ -205,6 +219,21 @@ NANOCORE_INLINE I load_integers(const int8_t* from) {
     return reinterpret_cast<I>(_mm256_cvtepi8_epi32(bytes));
 #else
     return __builtin_convertvector(B(*reinterpret_cast<const BAny*>(from)), I);
+#endif
+}
+// The lowest byte of each lane.
+NANOCORE_INLINE void store_bytes(I x, int8_t* to) {
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm512_maskz_cvtepi32_epi8(0xffff, reinterpret_cast<__m512i>(x));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+#elif defined(__AVX2__)
+    const __m256i first = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                           0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    const __m256i bytes = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(x), first);
+    const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), both);
+#else
+    *reinterpret_cast<BAny*>(to) = __builtin_convertvector(x, B);
 #endif
 }
 NANOCORE_INLINE F load(const int8_t* from) {
