@@ -67,21 +67,20 @@ struct CodebookGroups {
     static int64_t units(int64_t group) { return kPaired ? group / 2 : group; }
 
     template <int R>
-    static float sum(const char* rows, int r) { return reinterpret_cast<const float*>(rows)[r]; }
+    static float minus_sum(const char* rows, int r) { return reinterpret_cast<const float*>(rows)[r]; }
 
     template <int R, int C>
     NANOCORE_INLINE void multiply(const char* rows, const char* values, int64_t group,
-                                  const Prefetch& ahead, int64_t line, F (&acc)[R][C]) const {
+                                  PrefetchCursor& ahead, F (&acc)[R][C]) const {
         const float* a = reinterpret_cast<const float*>(rows) + R;
-        const int64_t stride = units(group);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
             for (int c = 0; c < C; ++c) acc[r][c] = F{};
         for (int64_t k = 0; k < group; k += 8) {
 #pragma GCC unroll 2
-            for (int i = 0; i < kBits / 4; ++i) ahead.at(line++);
-            const float* at = a + (kPaired ? k / 2 : k);
+            for (int i = 0; i < kBits / 4; ++i) ahead.advance();
+            const float* at = a + (kPaired ? k / 2 : k) * R;
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i += 2) {
                 U pairs[C];
@@ -101,11 +100,11 @@ struct CodebookGroups {
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
                     if constexpr (kPaired) {
-                        const U row = broadcast(reinterpret_cast<const uint32_t*>(at)[r * stride + i / 2]);
+                        const U row = broadcast(reinterpret_cast<const uint32_t*>(at)[i / 2 * R + r]);
 #pragma GCC unroll 2
                         for (int c = 0; c < C; ++c) acc[r][c] = dot_pairs(row, pairs[c], acc[r][c]);
                     } else {
-                        const F first = broadcast(at[r * stride + i]), second = broadcast(at[r * stride + i + 1]);
+                        const F first = broadcast(at[i * R + r]), second = broadcast(at[(i + 1) * R + r]);
 #pragma GCC unroll 2
                         for (int c = 0; c < C; ++c)
                             acc[r][c] = multiply_add(second, high[c], multiply_add(first, low[c], acc[r][c]));
@@ -125,12 +124,12 @@ struct CodebookGroups {
             const T* values = x.some(start, std::min(group, num_k - start), group, inputs);
             float sum = 0.0f;
             for (int64_t k = 0; k < group; ++k) sum += to_float(values[k]);
-            reinterpret_cast<float*>(to)[r] = sum;
-            char* row = to + 4 * R + r * 4 * units(group);
+            reinterpret_cast<float*>(to)[r] = -sum;
+            float* row = reinterpret_cast<float*>(to) + R + r;
             for (int64_t k = 0; k < group; ++k) {
                 const T value = values[k / 8 * 8 + kOrder[k % 8]];
-                if constexpr (kPaired) reinterpret_cast<T*>(row)[k] = value;
-                else reinterpret_cast<float*>(row)[k] = to_float(value);
+                if constexpr (kPaired) reinterpret_cast<T*>(row + k / 2 * R)[k % 2] = value;
+                else row[k * R] = to_float(value);
             }
         }
     }

@@ -136,49 +136,48 @@ struct Inputs {
 
 // R packed rows times one tile: products[R][32].
 //
-// Of a group, Products has `bytes<R>(group)` of packed rows, `sum<R>(rows, r)` of a row's values, and
+// Of a group, Products has `bytes<R>(group)` of packed rows, `minus_sum<R>(rows, r)` of a row's values, and
 // `multiply<R, C>`, which sums up products with C vectors of columns and goes on with the lines to be
 // fetched ahead.
 template <int R, typename Products>
 __attribute__((noinline)) void multiply_groups(const Products& with, const char* rows, const char* tile,
                                                const GroupFormat& format, int64_t num_groups,
                                                const Prefetch& ahead, float* products) {
-    constexpr int C = 2;
-    std::memset(products, 0, R * kTileColumns * sizeof(float));
+    constexpr int C = 2, kParts = kTileColumns / kLanes / C;
+    const int64_t value_offset = format.scale_bytes() + format.minima_bytes();
+    const int64_t group_bytes = format.group_bytes();
+    PrefetchCursor next(ahead);
+    F totals[kParts][C][R] = {};
     const char* header = nullptr;
-    int64_t line = 0;
-    const int64_t value_offset = format.scale_bytes() + format.minima_bytes(), group_bytes = format.group_bytes();
-    const int64_t size = format.group;
     for (int64_t group = 0; group < num_groups; ++group) {
         if (format.scales == Scales::kTwoLevel && group % format.groups_of_header() == 0) {
             header = tile;
             tile += format.header_bytes();
         }
-        const char* values = tile + value_offset;
-        for (int first = 0; first < kTileColumns; first += C * kLanes) {
+#pragma GCC unroll 1
+        for (int part = 0; part < kParts; ++part) {
+            const int first = part * C * kLanes;
             F sums[R][C];
-            with.template multiply<R, C>(rows, values + first * 4, size, ahead, line, sums);
+            with.template multiply<R, C>(rows, tile + value_offset + first * 4, format.group, next, sums);
 #pragma GCC unroll 2
             for (int c = 0; c < C; ++c) {
                 const ColumnScales of = column_scales(format, tile, header, first + c * kLanes);
-                float* to = products + first + c * kLanes;
-                const auto add = [&](auto has_minimum) {
+                F(&total)[R] = totals[part][c];
 #pragma GCC unroll 12
-                    for (int r = 0; r < R; ++r) {
-                        F total = multiply_add(sums[r][c], of.scale, load(to + r * kTileColumns));
-                        if (has_minimum)
-                            total = multiply_add(broadcast(-Products::template sum<R>(rows, r)), of.minimum, total);
-                        store(total, to + r * kTileColumns);
-                    }
-                };
-                if (format.minima == Minima::kNone) add(std::false_type{});
-                else add(std::true_type{});
+                for (int r = 0; r < R; ++r) total[r] = multiply_add(sums[r][c], of.scale, total[r]);
+                if (format.minima == Minima::kNone) continue;
+#pragma GCC unroll 12
+                for (int r = 0; r < R; ++r)
+                    total[r] = multiply_add(broadcast(Products::template minus_sum<R>(rows, r)), of.minimum, total[r]);
             }
         }
-        line += size * format.bits / 32;
         tile += group_bytes;
-        rows += Products::template bytes<R>(size);
+        rows += Products::template bytes<R>(format.group);
     }
+    for (int part = 0; part < kParts; ++part)
+        for (int c = 0; c < C; ++c)
+            for (int r = 0; r < R; ++r)
+                store(totals[part][c][r], products + r * kTileColumns + (part * C + c) * kLanes);
 }
 
 }  // namespace nanocore

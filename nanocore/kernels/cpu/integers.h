@@ -24,7 +24,7 @@ namespace nanocore {
 constexpr int64_t kLeastRowGroup = 32;  // of k that share a row's scale
 
 // R rows of one group as they are packed: R scales, R offsets (-zero times the sum of a row's values),
-// R scaled sums, then four values of each row, and the next four: whatever the group, what a product
+// R scaled sums less than zero, then four values of each row, and the next four: whatever the group, what a product
 // reads is at constant distances.
 template <int R>
 struct RowGroup {
@@ -33,7 +33,7 @@ struct RowGroup {
     static int64_t bytes(int64_t group) { return R * (12 + group); }
     NANOCORE_INLINE float scale(int r) const { return reinterpret_cast<const float*>(data)[r]; }
     NANOCORE_INLINE int32_t offset(int r) const { return reinterpret_cast<const int32_t*>(data)[R + r]; }
-    NANOCORE_INLINE float sum(int r) const { return reinterpret_cast<const float*>(data)[2 * R + r]; }
+    NANOCORE_INLINE float minus_sum(int r) const { return reinterpret_cast<const float*>(data)[2 * R + r]; }
     NANOCORE_INLINE uint32_t four(int r, int64_t k) const {
         uint32_t values;
         std::memcpy(&values, data + 12 * R + k * R + r * 4, 4);
@@ -143,12 +143,12 @@ struct IntegerGroups {
     static int64_t bytes(int64_t group) { return RowGroup<R>::bytes(group); }
 
     template <int R>
-    static float sum(const char* rows, int r) { return RowGroup<R>{rows}.sum(r); }
+    static float minus_sum(const char* rows, int r) { return RowGroup<R>{rows}.minus_sum(r); }
 
     // acc: the sums as floats, times the rows' scales.
     template <int R, int C>
     NANOCORE_INLINE void multiply(const char* rows, const char* values, int64_t group,
-                                  const Prefetch& ahead, int64_t line, F (&acc)[R][C]) const {
+                                  PrefetchCursor& ahead, F (&acc)[R][C]) const {
         const RowGroup<R> a{rows};
         constexpr int kChains = R <= 2 ? 2 : 1;  // of additions, where few rows would wait for them
         I sums[kChains][R][C];
@@ -161,7 +161,7 @@ struct IntegerGroups {
             }
         for (int64_t k = 0; k < group; k += 8) {
 #pragma GCC unroll 2
-            for (int i = 0; i < kBits / 4; ++i) ahead.at(line++);
+            for (int i = 0; i < kBits / 4; ++i) ahead.advance();
             U low[C], high[C];
 #pragma GCC unroll 2
             for (int c = 0; c < C; ++c) {
@@ -209,7 +209,7 @@ struct IntegerGroups {
             const int32_t sum = sum_bytes(from, group);
             reinterpret_cast<float*>(to)[r] = scale;
             reinterpret_cast<int32_t*>(to)[R + r] = -format.zero() * sum;
-            reinterpret_cast<float*>(to)[2 * R + r] = scale * static_cast<float>(sum);
+            reinterpret_cast<float*>(to)[2 * R + r] = -scale * static_cast<float>(sum);
             for (int64_t i = 0; i < group; i += 4) std::memcpy(to + 12 * R + i * R + 4 * r, from + i, 4);
         }
     }

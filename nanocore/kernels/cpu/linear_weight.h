@@ -39,7 +39,7 @@ struct LinearWeight {
     }
     // Of a tile; each is a moment to fetch some memory ahead.
     int64_t num_steps() const {
-        if (has_groups()) return format.num_groups(in_features) * format.group * format.bits / 32;
+        if (has_groups()) return format.num_groups(in_features) * format.group * format.bits / kLanes / 2;
         return std::max<int64_t>(1, padded_in() / 2);
     }
     const char* tile(int64_t index) const {

@@ -82,6 +82,25 @@ struct Prefetch {
     }
 };
 
+// The same, one after the other.
+struct PrefetchCursor {
+    const char* next;
+    int64_t step, left;
+    const char* then;
+
+    explicit PrefetchCursor(const Prefetch& ahead)
+        : next(ahead.num_pairs > 0 ? ahead.from : ahead.then),
+          step(ahead.bytes_per_pair),
+          left(ahead.num_pairs),
+          then(ahead.then) {}
+
+    NANOCORE_INLINE void advance() {
+        prefetch_line(next);
+        prefetch_line(next + step / 2);
+        next = --left == 0 ? then : next + step;
+    }
+};
+
 struct NoPrefetch {
     NANOCORE_INLINE void at(int64_t) const {}
 };
