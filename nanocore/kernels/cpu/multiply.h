@@ -63,8 +63,8 @@ struct StridedRows {
     NANOCORE_INLINE const float* at(int r, int64_t unit) const { return data + r * stride + unit; }
 };
 
-// To the second-level cache; any address may be given.
-NANOCORE_INLINE void prefetch_line(const void* address) { __builtin_prefetch(address, 0, 2); }
+// To the first-level cache; any address may be given.
+NANOCORE_INLINE void prefetch_line(const void* address) { __builtin_prefetch(address, 0, 3); }
 
 // Memory to be fetched while a product is computed: some of it with every pair of k, and after
 // some pairs elsewhere.
@@ -97,6 +97,7 @@ struct PrefetchCursor {
     NANOCORE_INLINE void advance() {
         prefetch_line(next);
         prefetch_line(next + step / 2);
+        prefetch_line(next + step - 1);  // with scales it is a little more than two lines
         next = --left == 0 ? then : next + step;
     }
 };
