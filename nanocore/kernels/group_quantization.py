@@ -1,8 +1,8 @@
 """Floats to symmetric groups of four bits, for backends that have no kernel of their own for it.
 
-Sixteen scales are tried for each group, which bring its largest magnitude near the end of the
-range, each bettered by least squares; that of the least squared error is kept, and values are
-rounded anew. The native kernels do the same (cpu/packing.h). (Scales by search: llama.cpp's Q4_0.)
+Sixteen scales are tried for each group, by which its largest magnitude becomes -5.6 to -8.6; that
+of the least squared error is kept, as a float16, and values are rounded with it. The native kernels
+do the same (cpu/packing.h). (The largest at the end of the range: llama.cpp's Q4_0.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from nanocore.kernels.grouped_weight import GroupedWeight
 
 GROUP_SIZE: Final = 32
-_CANDIDATES: Final = 16
+_ENDS: Final = [float(end) for end in torch.tensor(-0.2) * torch.arange(28, 44)]
 _VALUES_AT_ONCE: Final = 1 << 24
 """Of which there are a few copies in float32 meanwhile."""
 
@@ -41,25 +41,32 @@ def _quantize(weight_OI: Tensor, num_groups: int, group_size: int) -> tuple[Tens
     """(values with their padding, scales) of some outputs."""
     missing = num_groups * group_size - weight_OI.shape[1]
     x_OGI = torch.nn.functional.pad(weight_OI.float(), (0, missing))
-    x_OGI = x_OGI.unflatten(1, (num_groups, group_size))
-    place_OG1 = x_OGI.abs().argmax(2, keepdim=True)
-    extreme_OG1 = x_OGI.gather(2, place_OG1)
-    is_finite_OG1 = x_OGI.isfinite().all(2, keepdim=True)
-    most_OG1 = torch.zeros_like(extreme_OG1)
-    scale_OG1 = torch.zeros_like(extreme_OG1)
-    for candidate in range(_CANDIDATES):
+    x_IOG = x_OGI.unflatten(1, (num_groups, group_size)).permute(2, 0, 1).contiguous()
+    extreme_OG = x_IOG.gather(0, x_IOG.abs().argmax(0, keepdim=True))[0]
+    is_finite_OG = x_IOG.isfinite().all(0)
+    most_OG, scale_OG = torch.zeros_like(extreme_OG), torch.zeros_like(extreme_OG)
+    for end in _ENDS:
         # The range has one number more for the sign of the largest one.
-        q_OGI = _number(x_OGI * (-(7.2 + 0.1 * candidate) / extreme_OG1))
-        products_OG1 = (x_OGI * q_OGI).sum(2, keepdim=True)
-        squares_OG1 = q_OGI.square().sum(2, keepdim=True)
-        gain_OG1 = products_OG1.square() / squares_OG1  # how much of the squares is not an error
-        is_better_OG1 = (gain_OG1 > most_OG1) & is_finite_OG1
-        most_OG1 = torch.where(is_better_OG1, gain_OG1, most_OG1)
-        scale_OG1 = torch.where(is_better_OG1, products_OG1 / squares_OG1, scale_OG1)
-    scale_OG1 = scale_OG1.masked_fill(~is_finite_OG1, torch.nan).half()
-    inverse_OG1 = (1 / scale_OG1.float()).nan_to_num(0.0, 0.0, 0.0)
-    q_OGI = _number((x_OGI * inverse_OG1).nan_to_num(0.0)) + 8
-    return q_OGI.to(torch.uint8).flatten(1), scale_OG1[..., 0]
+        q_IOG = _number(x_IOG * (end / extreme_OG))
+        products_OG, squares_OG = _sum(x_IOG * q_IOG), _sum(q_IOG.square())
+        tried_OG = extreme_OG / end
+        # How much of the squares is not an error.
+        gain_OG = tried_OG * (2 * products_OG - tried_OG * squares_OG)
+        is_better_OG = (gain_OG > most_OG) & is_finite_OG
+        most_OG = torch.where(is_better_OG, gain_OG, most_OG)
+        scale_OG = torch.where(is_better_OG, tried_OG, scale_OG)
+    scale_OG = scale_OG.masked_fill(~is_finite_OG, torch.nan).half()
+    inverse_OG = (1 / scale_OG.float()).nan_to_num(0.0, 0.0, 0.0)
+    q_IOG = _number((x_IOG * inverse_OG).nan_to_num(0.0)) + 8
+    return q_IOG.to(torch.uint8).permute(1, 2, 0).flatten(1), scale_OG
+
+
+def _sum(x_IOG: Tensor) -> Tensor:
+    """In the order of I, so that the native kernels find the same scales to the bit."""
+    total_OG = x_IOG[0].clone()
+    for x_OG in x_IOG[1:]:
+        total_OG += x_OG
+    return total_OG
 
 
 def _number(scaled: Tensor) -> Tensor:

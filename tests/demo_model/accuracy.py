@@ -1,6 +1,6 @@
 """Accuracy of the demo model by task, through the engine, under several ways of scheduling.
 
-    python -m tests.demo_model.accuracy [--count 200] [--model FOLDER] [--json FILE]
+    python -m tests.demo_model.accuracy [--count 1000] [--model FOLDER] [--json FILE]
 
 Each condition is an engine process of its own: default settings; small steps, so that prompts are
 chunked; few KV blocks, so that requests are preempted; a second round on a warm prefix cache;
@@ -41,7 +41,12 @@ CONDITIONS = (
     Condition("preempted", {"num_gpu_blocks_override": 80, "max_num_seqs": 64}),
     Condition("prefix hits", rounds=2),
     Condition("int8 weights", {"quantization": "int8"}),
+    Condition("int4 weights", {"quantization": "int4"}),
+    Condition(
+        "int4, activations kept", {"quantization": "int4", "activation_quantization": "none"}
+    ),
     Condition("int8 KV cache", {"kv_cache_dtype": "int8"}),
+    Condition("int4, int8 KV cache", {"quantization": "int4", "kv_cache_dtype": "int8"}),
 )
 
 
@@ -107,7 +112,7 @@ def table(outcomes: dict[str, Outcome]) -> str:
 def main() -> None:
     """Evaluate all conditions; exit with 1 if they differ by more than a point somewhere."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--count", type=int, default=200, help="examples per task")
+    parser.add_argument("--count", type=int, default=1000, help="examples per task")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--model", help="model folder (default: the bundled one)")
     parser.add_argument("--json", type=Path, help="write the accuracies here, too")

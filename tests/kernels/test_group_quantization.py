@@ -51,15 +51,11 @@ def test_tails_zeros_and_what_is_not_finite() -> None:
     assert error_of(weight[0], out[0]) < 0.12
 
 
-def test_the_native_search_takes_the_same_scales() -> None:
-    """But where two are as good: sums of squares are added up in another order there."""
+def test_the_native_kernels_find_the_same_numbers_to_the_bit() -> None:
     library = find_library()
     if library is None:
         pytest.skip("nanocore was installed without a C++ compiler")
     kernels = CpuKernels(library, keeps_activations=True)
-    weight = draw(256, 320)
+    weight = draw(1024, 320) * draw(1024, 1)
     native = kernels.linear(torch.eye(320), kernels.pack_linear(weight, "int4")).t()
-    groups = quantize_groups(weight).dequantize()
-    differ = (native != groups).unflatten(1, (10, 32)).any(2)
-    assert differ.sum() < 0.002 * differ.numel()
-    assert abs(error_of(weight, native) - error_of(weight, groups)) < 1e-6
+    assert torch.equal(native, quantize_groups(weight).dequantize())

@@ -33,6 +33,8 @@ from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
 from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.formats.select import folder_format
+from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.gguf.format import GgufFormat
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.loading.weight_format import WeightFormat
@@ -160,8 +162,10 @@ def make_runner(
     return runner
 
 
-def stored_format(folder: Path) -> WeightFormat | None:
-    """How the folder's files store weights."""
+def stored_format(folder: Path, dtype: torch.dtype = torch.float32) -> WeightFormat | None:
+    """How the folder's files, or a GGUF file, store weights. dtype: of activations."""
+    if is_gguf(folder):
+        return GgufFormat(folder, load_model_config(folder).head_dim, dtype)
     return folder_format(folder, model_class(load_model_config(folder).architecture).common_name)
 
 
@@ -191,7 +195,7 @@ def run_script(
 
     def run(rank: Communicator) -> list[Sample]:
         placement, links = world.join(rank.rank, dtype)
-        placement = replace(placement, weight_format=stored_format(folder))
+        placement = replace(placement, weight_format=stored_format(folder, dtype))
         kernels = make_kernels(backend, keeps_activations=keeps_activations)
         runner = make_runner(
             folder, placement, links, kv_cache_dtype, kernels=kernels, quantization=quantization

@@ -20,11 +20,16 @@ class PackedExperts:
 
 
 def experts_struct(weights: ExpertWeights) -> ExpertWeightsStruct:
-    """All experts of a layer, each projection in one form. Weights must outlive it."""
+    """All experts of a layer, each projection in one form. Weights must outlive it.
+
+    Raises:
+        ValueError: they are in several.
+    """
     arrays = []
     for projection in (weights.gates, weights.ups, weights.downs):
         structs = [weight_struct(weight) for weight in projection]
-        assert len({_form(struct) for struct in structs}) == 1, "all experts have one form"
+        if len({_form(struct) for struct in structs}) != 1:
+            raise ValueError("experts of a layer are stored in different ways")
         arrays.append((LinearWeightStruct * len(structs))(*structs))
     return ExpertWeightsStruct(len(weights.gates), *arrays)
 

@@ -19,6 +19,7 @@ from nanocore.kernels.group_quantization import packed_bytes
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import FP8, LinearWeight, in_segments
+from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
 from nanocore.worker.loading.weights import Buffer, Entries, Entry, Part
 from nanocore.worker.messages import Quantization
@@ -245,8 +246,18 @@ class WeightPacker:
         return packed
 
     def experts(self, weights: ExpertWeights) -> Experts:
-        """All of a layer's, of which the caller gives up what `expert` made."""
-        return self._kernels.pack_experts(weights)
+        """All of a layer's, of which the caller gives up what `expert` made.
+
+        Raises:
+            ModelFileError: some are stored unlike the others.
+        """
+        try:
+            return self._kernels.pack_experts(weights)
+        except ValueError as error:
+            raise ModelFileError(
+                f"{error}, and {self._kernels.name} kernels take those of one; use "
+                "--attention-backend torch, or a checkpoint whose experts are alike"
+            ) from None
 
     def _floats(self, weight: StoredWeight | StoredOutline) -> Tensor:
         if isinstance(weight, Tensor):

@@ -6,7 +6,6 @@ The files are llama.cpp's own; transformers reads them by code of its own, dequa
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.packing import Projection
 from nanocore.worker.loading.checkpoint import stored_tensors
@@ -25,8 +23,7 @@ from nanocore.worker.loading.gguf.format import GgufFormat
 from nanocore.worker.loading.gguf.model_files import gguf_model_files
 from nanocore.worker.models import load_model_config
 from tests.fixtures.checkpoints.make_gguf import CASES, TEMPLATE, TEXTS, original_model
-from tests.worker.ranks import run_ranks
-from tests.worker.running import Sample, Script, World, make_runner, run_runner, write_script
+from tests.worker.running import run_script, write_script
 
 CHECKPOINTS = Path("tests/fixtures/checkpoints").resolve()
 NAMES = ("llama-q4_k_m", "qwen3-q8_0", "gemma2-q5_k_m", "phi3-q4_0")
@@ -90,9 +87,9 @@ def test_logits_are_those_of_the_dequantized_model(name: str) -> None:
     prompts = [[3 + 7 * i % 300 for i in range(40)], [200 - i for i in range(9)]]
     outputs = [greedy(model, prompt) for prompt in prompts]
     script = write_script(prompts, outputs)
-    alone = split = own_samples(path, script, 1)
+    alone = split = run_script(path, script, backend="torch")
     if "_k_" not in name:  # whose rows here are one block
-        split = own_samples(path, script, 2)
+        split = run_script(path, script, 2, backend="torch")
     assert [sample.token_id for sample in alone] == [s.token_id for s in split]
     for one, other in zip(alone, split, strict=True):
         context = prompts[one.request] + outputs[one.request][: one.index]
@@ -109,23 +106,6 @@ def greedy(model: Any, prompt: list[int], num_tokens: int = 6) -> list[int]:
         for _ in range(num_tokens):
             token_ids.append(int(model(torch.tensor([token_ids])).logits[0, -1].argmax()))
     return token_ids[len(prompt) :]
-
-
-def own_samples(path: Path, script: Script, tp_size: int) -> list[Sample]:
-    config = load_model_config(path)
-    stored = GgufFormat(path, config.head_dim, torch.float32)
-    world = World(tp_size, 1)
-
-    def run(rank: Communicator) -> list[Sample]:
-        placement, links = world.join(rank.rank, torch.float32)
-        placement = replace(placement, weight_format=stored)
-        return run_runner(make_runner(path, placement, links, backend="torch"), script)
-
-    results = run_ranks(tp_size, run)
-    return [
-        replace(parts[0], logits_V=torch.cat([part.logits_V for part in parts]))
-        for parts in zip(*results, strict=True)
-    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
