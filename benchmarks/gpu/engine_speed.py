@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.engine import LocalEngine, engine_settings
 from benchmarks.gpu.results import Measurements, Results, UnavailableError
-from benchmarks.gpu.shapes import Model, models, rates
+from benchmarks.gpu.shapes import Model, models, rates, weight_bytes
 from benchmarks.gpu.timing import synchronize
 from benchmarks.models import write_config
 from benchmarks.report import spread
@@ -31,6 +31,7 @@ _VARIANTS: Final[dict[str, dict[str, Any]]] = {
     "kv int8": {"kv_cache_dtype": "int8"},
     "kv fp8": {"kv_cache_dtype": "fp8"},
     "weights fp8": {"quantization": "fp8"},
+    "weights int4": {"quantization": "int4"},
     "eager": {"enforce_eager": True},
 }
 
@@ -134,7 +135,7 @@ def _decode_figures(
     config = engine.config
     limit_ms = 1e3 * model.decode_step_s(
         batch, batch * (context + num_steps // 2), rates(results),
-        weight_bytes=1 if config.quantization else 2,
+        weight_bytes=weight_bytes(config.quantization),
         kv_bytes=2 if config.kv_cache_dtype == "auto" else 1,
     )  # fmt: skip
     return _beside_limit(step_ms, batch, limit_ms)

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Final
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.kernels import KernelCase, draw, dtype_of
 from benchmarks.gpu.results import Session, UnavailableError
-from benchmarks.gpu.shapes import Model, models
+from benchmarks.gpu.shapes import Model, models, weight_bytes
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import LinearWeight
+
+FORMS: Final = (None, "int8", "int4", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Operands:
 def product_cases(session: Session) -> Iterator[KernelCase]:
     """Linear layers, those of the larger model first; then heads."""
     rows = (3,) if session.small else (1, 32, 256)
-    for model, count, form in product(models(session)[::-1], rows, (None, "int8", "fp8")):
+    for model, count, form in product(models(session)[::-1], rows, FORMS):
         hidden, inner = model.shape.hidden_size, model.shape.intermediate_size
         yield _case(session, "gated_linear", model, (count, 2 * inner, hidden), form)
         yield _case(session, "linear", model, (count, hidden, inner), form)
@@ -63,7 +66,7 @@ def _case(
 
     return KernelCase(
         name=f"products/{kernel}/{model.name}/{rows}/{form or 'plain'}",
-        num_bytes=num_out * (num_in + 4 if form else num_in * itemsize)
+        num_bytes=int(num_out * num_in * weight_bytes(form, itemsize))
         + itemsize * rows * (num_in + num_results),
         flops=2 * rows * num_out * num_in,
         make=make,

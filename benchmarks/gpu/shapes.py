@@ -18,6 +18,11 @@ from benchmarks.workloads import BenchmarkRequest
 _BYTES: Final = 2  # bfloat16
 
 
+def weight_bytes(form: str | None, itemsize: int = _BYTES) -> float:
+    """Of a value that is stored so, with its share of scales. itemsize: of floats."""
+    return {None: float(itemsize), "int4": 0.5 + 2 / 32}.get(form, 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Bytes copied per second, read and written ones counted; FLOP per second of bfloat16 GEMM."""
@@ -66,7 +71,7 @@ class Model:
         num_rows: int,
         num_context: float,
         rates: Rates,
-        weight_bytes: int = _BYTES,
+        weight_bytes: float = _BYTES,
         kv_bytes: int = _BYTES,
     ) -> float:
         """Least time of a step of so many rows, with so many tokens in all of their contexts.

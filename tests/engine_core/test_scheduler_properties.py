@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanocore.engine_core.scheduling.scheduler import Scheduler
@@ -145,6 +145,26 @@ def run(
     return scheduler, worker
 
 
+DECODES_TAKE_WHAT_AN_URGENT_PROMPT_NEEDS = {
+    "limits": {
+        "num_blocks": 12,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 13,
+        "max_model_len": MAX_MODEL_LEN,
+        "policy": "priority",
+        "enable_prefix_caching": False,
+    },
+    "requests": [
+        ([0] * length, max_tokens, arrival, None, None, 1, None)
+        for length, max_tokens, arrival in (
+            (9, 1, 4), (1, 5, 0), (5, 5, 0), (5, 5, 0), (2, 4, 0), (1, 1, 0), (1, 1, 0), (1, 1, 0)
+        )
+    ],
+}  # fmt: skip
+
+
+@example(DECODES_TAKE_WHAT_AN_URGENT_PROMPT_NEEDS, 1)
 @settings(max_examples=examples(120), deadline=None)
 @given(workloads(), st.sampled_from([1, 2, 3]))
 def test_every_request_gets_its_tokens_once_and_in_order(workload: dict, depth: int) -> None:

@@ -107,14 +107,19 @@ def test_norms(kernels: TritonKernels, rows: int, size: int) -> None:
         (48, "int8", 6144, 1024),
         (48, "int8", 24576, 4096),
         (300, "int8", 2880, 896),
+        (1, "int4", 6144, 1024),
+        (48, "int4", 6144, 1024),
+        (300, "int4", 2880, 896),
     ],
 )
 def test_products(
     kernels: TritonKernels, rows: int, quantization: str | None, outs: int, ins: int
 ) -> None:
     x, bias = draw(rows, ins), draw(outs)
-    weight = kernels.pack_linear(draw(outs, ins, seed=1) * ins**-0.5, quantization)
-    exact = replace(weight, data=weight.data.float()) if quantization is None else weight
+    plain = draw(outs, ins, seed=1) * ins**-0.5
+    exact = weight = kernels.pack_linear(plain, quantization)
+    if quantization != "int8":
+        exact = REFERENCE.pack_linear(plain.float(), quantization)
     expected = REFERENCE.linear(x.float(), exact, bias.float())
     close(kernels.linear(x, weight, bias), expected)
     close(kernels.logits(x, weight), REFERENCE.logits(x.float(), exact))
