@@ -43,6 +43,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("ignored explicit argument", "takes no value, and was given")
+        if message.startswith("argument --quantization: invalid choice"):
+            message += "; how a checkpoint is quantized is found without this flag"
         raise ConfigError(f"{message} (nanocore-engine --help lists the flags)")
 
 
