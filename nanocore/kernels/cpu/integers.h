@@ -24,8 +24,8 @@ namespace nanocore {
 constexpr int64_t kLeastRowGroup = 32;  // of k that share a row's scale
 
 // R rows of one group as they are packed: R scales, R offsets (-zero times the sum of a row's values),
-// R scaled sums less than zero, then four values of each row, and the next four: whatever the group, what a product
-// reads is at constant distances.
+// R scaled sums, negated, then four values of each row, and the next four: whatever the group, what
+// a product reads is at constant distances.
 template <int R>
 struct RowGroup {
     const char* data;

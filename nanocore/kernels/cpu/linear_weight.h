@@ -13,7 +13,7 @@
 
 namespace nanocore {
 
-constexpr int64_t kItemBytes = 384 << 10;       // of weights, at most, that a thread claims at once
+constexpr int64_t kItemBytes = 384 << 10;      // of weights, at most, that a thread claims at once
 constexpr int64_t kItemsPerThread = 8;         // at least, so that threads end together
 
 struct LinearWeight {

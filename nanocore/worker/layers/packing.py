@@ -224,8 +224,7 @@ class WeightPacker:
 
     def head(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
         """Likewise, of the layer that gives logits: fp8 and four bits are for what lies between."""
-        quantization: Quantization | None = None if self._quantization == "fp8" else "int8"
-        return self._pack(weights, self._quantization and quantization)
+        return self._pack(weights, "int8" if self._quantization in ("int4", "int8") else None)
 
     def embedding(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
         """Likewise, of an embedding that is no head."""
