@@ -32,6 +32,7 @@ pytestmark = pytest.mark.campaign
 NUM_DROPS: Final = 1000
 AT_ONCE: Final = 32
 NUM_SLOW: Final = 4
+SHORT: Final = 100
 LONG: Final = 1200
 """Tokens, of the 2048 that the model has room for."""
 KERNEL_BYTES: Final = 4096
@@ -280,7 +281,7 @@ def dechunked(response: bytes) -> bytes:
 
 def test_slow_readers_cost_kilobytes_and_nobody_else(endpoint: str) -> None:
     data = [request(4 * i, LONG, True) for i in range(NUM_SLOW)]
-    short = request(400, 100, True)
+    short = request(400, SHORT, True)
 
     async def scenario() -> None:
         async with raw_server(endpoint, send_buffer_bytes=KERNEL_BYTES) as server:
@@ -290,13 +291,15 @@ def test_slow_readers_cost_kilobytes_and_nobody_else(endpoint: str) -> None:
             quiet = [answer.body for answer in answers]
             bystander = readers[0]
             whole = (await bystander.ask(short)).body
+            num_tokens = (await server.client.stats()).generation_tokens + NUM_SLOW * LONG
             peers = [await slow_client(server, one) for one in data]
             while len(server.app.state.deliveries._open) < NUM_SLOW:
                 await asyncio.sleep(0)
             tracemalloc.start()
             size_before = tracemalloc.get_traced_memory()[0]
-            while (await server.client.stats()).num_requests_running:
+            while (await server.client.stats()).generation_tokens < num_tokens:
                 assert text_of((await bystander.ask(short)).body) == text_of(whole)
+                num_tokens += SHORT
             gc.collect()
             size_bytes = tracemalloc.get_traced_memory()[0] - size_before
             tracemalloc.stop()
