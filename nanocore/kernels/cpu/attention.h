@@ -148,8 +148,8 @@ struct AttentionCall {
             const int64_t column = (kv_head * heads + head) * head_dim;
             panel.last_key[r] = past + token;
             panel.out[r] = out + token * num_heads * head_dim + column;
-            pack_row<T, kKind, R>(q + token * q_stride + column, head_dim,
-                                  panel.queries + r * kChunk);
+            pack_rows<T, kKind, R>(q + token * q_stride + column, 0, 1, head_dim,
+                                   panel.queries + r * kChunk);
             panel.base[r] = -std::numeric_limits<float>::infinity();
             if (r + 1 < panel.count && ++head == heads) head = 0, ++token;
         }

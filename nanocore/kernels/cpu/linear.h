@@ -132,6 +132,7 @@ struct FloatProducts {
 
     template <int R>
     void pack(const T* x, int64_t stride, int rows, char* to) const {
+        if (rows < R) std::memset(to, 0, R * num_units<T, kind>(weight.in_features) * sizeof(float));
         pack_rows<T, kind, R>(x, stride, rows, weight.in_features, reinterpret_cast<float*>(to));
     }
 

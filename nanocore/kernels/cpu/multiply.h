@@ -185,29 +185,33 @@ NANOCORE_INLINE void with_rows(int rows, const Body& body) {
     }
 }
 
-// One row of T into its lines of R packed rows, of which `to` is the first; k from num_k on are 0.
-template <typename T, Kind kind, int R>
-inline void pack_row(const T* x, int64_t num_k, float* to) {
-    constexpr bool paired = kPairedRows<T, kind>;
-    constexpr int64_t values = paired ? 2 * kChunk : kChunk;  // of a chunk
-    for (int64_t k = 0; k < num_k; k += values, to += R * kChunk) {
-        const T* from = x + k;
-        T last[values] = {};
-        if (num_k - k < values) {
-            std::memcpy(last, from, (num_k - k) * sizeof(T));
-            from = last;
-        }
-        if constexpr (paired) std::memcpy(to, from, kChunk * sizeof(float));
-        else
-            for (int i = 0; i < kChunk; i += kLanes) store(load(from + i), to + i);
+template <typename T, Kind kind>
+constexpr int64_t kChunkValues = kPairedRows<T, kind> ? 2 * kChunk : kChunk;
+
+// A chunk of a row of T; from `count` values on it is 0.
+template <typename T, Kind kind>
+NANOCORE_INLINE void pack_chunk(const T* from, int64_t count, float* to) {
+    if (count < kChunkValues<T, kind>) {
+        T last[kChunkValues<T, kind>] = {};
+        std::memcpy(last, from, count * sizeof(T));
+        return pack_chunk<T, kind>(last, kChunkValues<T, kind>, to);
     }
+    if constexpr (kPairedRows<T, kind>) std::memcpy(to, from, kChunk * sizeof(float));
+    else
+        for (int i = 0; i < kChunk; i += kLanes) store(load(from + i), to + i);
 }
 
-// `rows` rows of T and R - rows of zeros. num_k is that of `num_units`.
+// `rows` rows of T, `stride` apart, to R packed rows, of which `to` is the first. num_k is that of
+// `num_units`.
 template <typename T, Kind kind, int R>
 inline void pack_rows(const T* x, int64_t stride, int rows, int64_t num_k, float* to) {
-    if (rows < R) std::memset(to, 0, num_units<T, kind>(num_k) * R * sizeof(float));
-    for (int r = 0; r < rows; ++r) pack_row<T, kind, R>(x + r * stride, num_k, to + r * kChunk);
+    // Chunk by chunk: rows are fetched side by side, and those of the next panel, too.
+    for (int64_t k = 0; k < num_k; k += kChunkValues<T, kind>, to += R * kChunk)
+        for (int r = 0; r < rows; ++r) {
+            const T* from = x + r * stride + k;
+            prefetch_line(from + R * stride);
+            pack_chunk<T, kind>(from, num_k - k, to + r * kChunk);
+        }
 }
 
 }  // namespace nanocore

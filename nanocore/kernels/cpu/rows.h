@@ -52,36 +52,38 @@ struct NormWeight {
     float eps = 0.0f;
 };
 
-template <typename T>
-NANOCORE_INLINE F norm_product(F normed, const NormWeight& weight, int64_t at, int count) {
-    if (weight.is_float) {
-        const float* from = static_cast<const float*>(weight.data) + at;
-        return normed * (count == kLanes ? load(from) : load_some(from, count));
-    }
-    const T* from = static_cast<const T*>(weight.data) + at;
-    return rounded(normed, from) * (count == kLanes ? load(from) : load_some(from, count));
+// x * factor * weight.
+template <typename T, typename W>
+inline void scale_row(const T* x, F factor, const W* weight, int64_t size, T* out) {
+    const auto product = [&](F value, F of) {
+        const F normed = value * factor;
+        return (std::is_same_v<W, T> ? rounded(normed, out) : normed) * of;
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) store(product(load(x + i), load(weight + i)), out + i);
+    if (const int rest = static_cast<int>(size - i))
+        store_some(product(load_some(x + i, rest), load_some(weight + i, rest)), out + i, rest);
 }
 
 // x / rms(x) * weight.
 template <typename T>
 inline void rms_norm_row(const T* x, const NormWeight& weight, int64_t size, T* out) {
-    F sum = {};
+    F sums[4] = {};  // so many additions are under way at once
     int64_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-        F value = load(x + i);
-        sum = multiply_add(value, value, sum);
+    for (; i + 4 * kLanes <= size; i += 4 * kLanes)
+        for (int s = 0; s < 4; ++s) {
+            const F value = load(x + i + s * kLanes);
+            sums[s] = multiply_add(value, value, sums[s]);
+        }
+    for (; i < size; i += kLanes) {
+        const int count = static_cast<int>(std::min<int64_t>(kLanes, size - i));
+        const F value = count == kLanes ? load(x + i) : load_some(x + i, count);
+        sums[0] = multiply_add(value, value, sums[0]);
     }
-    const int rest = static_cast<int>(size - i);
-    if (rest) {
-        F value = load_some(x + i, rest);
-        sum = multiply_add(value, value, sum);
-    }
-    const F factor = broadcast(1.0f / std::sqrt(sum_lanes(sum) / size + weight.eps));
-    for (i = 0; i + kLanes <= size; i += kLanes)
-        store(norm_product<T>(load(x + i) * factor, weight, i, kLanes), out + i);
-    if (rest)
-        store_some(norm_product<T>(load_some(x + i, rest) * factor, weight, i, rest), out + i,
-                   rest);
+    const float sum = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    const F factor = broadcast(1.0f / std::sqrt(sum / size + weight.eps));
+    if (weight.is_float) scale_row(x, factor, static_cast<const float*>(weight.data), size, out);
+    else scale_row(x, factor, static_cast<const T*>(weight.data), size, out);
 }
 
 template <typename T>

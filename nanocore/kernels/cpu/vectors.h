@@ -171,11 +171,29 @@ NANOCORE_INLINE float max_lanes(F x) {
     return x[0];
 }
 
+// GCC converts between lanes of unlike sizes piece by piece where it is not told the instruction.
+NANOCORE_INLINE U widened(H x) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<U>(_mm512_maskz_cvtepu16_epi32(0xffff, reinterpret_cast<__m256i>(x)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<U>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(x)));
+#else
+    return __builtin_convertvector(x, U);
+#endif
+}
+NANOCORE_INLINE H low_words(U x) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<H>(_mm512_maskz_cvtepi32_epi16(0xffff, reinterpret_cast<__m512i>(x)));
+#else
+    return __builtin_convertvector(x, H);
+#endif
+}
+
 // Round to nearest even; NaN stays NaN.
 NANOCORE_INLINE H to_nearest_bfloat16(F x) {
     U bits = reinterpret_cast<U>(x);
     U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return __builtin_convertvector(x == x ? rounded : broadcast(uint32_t{0x7fc0}), H);
+    return low_words(x == x ? rounded : broadcast(uint32_t{0x7fc0}));
 }
 
 // The same where the instruction is lacking; with it subnormals become 0.
@@ -206,10 +224,8 @@ NANOCORE_INLINE void from_float(float x, BFloat16* to) {
 // A vector of what is stored.
 NANOCORE_INLINE F load(const float* from) { return *reinterpret_cast<const FAny*>(from); }
 NANOCORE_INLINE F load(const BFloat16* from) {
-    H halves = *reinterpret_cast<const HAny*>(from);
-    return reinterpret_cast<F>(__builtin_convertvector(halves, U) << 16);
+    return reinterpret_cast<F>(widened(*reinterpret_cast<const HAny*>(from)) << 16);
 }
-// GCC converts bytes one by one where it is not told the instruction.
 NANOCORE_INLINE I load_integers(const int8_t* from) {
 #if defined(__AVX512F__)
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
@@ -255,7 +271,7 @@ NANOCORE_INLINE void store_nearest(F x, BFloat16* to) {
 // What x becomes when it is stored and loaded again.
 NANOCORE_INLINE F rounded(F x, const float*) { return x; }
 NANOCORE_INLINE F rounded(F x, const BFloat16*) {
-    return reinterpret_cast<F>(__builtin_convertvector(to_bfloat16(x), U) << 16);
+    return reinterpret_cast<F>(widened(to_bfloat16(x)) << 16);
 }
 
 // The first `count` values; the other lanes are 0.
