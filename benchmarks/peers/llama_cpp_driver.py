@@ -35,7 +35,8 @@ def main() -> None:
     flags = [
         "--threads", str(arguments.threads), "--threads-batch", str(arguments.threads),
         "--parallel", str(arguments.slots), "--ctx-size", str(arguments.slots * _SLOT_TOKENS),
-        "--batch-size", "2048", "--ubatch-size", "512", "--cache-ram", "0",  # gigabytes of past prompts
+        "--batch-size", "2048", "--ubatch-size", "512",
+        "--cache-ram", "0",  # else gigabytes of past prompts
     ]  # fmt: skip
     port = _free_port()
     where = ["--model", str(arguments.model), "--host", "127.0.0.1", "--port", str(port)]

@@ -69,6 +69,15 @@ def test_check_reads_the_headers_of_weight_files(tiny_model: Path, tmp_path: Pat
     assert str(weights) in result.stderr
 
 
+def test_check_makes_the_tokenizer_of_a_gguf_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    content = Path("tests/fixtures/checkpoints/qwen3-q8_0.gguf").read_bytes()
+    path.write_bytes(content.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0qwenZ"))
+    assert forked.run_to_exit("--model", str(path), "--check").returncode == 3
+    path.write_bytes(content)
+    assert forked.run_to_exit("--model", str(path), "--check").returncode == 0
+
+
 def test_weights_that_the_memory_does_not_hold_are_found_before_loading(tmp_path: Path) -> None:
     model = write_wide_model(tmp_path / "wide", intermediate_size=2**30)
     result = forked.run_to_exit("--model", str(model), "--check", "--load-format", "dummy")

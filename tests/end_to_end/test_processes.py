@@ -27,7 +27,7 @@ from nanocore.client import (
 )
 from tests.campaign import in_campaign
 from tests.end_to_end import forked
-from tests.end_to_end.engine_process import command, engine, run_to_exit
+from tests.end_to_end.engine_process import EXIT_TIMEOUT_S, command, engine, run_to_exit
 
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -266,6 +266,12 @@ def test_a_signal_ends_every_request_and_then_the_engine(
 async def ask_until_it_fails(client: AsyncEngineClient) -> None:
     while True:
         await client.stats()
+
+
+def test_sigterm_before_an_engine_is_ready_ends_it_as_any_process(tiny_model: Path) -> None:
+    starting = subprocess.Popen(command("--model", str(tiny_model)), stderr=subprocess.DEVNULL)
+    starting.terminate()
+    assert starting.wait(timeout=EXIT_TIMEOUT_S) == -signal.SIGTERM
 
 
 def test_the_log_names_each_phase_once(tiny_model: Path) -> None:

@@ -44,12 +44,12 @@ def float8(strategy: str, **more: Any) -> dict[str, Any]:
     return compressed(weights, "float-quantized")
 
 
-def read(config: Mapping[str, Any], *stored: str) -> WeightFormat:
+def read(config: Mapping[str, Any], *stored: str, dtype: str = "F32") -> WeightFormat:
     """The format that quantization_config has; stored: tensors that are in the files."""
     settings = Settings("config.json", {"quantization_config": dict(config)})
     said = quantization_settings(settings, None)
     assert said is not None
-    tensors = {name: StoredTensor(Path("f"), name, "F32", (1,), 0, 4) for name in stored}
+    tensors = {name: StoredTensor(Path("f"), name, dtype, (1,), 0, 4) for name in stored}
     return read_weight_format(said, tensors or None)
 
 
@@ -187,6 +187,66 @@ def test_zero_points_of_gptq_are_stored_less_one_in_version_1() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "read_as", "stored"),
+    [("checkpoint_format", "gptq", 8), ("format", "gptq", 8), ("format", "gptq_v2", 7)],
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_symmetric_zero_points_of_gptq_s_other_version_are_found(
+    said: str, read_as: str, stored: int, bits: int
+) -> None:
+    config = GPTQ | {"desc_act": False, "bits": bits, "sym": True, said: read_as}
+    found = projection(read(config))
+    assert found is not None
+    tensors = random_tensors(found)
+    middle = 1 << (bits - 1)
+    of_byte = stored * 17 if bits == 4 else stored - 8 + middle
+    tensors["qzeros"] = torch.full_like(tensors["qzeros"].view(torch.uint8), of_byte).view(
+        torch.int32
+    )
+    other = "gptq" if read_as == "gptq_v2" else "gptq_v2"
+    with pytest.raises(ModelFileError, match=f"checkpoint_format .* should be {other}$"):
+        unpack(found, tensors)
+    unpack_as_other = projection(read(config | {said: other}))
+    assert unpack_as_other is not None
+    weight = unpack(unpack_as_other, tensors)
+    assert isinstance(weight, GroupedWeight)
+    assert weight.zero_OG is None
+
+
+def test_zero_points_that_contradict_a_symmetric_weight_are_refused() -> None:
+    name = f"{Q_PROJ}.weight_zero_point"
+    stored = projection(read(compressed(), name, f"{Q_PROJ}.weight_packed"))
+    assert stored is not None
+    tensors = random_tensors(stored)
+    tensors["weight_zero_point"].fill_(-0x77777778)  # 8 in each four bits, which stands for 0
+    unpack(stored, tensors)
+    tensors["weight_zero_point"][0, 0] += 1
+    with pytest.raises(ModelFileError, match="weight_zero_point has other zero points than 0"):
+        unpack(stored, tensors)
+
+
+def test_zero_points_of_old_symmetric_files_are_not_packed() -> None:
+    markers = [f"{Q_PROJ}.weight_packed", f"{Q_PROJ}.weight_zero_point"]
+    stored = projection(read(compressed(), *markers, dtype="I8"))
+    assert stored is not None
+    assert stored.slots["weight_zero_point"].shape == (SHAPE[0], SHAPE[1] // 32)
+    tensors = random_tensors(stored)
+    tensors["weight_zero_point"].zero_()
+    weight = unpack(stored, tensors)
+    assert isinstance(weight, GroupedWeight)
+    assert weight.zero_OG is None
+
+
+def test_all_modules_have_a_g_idx_or_none_has() -> None:
+    config = compressed(WEIGHTS | {"actorder": "group"}, quantization_status="frozen")
+    packed = [f"{Q_PROJ}.weight_packed", f"{DOWN_PROJ}.weight_packed"]
+    for stored, has_g_idx in ((packed, False), ([*packed, f"{Q_PROJ}.weight_g_idx"], True)):
+        found = projection(read(config, *stored), DOWN_PROJ)
+        assert found is not None
+        assert ("weight_g_idx" in found.slots) == has_g_idx
+
+
+@pytest.mark.parametrize(
     ("config", "is_quantized"),
     [
         (AWQ | {"modules_to_not_convert": ["q_proj"]}, {Q_PROJ: False, DOWN_PROJ: True}),
@@ -288,7 +348,9 @@ def test_scales_for_static_activations_are_read_and_not_used() -> None:
         (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (compressed(transform_config={"config_groups": {"a": 1}}), "transform_config"),
         (compressed(sparsity_config={"format": "sparse-24"}), "sparse-24"),
-        (compressed(quantization_status="frozen"), "frozen"),
+        (compressed(quantization_status="calibration"), "calibration"),
+        (GPTQ | {"format": "marlin"}, "format"),
+        (GPTQ | {"checkpoint_format": "gptq", "format": "gptq_v2"}, "is not the checkpoint_format"),
         (compressed() | {"config_groups": {}}, "names no group"),
         (float8("block", block_structure=[64, 64]), "block_structure"),
     ],

@@ -139,6 +139,19 @@ def test_an_ignored_tensor_may_be_there_of_any_dtype(tmp_path: Path) -> None:
     assert "tensor 'ids' is not part of this model" in refusal(tmp_path, one())
 
 
+def test_a_bias_of_zeros_that_the_model_does_not_have_is_left_out(tmp_path: Path) -> None:
+    for bias, refused in (
+        (torch.zeros(5), False),
+        (torch.eye(5)[3], True),
+        (torch.zeros(5, 1), True),
+    ):
+        save_file({"a": torch.ones(2), "b.bias": bias}, tmp_path / "model.safetensors")
+        if refused:
+            assert "tensor 'b.bias' is not part of this model" in refusal(tmp_path, one())
+        else:
+            assert load_weights(tmp_path, one(), str) == check_weights(tmp_path, one(), str) == 8
+
+
 def test_a_tensor_goes_where_its_translated_name_says(tmp_path: Path) -> None:
     save_file({"inner.a": torch.ones(2)}, tmp_path / "model.safetensors")
     entries = one()
@@ -156,7 +169,7 @@ def test_two_tensors_for_one_place_are_refused(tmp_path: Path) -> None:
 
 def test_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2, dtype=torch.int64)}, tmp_path / "model.safetensors")
-    assert "tensor 'a' is I64, which is not implemented" in refusal(tmp_path, one())
+    assert "tensor 'a' is I64, and one of F32, F16, BF16 is needed" in refusal(tmp_path, one())
 
 
 def test_a_wrong_shape_names_file_tensor_and_both_shapes(tmp_path: Path) -> None:

@@ -273,6 +273,26 @@ def test_a_tensor_that_is_not_merged_is_refused_by_its_name(
     assert f"tensor '{PREFIX}{added}' {words}" in refusal(llama, adapter)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_that_an_adapter_comes_with_must_be_the_model_s(
+    llama: Path, adapter: Path, dtype: torch.dtype
+) -> None:
+    """PEFT saves that of a head."""
+    module = "model.layers.1.self_attn.q_proj"
+    path = adapter / "adapter_model.safetensors"
+    pairs = load_file(path)
+    own = load_file(llama / "model.safetensors")[f"{module}.weight"].to(dtype)
+    expected = loaded(llama, adapter)
+    save_file(pairs | {f"{PREFIX}{module}.base_layer.weight": own}, path)
+    assert largest_error(loaded(llama, adapter), expected) == 0
+    own[3, 5] += 1
+    save_file(pairs | {f"{PREFIX}{module}.base_layer.weight": own}, path)
+    with pytest.raises(
+        ModelFileError, match=r"q_proj' comes with a base_layer\.weight that is not"
+    ):
+        loaded(llama, adapter)
+
+
 def test_an_adapter_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
     shapes = modules_of(llama, ATTENTION)
     write_adapter(tmp_path / "wide", {name: (rows, 96) for name, (rows, _) in shapes.items()})

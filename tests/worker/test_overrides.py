@@ -159,6 +159,7 @@ def test_a_name_that_nothing_reads_is_refused(tmp_path: Path, name: str, remedy:
         ),
         ({"rope_scaling": NTK}, "rope_scaling .*, the nearest is text_config.rope_scaling"),
         ({"vision_config": {}}, "vision_config is no setting that this model reads"),
+        ({"quantization_config": {}}, "quantization_config .* is read from config.json alone"),
         ({"text_config": {"tie_word_embeddings": True}}, "nearest is tie_word_embeddings"),
     ],
 )

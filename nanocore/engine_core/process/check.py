@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.forecast import forecast
 from nanocore.engine_core.process.forecast_table import table
@@ -42,6 +43,7 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
     folder = find_model(config)
     model_config = load_model_config(folder, config.hf_overrides)
     max_model_len = longest_request(config, model_config)
+    ModelFiles(folder)  # they can be read, or made
     ranks = dry_run(config.worker_config(str(folder), max_model_len))
     num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
     logger.info("model %s (%s), %s", folder, model_config.architecture, describe_workers(ranks))

@@ -40,6 +40,10 @@ def check_all_read(settings: Settings, overrides: Mapping[str, Any]) -> None:
     if isinstance(text := overrides.get(_TEXT), dict):
         names += [f"{_TEXT}.{name}" for name in text]
     for name in names:
+        if name.rpartition(".")[2] == "quantization_config":
+            raise ConfigError(
+                f"{FLAG}: {name} says how files store weights, and is read from config.json alone"
+            )
         if name not in settings.read_names:
             near = _elsewhere(name, settings) or get_close_matches(name, settings.read_names, n=1)
             raise ConfigError(

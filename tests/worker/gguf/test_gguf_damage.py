@@ -13,21 +13,24 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.loading.checkpoint import stored_tensors
 from nanocore.worker.loading.gguf import header_bytes
 from nanocore.worker.loading.gguf.files import gguf_in_folder
+from nanocore.worker.loading.gguf.format import GgufFormat
 from nanocore.worker.loading.gguf.header import read_header, read_vocabulary
 from nanocore.worker.loading.gguf.model_files import gguf_model_files
+from nanocore.worker.loading.gguf.tensors import gguf_tensors
 from nanocore.worker.loading.model_folder import resolve_model
 from nanocore.worker.models import load_model_config
 
 QWEN_3 = Path("tests/fixtures/checkpoints/qwen3-q8_0.gguf").resolve()
 
 
-def write(path: Path, **changes: Any) -> Path:
-    """A file of one tensor and these settings, by llama.cpp's package."""
+def write(path: Path, tensors: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A file of an embedding, these tensors and these settings, by llama.cpp's package."""
     writer = gguf.GGUFWriter(path, changes.pop("architecture", "qwen3"))
     for key, value in changes.items():
         name = key.replace("__", ".")
@@ -38,6 +41,8 @@ def write(path: Path, **changes: Any) -> Path:
         else:
             writer.add_uint32(name, value)
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), dtype=np.float32))
+    for name, tensor in (tensors or {}).items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -149,6 +154,56 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
         gguf_model_files(path)
 
 
+@pytest.mark.parametrize("name", ["eos", "eot", "eom"])
+def test_an_end_that_is_no_token_is_refused_unless_it_says_none(tmp_path: Path, name: str) -> None:
+    vocabulary: dict[str, Any] = {
+        "tokenizer__ggml__model": "gpt2", "tokenizer__ggml__pre": "qwen2",
+        "tokenizer__ggml__tokens": ["a", "b", "ab"], "tokenizer__ggml__merges": ["a b"],
+    }  # fmt: skip
+    for number, is_refused in ((2, False), (3, True), (2**32 - 1, False)):
+        path = write(
+            tmp_path / f"{number}.gguf",
+            **vocabulary,
+            **{f"tokenizer__ggml__{name}_token_id": number},
+        )
+        if not is_refused:
+            assert gguf_model_files(path)
+            continue
+        with pytest.raises(ModelFileError, match=rf"{name}_token_id = 3 is not among its 3 tokens"):
+            gguf_model_files(path)
+
+
+@pytest.mark.parametrize("shape", [(32,), (1, 32)])
+def test_the_gate_of_a_shared_expert_is_a_vector_or_one_row(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """llama-quantize writes the one, llama.cpp's converter the other."""
+    gate = {"blk.0.ffn_gate_inp_shexp.weight": np.zeros(shape, dtype=np.float32)}
+    path = write(tmp_path / "moe.gguf", gate, architecture="qwen2moe")
+    found = {tensor.name: tensor.shape for tensor in gguf_tensors(path)}
+    assert found["model.layers.0.mlp.shared_expert_gate.weight"] == (1, 32)
+
+
+def test_a_type_that_is_not_served_is_refused_with_the_file_s_name_of_the_tensor(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "q2_k.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_tensor(
+        "blk.0.attn_q.weight", np.zeros((32, 84), dtype=np.uint8),
+        raw_dtype=gguf.GGMLQuantizationType.Q2_K,
+    )  # fmt: skip
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    rows, columns = slice(0, 32), slice(0, 256)
+    with pytest.raises(ModelFileError, match=r"blk\.0\.attn_q\.weight is stored as Q2_K"):
+        GgufFormat(path, 32, torch.float32).projection(
+            "model.layers.0.self_attn.q_proj", (32, 256), rows, columns
+        )
+
+
 def test_a_setting_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     sizes = {
         "qwen3__block_count": 1, "qwen3__embedding_length": 32, "qwen3__feed_forward_length": 32,
@@ -159,6 +214,9 @@ def test_a_setting_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "unknown.gguf", **sizes, qwen3__attention__clamp_kqv=8)
     with pytest.raises(ModelFileError, match=r"qwen3\.attention\.clamp_kqv = 8 is a setting"):
         load_model_config(path)
+    lengths = {"qwen3__attention__key_length": 16, "qwen3__attention__value_length": 32}
+    with pytest.raises(ModelFileError, match=r"value_length = 32 is not attention\.key_length, 16"):
+        load_model_config(write(tmp_path / "unlike.gguf", **sizes, **lengths))
     del sizes["qwen3__block_count"]
     with pytest.raises(ModelFileError, match=r"qwen3\.block_count is missing"):
         load_model_config(write(tmp_path / "less.gguf", **sizes))

@@ -146,9 +146,8 @@ class _Integers:
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice, stored: StoredTensors
     ) -> StoredProjection:
         groups = cut_groups(name, shape[1], self.group_size, columns)
-        has_g_idx = self.sorts_inputs and (
-            not stored.is_known or stored.has(f"{name}.weight_g_idx")
-        )
+        # Files of modules whose inputs were left in their order have none.
+        has_g_idx = self.sorts_inputs and (not stored.is_known or "weight_g_idx" in stored.ends)
         if has_g_idx and not is_whole(columns, shape[1]):
             check_cut(name, shape[1], shape[1], columns, "groups of any order (actorder)")
         slots = self._value_slots(name, shape, rows, columns)
@@ -198,7 +197,8 @@ class _Integers:
             packed = per_word(self.bits)
             num_words = -(-shape[0] // packed)
             index = (words(rows, packed)[0], groups.kept)
-            of_zero = Slot((num_words, groups.count), torch.int32, index)
+            if not (self.is_symmetric and stored.dtype(f"{name}.weight_zero_point") == "I8"):
+                of_zero = Slot((num_words, groups.count), torch.int32, index)
         slots = {"weight_scale": of_scale}
         # Some versions write zero points of symmetric weights, too.
         if not self.is_symmetric or stored.has(f"{name}.weight_zero_point"):
@@ -240,14 +240,20 @@ class _Integers:
         if "weight_zero_point" not in tensors:
             return None
         zeros = tensors["weight_zero_point"]
-        if self.packing == "words":
+        if zeros.dtype == torch.int32:
             in_words = words(rows, per_word(self.bits))[1]
             zero_OG = unpack_words(zeros.t(), self.bits).t()[in_words]
         else:
             zero_OG = self._unsigned(f"{name}.weight_zero_point", zeros)
             if self.strategy == "tensor":
                 zero_OG = zero_OG.reshape(1, 1).expand(rows.stop - rows.start, 1)
-        return zeros_or_none(zero_OG, self.bits)
+        found = zeros_or_none(zero_OG, self.bits)
+        if self.is_symmetric and found is not None:
+            raise ModelFileError(
+                f"{name}.weight_zero_point has other zero points than 0, and quantization_config "
+                "says symmetric = true: it is not of this model"
+            )
+        return found
 
     def _unsigned(self, name: str, signed: Tensor) -> Tensor:
         """int8 to uint8, with half of the range of `bits` added."""

@@ -41,7 +41,7 @@ class CompressedTensorsFormat:
     @classmethod
     def read(cls, settings: Settings, stored: StoredTensors) -> CompressedTensorsFormat:
         """From quantization_config. Raises ModelFileError: it says what is not served."""
-        refuse_unless(settings, "quantization_status", str, ("compressed",))
+        refuse_unless(settings, "quantization_status", str, ("compressed", "frozen"))
         refuse_if_set(settings, "kv_cache_scheme", "transform_config", "moe_sparsity_config")
         sparsity = settings.section("sparsity_config")
         refuse_unless(sparsity, "format", str, ("dense",))

@@ -50,11 +50,13 @@ class _Scheme:
     bits: int
     group_size: int
     sorts_inputs: bool
+    is_symmetric: bool
 
     @classmethod
     def read(cls, settings: Settings) -> _Scheme:
         bits = refuse_unless(settings, "bits", int, _BITS, required=True)
-        return cls(bits, group_size(settings), settings.get("desc_act", bool, False))
+        desc_act, sym = settings.get("desc_act", bool, False), settings.get("sym", bool, True)
+        return cls(bits, group_size(settings), desc_act, sym)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class GptqFormat:
     @classmethod
     def read(cls, settings: Settings, stored: StoredTensors) -> GptqFormat:
         """From quantization_config. Raises ModelFileError: it says what is not served."""
-        checkpoint_format = refuse_unless(settings, "checkpoint_format", str, _FORMATS)
+        version = _version(settings)
         refuse_unless(settings, "pack_dtype", str, ("int32",))
         refuse_if_set(settings, "is_marlin_format", "adapter", "rotation")
         blocks: list[Any] = settings.get("modules_in_block_to_quantize", list[Any], [])
@@ -85,7 +87,7 @@ class GptqFormat:
             raise settings.error("modules_in_block_to_quantize", "must be lists of names")
         return cls(
             _Scheme.read(settings),
-            checkpoint_format == "gptq",
+            version == "gptq",
             tuple(_read_dynamic(settings)),
             tuple(modules),
             settings.get("lm_head", bool, False),
@@ -167,6 +169,18 @@ class GptqFormat:
         return scheme if not ends or name.endswith(ends) else None
 
 
+def _version(settings: Settings) -> str:
+    """GPTQModel's own files call `format` what other tools' call `checkpoint_format`."""
+    said = {
+        name: refuse_unless(settings, name, str, _FORMATS)
+        for name in ("checkpoint_format", "format")
+        if settings.has(name)
+    }
+    if len(set(said.values())) > 1:
+        raise settings.error("format", f"is not the checkpoint_format, {said['checkpoint_format']}")
+    return next(iter(said.values()), _FORMATS[0])
+
+
 def _is_name(value: object) -> bool:
     return isinstance(value, str)
 
@@ -184,7 +198,9 @@ def _read_dynamic(settings: Settings) -> list[tuple[Pattern, _Scheme | None]]:
             continue
         own = rules.section(text)
         refuse_if_set(own, "adapter", "rotation")
-        kept = {name: settings.values.get(name) for name in ("bits", "group_size", "desc_act")}
+        kept = {
+            name: settings.values.get(name) for name in ("bits", "group_size", "desc_act", "sym")
+        }
         found.append((pattern, _Scheme.read(own.with_values(kept | own.values))))
     return found
 
@@ -203,6 +219,8 @@ def _unpack(
         # As GPTQModel took it off: of words, so that zero points of 0 borrow from their neighbours.
         packed_zeros = (packed_zeros.long() + _ONE_EACH[scheme.bits]).to(torch.int32)
     zero_OG = unpack_words(packed_zeros, scheme.bits)[:, in_words].t()
+    if scheme.is_symmetric:
+        _check_version(name, zero_OG, scheme.bits, stores_zero_less_one)
     values_OI = unpack_words(tensors["qweight"].t(), scheme.bits)
     weight = GroupedWeight(
         values_OI, scheme.bits, group_size, tensors["scales"].t().contiguous(),
@@ -211,6 +229,18 @@ def _unpack(
     if "g_idx" not in tensors:
         return weight
     return sort_inputs(name, weight, tensors["g_idx"], columns, sorts_inputs=scheme.sorts_inputs)
+
+
+def _check_version(name: str, zero_OG: Tensor, bits: int, stores_zero_less_one: bool) -> None:
+    """Symmetric zero points that are all beside the middle are those of the other version."""
+    read = (1 << (bits - 1)) + (1 if stores_zero_less_one else -1)
+    if bool((zero_OG == read).all()):
+        ours, theirs = _FORMATS if stores_zero_less_one else reversed(_FORMATS)
+        raise ModelFileError(
+            f"{name}.qzeros has zero points of {read} alone where sym is true, as those of "
+            f"{theirs} are when they are read as {ours}: checkpoint_format of quantization_config "
+            f"should be {theirs}"
+        )
 
 
 def sort_inputs(

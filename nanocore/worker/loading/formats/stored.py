@@ -7,7 +7,7 @@ in several ways, some of them wrong. Without files (dummy weights) the lists dec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -31,6 +31,12 @@ class StoredTensors:
     """Tensors of a checkpoint by the names that models have for them; None: not known."""
 
     by_name: Mapping[str, StoredTensor] | None = None
+    ends: frozenset[str] = field(init=False)
+    """What follows the modules' names."""
+
+    def __post_init__(self) -> None:
+        ends = frozenset(name.rpartition(".")[2] for name in self.by_name or ())
+        object.__setattr__(self, "ends", ends)
 
     @property
     def is_known(self) -> bool:
@@ -40,6 +46,10 @@ class StoredTensors:
     def has(self, name: str) -> bool:
         """Whether the files hold it."""
         return self.by_name is not None and name in self.by_name
+
+    def dtype(self, name: str) -> str | None:
+        """Of a tensor, as safetensors spells it; None if it is not there."""
+        return self.by_name[name].dtype if self.by_name and name in self.by_name else None
 
     def float_dtype(self, name: str, default: torch.dtype) -> torch.dtype:
         """The dtype of a tensor of floats; the default if it is not there, or of others."""

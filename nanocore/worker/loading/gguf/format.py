@@ -43,8 +43,8 @@ class GgufFormat:
     def __init__(self, first: Path, head_dim: int, dtype: torch.dtype) -> None:
         self._first, self._head_dim, self._dtype = first, head_dim, dtype
         self._has_pairs = ARCHITECTURES[architecture_name(read_headers(first)[0])].has_pairs
-        self._types = {
-            tensor.name.rpartition(".")[0]: tensor.type
+        self._tensors = {
+            tensor.name.rpartition(".")[0]: tensor
             for tensor in gguf_tensors(first)
             if not tensor.name.endswith(".bias")
         }
@@ -53,22 +53,23 @@ class GgufFormat:
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
     ) -> StoredProjection | None:
         """See `WeightFormat`."""
-        kind = self._types.get(name)
+        tensor = self._tensors.get(name)
         is_in_pairs = self._has_pairs and _IN_PAIRS.fullmatch(name) is not None
-        if kind is None or (kind.name in FLOATS and not is_in_pairs):
+        if tensor is None or (tensor.type.name in FLOATS and not is_in_pairs):
             return None
+        kind, where = tensor.type, f"{tensor.path}: {tensor.source}"
         if kind.name in FLOATS:
             slot = Slot(shape, self._dtype, (rows, columns), is_exact=False)
             return StoredProjection({"weight": slot}, self._unpack_floats, is_float=True)
         if kind.name not in SERVED_TYPES:
             raise ModelFileError(
-                f"{self._first}: {name} is stored as {kind.name}, which is not served; known: "
+                f"{where} is stored as {kind.name}, which is not served; known: "
                 f"{', '.join((*SERVED_TYPES, *FLOATS))}: take another file of this model, for "
                 "example its Q4_K_M"
             )
         if shape[1] % kind.block_numel:
             raise ModelFileError(
-                f"{self._first}: {name} is {kind.name} and has {shape[1]} inputs by the file's "
+                f"{where} is {kind.name} and has {shape[1]} inputs by the file's "
                 f"settings, which are no blocks of {kind.block_numel}: they are not of one model"
             )
         index = (rows, _bytes_of(name, kind, shape[1], columns))

@@ -81,7 +81,8 @@ def _sizes(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
     if metadata.size("embedding_length") != hidden_size:
         raise metadata.error("embedding_length", f"and token_embd.weight has {hidden_size}")
     head_dim = metadata.size("attention.key_length", hidden_size // max(1, num_heads))
-    metadata.expect("attention.value_length", head_dim, default=head_dim)
+    if metadata.size("attention.value_length", head_dim) != head_dim:
+        raise metadata.error("attention.value_length", f"is not attention.key_length, {head_dim}")
     rotary_dim = metadata.size("rope.dimension_count", head_dim)
     partial = {"partial_rotary_factor": rotary_dim / head_dim} if head_dim != rotary_dim else {}
     return {

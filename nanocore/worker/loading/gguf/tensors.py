@@ -67,10 +67,12 @@ _OTHER_NAMES: Final = {
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     """One of the model's. name: its projection's, as checkpoints have it, and "weight", "bias" or
-    `BLOCKS`. shape: in numbers. type: how they are stored. offset, num_bytes: in the file."""
+    `BLOCKS`. source: llama.cpp's name. shape: in numbers. type: how they are stored. offset,
+    num_bytes: in the file."""
 
     path: Path
     name: str
+    source: str
     type: TensorType
     shape: tuple[int, ...]
     offset: int
@@ -120,20 +122,20 @@ def _named(info: TensorInfo, names: dict[str, str]) -> list[GgufTensor]:
         name = _ENDS[end]
     elif (found := _LAYER.fullmatch(info.name)) and found[2] in names:
         name = f"model.layers.{int(found[1])}.{names[found[2]]}"
-        if name.endswith("shared_expert_gate"):
-            shape = (1, *shape)
+        if name.endswith("shared_expert_gate"):  # a vector, in converters' own files one row
+            shape = (1, shape[-1])
     else:
-        return [GgufTensor(info.path, info.name, info.type, shape, info.offset, info.num_bytes)]
+        return [_whole(info, info.name, shape)]
     if kind == "weight" and info.type.name not in FLOATS:
         kind = BLOCKS
     if "{}" not in name or len(shape) < 2:
-        full = f"{name}.{kind}"
-        return [GgufTensor(info.path, full, info.type, shape, info.offset, info.num_bytes)]
+        return [_whole(info, f"{name}.{kind}", shape)]
     size = info.num_bytes // shape[0]
     return [
         GgufTensor(
             info.path,
             f"{name.format(i)}.{kind}",
+            info.name,
             info.type,
             shape[1:],
             info.offset + i * size,
@@ -141,3 +143,7 @@ def _named(info: TensorInfo, names: dict[str, str]) -> list[GgufTensor]:
         )
         for i in range(shape[0])
     ]  # fmt: skip
+
+
+def _whole(info: TensorInfo, name: str, shape: tuple[int, ...]) -> GgufTensor:
+    return GgufTensor(info.path, name, info.name, info.type, shape, info.offset, info.num_bytes)

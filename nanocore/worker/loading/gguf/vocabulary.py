@@ -23,6 +23,10 @@ _ENDS: Final = frozenset(
 many models have two."""
 
 
+_NO_TOKEN: Final = 2**32 - 1
+"""An id that stands for none."""
+
+
 class TokenType(IntEnum):
     """What a token is, as llama.cpp numbers it."""
 
@@ -73,6 +77,12 @@ class Vocabulary:
                 ("unk", "unknown"), ("pad", "padding"),
             )
         }  # fmt: skip
+        for name in ("eos", "eot", "eom"):
+            if ids[name] >= len(tokens) and ids[name] != _NO_TOKEN:
+                raise ModelFileError(
+                    f"{path}: tokenizer.ggml.{name}_token_id = {ids[name]} is not among its "
+                    f"{len(tokens)} tokens: a text would never end; download it again"
+                )
         default = [int(TokenType.NORMAL)] * len(tokens)
         types = _take(path, values, "tokenizer.ggml.token_type", list, default)
         scores = _take(path, values, "tokenizer.ggml.scores", list, [0.0] * len(tokens))

@@ -6,10 +6,12 @@ found when they are merged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
 import xxhash
 from safetensors import safe_open
 from torch import Tensor
@@ -29,6 +31,7 @@ _OLD_FILE: Final = "adapter_model.bin"
 _PREFIX: Final = "base_model.model."
 _ENDS: Final = (".lora_A.weight", ".lora_B.weight")
 _FLOATS: Final = ("F32", "F16", "BF16")
+_BASE: Final = ".base_layer.weight"
 _EXPERTS: Final = (".experts.", ".mlp.experts")
 
 
@@ -36,13 +39,15 @@ _EXPERTS: Final = (".experts.", ".mlp.experts")
 class LowRank:
     """What is added to a weight [O, I]: scale * B A.
 
-    where: the file and the module, as messages name them.
+    where: the file and the module, as messages name them. base: the weight itself, as PEFT saves
+    that of a head beside its adapter.
     """
 
     a_RI: Tensor
     b_OR: Tensor
     scale: float
     where: str
+    base: StoredTensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,7 +55,20 @@ class LowRank:
         return self.b_OR.shape[0], self.a_RI.shape[1]
 
     def add_to(self, weight: Tensor, rows: slice, columns: slice) -> None:
-        """Add these rows and columns of it to float32 weights in place."""
+        """Add these rows and columns of it to float32 weights in place.
+
+        Raises:
+            ModelFileError: the adapter comes with a weight, and it is another one.
+        """
+        if self.base is not None:
+            with safe_open(self.base.path, framework="pt") as file:
+                base = file.get_slice(self.base.name)[rows, columns]
+            if not torch.equal(weight.to(base.dtype).cpu(), base):
+                raise ModelFileError(
+                    f"{self.where} comes with a base_layer.weight that is not the model's: the "
+                    "adapter is of another model, or changed it: merge it with PEFT "
+                    "(merge_and_unload, save_pretrained) and load the result"
+                )
         b, a = (x.to(weight) for x in (self.b_OR[rows], self.a_RI[:, columns]))
         weight.addmm_(b, a, alpha=self.scale)
 
@@ -83,21 +101,24 @@ def read_adapter(folder: Path, names: TensorNames) -> Adapter:
     modules = {}
     pairs = _pairs(path, config)
     with safe_open(path, framework="pt") as file:
-        for module, (a, b) in pairs.items():
+        for module, (a, b, base) in pairs.items():
             name = (names(f"{module}.weight") or f"{module}.weight").removesuffix(".weight")
             where = f"{path}: module {quoted(module)}"
             a_RI, b_OR = file.get_tensor(a.name), file.get_tensor(b.name)
-            modules[name] = LowRank(a_RI, b_OR, config.scale_of(module), where)
+            modules[name] = LowRank(a_RI, b_OR, config.scale_of(module), where, base)
     digest = xxhash.xxh3_128()
     for stored in (folder / CONFIG_FILE, path):
         digest.update(stored.read_bytes())
     return Adapter(folder, modules, digest.digest())
 
 
-def _pairs(path: Path, config: AdapterConfig) -> dict[str, tuple[StoredTensor, StoredTensor]]:
-    """A and B of each module, by the name that the model's files have for it."""
+def _pairs(
+    path: Path, config: AdapterConfig
+) -> dict[str, tuple[StoredTensor, StoredTensor, StoredTensor | None]]:
+    """A, B and perhaps the weight of each module, by the name that the model's files have."""
     tensors = {tensor.name: tensor for tensor in read_header(path)}
     pairs = {}
+    bases = {name: tensors.pop(name) for name in list(tensors) if _is_base(name, tensors)}
     for name in sorted(tensors):
         where = f"{path}: tensor {quoted(name)}"
         if not name.startswith(_PREFIX) or not name.endswith(_ENDS):
@@ -119,10 +140,15 @@ def _pairs(path: Path, config: AdapterConfig) -> dict[str, tuple[StoredTensor, S
         if a is None or b is None:
             raise ModelFileError(f"{where} has no counterpart {_ENDS[a is not None][1:7]}")
         _check_pair(a, b, config.rank_of(module))
-        pairs[module] = (a, b)
+        pairs[module] = (a, b, bases.get(f"{_PREFIX}{module}{_BASE}"))
     if not pairs:
         raise ModelFileError(f"{path} has no tensors")
     return pairs
+
+
+def _is_base(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether it is the weight of a module that the adapter changes."""
+    return name.endswith(_BASE) and name.removesuffix(_BASE) + _ENDS[0] in tensors
 
 
 def _check_pair(a: StoredTensor, b: StoredTensor, rank: int) -> None:
