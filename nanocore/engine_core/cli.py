@@ -35,7 +35,7 @@ CheckFormat = Literal["table", "json"]
 
 _EXIT_CODES = """\
 exit codes: 0 clean, 2 usage or configuration, 3 model files, 4 memory, 5 address in use,
-70 internal error, 130 interrupted"""
+70 internal error, 130 interrupted, 143 SIGTERM before it was ready"""
 
 
 class _Parser(argparse.ArgumentParser):
