@@ -89,8 +89,14 @@ def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_used(
     other = torch.randn(tensors[EMBEDDING].shape, generator=torch.Generator().manual_seed(1))
     save_file(tensors | {HEAD: other}, folder / "model.safetensors")
     assert not read(folder)[0].tie_word_embeddings
-    assert "lm_head.weight that is not the embedding" in caplog.text
+    assert "lm_head that is not the embedding" in caplog.text
     assert says_what_transformers_says(folder)
+
+
+def test_a_head_that_is_stored_quantized_is_not_the_embedding(folder: Path) -> None:
+    packed = {"lm_head.qweight": torch.zeros(8, 64, dtype=torch.int32)}
+    save_file(tensors_of(folder) | packed, folder / "model.safetensors")
+    assert not read(folder)[0].tie_word_embeddings
 
 
 @pytest.mark.parametrize("change", ["last value", "dtype"])

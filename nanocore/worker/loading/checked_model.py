@@ -48,8 +48,8 @@ def read_model(
     dtype = select_dtype(config.dtype, model, device)
     if log and model.tie_word_embeddings != named.tie_word_embeddings:
         logger.warning(
-            "%s: the embedding is the head by tie_word_embeddings, and the files have an "
-            "lm_head.weight that is not the embedding: it is used",
+            "%s: the embedding is the head by tie_word_embeddings, and the files have an lm_head "
+            "that is not the embedding: it is used",
             folder / "config.json",
         )
     if log and config.dtype == "auto" and model.dtype == "float16" != dtype_name(dtype):

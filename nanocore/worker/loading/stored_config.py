@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -37,10 +37,17 @@ def as_stored(config: ModelConfig, folder: Path, names: TensorNames) -> ModelCon
     by_name = {name: tensor for tensor in tensors if (name := names(tensor.name))}
     _check_layers(config, folder, by_name)
     head, embedding = by_name.get(HEAD), by_name.get(EMBEDDING)
-    tied = config.tie_word_embeddings
+    tied = config.tie_word_embeddings and not _has_packed_head(by_name)
     if tied and head is not None and embedding is not None:
         tied = _are_equal(head, embedding)
     return replace(config, dtype=config.dtype or _dtype(by_name), tie_word_embeddings=tied)
+
+
+def _has_packed_head(names: Iterable[str]) -> bool:
+    """Whether the head is stored as a quantized layer, which is never the embedding itself."""
+    prefix = f"{HEAD.rpartition('.')[0]}."
+    ends = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return not ends <= {"weight", "bias"}
 
 
 def _check_layers(config: ModelConfig, folder: Path, by_name: Mapping[str, StoredTensor]) -> None:
