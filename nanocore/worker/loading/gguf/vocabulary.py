@@ -22,7 +22,6 @@ _ENDS: Final = frozenset(
 """Control tokens that end an answer whatever the file says, as in llama.cpp: files name one, and
 many models have two."""
 
-
 _NO_TOKEN: Final = 2**32 - 1
 """An id that stands for none."""
 
