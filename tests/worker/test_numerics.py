@@ -137,7 +137,7 @@ def test_what_is_said_of_equal_bytes_changes_it(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(CHECKPOINTS / "gptq-v2-desc-act-g32", tmp_path / "gptq"))
     first = fingerprint(folder)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["checkpoint_format"] = "gptq"
+    config["quantization_config"] |= {"checkpoint_format": "gptq", "format": "gptq"}
     (folder / "config.json").write_text(json.dumps(config))
     assert first is not None
     assert fingerprint(folder) != first

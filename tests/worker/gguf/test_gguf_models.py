@@ -47,7 +47,7 @@ def weights(name: str, config: ModelConfig) -> dict[str, Tensor]:
         values = torch.frombuffer(data, dtype=dtypes[tensor.dtype]).view(tensor.shape)
         module, _, kind = tensor.name.rpartition(".")
         if kind == "blocks":
-            kinds = stored_format._types[module]
+            kinds = stored_format._tensors[module].type
             columns = tensor.shape[1] // kinds.block_bytes * kinds.block_numel
             whole = Projection.whole(module, tensor.shape[0], columns)
             stored = stored_format.projection(module, whole.shape, whole.rows, whole.columns)
