@@ -191,10 +191,11 @@ constexpr int64_t kChunkValues = kPairedRows<T, kind> ? 2 * kChunk : kChunk;
 // A chunk of a row of T; from `count` values on it is 0.
 template <typename T, Kind kind>
 NANOCORE_INLINE void pack_chunk(const T* from, int64_t count, float* to) {
+    T last[kChunkValues<T, kind>];
     if (count < kChunkValues<T, kind>) {
-        T last[kChunkValues<T, kind>] = {};
+        std::memset(last, 0, sizeof last);
         std::memcpy(last, from, count * sizeof(T));
-        return pack_chunk<T, kind>(last, kChunkValues<T, kind>, to);
+        from = last;
     }
     if constexpr (kPairedRows<T, kind>) std::memcpy(to, from, kChunk * sizeof(float));
     else
