@@ -53,9 +53,7 @@ class StoredTensors:
 
     def float_dtype(self, name: str, default: torch.dtype) -> torch.dtype:
         """The dtype of a tensor of floats; the default if it is not there, or of others."""
-        if self.by_name is None or name not in self.by_name:
-            return default
-        return _FLOATS.get(self.by_name[name].dtype, default)
+        return _FLOATS.get(self.dtype(name) or "", default)
 
     def shape(self, name: str, *served: tuple[int, ...]) -> tuple[int, ...]:
         """The tensor's shape if it is one of those served, else the first of them."""
