@@ -18,17 +18,24 @@ from benchmarks.gpu.results import Session, UnavailableError
 from benchmarks.gpu.shapes import Model, models, weight_bytes
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.torch_backend import TorchKernels
 
 FORMS: Final = (None, "int8", "int4", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """Of a layer. plain: the weight before it was packed."""
+    """Of a layer. reference: the weight as torch's kernels have it, which cannot read all that
+    others pack. plain: before it was packed."""
 
     x: Tensor
     weight: LinearWeight
+    reference: LinearWeight
     plain: Tensor
+
+    def weight_for(self, kernels: Kernels) -> LinearWeight:
+        """The weight as these kernels want it."""
+        return self.reference if isinstance(kernels, TorchKernels) else self.weight
 
 
 def product_cases(session: Session) -> Iterator[KernelCase]:
@@ -54,10 +61,10 @@ def _case(
     def make(kernels: Kernels) -> Operands:
         plain = draw(session, num_out, num_in, std=num_in**-0.5)
         try:
-            weight = kernels.pack_linear(plain, form)
+            weight, reference = (k.pack_linear(plain, form) for k in (kernels, TorchKernels()))
         except ValueError as refusal:
             raise UnavailableError(str(refusal)) from refusal
-        return Operands(draw(session, rows, num_in), weight, plain)
+        return Operands(draw(session, rows, num_in), weight, reference, plain)
 
     def by_torch(s: Operands) -> Callable[[], Tensor]:
         if kernel == "gated_linear":
@@ -70,7 +77,7 @@ def _case(
         + itemsize * rows * (num_in + num_results),
         flops=2 * rows * num_out * num_in,
         make=make,
-        run=lambda kernels, s: getattr(kernels, kernel)(s.x, s.weight),
+        run=lambda kernels, s: getattr(kernels, kernel)(s.x, s.weight_for(kernels)),
         others={"torch, dense": by_torch},
     )
 
