@@ -112,7 +112,7 @@ class Run:
         self._rng = random.Random(0)
 
     async def times_s(self, num_tokens: int, **sampling: Any) -> list[float]:
-        """Of one request: when it was sent, and when each of its outputs came."""
+        """Of one request: when it was sent, and when each of its tokens came."""
         vocab_size = self._client.model_card.vocab_size
         prompt = self._rng.choices(range(vocab_size - 1), k=NUM_PROMPT_TOKENS)
         params = SamplingParams(
@@ -122,7 +122,8 @@ class Run:
         async for output in self._client.generate(prompt, params):
             if output.outputs[0].finish_reason == "error":
                 raise InvalidRequestError(output.outputs[0].message)
-            times.append(time.perf_counter())
+            num_new = output.outputs[0].num_tokens - (len(times) - 1)
+            times += [time.perf_counter()] * num_new
         return times
 
     async def streams(self, count: int, num_tokens: int, **sampling: Any) -> list[list[float]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
@@ -29,6 +30,12 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 SHAPE = (64, 128)
+ALL = [
+    f"{module}.{end}"
+    for module in (Q_PROJ, DOWN_PROJ)
+    for end in ("qweight", "g_idx", "weight_packed", "weight_g_idx", "weight_scale",
+                "weight_scale_inv")
+]  # fmt: skip
 
 
 def compressed(
@@ -44,13 +51,15 @@ def float8(strategy: str, **more: Any) -> dict[str, Any]:
     return compressed(weights, "float-quantized")
 
 
-def read(config: Mapping[str, Any], *stored: str, dtype: str = "F32") -> WeightFormat:
+def read(
+    config: Mapping[str, Any], stored: Iterable[str] = ALL, dtype: str = "F32"
+) -> WeightFormat:
     """The format that quantization_config has; stored: tensors that are in the files."""
     settings = Settings("config.json", {"quantization_config": dict(config)})
     said = quantization_settings(settings, None)
     assert said is not None
     tensors = {name: StoredTensor(Path("f"), name, dtype, (1,), 0, 4) for name in stored}
-    return read_weight_format(said, tensors or None)
+    return read_weight_format(said, tensors)
 
 
 def projection(
@@ -215,7 +224,7 @@ def test_symmetric_zero_points_of_gptq_s_other_version_are_found(
 
 def test_zero_points_that_contradict_a_symmetric_weight_are_refused() -> None:
     name = f"{Q_PROJ}.weight_zero_point"
-    stored = projection(read(compressed(), name, f"{Q_PROJ}.weight_packed"))
+    stored = projection(read(compressed(), [name, f"{Q_PROJ}.weight_packed"]))
     assert stored is not None
     tensors = random_tensors(stored)
     tensors["weight_zero_point"].fill_(-0x77777778)  # 8 in each four bits, which stands for 0
@@ -227,7 +236,7 @@ def test_zero_points_that_contradict_a_symmetric_weight_are_refused() -> None:
 
 def test_zero_points_of_old_symmetric_files_are_not_packed() -> None:
     markers = [f"{Q_PROJ}.weight_packed", f"{Q_PROJ}.weight_zero_point"]
-    stored = projection(read(compressed(), *markers, dtype="I8"))
+    stored = projection(read(compressed(), markers, "I8"))
     assert stored is not None
     assert stored.slots["weight_zero_point"].shape == (SHAPE[0], SHAPE[1] // 32)
     tensors = random_tensors(stored)
@@ -241,35 +250,9 @@ def test_all_modules_have_a_g_idx_or_none_has() -> None:
     config = compressed(WEIGHTS | {"actorder": "group"}, quantization_status="frozen")
     packed = [f"{Q_PROJ}.weight_packed", f"{DOWN_PROJ}.weight_packed"]
     for stored, has_g_idx in ((packed, False), ([*packed, f"{Q_PROJ}.weight_g_idx"], True)):
-        found = projection(read(config, *stored), DOWN_PROJ)
+        found = projection(read(config, stored), DOWN_PROJ)
         assert found is not None
         assert ("weight_g_idx" in found.slots) == has_g_idx
-
-
-@pytest.mark.parametrize(
-    ("config", "is_quantized"),
-    [
-        (AWQ | {"modules_to_not_convert": ["q_proj"]}, {Q_PROJ: False, DOWN_PROJ: True}),
-        (AWQ, {"lm_head": False, "model.embed_tokens": False}),
-        (GPTQ | {"lm_head": True}, {"lm_head": True, "model.embed_tokens": False}),
-        (GPTQ | {"dynamic": {"-:.*self_attn": {}}}, {Q_PROJ: False, DOWN_PROJ: True}),
-        (
-            GPTQ | {"modules_in_block_to_quantize": [["self_attn.q_proj", "mlp.up_proj"]]},
-            {Q_PROJ: True, DOWN_PROJ: False},
-        ),
-        (compressed(ignore=["re:.*self_attn.*", "lm_head"]), {Q_PROJ: False, DOWN_PROJ: True}),
-        (compressed(ignore=[DOWN_PROJ]), {Q_PROJ: True, DOWN_PROJ: False, "lm_head": True}),
-        (compressed(ignore=["model.layers.0.self_attn.qkv_proj"]), {Q_PROJ: False}),
-        (FP8 | {"ignored_layers": [Q_PROJ]}, {Q_PROJ: False, DOWN_PROJ: True, "lm_head": False}),
-    ],
-)
-def test_modules_are_left_alone_as_lists_say(
-    config: dict[str, Any], is_quantized: dict[str, bool]
-) -> None:
-    weight_format = read(config)
-    shape = (128, 128)
-    found = {name: projection(weight_format, name, shape) is not None for name in is_quantized}
-    assert found == is_quantized
 
 
 @pytest.mark.parametrize(
@@ -277,10 +260,13 @@ def test_modules_are_left_alone_as_lists_say(
     [(AWQ, "qweight"), (GPTQ, "qweight"), (compressed(), "weight_packed"),
      (FP8, "weight_scale_inv"), (float8("channel"), "weight_scale")],
 )  # fmt: skip
-def test_what_files_hold_goes_before_lists(config: dict[str, Any], tensor: str) -> None:
+def test_what_files_hold_is_quantized_whatever_lists_say(
+    config: dict[str, Any], tensor: str
+) -> None:
     """auto-round has lm_head = true of a head that it did not quantize, for one."""
     listed = {"modules_to_not_convert": [Q_PROJ], "ignore": [Q_PROJ], "lm_head": True}
-    weight_format = read(config | listed, f"{Q_PROJ}.{tensor}", "lm_head.weight")
+    listed |= {"dynamic": {"-:.*q_proj": {}}}
+    weight_format = read(config | listed, [f"{Q_PROJ}.{tensor}", "lm_head.weight"])
     assert projection(weight_format) is not None
     assert projection(weight_format, DOWN_PROJ) is None
     assert projection(weight_format, "lm_head") is None
@@ -338,7 +324,6 @@ def test_scales_for_static_activations_are_read_and_not_used() -> None:
         (GPTQ | {"dynamic": {"(": {}}}, r"the pattern '\(' cannot be read"),
         (GPTQ | {"dynamic": {"a" * 5000: {}}}, "has 5000 characters"),
         (GPTQ | {"dynamic": {".*": {"bits": 2}}}, "bits = 2 is not served"),
-        (GPTQ | {"modules_in_block_to_quantize": [[1]]}, "must be lists of names"),
         (FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size = \[64,64\] is not served"),
         (FP8 | {"fmt": "e5m2"}, "e5m2"),
         (compressed(form="nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
@@ -401,7 +386,9 @@ def test_a_g_idx_that_is_no_grouping_is_refused(bad: int) -> None:
 
 def test_a_pattern_that_takes_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.05)
-    weight_format = read(compressed(ignore=["re:" + "(a|a)" * 40 + "b"]))  # 2 ** 40 ways
+    config = compressed()
+    config["config_groups"]["a"]["targets"] = ["re:" + "(a|a)" * 40 + "b"]  # 2 ** 40 ways
+    weight_format = read(config)
     with pytest.raises(ModelFileError, match=r"takes more than 0\.05 s to match 'aaa"):
         projection(weight_format, "a" * 60)
 
@@ -417,9 +404,10 @@ def test_the_old_file_beside_config_json_is_read(
     tmp_path: Path, old: dict[str, Any], name: str
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert folder_format(tmp_path, lambda name: name, has_files=False) is None
+    save_file({}, tmp_path / "model.safetensors")
+    assert folder_format(tmp_path, lambda name: name) is None
     (tmp_path / "quantize_config.json").write_text(json.dumps(old))
-    found = folder_format(tmp_path, lambda name: name, has_files=False)
+    found = folder_format(tmp_path, lambda name: name)
     assert found is not None
     assert found.name == name
 
@@ -429,7 +417,7 @@ def test_what_a_text_part_says_counts_where_the_top_says_nothing() -> None:
     said = quantization_settings(settings, None)
     assert said is not None
     assert said.name == "text_config.quantization_config"
-    assert read_weight_format(said, None).name == "awq"
+    assert read_weight_format(said, {}).name == "awq"
 
 
 @pytest.mark.parametrize("scale_shape", [(2, 3), (200, 1)])

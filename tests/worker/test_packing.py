@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading import loader
-from nanocore.worker.loading.checked_model import check_files
+from nanocore.worker.loading.checked_model import read_weight_format
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.packed_model import fill_and_pack
@@ -253,12 +254,14 @@ def test_a_weight_is_in_memory_twice_only_while_it_is_packed(
 
 def test_dummy_weights_of_a_quantized_model_are_refused(tmp_path: Path) -> None:
     folder = BUILDERS["qwen3"](tmp_path)
-    placement = Placement(torch.float32, CPU, weight_format=ToyFormat(q_proj="four"))
-    model = build_model(load_model_config(folder), placement)
-    config = make_worker_config(folder=str(folder))
+    config, model = make_worker_config(folder=str(folder)), load_model_config(folder)
     assert config.load_format == "dummy"
-    with pytest.raises(ConfigError, match=r"dummy: model.*q_proj.values is uint8, and dummy"):
-        check_files(config, model)
+    assert read_weight_format(config, model, torch.float32) is None
+    says = json.loads((folder / "config.json").read_text())
+    says["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    (folder / "config.json").write_text(json.dumps(says))
+    with pytest.raises(ConfigError, match=r"dummy: .*config.json has quantization_config: take it"):
+        read_weight_format(config, model, torch.float32)
 
 
 def test_a_check_reckons_with_the_bytes_that_are_kept(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from nanocore.protocol.errors import ConfigError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.loading.formats.select import folder_format
+from nanocore.worker.loading.formats.select import folder_format, folder_settings
 from nanocore.worker.loading.gguf.files import is_gguf
 from nanocore.worker.loading.gguf.format import GgufFormat
 from nanocore.worker.loading.loader import check_weights
@@ -69,14 +69,17 @@ def read_weight_format(
 
     Raises:
         ModelFileError: see `folder_format` and `read_adapter`.
+        ConfigError: dummy weights are asked for, which are floats, and the files' are not.
     """
     first, names = Path(config.folder), model_class(model.architecture).common_name
-    has_files = config.load_format != "dummy"
     stored: WeightFormat | None
-    if is_gguf(first):
-        stored = GgufFormat(first, model.head_dim, dtype) if has_files else None
+    if config.load_format == "dummy":
+        _check_dummy(first)
+        stored = None
+    elif is_gguf(first):
+        stored = GgufFormat(first, model.head_dim, dtype)
     else:
-        stored = folder_format(first, names, has_files=has_files, log=log)
+        stored = folder_format(first, names, log=log)
     if config.merge_lora is None:
         return stored
     return MergedFormat(stored, read_adapter(Path(config.merge_lora), names), dtype)
@@ -87,20 +90,21 @@ def check_files(config: WorkerConfig, model: DecoderModel) -> None:
 
     Raises:
         ModelFileError: they are not; see `loader.load_weights`.
-        ConfigError: dummy weights are asked for where others than floats are needed.
     """
     entries, weight_format = model.entries(), model.placement.weight_format
     if isinstance(weight_format, MergedFormat):
         weight_format.check_used(entries)
     if config.load_format != "dummy":
         check_weights(Path(config.folder), entries, model.entry_name)
-        return
-    for name, entry in entries.items():
-        if entry.dtype is not None:
-            raise ConfigError(
-                f"--load-format dummy: {name} is {dtype_name(entry.dtype)}, and dummy weights are "
-                "floats: take quantization_config out of config.json, and use --quantization"
-            )
+
+
+def _check_dummy(first: Path) -> None:
+    said = None if is_gguf(first) else folder_settings(first)
+    if said is not None:
+        raise ConfigError(
+            f"--load-format dummy: dummy weights are floats, and {said.source} has {said.name}: "
+            "take it out, and use --quantization"
+        )
 
 
 def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:

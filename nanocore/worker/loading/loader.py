@@ -248,9 +248,12 @@ def _is_zero(stored: StoredTensor) -> bool:
     """Whether a vector is all zeros."""
     if len(stored.shape) != 1:
         return False
-    with stored.path.open("rb") as file:
-        file.seek(stored.offset)
-        return not any(file.read(stored.num_bytes))
+    try:
+        with stored.path.open("rb") as file:
+            file.seek(stored.offset)
+            return not any(file.read(stored.num_bytes))
+    except OSError as error:
+        raise ModelFileError(f"{stored.path}: {error.strerror or error}") from None
 
 
 def _wrong_dtype(where: str, dtype: str, needed: torch.dtype | None) -> str:

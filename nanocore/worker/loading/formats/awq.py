@@ -22,10 +22,9 @@ from nanocore.worker.loading.formats.cuts import cut_groups, words
 from nanocore.worker.loading.formats.settings import (
     group_size,
     groups_in_words,
-    names,
     refuse_unless,
 )
-from nanocore.worker.loading.formats.stored import StoredTensors, aliases, is_inner
+from nanocore.worker.loading.formats.stored import StoredTensors
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
 
 _BITS: Final = 4
@@ -40,13 +39,11 @@ _ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 class AwqFormat:
     """A `WeightFormat`.
 
-    has_zeros: False: all zero points are 8, stored or not. skipped: modules whose names contain one
-    of these are floats.
+    has_zeros: False: all zero points are 8, stored or not.
     """
 
     group_size: int
     has_zeros: bool
-    skipped: tuple[str, ...]
     stored: StoredTensors
     name: str = "awq"
 
@@ -67,7 +64,6 @@ class AwqFormat:
         return cls(
             group_size(settings),
             settings.get("zero_point", bool, True),
-            names(settings, "modules_to_not_convert"),
             stored,
         )
 
@@ -78,7 +74,7 @@ class AwqFormat:
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
     ) -> StoredProjection | None:
         """See `WeightFormat`."""
-        if not self._is_quantized(name):
+        if not self.stored.has(f"{name}.qweight"):
             return None
         out_features, in_features = shape
         if out_features % _PER_WORD:
@@ -97,12 +93,6 @@ class AwqFormat:
             )
         unpack = partial(_unpack, name, self.has_zeros, groups.size, in_words)
         return StoredProjection(slots, unpack)
-
-    def _is_quantized(self, name: str) -> bool:
-        if self.stored.is_known:
-            return self.stored.has(f"{name}.qweight")
-        is_skipped = any(part in alias for part in self.skipped for alias in aliases(name))
-        return is_inner(name) and not is_skipped
 
 
 def _unpack(

@@ -147,7 +147,7 @@ class _Integers:
     ) -> StoredProjection:
         groups = cut_groups(name, shape[1], self.group_size, columns)
         # Files of modules whose inputs were left in their order have none.
-        has_g_idx = self.sorts_inputs and (not stored.is_known or "weight_g_idx" in stored.ends)
+        has_g_idx = self.sorts_inputs and "weight_g_idx" in stored.ends
         if has_g_idx and not is_whole(columns, shape[1]):
             check_cut(name, shape[1], shape[1], columns, "groups of any order (actorder)")
         slots = self._value_slots(name, shape, rows, columns)
@@ -156,7 +156,7 @@ class _Integers:
             slots["weight_g_idx"] = Slot((shape[1],), torch.int32, (columns,))
         if self.has_input_scale:
             slots["input_scale"] = input_scale_slot(name, stored)
-        if self.has_input_zero and (not stored.is_known or stored.has(f"{name}.input_zero_point")):
+        if self.has_input_zero and stored.has(f"{name}.input_zero_point"):
             zero_shape = stored.shape(f"{name}.input_zero_point", (1,), ())
             slots["input_zero_point"] = Slot(zero_shape, torch.int8, ())
         unpack = partial(self._unpack, name, shape, groups, rows, columns)

@@ -13,8 +13,9 @@ from nanocore.worker.config.settings import Settings
 from nanocore.worker.loading.formats.compressed_schemes import Scheme, read_scheme
 from nanocore.worker.loading.formats.patterns import NameList
 from nanocore.worker.loading.formats.settings import names, refuse_if_set, refuse_unless
-from nanocore.worker.loading.formats.stored import StoredTensors, aliases, is_inner
+from nanocore.worker.loading.formats.stored import StoredTensors, aliases
 from nanocore.worker.loading.weight_format import StoredProjection
+from nanocore.worker.loading.weights import EMBEDDING
 
 _LINEAR: Final = "Linear"
 _MAX_GROUPS: Final = 64
@@ -34,7 +35,6 @@ class CompressedTensorsFormat:
     """A `WeightFormat`."""
 
     groups: tuple[_Group, ...]
-    ignored: NameList
     stored: StoredTensors
     name: str = "compressed-tensors"
 
@@ -56,7 +56,6 @@ class CompressedTensorsFormat:
         default = settings.values.get("format")
         return cls(
             tuple(_read_group(config_groups, name, default) for name in config_groups.values),
-            NameList(f"{settings.source}: {settings.name}.ignore", names(settings, "ignore")),
             stored,
         )
 
@@ -82,13 +81,10 @@ class CompressedTensorsFormat:
         all_names = aliases(name)
         named = [g for g in self.groups if any(alias in g.targets for alias in all_names)]
         general = [group for group in self.groups if group.is_general]
-        found = (named + general if is_inner(name) or name == "lm_head" else named)[:1]
-        if not found:
-            return None
-        scheme = found[0].scheme
-        if self.stored.is_known:
-            return scheme if self.stored.has(f"{name}.{scheme.marker}") else None
-        return None if any(alias in self.ignored for alias in all_names) else scheme
+        for group in named if f"{name}.weight" == EMBEDDING else named + general:
+            is_stored = self.stored.has(f"{name}.{group.scheme.marker}")
+            return group.scheme if is_stored else None
+        return None
 
 
 def _read_group(groups: Settings, name: str, default_format: Any) -> _Group:

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 
 from nanocore.worker.config.settings import Settings
 from nanocore.worker.loading.formats.float8 import BLOCK, Float8Layout
-from nanocore.worker.loading.formats.settings import names, refuse_if_set, refuse_unless
-from nanocore.worker.loading.formats.stored import StoredTensors, aliases, is_inner
+from nanocore.worker.loading.formats.settings import refuse_if_set, refuse_unless
+from nanocore.worker.loading.formats.stored import StoredTensors
 from nanocore.worker.loading.weight_format import StoredProjection
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """A `WeightFormat`. skipped: modules that are floats."""
+    """A `WeightFormat`."""
 
     layout: Float8Layout
-    skipped: frozenset[str]
     stored: StoredTensors
     name: str = "fp8"
 
@@ -37,8 +36,7 @@ class Fp8Format:
             "weight_scale_inv" if block else "weight_scale",
             has_input_scale=scheme == "static",
         )
-        skipped = names(settings, "ignored_layers") + names(settings, "modules_to_not_convert")
-        return cls(layout, frozenset(skipped), stored)
+        return cls(layout, stored)
 
     def __str__(self) -> str:
         return f"FP8: {self.layout}"
@@ -47,11 +45,6 @@ class Fp8Format:
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
     ) -> StoredProjection | None:
         """See `WeightFormat`."""
-        if not self._is_quantized(name):
+        if not self.stored.has(f"{name}.{self.layout.scale_name}"):
             return None
         return self.layout.projection(name, shape, rows, columns, self.stored)
-
-    def _is_quantized(self, name: str) -> bool:
-        if self.stored.is_known:
-            return self.stored.has(f"{name}.{self.layout.scale_name}")
-        return is_inner(name) and not any(alias in self.skipped for alias in aliases(name))

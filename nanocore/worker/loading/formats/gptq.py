@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from nanocore.worker.loading.formats.settings import (
     refuse_if_set,
     refuse_unless,
 )
-from nanocore.worker.loading.formats.stored import StoredTensors, aliases, is_inner
+from nanocore.worker.loading.formats.stored import StoredTensors, aliases
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
 
 _BITS: Final = (4, 8)
@@ -63,15 +63,12 @@ class _Scheme:
 class GptqFormat:
     """A `WeightFormat`.
 
-    dynamic: patterns of modules that are quantized in another way, or not (None); the first counts.
-    modules: the ends of the names of those that are quantized; empty for all. has_head: lm_head is.
+    dynamic: patterns of modules that are quantized in another way; the first counts.
     """
 
     scheme: _Scheme
     stores_zero_less_one: bool
-    dynamic: tuple[tuple[Pattern, _Scheme | None], ...]
-    modules: tuple[str, ...]
-    has_head: bool
+    dynamic: tuple[tuple[Pattern, _Scheme], ...]
     stored: StoredTensors
     name: str = "gptq"
 
@@ -81,18 +78,8 @@ class GptqFormat:
         version = _version(settings)
         refuse_unless(settings, "pack_dtype", str, ("int32",))
         refuse_if_set(settings, "is_marlin_format", "adapter", "rotation")
-        blocks: list[Any] = settings.get("modules_in_block_to_quantize", list[Any], [])
-        modules = [name for block in blocks for name in ([block] if _is_name(block) else block)]
-        if not all(map(_is_name, modules)):
-            raise settings.error("modules_in_block_to_quantize", "must be lists of names")
-        return cls(
-            _Scheme.read(settings),
-            version == "gptq",
-            tuple(_read_dynamic(settings)),
-            tuple(modules),
-            settings.get("lm_head", bool, False),
-            stored,
-        )
+        dynamic = tuple(_read_dynamic(settings))
+        return cls(_Scheme.read(settings), version == "gptq", dynamic, stored)
 
     def __str__(self) -> str:
         order = ", inputs sorted by group" if self.scheme.sorts_inputs else ""
@@ -151,22 +138,17 @@ class GptqFormat:
             "scales": Slot((groups.count, out_features), scale_dtype, (groups.kept, rows)),
         }  # fmt: skip
         # Some tools leave it out where inputs are in order.
-        if scheme.sorts_inputs or not self.stored.is_known or self.stored.has(f"{name}.g_idx"):
+        if scheme.sorts_inputs or self.stored.has(f"{name}.g_idx"):
             slots["g_idx"] = Slot((in_features,), torch.int32, (columns,))
         return slots
 
     def _scheme_of(self, name: str) -> _Scheme | None:
-        scheme: _Scheme | None = self.scheme
-        for pattern, other in self.dynamic:
+        if not self.stored.has(f"{name}.qweight"):
+            return None
+        for pattern, scheme in self.dynamic:
             if any(pattern.matches(alias) for alias in aliases(name)):
-                scheme = other
-                break
-        if self.stored.is_known:
-            return (scheme or self.scheme) if self.stored.has(f"{name}.qweight") else None
-        if not is_inner(name):
-            return scheme if self.has_head and name == "lm_head" else None
-        ends = tuple(f".{module}" for module in self.modules)
-        return scheme if not ends or name.endswith(ends) else None
+                return scheme
+        return self.scheme
 
 
 def _version(settings: Settings) -> str:
@@ -181,20 +163,17 @@ def _version(settings: Settings) -> str:
     return next(iter(said.values()), _FORMATS[0])
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _read_dynamic(settings: Settings) -> list[tuple[Pattern, _Scheme | None]]:
+def _read_dynamic(settings: Settings) -> list[tuple[Pattern, _Scheme]]:
     """ "+:pattern" or "pattern" with settings of its own, "-:pattern" for what is not quantized."""
     rules = settings.section("dynamic")
     if len(rules.values) > MAX_REGEXES:
         raise settings.error("dynamic", f"has {len(rules.values)} rules; {MAX_REGEXES} are read")
-    found: list[tuple[Pattern, _Scheme | None]] = []
+    found = []
     for text in rules.values:
         pattern = Pattern(rules.source, text.removeprefix("-:").removeprefix("+:"))
         if text.startswith("-:"):
-            found.append((pattern, None))
+            # If the files have such a module quantized all the same, it is so as most are.
+            found.append((pattern, _Scheme.read(settings)))
             continue
         own = rules.section(text)
         refuse_if_set(own, "adapter", "rotation")

@@ -41,33 +41,29 @@ _READ: Final[Mapping[str, Callable[[Settings, StoredTensors], WeightFormat]]] = 
 }
 
 
-def folder_format(
-    folder: Path,
-    names: TensorNames,
-    *,
-    has_files: bool = True,
-    log: bool = False,
-) -> WeightFormat | None:
+def folder_format(folder: Path, names: TensorNames, *, log: bool = False) -> WeightFormat | None:
     """How a model folder's files store weights; None: as floats.
 
     Args:
         names: from the files' names of tensors to the model's.
-        has_files: False: weights are to be made up, and only config.json is there.
         log: say how weights are stored.
 
     Raises:
         ModelFileError: a file is missing or malformed, or asks for what is not served.
     """
-    said = quantization_settings(Settings.read(folder / "config.json"), folder)
+    said = folder_settings(folder)
     if said is None:
         return None
-    stored = None
-    if has_files:
-        stored = {name: one for one in all_tensors(folder) if (name := names(one.name))}
+    stored = {name: one for one in all_tensors(folder) if (name := names(one.name))}
     found = read_weight_format(said, stored)
     if log:
         logger.info("%s: %s", said.source, found)
     return found
+
+
+def folder_settings(folder: Path) -> Settings | None:
+    """What a model folder says of quantization; None: nothing. Raises ModelFileError."""
+    return quantization_settings(Settings.read(folder / "config.json"), folder)
 
 
 def quantization_settings(settings: Settings, folder: Path | None) -> Settings | None:
@@ -94,19 +90,17 @@ def quantization_settings(settings: Settings, folder: Path | None) -> Settings |
 
 def format_digest(folder: Path) -> bytes:
     """Of all that a model folder says of its quantization: equal bytes may be other weights."""
-    said = quantization_settings(Settings.read(folder / "config.json"), folder)
+    said = folder_settings(folder)
     values = None if said is None else said.values
     return xxhash.xxh3_128_digest(msgspec.json.encode(values, order="deterministic"))
 
 
-def read_weight_format(
-    settings: Settings, stored: Mapping[str, StoredTensor] | None
-) -> WeightFormat:
+def read_weight_format(settings: Settings, stored: Mapping[str, StoredTensor]) -> WeightFormat:
     """How a checkpoint stores weights.
 
     Args:
         settings: see `quantization_settings`.
-        stored: what the files hold, by the names that models have for it; None: there are no files.
+        stored: what the files hold, by the names that models have for it.
 
     Raises:
         ModelFileError: it is quantized in a way that is not served.
