@@ -33,6 +33,13 @@ from tests.kernels.layered_cache import layered
 SOURCE = Path(nanocore.kernels.cpu.__file__).parent / "program.cpp"
 EMULATED_DOT = "emulated_dot"
 """Not an instruction set but its stand-in: pairs of bfloat16 as with avx512_bf16, in software."""
+EMULATED_AMX = "emulated_amx"
+"""The same for products of bfloat16 in the matrix unit."""
+EMULATED = {
+    EMULATED_DOT: ("-DNANOCORE_EMULATE_DOT",),
+    EMULATED_AMX: ("-DNANOCORE_EMULATE_DOT", "-DNANOCORE_EMULATE_AMX"),
+}
+"""What stand-ins are compiled with."""
 
 
 @cache

@@ -10,16 +10,14 @@
 
 #pragma once
 
-#include "key_tiles.h"
+#include "attention_panel.h"
+#include "matrix_attention.h"
 #include "rows.h"
-#include "softmax.h"
 
 namespace nanocore {
 
-constexpr int kQueryRows = 48;  // of one item, if its query heads allow
-constexpr int kPanels = kQueryRows / kMaxRows;
-
-template <typename T>
+// kMatrix: products are the matrix unit's.
+template <typename T, bool kMatrix = false>
 struct AttentionCall {
     const T* q;  // [T, q_stride], heads first
     int64_t q_stride;
@@ -44,8 +42,12 @@ struct AttentionCall {
     static constexpr int kStepUnits = kPaired ? 1 : kStep;
     static constexpr int kLine = kPaired ? 2 * kChunk : kChunk;
 
+    static constexpr int kPanelRows = kMatrix ? kMatrixRows : kMaxRows;
+    static constexpr int kPanels = kMatrix ? 2 : 4;
+    static constexpr int kQueryRows = kPanels * kPanelRows;  // of one item, if its query heads allow
+
     // Whether products may read int8 themselves, and for how many rows they do so.
-    static constexpr bool kDirect = sizeof(T) == 2;
+    static constexpr bool kDirect = sizeof(T) == 2 && !kMatrix;
     static constexpr int kDirectRows = 8;
 
     // Bytes from a column to the next; rows of columns that a product takes at a time, for int8
@@ -87,19 +89,17 @@ struct AttentionCall {
    private:
     int64_t group() const { return num_heads / cache.num_heads; }
 
-    static constexpr float kBaseLag = kPaired ? 8.0f : 5.5f;  // weights are up to 2^8
+    template <typename Body>
+    static void with_panel_rows(int rows, const Body& body) {
+        if constexpr (!kMatrix) with_rows(rows, body);
+        else if (rows <= 4) body(std::integral_constant<int, 4>{});
+        else if (rows <= kTileRows) body(std::integral_constant<int, kTileRows>{});
+        else body(std::integral_constant<int, kMatrixRows>{});
+    }
 
     int64_t tokens_of_item() const { return std::max<int64_t>(1, kQueryRows / group()); }
 
-    // Some rows of an item, and what they have seen so far.
-    struct Panel {
-        int count;  // of rows that are somebody's
-        float *queries, *result, *sums;
-        int64_t first_key, end;  // of keys that a row sees
-        int64_t last_key[kMaxRows];
-        float base[kMaxRows];  // near the largest logit so far; times log2(e) if weights are 2^x
-        T* out[kMaxRows];
-    };
+    typedef AttentionPanel<T, kPanelRows> Panel;
 
     int64_t row_floats() const {
         return num_units<T, kKind>(cache.head_dim) + cache.head_dim + kLanes;
@@ -116,21 +116,22 @@ struct AttentionCall {
         }
         const int64_t wide = cache.is_quantized() ? KeyTiles<T>::num_floats(cache.head_dim) : 0;
         const int64_t of_rows = kQueryRows * row_floats();
-        float* memory = scratch.of((of_rows + 2 * kMaxRows * kKeys + wide) * sizeof(float));
+        float* memory = scratch.of((of_rows + 2 * kPanelRows * kKeys + wide) * sizeof(float));
         for (int64_t first = 0; first < num_rows; first += kQueryRows) {
             Panel panels[kPanels];
             int num_panels = 0;
             const int64_t stop_row = std::min<int64_t>(num_rows, first + kQueryRows);
-            for (int64_t row = first; row < stop_row; row += kMaxRows) {
+            for (int64_t row = first; row < stop_row; row += kPanelRows) {
                 Panel& panel = panels[num_panels];
-                panel.count = static_cast<int>(std::min<int64_t>(kMaxRows, stop_row - row));
-                float* of_panel = memory + num_panels++ * kMaxRows * row_floats();
-                with_rows(panel.count,
-                          [&](auto R) { begin<R>(panel, of_panel, seq, start, row, kv_head); });
+                panel.count = static_cast<int>(std::min<int64_t>(kPanelRows, stop_row - row));
+                float* of_panel = memory + num_panels++ * kPanelRows * row_floats();
+                with_panel_rows(panel.count, [&](auto R) {
+                    begin<R>(panel, of_panel, seq, start, row, kv_head);
+                });
             }
             float* scores = memory + of_rows;
             pass_keys(panels, num_panels, block_table + seq * block_table_stride, kv_head, scores,
-                      scores + 2 * kMaxRows * kKeys);
+                      scores + 2 * kPanelRows * kKeys);
             for (int p = 0; p < num_panels; ++p) finish(panels[p]);
         }
     }
@@ -148,8 +149,8 @@ struct AttentionCall {
             const int64_t column = (kv_head * heads + head) * head_dim;
             panel.last_key[r] = past + token;
             panel.out[r] = out + token * num_heads * head_dim + column;
-            pack_rows<T, kKind, R>(q + token * q_stride + column, 0, 1, head_dim,
-                                   panel.queries + r * kChunk);
+            pack_rows<T, kKind>(q + token * q_stride + column, 0, 1, head_dim, R,
+                                panel.queries + r * kChunk);
             panel.base[r] = -std::numeric_limits<float>::infinity();
             if (r + 1 < panel.count && ++head == heads) head = 0, ++token;
         }
@@ -163,6 +164,7 @@ struct AttentionCall {
         const int64_t start = panels[0].first_key / kKeys * kKeys, end = panels[num_panels - 1].end;
         KeyTiles<T> tiles(cache, table, kv_head, start, end, widened);
         KeyTile tile = tiles.next();
+        std::conditional_t<kMatrix, MatrixAttention, TileUnit> matrix;  // used by the first alone
         while (tile.count) {
             // With few rows the products widen int8 as they read it.
             const bool is_direct = kDirect && num_panels == 1 && panels[0].count <= kDirectRows;
@@ -177,9 +179,11 @@ struct AttentionCall {
                 const KeyTile& ahead = num_panels == 1 || !next.count ? as_read : next;
                 const char* const* from = (num_panels == 1) == (p == 0) ? ahead.values : ahead.keys;
                 const int count = p < 2 ? ahead.count : 0;
-                with_rows(panel.count, [&](auto R) {
-                    step<R>(panel, as_read, {from, count}, num_panels == 1 ? &next : nullptr,
-                            scores);
+                with_panel_rows(panel.count, [&](auto R) {
+                    const KeyTile* then = num_panels == 1 ? &next : nullptr;
+                    if constexpr (kMatrix)
+                        step_of_matrix<R>(panel, as_read, {from, count}, then, scores, matrix);
+                    else step<R>(panel, as_read, {from, count}, then, scores);
                 });
             }
             tile = next;
@@ -194,12 +198,6 @@ struct AttentionCall {
                 store(load(panel.result + r * head_dim + d) * inverse, panel.out[r] + d);
         }
     }
-
-    // Units to fetch while scores are computed.
-    struct UnitsAhead {
-        const char* const* units;
-        int count;
-    };
 
     // Some bytes of each of some units with every pair of dimensions.
     template <int C>
@@ -224,26 +222,55 @@ struct AttentionCall {
     void step_of(Panel& panel, const KeyTile& tile, const UnitsAhead& ahead, const KeyTile* next,
                  float* scores) const {
         constexpr int C = std::min(kColumns<R>, kKeys / kLanes), V = R <= 2 ? 4 : 2;
+        step_with<R>(
+            panel, tile, next, scores,
+            [&](int num_keys) {
+                for (int first = 0; first < num_keys; first += C * kLanes)
+                    if (ahead.count)
+                        score<R, kind, C, LinesAhead<C>>(panel, tile, num_keys, first, ahead, scores);
+                    else score<R, kind, C, NoPrefetch>(panel, tile, num_keys, first, ahead, scores);
+            },
+            [&](int num_keys, const float* weights, const float* factor) {
+                int64_t d = 0;
+                for (; d + V * kLanes <= cache.head_dim; d += V * kLanes)
+                    add_values<R, kind, V>(panel, tile, num_keys, weights, factor, d);
+                for (; d < cache.head_dim; d += kLanes)
+                    add_values<R, kind, 1>(panel, tile, num_keys, weights, factor, d);
+            });
+    }
+
+    // The two products, and what is between them. get_scores(num_keys), of as many keys as there are;
+    // add_values(num_keys, weights, factor), of what rows' results so far are to be multiplied by.
+    template <int R, typename Score, typename Add>
+    void step_with(Panel& panel, const KeyTile& tile, const KeyTile* next, float* scores,
+                   const Score& get_scores, const Add& add_values) const {
         const int num_keys = static_cast<int>(std::min<int64_t>(kKeys, panel.end - tile.key));
-        float* weights = scores + kMaxRows * kKeys;
+        float* weights = scores + kPanelRows * kKeys;
         float factor[R];
-        for (int first = 0; first < num_keys; first += C * kLanes) {
-            if (ahead.count)
-                score<R, kind, C, LinesAhead<C>>(panel, tile, num_keys, first, ahead, scores);
-            else score<R, kind, C, NoPrefetch>(panel, tile, num_keys, first, ahead, scores);
-        }
-        if (tile.key_scale) update_softmax<R, true>(panel, tile, num_keys, scores, weights, factor);
-        else update_softmax<R, false>(panel, tile, num_keys, scores, weights, factor);
+        get_scores(num_keys);
+        const ScoreScale scaled{scale, softcap, window};
+        if (tile.key_scale) update_softmax<R, true, kPaired>(panel, tile, scaled, num_keys, scores, weights, factor);
+        else update_softmax<R, false, kPaired>(panel, tile, scaled, num_keys, scores, weights, factor);
         // The first lines of the next keys: from there on the hardware sees the stream.
         const int64_t line_stride = std::max<int64_t>(64, tile.key_stride);
         if (next)
             for (int i = 0; i < next->count; ++i)
                 for (int u = 0; u < 8; ++u) prefetch_line(next->keys[i] + u * line_stride);
-        int64_t d = 0;
-        for (; d + V * kLanes <= cache.head_dim; d += V * kLanes)
-            add_values<R, kind, V>(panel, tile, num_keys, weights, factor, d);
-        for (; d < cache.head_dim; d += kLanes)
-            add_values<R, kind, 1>(panel, tile, num_keys, weights, factor, d);
+        add_values(num_keys, weights, factor);
+    }
+
+    template <int R>
+    void step_of_matrix(Panel& panel, const KeyTile& tile, const UnitsAhead& ahead, const KeyTile* next,
+                        float* scores, MatrixAttention& matrix) const {
+        matrix.configure(R);
+        step_with<R>(
+            panel, tile, next, scores,
+            [&](int num_keys) {
+                matrix.template score<R>(panel.queries, cache.head_dim, tile, num_keys, ahead, scores);
+            },
+            [&](int num_keys, const float* weights, const float* factor) {
+                matrix.template add_values<R>(weights, factor, cache.head_dim, tile, num_keys, panel.result);
+            });
     }
 
     // scores[r][i] = q_r . k_(key + i), of whole vectors; those past num_keys mean nothing.
@@ -293,60 +320,6 @@ struct AttentionCall {
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
             for (int c = 0; c < C; ++c) store(acc[r][c], scores + r * kKeys + first + c * kLanes);
-    }
-
-    // Scores become weights relative to each row's base. factor: what a row's results so far are to
-    // be multiplied by.
-    template <int R, bool quantized>
-    __attribute__((noinline)) void update_softmax(Panel& panel, const KeyTile& tile, int num_keys,
-                                                  float* scores, float* weights,
-                                                  float* factor) const {
-        constexpr float infinity = std::numeric_limits<float>::infinity();
-        constexpr int kTogether = kPaired ? 2 * kLanes : kLanes;  // weights that are stored at once
-        const float unit = (softcap ? 1.0f : scale) * (kPaired ? kLog2E : 1.0f);
-        const int count = (num_keys + kTogether - 1) / kTogether * kTogether;
-        for (int r = 0; r < R; ++r) {
-            float* row = scores + r * kKeys;
-            const int64_t upper = panel.last_key[r] - tile.key;
-            const int64_t lower = window ? upper - window : -1;
-            if (softcap)
-                for (int i = 0; i < count; i += kLanes)
-                    store(tanh_of(load(row + i) * scale / softcap) * softcap, row + i);
-            if (upper < count - 1 || lower >= 0) hide(row, count, lower, upper);
-            F most = broadcast(-infinity);
-#pragma GCC unroll 4
-            for (int i = 0; i < count; i += kLanes) most = maximum(load(row + i), most);
-            factor[r] = 1.0f;
-            // As in FlashAttention-4 the base follows when it is far behind: then hardly ever.
-            if (lane_bits(most * unit > panel.base[r] + kBaseLag)) {
-                const float now = max_lanes(most) * unit;
-                factor[r] = shrinking(panel.base[r] - now);
-                panel.base[r] = now;
-            }
-            // With no key yet in the window there is nothing to be relative to.
-            const float base = panel.base[r] == -infinity ? 0.0f : panel.base[r];
-            const F sum = load(panel.sums + r * kLanes) * factor[r];
-            store(weigh<kPaired, quantized, R>(row, count, unit, base, tile.value_scale, sum,
-                                               weights + r * kChunk),
-                  panel.sums + r * kLanes);
-        }
-    }
-
-    // What weights become by a new base: 0 if there were none.
-    static float shrinking(float difference) {
-        if (difference == -std::numeric_limits<float>::infinity()) return 0.0f;
-        return exponential(broadcast(difference * (kPaired ? kLn2 : 1.0f)))[0];
-    }
-
-    // Leaves scores (lower, upper] of a row.
-    static void hide(float* row, int count, int64_t lower, int64_t upper) {
-        for (int i = 0; i < count; i += kLanes) {
-            const F index = lane_numbers() + static_cast<float>(i);
-            const auto hidden = (index > static_cast<float>(upper)) |
-                                (index <= static_cast<float>(lower));
-            const F nothing = broadcast(-std::numeric_limits<float>::infinity());
-            store(hidden ? nothing : load(row + i), row + i);
-        }
     }
 
     // result[r] += weights of r times these dimensions of the values.

@@ -94,7 +94,8 @@ class CpuKernels(TorchKernels):
         self.workspace = Workspace(library, cores)
         self.library = library
         self.packing = WeightPacking(library, self.workspace, keeps_activations)
-        self.variant = f"{library.instruction_set}, compiled as {library.digest}"
+        amx = " and AMX" if library.call("uses_amx") else ""
+        self.variant = f"{library.instruction_set}{amx}, compiled as {library.digest}"
         self._recording: Recording | None = None
 
     def pack_linear(

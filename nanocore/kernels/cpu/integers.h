@@ -195,23 +195,34 @@ struct IntegerGroups {
             }
     }
 
-    // One row into its lines of R packed rows; see RowGroup.
-    template <int R, typename T>
-    static void pack(const Inputs<T>& x, const GroupFormat& format, int64_t num_k, int r, char* to) {
+    // body(values), of each group of a row in turn. header: of the first group, which has room for scales,
+    // offsets and scaled sums of so many rows; group_bytes: from one to the next; see RowGroup.
+    template <typename T, typename Body>
+    static void loop_groups(const Inputs<T>& x, const GroupFormat& format, int64_t num_k, char* header,
+                            int rows, int r, int64_t group_bytes, const Body& body) {
         const int64_t group = format.group, shared = std::max(group, kLeastRowGroup);
         int8_t values[kMaxGroup];
         T inputs[kMaxGroup];
         float scale = 0.0f;
-        for (int64_t k = 0; k < num_k; k += group, to += RowGroup<R>::bytes(group)) {
+        for (int64_t k = 0; k < num_k; k += group, header += group_bytes) {
             if (k % shared == 0)
                 scale = quantize_values(x.some(k, std::min(shared, num_k - k), shared, inputs), shared, values);
             const int8_t* from = values + k % shared;
             const int32_t sum = sum_bytes(from, group);
-            reinterpret_cast<float*>(to)[r] = scale;
-            reinterpret_cast<int32_t*>(to)[R + r] = -format.zero() * sum;
-            reinterpret_cast<float*>(to)[2 * R + r] = -scale * static_cast<float>(sum);
-            for (int64_t i = 0; i < group; i += 4) std::memcpy(to + 12 * R + i * R + 4 * r, from + i, 4);
+            reinterpret_cast<float*>(header)[r] = scale;
+            reinterpret_cast<int32_t*>(header)[rows + r] = -format.zero() * sum;
+            reinterpret_cast<float*>(header)[2 * rows + r] = -scale * static_cast<float>(sum);
+            body(from, header);
         }
+    }
+
+    // One row into its lines of R packed rows.
+    template <int R, typename T>
+    static void pack(const Inputs<T>& x, const GroupFormat& format, int64_t num_k, int r, char* to) {
+        const int64_t group = format.group;
+        loop_groups(x, format, num_k, to, R, r, RowGroup<R>::bytes(group), [&](const int8_t* from, char* header) {
+            for (int64_t i = 0; i < group; i += 4) std::memcpy(header + 12 * R + i * R + 4 * r, from + i, 4);
+        });
     }
 };
 

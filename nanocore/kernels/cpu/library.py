@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 12
+ABI_VERSION: Final = 13
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -174,6 +174,7 @@ class StepStruct(ctypes.Structure):
 _KERNEL: Final = (c_void_p, c_int64, c_int)  # program, rows, dtype
 _SIGNATURES: Final = {
     "is_supported": (c_int, ()),
+    "uses_amx": (c_int, ()),
     "workspace_new": (c_void_p, (POINTER(c_int), c_int)),
     "workspace_free": (None, (c_void_p,)),
     "program_new": (c_void_p, (c_void_p,)),
@@ -244,7 +245,7 @@ class Library:
     """
 
     def __init__(self, path: str, instruction_set: str) -> None:
-        self.instruction_set, self._path = instruction_set, path
+        self.instruction_set, self.path = instruction_set, path
         loaded = ctypes.CDLL(path)
         version = loaded.nanocore_abi_version()
         if version != ABI_VERSION:
@@ -261,7 +262,7 @@ class Library:
     @cached_property
     def digest(self) -> str:
         """xxh3-128 of the file: compilers differ in how they round."""
-        return xxhash.xxh3_128_hexdigest(Path(self._path).read_bytes())
+        return xxhash.xxh3_128_hexdigest(Path(self.path).read_bytes())
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What `nanocore_<name>` of program.cpp returns; the interpreter is free meanwhile."""

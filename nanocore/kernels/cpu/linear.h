@@ -10,8 +10,8 @@
 
 #include "gate.h"
 #include "codebook.h"
-#include "integers.h"
-#include "linear_weight.h"
+#include "matrix_groups.h"
+#include "matrix_products.h"
 #include "workspace.h"
 
 namespace nanocore {
@@ -38,14 +38,6 @@ struct NextItems {
     const char* first = nullptr;
     int64_t item_bytes = 0;
 };
-
-// Where the columns of vector `vector` of a tile begin, at k; see Kind.
-template <Kind kind>
-NANOCORE_INLINE const void* tile_address(const void* tile, int64_t k, int vector) {
-    const int64_t index = k * kTileColumns + vector * kLanes;
-    if constexpr (kind == Kind::kInt8) return static_cast<const int8_t*>(tile) + index;
-    else return static_cast<const float*>(tile) + index;
-}
 
 // R packed rows times one tile: products[R][32].
 template <typename T, Kind kind, int R>
@@ -112,58 +104,31 @@ __attribute__((noinline)) void finish_gated(const float* gates, const float* val
     }
 }
 
-// An int8 tile as bfloat16, exactly.
-inline void widen_tile(const int8_t* tile, int64_t num_k, uint32_t* to) {
-    for (int64_t k = 0; k < num_k; k += 2)
-        for (int vector = 0; vector < kTileColumns / kLanes; ++vector) {
-            const int8_t* from = tile + k * kTileColumns + vector * kLanes;
-            U pair = (reinterpret_cast<U>(load(from)) >> 16) |
-                     reinterpret_cast<U>(load(from + kTileColumns));
-            *reinterpret_cast<UAny*>(to + k / 2 * kTileColumns + vector * kLanes) = pair;
-        }
-}
+// Products are how rows of T are packed, so many to a panel at most, and multiplied with a weight's
+// tiles: results are [rows][32]. They are copied for each use by a thread.
 
-// How rows of T are packed for a weight of floats or of int8, and multiplied with its tiles.
+// Of a weight of floats or of int8.
 template <typename T, Kind kind>
 struct FloatProducts {
+    static constexpr int kPanelRows = kMaxRows;
+    static constexpr bool kWidens = kind == Kind::kInt8;
+    typedef FloatProducts<T, Kind::kBFloat16> Widened;
     const LinearWeight& weight;
 
     int64_t panel_bytes() const { return kMaxRows * num_units<T, kind>(weight.in_features) * 4; }
 
-    template <int R>
     void pack(const T* x, int64_t stride, int rows, char* to) const {
-        if (rows < R) std::memset(to, 0, R * num_units<T, kind>(weight.in_features) * sizeof(float));
-        pack_rows<T, kind, R>(x, stride, rows, weight.in_features, reinterpret_cast<float*>(to));
+        with_rows(rows, [&](auto R) {
+            if (rows < R) std::memset(to, 0, R * num_units<T, kind>(weight.in_features) * sizeof(float));
+            pack_rows<T, kind>(x, stride, rows, weight.in_features, R, reinterpret_cast<float*>(to));
+        });
     }
 
-    template <int R>
-    void multiply(const char* rows, const void* tile, const Prefetch& ahead, float* products) const {
-        multiply_tile<T, kind, R>(reinterpret_cast<const float*>(rows), tile,
-                                  static_cast<int>(weight.padded_in()), ahead, products);
-    }
-};
-
-// The same of weights with groups of k, by what Groups says of them and of rows; see `multiply_groups`.
-template <typename T, typename Groups>
-struct GroupedProducts {
-    const LinearWeight& weight;
-    Groups groups;
-
-    int64_t num_groups() const { return weight.format.num_groups(weight.in_features); }
-    int64_t panel_bytes() const { return num_groups() * Groups::template bytes<kMaxRows>(weight.format.group); }
-
-    template <int R>
-    void pack(const T* x, int64_t stride, int rows, char* to) const {
-        if (rows < R) std::memset(to, 0, num_groups() * Groups::template bytes<R>(weight.format.group));
-        for (int r = 0; r < rows; ++r)
-            Groups::template pack<R>(Inputs<T>{x + r * stride, weight.permutation}, weight.format,
-                                     weight.in_features, r, to);
-    }
-
-    template <int R>
-    void multiply(const char* rows, const void* tile, const Prefetch& ahead, float* products) const {
-        multiply_groups<R>(groups, rows, static_cast<const char*>(tile), weight.format, num_groups(),
-                           ahead, products);
+    void multiply(const char* packed, int rows, const void* tile, const Prefetch& ahead, float* products) const {
+        with_rows(rows, [&](auto R) {
+            multiply_tile<T, kind, R>(reinterpret_cast<const float*>(packed), tile,
+                                      static_cast<int>(weight.padded_in()), ahead, products);
+        });
     }
 };
 
@@ -173,9 +138,15 @@ inline void with_products(const LinearWeight& weight, const Body& body) {
     const auto with_groups = [&](auto groups) {
         body(GroupedProducts<T, decltype(groups)>{weight, groups});
     };
+    if constexpr (kMayHaveAmx && sizeof(T) == 2)
+        if (!weight.has_groups() && has_amx())
+            return weight.kind == Kind::kInt8 ? body(MatrixProducts<Kind::kInt8>{weight})
+                                              : body(MatrixProducts<Kind::kBFloat16>{weight});
     switch (weight.kind) {
         case Kind::kIntegers:
             return with_integers(weight.format.bits, [&](auto bits, auto vnni) {
+                if constexpr (kMayHaveAmx)
+                    if (has_amx()) return body(MatrixGroups<T, bits.value, vnni.value>{weight});
                 with_groups(IntegerGroups<bits.value, vnni.value>{});
             });
         case Kind::kCodebook:
@@ -215,14 +186,13 @@ struct LinearCall {
     template <typename Products>
     void run_as(const Products& products, Workspace& workspace) const {
         if (rows == 0) return;
+        constexpr int64_t kPanelRows = Products::kPanelRows;
         const int64_t panel_bytes = products.panel_bytes();
-        const int64_t num_panels = (rows + kMaxRows - 1) / kMaxRows;
+        const int64_t num_panels = (rows + kPanelRows - 1) / kPanelRows;
         char* packed = reinterpret_cast<char*>(workspace.rows.of(num_panels * panel_bytes));
         const auto pack = [&](int64_t panel, int) {
-            with_rows(panel_rows(panel), [&](auto R) {
-                products.template pack<R>(x + panel * kMaxRows * x_stride, x_stride, panel_rows(panel),
-                                          packed + panel * panel_bytes);
-            });
+            products.pack(x + panel * kPanelRows * x_stride, x_stride, panel_rows<Products>(panel),
+                          packed + panel * panel_bytes);
         };
         if (num_panels * panel_bytes <= kInlineBytes)
             for (int64_t panel = 0; panel < num_panels; ++panel) pack(panel, 0);
@@ -232,6 +202,7 @@ struct LinearCall {
         const int64_t num_blocks = (num_panels + block - 1) / block;
         const int64_t num_tiles = part_tiles(), num_groups = (num_tiles + group - 1) / group;
         workspace.pool.loop(num_blocks * num_groups, [&](int64_t item, int thread) {
+            Products own = products;
             const int64_t first = item / num_groups * block, index = item % num_groups;
             const int64_t last = std::min(first + block, num_panels);
             const int64_t tiles = index * group, stop = std::min(tiles + group, num_tiles);
@@ -239,13 +210,14 @@ struct LinearCall {
                 // After the item, the other threads are expected to take one each first.
                 const int64_t next =
                     tile + 1 < stop ? tile + 1 : (index + workspace.pool.num_threads()) * group;
-                times_tile(products, packed, first, last, tile, next, workspace.panel[thread]);
+                times_tile(own, packed, first, last, tile, next, workspace.panel[thread]);
             }
         });
     }
 
+    template <typename Products>
     int panel_rows(int64_t panel) const {
-        return static_cast<int>(std::min<int64_t>(kMaxRows, rows - panel * kMaxRows));
+        return static_cast<int>(std::min<int64_t>(Products::kPanelRows, rows - panel * Products::kPanelRows));
     }
 
     // Past the last item it is in the next layer's weight, so that its first tiles are there soon.
@@ -260,11 +232,11 @@ struct LinearCall {
     }
 
     template <typename Products>
-    void times_tile(const Products& products, const char* packed, int64_t first, int64_t last,
+    void times_tile(Products& products, const char* packed, int64_t first, int64_t last,
                     int64_t tile, int64_t next, Scratch& scratch) const {
         const void* columns[2];
         for (int part = 0; part < num_parts(); ++part) columns[part] = tile_or_after(tile, part);
-        if constexpr (std::is_same_v<Products, FloatProducts<T, Kind::kInt8>>)
+        if constexpr (Products::kWidens)
             if (last - first > 1) {  // widened once for all panels
                 const int64_t pairs = weight.padded_in() / 2 * kTileColumns;
                 uint32_t* wide = reinterpret_cast<uint32_t*>(scratch.of(num_parts() * pairs * 4));
@@ -272,41 +244,39 @@ struct LinearCall {
                     widen_tile(static_cast<const int8_t*>(columns[part]), weight.padded_in(), wide);
                     columns[part] = wide;
                 }
-                const FloatProducts<T, Kind::kBFloat16> widened{weight};
+                typename Products::Widened widened{weight};
                 return times_panels(widened, packed, first, last, tile, next, columns);
             }
         times_panels(products, packed, first, last, tile, next, columns);
     }
 
     template <typename Products>
-    void times_panels(const Products& with, const char* packed, int64_t first, int64_t last,
-                      int64_t tile, int64_t next, const void* const* columns) const {
+    void times_panels(Products& with, const char* packed, int64_t first, int64_t last, int64_t tile,
+                      int64_t next, const void* const* columns) const {
+        constexpr int kPanelRows = Products::kPanelRows;
         const int64_t column = tile * kTileColumns, panel_bytes = with.panel_bytes();
-        alignas(64) float products[2][kMaxRows * kTileColumns];
+        alignas(64) float products[2][kPanelRows * kTileColumns];
         for (int64_t panel = first; panel < last; ++panel) {
-            with_rows(panel_rows(panel), [&](auto R) {
-                for (int part = 0; part < num_parts(); ++part)
-                    with.template multiply<R>(packed + panel * panel_bytes, columns[part],
-                                              prefetch(tile, next, part, panel - first, last - first),
-                                              products[part]);
-            });
-            finish(products, panel_rows(panel), column, out + panel * kMaxRows * out_stride + column);
+            const int count = panel_rows<Products>(panel);
+            for (int part = 0; part < num_parts(); ++part)
+                with.multiply(packed + panel * panel_bytes, count, columns[part],
+                              prefetch(tile, next, part, panel - first, last - first), products[part]);
+            finish(products[0], products[1], count, column, out + panel * kPanelRows * out_stride + column);
         }
     }
 
-    void finish(const float (*products)[kMaxRows * kTileColumns], int count, int64_t column,
-                Out* to) const {
+    void finish(const float* products, const float* values, int count, int64_t column, Out* to) const {
         const float* scale = weight.scale ? weight.scale + column : nullptr;
         const T* added = bias ? bias + column : nullptr;
         const int64_t width = std::min<int64_t>(kTileColumns, weight.out_features - column);
         if constexpr (std::is_same_v<T, Out>)
             if (gate != Gate::kNone) {
                 const int64_t half = weight.out_features / 2;
-                const TileEnd<T> values{scale ? scale + half : nullptr, bias ? added + half : nullptr};
-                return finish_gated(products[0], products[1], count, {scale, added}, values,
+                const TileEnd<T> of_values{scale ? scale + half : nullptr, bias ? added + half : nullptr};
+                return finish_gated(products, values, count, {scale, added}, of_values,
                                     kTileColumns, gate, to, out_stride);
             }
-        finish_tile(products[0], count, scale, added, static_cast<int>(width), to, out_stride);
+        finish_tile(products, count, scale, added, static_cast<int>(width), to, out_stride);
     }
 };
 

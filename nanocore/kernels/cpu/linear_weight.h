@@ -116,4 +116,23 @@ inline void pack_rows_of_weight(Pool& pool, const T* from, const LinearWeight& w
     });
 }
 
+// Where the columns of vector `vector` of a tile begin, at k; see Kind.
+template <Kind kind>
+NANOCORE_INLINE const void* tile_address(const void* tile, int64_t k, int vector) {
+    const int64_t index = k * kTileColumns + vector * kLanes;
+    if constexpr (kind == Kind::kInt8) return static_cast<const int8_t*>(tile) + index;
+    else return static_cast<const float*>(tile) + index;
+}
+
+// An int8 tile as bfloat16, exactly.
+inline void widen_tile(const int8_t* tile, int64_t num_k, uint32_t* to) {
+    for (int64_t k = 0; k < num_k; k += 2)
+        for (int vector = 0; vector < kTileColumns / kLanes; ++vector) {
+            const int8_t* from = tile + k * kTileColumns + vector * kLanes;
+            U pair = (reinterpret_cast<U>(load(from)) >> 16) |
+                     reinterpret_cast<U>(load(from + kTileColumns));
+            *reinterpret_cast<UAny*>(to + k / 2 * kTileColumns + vector * kLanes) = pair;
+        }
+}
+
 }  // namespace nanocore

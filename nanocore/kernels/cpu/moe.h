@@ -48,7 +48,7 @@ inline bool take_equal_rows(const LinearWeight& a, const LinearWeight& b) {
 template <typename T>
 inline int64_t line_bytes_of(const LinearWeight& weight) {
     int64_t bytes = 0;
-    with_products<T>(weight, [&](const auto& with) { bytes = with.panel_bytes() / kMaxRows; });
+    with_products<T>(weight, [&](const auto& with) { bytes = with.panel_bytes() / with.kPanelRows; });
     return bytes;
 }
 
@@ -56,13 +56,14 @@ inline int64_t line_bytes_of(const LinearWeight& weight) {
 template <typename T>
 inline void multiply_panel(const LinearWeight& weight, const char* lines, int rows, const void* tile,
                            bool is_wide, const Prefetch& ahead, float* products) {
-    const auto multiply_with = [&](const auto& with) {
-        with_rows(rows, [&](auto R) {
-            with.template multiply<R.value>(lines, tile, ahead, products);
-        });
-    };
-    if (is_wide) multiply_with(FloatProducts<T, Kind::kBFloat16>{weight});
-    else with_products<T>(weight, multiply_with);
+    with_products<T>(weight, [&](auto with) {
+        if constexpr (with.kWidens)
+            if (is_wide) {
+                typename decltype(with)::Widened widened{weight};
+                return widened.multiply(lines, rows, tile, ahead, products);
+            }
+        with.multiply(lines, rows, tile, ahead, products);
+    });
 }
 
 // Products of some rows with one tile, scaled, times their weights, onto the sums of their tokens.
@@ -178,7 +179,7 @@ struct MoeCall {
         const int64_t bytes = line_bytes_of<T>(*weights), width = hidden();
         char* lines = reinterpret_cast<char*>(scratch.of(routed.num_lines * bytes));
         if (num_tokens == 1 && !weights->permutation) {
-            with_products<T>(*weights, [&](const auto& with) { with.template pack<1>(from, 0, 1, lines); });
+            with_products<T>(*weights, [&](const auto& with) { with.pack(from, 0, 1, lines); });
             return {lines, 0};
         }
         loop(workspace, routed.panels.size(), bytes * kMaxRows, [&](int64_t index, int thread) {
@@ -210,9 +211,7 @@ struct MoeCall {
     static void pack_panel(const LinearWeight& weight, const T* from, int64_t stride,
                            const ExpertPanel& panel, char* to) {
         with_products<T>(weight, [&](const auto& with) {
-            with_rows(panel.rows, [&](auto R) {
-                with.template pack<R.value>(from, stride, panel.rows, to);
-            });
+            with.pack(from, stride, panel.rows, to);
         });
     }
 

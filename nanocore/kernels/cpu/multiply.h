@@ -80,6 +80,13 @@ struct Prefetch {
         prefetch_line(start);
         prefetch_line(start + bytes_per_pair / 2);
     }
+
+    // What is for so many pairs.
+    NANOCORE_INLINE void at(int64_t pair, int64_t count) const {
+        const char* start = pair < num_pairs ? from + pair * bytes_per_pair
+                                             : then + (pair - num_pairs) * bytes_per_pair;
+        for (int64_t i = 0; i < count * bytes_per_pair; i += 64) prefetch_line(start + i);
+    }
 };
 
 // The same, one after the other.
@@ -202,15 +209,15 @@ NANOCORE_INLINE void pack_chunk(const T* from, int64_t count, float* to) {
         for (int i = 0; i < kChunk; i += kLanes) store(load(from + i), to + i);
 }
 
-// `rows` rows of T, `stride` apart, to R packed rows, of which `to` is the first. num_k is that of
-// `num_units`.
-template <typename T, Kind kind, int R>
-inline void pack_rows(const T* x, int64_t stride, int rows, int64_t num_k, float* to) {
+// `rows` rows of T, `stride` apart, to a panel of so many lines, of which `to` is the first. num_k is
+// that of `num_units`.
+template <typename T, Kind kind>
+NANOCORE_INLINE void pack_rows(const T* x, int64_t stride, int rows, int64_t num_k, int lines, float* to) {
     // Chunk by chunk: rows are fetched side by side, and those of the next panel, too.
-    for (int64_t k = 0; k < num_k; k += kChunkValues<T, kind>, to += R * kChunk)
+    for (int64_t k = 0; k < num_k; k += kChunkValues<T, kind>, to += lines * kChunk)
         for (int r = 0; r < rows; ++r) {
             const T* from = x + r * stride + k;
-            prefetch_line(from + R * stride);
+            prefetch_line(from + lines * stride);
             pack_chunk<T, kind>(from, num_k - k, to + r * kChunk);
         }
 }

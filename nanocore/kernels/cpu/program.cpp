@@ -71,7 +71,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 12; }
+NANOCORE_API int nanocore_abi_version() { return 13; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -93,6 +93,9 @@ NANOCORE_API int nanocore_is_supported() {
 #endif
     return 1;
 }
+
+// Whether products of bfloat16 are the matrix unit's, which gives them other bits.
+NANOCORE_API int nanocore_uses_amx() { return has_amx(); }
 
 NANOCORE_API void* nanocore_workspace_new(const int* cores, int num_cores) {
     return new Workspace(std::vector<int>(cores, cores + num_cores));
@@ -283,16 +286,21 @@ NANOCORE_API void nanocore_attention(void* program, int64_t rows, int dtype, con
                                      float scale, int64_t window, float softcap, void* out) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        AttentionCall<T> call{static_cast<const T*>(q), q_stride, static_cast<T*>(out), num_heads,
-                              cache->of<T>(), scale, window, softcap, 0, nullptr, nullptr, nullptr,
-                              0, 0};
-        append(program, rows, call, [](auto& c, const Step& step) {
-            c.num_seqs = step.num_seqs;
-            c.query_start = step.query_start;
-            c.seq_lens = step.seq_lens;
-            c.block_table = step.block_table;
-            c.block_table_stride = step.block_table_stride;
-        });
+        const auto append_with = [&](auto is_matrix) {
+            AttentionCall<T, is_matrix> call{static_cast<const T*>(q), q_stride, static_cast<T*>(out),
+                                             num_heads, cache->of<T>(), scale, window, softcap, 0,
+                                             nullptr, nullptr, nullptr, 0, 0};
+            append(program, rows, call, [](auto& c, const Step& step) {
+                c.num_seqs = step.num_seqs;
+                c.query_start = step.query_start;
+                c.seq_lens = step.seq_lens;
+                c.block_table = step.block_table;
+                c.block_table_stride = step.block_table_stride;
+            });
+        };
+        if constexpr (kMayHaveAmx && sizeof(T) == 2)
+            if (has_amx() && MatrixAttention::takes(cache->head_dim)) return append_with(std::true_type{});
+        append_with(std::false_type{});
     });
 }
 
