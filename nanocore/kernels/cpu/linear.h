@@ -146,7 +146,7 @@ inline void with_products(const LinearWeight& weight, const Body& body) {
         case Kind::kIntegers:
             return with_integers(weight.format.bits, [&](auto bits, auto vnni) {
                 if constexpr (kMayHaveAmx)
-                    if (has_amx()) return body(MatrixGroups<T, bits.value, vnni.value>{weight});
+                    if (has_amx()) return body(MatrixGroups<T, bits.value, vnni.value>{{weight, {}}});
                 with_groups(IntegerGroups<bits.value, vnni.value>{});
             });
         case Kind::kCodebook:

@@ -19,14 +19,15 @@ struct MatrixGroups {
     typedef GroupedProducts<T, IntegerGroups<kBits, kVnni>> Few;
     typedef int8_t Bytes __attribute__((vector_size(kLanes * 4)));
 
-    const LinearWeight& weight;
+    Few few;  // the same in vectors
+    const LinearWeight& weight = few.weight;
     TileUnit unit = {};
     int configured_rows = 0;
 
     int64_t panel_bytes() const { return num_groups() * group_bytes(kPanelRows); }
 
     void pack(const T* x, int64_t stride, int rows, char* to) const {
-        if (rows <= kMaxRows) return Few{weight, {}}.pack(x, stride, rows, to);
+        if (rows <= kMaxRows) return few.pack(x, stride, rows, to);
         const int64_t chunk = chunk_bytes(), group = weight.format.group;
         for (int r = 0; r < rows; ++r)
             IntegerGroups<kBits, kVnni>::loop_groups(
@@ -39,7 +40,7 @@ struct MatrixGroups {
     }
 
     void multiply(const char* packed, int rows, const void* tile, const Prefetch& ahead, float* products) {
-        if (rows <= kMaxRows) return Few{weight, {}}.multiply(packed, rows, tile, ahead, products);
+        if (rows <= kMaxRows) return few.multiply(packed, rows, tile, ahead, products);
         if (rows != configured_rows) configure(rows);
         if (rows > kTileRows) multiply_tile<true>(packed, rows, static_cast<const char*>(tile), ahead, products);
         else multiply_tile<false>(packed, rows, static_cast<const char*>(tile), ahead, products);
