@@ -193,7 +193,9 @@ class Resumption:
             error: NanocoreError = first.error
             try:
                 async with asyncio.timeout(max(_SHORTEST_TRY_S, left_s)):
-                    return await self._reach()
+                    session = await self._reach()
+                if not self._was_cut_by(session):
+                    return session
             except TimeoutError:  # somebody is there, and says nothing
                 pass
             except NanocoreError as refusal:
@@ -205,6 +207,15 @@ class Resumption:
                 return None
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, LAST_RETRY_S)
+
+    def _was_cut_by(self, session: Session) -> bool:
+        """Whether its engine ends, and has not said good-bye yet: it takes nothing back."""
+        instance = session.connection.welcome.engine_instance
+        return any(
+            lost.welcome.engine_instance == instance
+            and any(part.last_word is not None for part in lost.parts)
+            for lost in self._lost.values()
+        )
 
     async def _send_all(self, session: Session) -> None:
         """Submit them again; those that engines may die of first, and each alone."""

@@ -471,6 +471,21 @@ def test_what_an_engine_has_cut_ends_as_it_said_if_none_comes(endpoint: str) -> 
     run(scenario())
 
 
+def test_what_an_engine_has_cut_is_not_sent_to_it_again(endpoint: str) -> None:
+    """It may be there for a moment, between its last word and its good-bye."""
+
+    async def scenario() -> None:
+        async with _connected(endpoint, resume_timeout_s=0.01) as (old, client):
+            request = _begin(client)
+            await old.accept(1)
+            cut = Event(handle=1, finish_reason="abort", message="SIGTERM")
+            old.output({1: [10]}, cut)
+            (sample,) = (await request).outputs
+            assert (sample.finish_reason, sample.message) == ("abort", "SIGTERM")
+
+    run(scenario())
+
+
 def test_who_waited_in_vain_is_told_what_was_lost_and_why(endpoint: str) -> None:
     async def scenario() -> None:
         async with _connected(endpoint, resume_timeout_s=0.01) as (old, client):
