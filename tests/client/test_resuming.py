@@ -455,31 +455,20 @@ def test_what_an_engine_cuts_as_it_stops_goes_on_with_the_next(endpoint: str) ->
     run(scenario())
 
 
-def test_what_an_engine_has_cut_ends_as_it_said_if_none_comes(endpoint: str) -> None:
+@pytest.mark.parametrize("says_bye", [True, False])
+def test_what_an_engine_has_cut_ends_as_it_said_if_none_comes(
+    endpoint: str, says_bye: bool
+) -> None:
     async def scenario() -> None:
         async with _connected(endpoint, resume_timeout_s=0.01) as (old, client):
             request = _begin(client)
             await old.accept(1)
             cut = Event(handle=1, finish_reason="abort", message="SIGTERM")
             old.output({1: [10]}, cut)
-            old.send(Bye(reason="SIGTERM"))
-            await old.flush()
-            old.close()
-            (sample,) = (await request).outputs
-            assert (sample.finish_reason, sample.message) == ("abort", "SIGTERM")
-
-    run(scenario())
-
-
-def test_what_an_engine_has_cut_is_not_sent_to_it_again(endpoint: str) -> None:
-    """It may be there for a moment, between its last word and its good-bye."""
-
-    async def scenario() -> None:
-        async with _connected(endpoint, resume_timeout_s=0.01) as (old, client):
-            request = _begin(client)
-            await old.accept(1)
-            cut = Event(handle=1, finish_reason="abort", message="SIGTERM")
-            old.output({1: [10]}, cut)
+            if says_bye:  # else it is there for a moment more, and is not sent the request again
+                old.send(Bye(reason="SIGTERM"))
+                await old.flush()
+                old.close()
             (sample,) = (await request).outputs
             assert (sample.finish_reason, sample.message) == ("abort", "SIGTERM")
 

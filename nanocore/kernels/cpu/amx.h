@@ -162,4 +162,26 @@ class TileUnit {
 
 #endif
 
+// Sums of up to 16 rows and 32 columns are in tiles 0 and 1, those of 16 rows more, with kBoth, in 2 and 3.
+// row_bytes: from a row of them to the next.
+template <bool kBoth>
+NANOCORE_INLINE void clear_sums(TileUnit& unit) {
+    unit.clear<0>(), unit.clear<1>();
+    if constexpr (kBoth) unit.clear<2>(), unit.clear<3>();
+}
+template <bool kBoth>
+NANOCORE_INLINE void load_sums(TileUnit& unit, const void* from, int64_t row_bytes) {
+    const char* start = static_cast<const char*>(from);
+    unit.load<0>(start, row_bytes), unit.load<1>(start + kTileLine, row_bytes);
+    start += kTileRows * row_bytes;
+    if constexpr (kBoth) unit.load<2>(start, row_bytes), unit.load<3>(start + kTileLine, row_bytes);
+}
+template <bool kBoth>
+NANOCORE_INLINE void store_sums(const TileUnit& unit, void* to, int64_t row_bytes) {
+    char* start = static_cast<char*>(to);
+    unit.store<0>(start, row_bytes), unit.store<1>(start + kTileLine, row_bytes);
+    start += kTileRows * row_bytes;
+    if constexpr (kBoth) unit.store<2>(start, row_bytes), unit.store<3>(start + kTileLine, row_bytes);
+}
+
 }  // namespace nanocore

@@ -33,7 +33,7 @@ class MatrixAttention {
         for (int u = 0; u < num_units; u += 2) {
             // Beyond the last key there is no block: the last unit is repeated.
             const char *first = tile.keys[u], *second = tile.keys[std::min(u + 1, num_units - 1)];
-            clear<R>();
+            clear_sums<(R > kTileRows)>(unit_);
             for (int64_t dim = 0; dim < head_dim; dim += kDims) {
                 fetch(ahead, u, dim, tile.key_scale != nullptr);
                 fetch(ahead, u + 1, dim, tile.key_scale != nullptr);
@@ -52,7 +52,7 @@ class MatrixAttention {
                 }
             }
             float* to = scores + u * kBlockUnit;
-            store<R>(to, kKeys);
+            store_sums<(R > kTileRows)>(unit_, to, kKeys * 4);
             if (tile.key_scale) scale_columns<R>(tile.key_scale + u * kBlockUnit, to);
         }
     }
@@ -64,7 +64,7 @@ class MatrixAttention {
         for (int r = 0; r < R; ++r)
             if (factor[r] != 1.0f)
                 for (int64_t d = 0; d < head_dim; d += kLanes)
-                    store_row(load(results + r * head_dim + d) * factor[r], results + r * head_dim + d);
+                    store(load(results + r * head_dim + d) * factor[r], results + r * head_dim + d);
         const char* units[kUnits];
         const int num_units = (num_keys + kBlockUnit - 1) / kBlockUnit;
         std::copy(tile.values, tile.values + num_units, units);
@@ -78,7 +78,7 @@ class MatrixAttention {
             units[num_units - 1] = last;
         }
         for (int64_t dim = 0; dim < head_dim; dim += kDims) {
-            load_sums<R>(results + dim, head_dim);
+            load_sums<(R > kTileRows)>(unit_, results + dim, head_dim * 4);
             for (int u = 0; u < num_units; ++u) {
                 const char* columns = units[u] + dim * 4;
                 const float* rows = weights + u / 2 * (R * kChunk) + u % 2 * (kChunk / 2);
@@ -94,13 +94,12 @@ class MatrixAttention {
                     unit_.add_products<2, 6, 7>();
                 }
             }
-            store<R>(results + dim, head_dim);
+            store_sums<(R > kTileRows)>(unit_, results + dim, head_dim * 4);
         }
     }
 
    private:
-    static constexpr int kDims = 2 * kChunk;         // that a product takes at a time, or two of sums
-    static constexpr int kColumns = kTileLine / 4;   // of a tile of sums
+    static constexpr int kDims = 2 * kChunk;  // that a product takes at a time, or two of sums
     static constexpr int64_t kMostDims = 512;
 
     // A chunk's share of a unit: 16 pairs of dimensions, or as many numbers of int8.
@@ -115,27 +114,7 @@ class MatrixAttention {
     static void scale_columns(const float* scale, float* scores) {
         for (int c = 0; c < 2 * kBlockUnit; c += kLanes)
             for (int r = 0; r < R; ++r)
-                store_row(load(scores + r * kKeys + c) * load(scale + c), scores + r * kKeys + c);
-    }
-
-    static NANOCORE_INLINE void store_row(F x, float* to) { nanocore::store(x, to); }
-
-    template <int R>
-    NANOCORE_INLINE void clear() {
-        unit_.clear<0>(), unit_.clear<1>();
-        if constexpr (R > kTileRows) unit_.clear<2>(), unit_.clear<3>();
-    }
-    template <int R>
-    NANOCORE_INLINE void load_sums(const float* from, int64_t stride) {
-        unit_.load<0>(from, stride * 4), unit_.load<1>(from + kColumns, stride * 4);
-        from += kTileRows * stride;
-        if constexpr (R > kTileRows) unit_.load<2>(from, stride * 4), unit_.load<3>(from + kColumns, stride * 4);
-    }
-    template <int R>
-    NANOCORE_INLINE void store(float* to, int64_t stride) const {
-        unit_.store<0>(to, stride * 4), unit_.store<1>(to + kColumns, stride * 4);
-        to += kTileRows * stride;
-        if constexpr (R > kTileRows) unit_.store<2>(to, stride * 4), unit_.store<3>(to + kColumns, stride * 4);
+                store(load(scores + r * kKeys + c) * load(scale + c), scores + r * kKeys + c);
     }
 
     TileUnit unit_;

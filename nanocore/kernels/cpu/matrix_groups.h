@@ -127,8 +127,7 @@ struct MatrixGroups {
     NANOCORE_INLINE void add_up(const char* lines, int rows, const char* values, int32_t* sums) {
         constexpr int64_t kApart = kTileColumns * 4;
         const int64_t chunk = chunk_bytes();
-        unit.clear<0>(), unit.clear<1>();
-        if constexpr (kBoth) unit.clear<2>(), unit.clear<3>();
+        clear_sums<kBoth>(unit);
         for (int64_t k = 0; k < weight.format.group; k += chunk, lines += rows * chunk) {
             const char* columns = values + k * kTileColumns;
             unit.load<6>(columns, kApart);
@@ -142,9 +141,7 @@ struct MatrixGroups {
                 unit.add_byte_products<kSigned, 3, 5, 7>();
             }
         }
-        unit.store<0>(sums, kApart), unit.store<1>(sums + kTileLine / 4, kApart);
-        sums += kTileRows * kTileColumns;
-        if constexpr (kBoth) unit.store<2>(sums, kApart), unit.store<3>(sums + kTileLine / 4, kApart);
+        store_sums<kBoth>(unit, sums, kApart);
     }
 
     // Goes on with the chain over groups, as `multiply_groups` does.

@@ -51,10 +51,7 @@ struct MatrixProducts {
         constexpr int64_t kApart = kTileColumns * 4;  // of pairs of k, and of rows of sums
         const int64_t num_k = weight.padded_in(), count = num_chunks();
         alignas(64) uint32_t chunk[kChunk * kTileColumns];
-        unit.template clear<0>();
-        unit.template clear<1>();
-        if constexpr (kBoth) unit.template clear<2>();
-        if constexpr (kBoth) unit.template clear<3>();
+        clear_sums<kBoth>(unit);
         for (int64_t i = 0; i < count; ++i, packed += rows * kTileLine) {
             ahead.at(i * kChunk, kChunk);
             const char* columns = columns_of(tile, i, num_k - i * kChunkValues, chunk);
@@ -69,11 +66,7 @@ struct MatrixProducts {
                 unit.template add_products<3, 5, 7>();
             }
         }
-        unit.template store<0>(products, kApart);
-        unit.template store<1>(products + kTileLine / 4, kApart);
-        products += kTileRows * kTileColumns;
-        if constexpr (kBoth) unit.template store<2>(products, kApart);
-        if constexpr (kBoth) unit.template store<3>(products + kTileLine / 4, kApart);
+        store_sums<kBoth>(unit, products, kApart);
     }
 
     // Chunk i of a tile, from which on there are `left` k; in `space` if it is not whole or is int8.
