@@ -73,6 +73,7 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
             device=str(device),
             dtype=dtype_name(dtype),
             kernels=kernels.name,
+            kernel_variant=kernels.variant,
             weight_bytes=cost.held_bytes,
             kv_block_bytes=layout.block_bytes,
             available_kv_bytes=kv_bytes,

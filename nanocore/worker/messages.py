@@ -63,6 +63,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """A rank that has loaded its part of the model.
 
+    kernels, kernel_variant: the backend's name, and what of it decides bits.
     weight_bytes: memory they take. kv_block_bytes: of one KV block over the rank's layers.
     available_kv_bytes: memory that its KV cache may take. memory_bytes: that it could take at the
     very most. numerics: a digest of what decides the bits of its results; None if their batch does.
@@ -73,6 +74,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     device: str
     dtype: str
     kernels: str
+    kernel_variant: str = ""
     weight_bytes: int
     kv_block_bytes: int
     available_kv_bytes: int

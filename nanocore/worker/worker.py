@@ -151,6 +151,7 @@ class Worker:
             device=str(self.device),
             dtype=dtype_name(self._placement.dtype),
             kernels=self._kernels.name,
+            kernel_variant=self._kernels.variant,
             weight_bytes=self._weight_bytes,
             kv_block_bytes=self._layout.block_bytes,
             available_kv_bytes=self._available_kv_bytes(memory_bytes),

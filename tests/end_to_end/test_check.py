@@ -12,6 +12,7 @@ import pytest
 
 from nanocore.client import LLM, SamplingParams
 from nanocore.engine_core.process.forecast import Forecast
+from nanocore.kernels.cpu.library import find_library
 from tests.campaign import in_campaign
 from tests.end_to_end import forked
 from tests.end_to_end.engine_process import command, run_to_exit
@@ -27,6 +28,9 @@ def test_check_says_what_an_engine_would_have_and_starts_none(
     flags = ("--model", str(tiny_model), "--check", "--tp", "2", "--listen", listen)
     result = forked.run_to_exit(*flags)
     assert result.returncode == 0
+    library = find_library()
+    kernels = f"cpu ({library.instruction_set}" if library else "torch\n"
+    assert f"dtype float32, kernels {kernels}" in result.stderr
     assert "rank 0: " in result.stderr
     assert "rank 1: " in result.stderr
     assert "requests of 1024 tokens at most: an engine would start" in result.stderr

@@ -28,7 +28,7 @@ def test_wheels_with_all_they_need_answer(packages: Packages, tmp_path: Path) ->
     fresh.install(f"{packages.wheel}[engine,server]", packages.demo_wheel, "-c", constraints)
     answered = fresh.run("python", "-c", ASKS_LLM)
     assert answered.stdout.strip() == ANSWER
-    assert "kernels cpu\n" in answered.stderr
+    assert "kernels cpu (" in answered.stderr
 
 
 def test_a_source_distribution_installs_and_compiles_the_kernels(

@@ -46,7 +46,8 @@ def phase(name: str) -> Iterator[list[str]]:
 def describe_workers(ranks: list[WorkerInfo]) -> str:
     """Where and how the ranks compute."""
     devices = ", ".join(dict.fromkeys(rank.device for rank in ranks))
-    return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}"
+    of_kernels = f" ({ranks[0].kernel_variant})" if ranks[0].kernel_variant else ""
+    return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}{of_kernels}"
 
 
 def log_generation_defaults(model: ModelConfig) -> None:

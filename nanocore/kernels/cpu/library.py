@@ -261,8 +261,8 @@ class Library:
 
     @cached_property
     def digest(self) -> str:
-        """xxh3-128 of the file: compilers differ in how they round."""
-        return xxhash.xxh3_128_hexdigest(Path(self.path).read_bytes())
+        """xxh3 of the file: compilers differ in how they round."""
+        return xxhash.xxh3_64_hexdigest(Path(self.path).read_bytes())
 
     def call(self, name: str, *arguments: Any) -> Any:
         """What `nanocore_<name>` of program.cpp returns; the interpreter is free meanwhile."""
