@@ -162,6 +162,14 @@ class TileUnit {
 
 #endif
 
+// For products of up to 32 rows with 32 columns, so many bytes of k at a time: sums are as below, rows in
+// tiles 4 and 5, columns in 6 and 7.
+inline void configure_products(TileUnit& unit, int rows, int k_bytes) {
+    const int line = kTileLine, upper = std::min(rows, kTileRows), lower = std::max(rows - kTileRows, 1);
+    unit.configure({{upper, line}, {upper, line}, {lower, line}, {lower, line},
+                    {upper, k_bytes}, {lower, k_bytes}, {k_bytes / 4, line}, {k_bytes / 4, line}});
+}
+
 // Sums of up to 16 rows and 32 columns are in tiles 0 and 1, those of 16 rows more, with kBoth, in 2 and 3.
 // row_bytes: from a row of them to the next.
 template <bool kBoth>

@@ -41,7 +41,8 @@ struct MatrixGroups {
 
     void multiply(const char* packed, int rows, const void* tile, const Prefetch& ahead, float* products) {
         if (rows <= kMaxRows) return few.multiply(packed, rows, tile, ahead, products);
-        if (rows != configured_rows) configure(rows);
+        if (rows != configured_rows)
+            configure_products(unit, configured_rows = rows, static_cast<int>(chunk_bytes()));
         if (rows > kTileRows) multiply_tile<true>(packed, rows, static_cast<const char*>(tile), ahead, products);
         else multiply_tile<false>(packed, rows, static_cast<const char*>(tile), ahead, products);
     }
@@ -57,15 +58,6 @@ struct MatrixGroups {
         int64_t parts = (group + kTileLine - 1) / kTileLine;
         while (group % (4 * parts)) ++parts;
         return group / parts;
-    }
-
-    // Sums are in tiles 0 to 3, rows in 4 and 5, columns in 6 and 7.
-    void configure(int rows) {
-        const int line = kTileLine, chunk = static_cast<int>(chunk_bytes());
-        const int upper = std::min(rows, kTileRows), lower = std::max(rows - kTileRows, 1);
-        unit.configure({{upper, line}, {upper, line}, {lower, line}, {lower, line},
-                        {upper, chunk}, {lower, chunk}, {chunk / 4, line}, {chunk / 4, line}});
-        configured_rows = rows;
     }
 
     // A group's products, and what the chain takes of it.

@@ -27,7 +27,7 @@ struct MatrixProducts {
     }
 
     void multiply(const char* packed, int rows, const void* tile, const Prefetch& ahead, float* products) {
-        if (rows != configured_rows) configure(rows);
+        if (rows != configured_rows) configure_products(unit, configured_rows = rows, kTileLine);
         if (rows > kTileRows) multiply_tile<true>(packed, rows, tile, ahead, products);
         else multiply_tile<false>(packed, rows, tile, ahead, products);
     }
@@ -35,14 +35,6 @@ struct MatrixProducts {
    private:
     int64_t num_chunks() const {
         return num_units<BFloat16, Kind::kBFloat16>(weight.in_features) / kChunk;
-    }
-
-    // Sums are in tiles 0 to 3, rows in 4 and 5, columns in 6 and 7.
-    void configure(int rows) {
-        const int line = kTileLine, upper = std::min(rows, kTileRows), lower = std::max(rows - kTileRows, 1);
-        unit.configure({{upper, line}, {upper, line}, {lower, line}, {lower, line},
-                        {upper, line}, {lower, line}, {kChunk, line}, {kChunk, line}});
-        configured_rows = rows;
     }
 
     template <bool kBoth>
