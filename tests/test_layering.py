@@ -188,7 +188,11 @@ def test_llguidance_is_imported_in_one_room() -> None:
          "torch triton flash_attn transformers numpy"),
         ("nanocore.keygen", "torch triton flash_attn transformers numpy safetensors"),
         ("nanocore.engine_core.cli", "torch triton flash_attn transformers numpy llguidance"),
-        ("nanocore.engine_core.structured.grammars", "torch triton flash_attn transformers"),
+        ("nanocore.engine_core.structured.grammars",
+         "torch triton flash_attn transformers llguidance"),
+        ("nanocore.engine_core.process.process,nanocore.engine_core.process.check",
+         "flash_attn transformers llguidance uvicorn httptools uvloop prometheus_client "
+         "opentelemetry matplotlib prompt_toolkit rich aiohttp"),
     ],
 )  # fmt: skip
 def test_imports_stay_light(modules: str, absent: str) -> None:

@@ -19,9 +19,7 @@ from nanocore.system.logs import complain
 logger = logging.getLogger(__name__)
 
 INTERRUPTED: Final = 130
-_ENGINE_PACKAGES: Final = (
-    "torch", "numpy", "llguidance", "safetensors", "huggingface_hub", "xxhash",
-)  # fmt: skip
+_ENGINE_PACKAGES: Final = ("torch", "numpy", "safetensors", "huggingface_hub", "xxhash")
 
 
 class _Options(Protocol):

@@ -36,7 +36,6 @@ class TokensPrompt(TypedDict):
 
 
 _DEFAULTS: Final = EngineSamplingParams()
-_STRUCTURED: Final[Capability] = "structured_outputs"
 _EMBEDDINGS: Final[Capability] = "embeddings"
 Prompt: TypeAlias = "str | list[int] | array[int] | TokensPrompt"
 
@@ -99,11 +98,6 @@ async def submit(
 
 
 def _check_capabilities(sampling: EngineSamplingParams, capabilities: Sequence[str]) -> None:
-    if sampling.structured_outputs is not None and _STRUCTURED not in capabilities:
-        raise InvalidRequestError(
-            "this engine cannot do structured_outputs with its model, and its log says why: leave "
-            "them out, or use a model with a byte-level tokenizer.json and an EOS token"
-        )
     if sampling.pooling is not None and _EMBEDDINGS not in capabilities:
         raise InvalidRequestError("this engine gives no embeddings: use another one")
 

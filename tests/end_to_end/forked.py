@@ -27,7 +27,7 @@ from tests.end_to_end.engine_process import EXIT_TIMEOUT_S
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
-    ["nanocore.engine_core.process.process", "nanocore.engine_core.process.check"]
+    ["nanocore.engine_core.process.process", "nanocore.engine_core.process.check", "llguidance"]
 )
 
 

@@ -1,7 +1,8 @@
 """The vocabulary of structured outputs, built beside the model's loading.
 
 It holds the interpreter's lock for a second or so, which nobody minds before the engine is ready.
-A model without one is served all the same, and requests for structured outputs are told why not.
+Without one, or without llguidance, a model is served all the same, and requests for structured
+outputs are told why not.
 The process that tries grammars begins at the same time, and nobody waits for it.
 """
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
 
-import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,15 +30,9 @@ from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import InvalidRequestError, shorten
 from nanocore.protocol.structured_outputs import StructuredOutputs
 
-LIMITS: Final = llguidance.LLParserLimits(
-    initial_lexer_fuel=500_000,
-    step_lexer_fuel=40_000,
-    step_max_items=50_000,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
-"""What llguidance may work on; `complexity` and `trials` see to what these do not cover."""
+if TYPE_CHECKING:
+    import llguidance
+
 _WALK_TOKENS: Final = 16
 
 
@@ -173,10 +167,27 @@ def _text(vocabulary: Vocabulary, wanted: StructuredOutputs, schemas: list[Any])
     return grammar_text.of_schema({"type": "object"}, compact)
 
 
+@cache
+def _limits() -> llguidance.LLParserLimits:
+    """What llguidance may work on; `complexity` and `trials` see to what these do not cover."""
+    import llguidance
+
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=40_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
 def _begin(vocabulary: Vocabulary, text: str) -> llguidance.LLMatcher:
     """A matcher at its beginning; it may be in error."""
+    import llguidance
+
     try:
-        return llguidance.LLMatcher(vocabulary.tokenizer, text, limits=LIMITS, log_level=0)
+        return llguidance.LLMatcher(vocabulary.tokenizer, text, limits=_limits(), log_level=0)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of Rust is not an Exception

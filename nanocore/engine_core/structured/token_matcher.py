@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import shorten
+
+if TYPE_CHECKING:
+    import llguidance
 
 MASK_MS: Final = 2.0
 """What a mask may take of its thread, in the long run."""

@@ -3,21 +3,25 @@
 It is read from the model folder's tokenizer.json, once, which takes seconds for 130,000 tokens;
 llguidance holds the GIL meanwhile. So a thread builds it while the engine starts, and nothing is
 served before. It is never changed, and any number of threads use it.
+
+llguidance is imported when a vocabulary is loaded: an engine without it serves all the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
 from nanocore.worker.loading.gguf.files import is_gguf
 from nanocore.worker.loading.gguf.model_files import tokenizer_json
+
+if TYPE_CHECKING:
+    import llguidance
 
 _WHY: Final = "this model has no structured_outputs: "
 
@@ -53,6 +57,7 @@ class Vocabulary:
             InvalidRequestError: there is none, and why; each request for a structured output is to
                 hear it.
         """
+        _require_llguidance()
         path = folder / "tokenizer.json"
         eos = sorted(token for token in eos_token_ids if token < vocab_size)
         if not eos:
@@ -116,8 +121,22 @@ class Vocabulary:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+def _require_llguidance() -> None:
+    """Raise InvalidRequestError if llguidance cannot be imported."""
+    try:
+        import llguidance  # noqa: F401
+    except ImportError as error:
+        raise InvalidRequestError(
+            "this engine has no structured_outputs: it cannot import the package llguidance "
+            f"({shorten(str(error))}); leave them out, or pip install llguidance where the engine "
+            "runs, and start it again"
+        ) from None
+
+
 def _tokenizer(tokenizer: str, eos: list[int]) -> llguidance.LLTokenizer:
     """llguidance refuses EOS tokens that it has no text for; such are of no use here either."""
+    import llguidance
+
     try:
         return llguidance.LLTokenizer(tokenizer, eos_token=eos)
     except ValueError:
