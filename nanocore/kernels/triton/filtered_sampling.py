@@ -110,7 +110,7 @@ def survey_kernel(
     heat = tl.load(temperature + row)
     best = _best_of_row(part_best, row, num_parts, heat, PARTS)
     columns = part * BLOCK + tl.arange(0, BLOCK)
-    mask = mask_of_row(mask_words, mask_index, num_words, row)
+    mask = (mask_words, mask_of_row(mask_index, row), num_words)
     is_token = allowed(mask, columns, columns < num_columns)
     values = _load_scaled(logits + row.to(tl.int64) * stride, columns, is_token, heat)
     levels, gaps = _levels(values, best, tl.load(min_p + row), is_token)
@@ -176,7 +176,7 @@ def gather_kernel(
         heat = tl.load(temperature + row)
         best = _best_of_row(part_best, row, num_parts, heat, PARTS)
         columns = part * BLOCK + tl.arange(0, BLOCK)
-        mask = mask_of_row(mask_words, mask_index, num_words, row)
+        mask = (mask_words, mask_of_row(mask_index, row), num_words)
         is_token = allowed(mask, columns, columns < num_columns)
         logit_row = logits + row.to(tl.int64) * stride
         levels, _ = _levels(_load_scaled(logit_row, columns, is_token, heat), best, floor, is_token)
@@ -281,7 +281,7 @@ def choose_kernel(
     num_tokens = tl.where(is_whole, num_columns, num_found)
     id_row = ids + row.to(tl.int64) * MAX_CANDIDATES
     tokens = candidates + row.to(tl.int64) * MAX_CANDIDATES
-    mask = mask_of_row(mask_words, mask_index, num_words, row)[1]
+    mask = mask_of_row(mask_index, row)
     if is_whole:
         tokens = logits + row.to(tl.int64) * stride
     else:

@@ -80,18 +80,26 @@ def column_or_none(best, column) -> tl.tensor:
 
 
 @triton.jit
-def mask_of_row(words, index, num_words, row) -> tuple:
-    """For `allowed`, of what `mask_operands` made."""
-    return words, -1 if index is None else tl.load(index + row), num_words
+def mask_of_row(index, row) -> tl.tensor:
+    """Which mask a row has, -1 for none. index: what `mask_operands` made.
+
+    The caller builds the tuple for `allowed`. Triton 3.6 cannot return a tuple that holds None,
+    which `mask_operands` makes of no masks; later versions can.
+    """
+    return -1 if index is None else tl.load(index + row)
 
 
 @triton.jit
 def allowed(mask, token_ids, is_token) -> tl.tensor:
-    """Which of these tokens (int32) a row's mask allows, if it has one."""
+    """Which of these tokens (int32) a row's mask allows, if it has one.
+
+    mask: (mask_words, mask_of_row(...), num_words).
+    """
     words, index, num_words = mask
     if words is not None:
         word = words + index.to(tl.int64) * num_words + token_ids // 32
-        bits = tl.load(word, mask=is_token & (index >= 0), other=-1)
+        # Not is_token & (index >= 0): Triton 3.9's interpreter makes int32 of a scalar's comparison.
+        bits = tl.load(word, mask=tl.where(is_token, index, -1) >= 0, other=-1)
         is_token = is_token & (((bits >> (token_ids % 32)) & 1) != 0)
     return is_token
 
@@ -121,7 +129,7 @@ def best_of_part_kernel(
     row, part = tl.program_id(0), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
     is_column = columns < num_columns
-    mask = mask_of_row(mask_words, mask_index, num_words, row)
+    mask = (mask_words, mask_of_row(mask_index, row), num_words)
     is_column = allowed(mask, first_token + columns, is_column)
     logit_row = logits + row.to(tl.int64) * stride
     values = tl.load(logit_row + columns, mask=is_column, other=float("-inf")).to(tl.float32)
