@@ -32,6 +32,10 @@ class PeerError(RuntimeError):
     """An engine could not be run; says which, why, and what to do."""
 
 
+class NoAnswerError(PeerError):
+    """An engine took longer than it may."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerCommand:
     """How to start a driver. environment: what differs from ours. remedy: if it does not start."""
@@ -157,7 +161,7 @@ class PeerProcess:
         while b"\n" not in self._buffer:
             left_s = max(0.0, end_s - time.monotonic())
             if not select.select([self._process.stdout], [], [], left_s)[0]:
-                raise self._error(f"no answer in {limit_s:.0f} s")
+                raise NoAnswerError(str(self._error(f"no answer in {limit_s:.0f} s")))
             data = os.read(self._process.stdout.fileno(), 1 << 20)
             if not data:
                 raise self._error(f"its driver ended with exit code {self._process.wait()}")

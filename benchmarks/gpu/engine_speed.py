@@ -7,9 +7,12 @@ is measured.
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +21,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.engine import LocalEngine, engine_settings
-from benchmarks.gpu.results import Measurements, Results, UnavailableError
+from benchmarks.gpu.fa3 import FOLDER_VARIABLE
+from benchmarks.gpu.peers import STAND_INS
+from benchmarks.gpu.results import (
+    PDL_VARIABLE,
+    Measurements,
+    Results,
+    Session,
+    UnavailableError,
+)
 from benchmarks.gpu.shapes import Model, models, rates, weight_bytes
 from benchmarks.gpu.timing import synchronize
 from benchmarks.models import write_config
@@ -26,18 +37,20 @@ from benchmarks.report import spread
 from nanocore.protocol.errors import ConfigError
 
 _EXTRA_OUTPUTS: Final = 64
+NO_PDL: Final = "no pdl"
 _VARIANTS: Final[dict[str, dict[str, Any]]] = {
-    "weights int8": {"quantization": "int8"},
-    "kv int8": {"kv_cache_dtype": "int8"},
+    NO_PDL: {NO_PDL: True},
     "kv fp8": {"kv_cache_dtype": "fp8"},
-    "weights fp8": {"quantization": "fp8"},
+    "weights int8": {"quantization": "int8"},
     "weights int4": {"quantization": "int4"},
-    "eager": {"enforce_eager": True},
+    "weights fp8": {"quantization": "fp8"},
+    "kv int8": {"kv_cache_dtype": "int8"},
+    "flash": {"attention_backend": "flash"},
 }
 
 
 def measure(results: Results, part: str) -> None:
-    """`speed`: the smaller model. `matrix`: the larger one, and both in each variant."""
+    """`speed`: the smaller model. `large`: the larger one. `variants`: the smaller in each form."""
     with tempfile.TemporaryDirectory(prefix="nanocore-gpu-") as folder:
         engine = CurrentEngine(results, Path(folder))
         results.run(measurements(engine, part), needs_s=10, hangs_s=240)
@@ -47,32 +60,51 @@ def measure(results: Results, part: str) -> None:
 def measurements(engine: CurrentEngine, part: str) -> Measurements:
     """By name."""
     small, large = models(engine.results.session)
+    if part == "large":
+        return _speed(engine, large, part, {}, (32, 1, 256))
     if part == "speed":
-        return _speed(engine, small, part, {}, (32, 1, 256, 8, 128, 64), (1024, 4096))
-    found = _speed(engine, large, part, {}, (32, 1, 256, 64), (1024,))
-    for model in (small, large):
-        for variant, settings in _VARIANTS.items():
-            found |= _speed(engine, model, part, settings, (32, 1, 256), (1024,), f"/{variant}")
+        found = _speed(engine, small, part, {}, (32, 1, 256))
+        # Profiles last: the profiler takes seconds to start, and slows down what comes after.
+        return found | _profiles(engine, small, part, (32, 1, 256))
+    found = {}
+    for variant, settings in _VARIANTS.items():
+        found |= _speed(engine, small, part, settings, (32, 256), f"/{variant}", has_prompts=False)
     return found
 
 
 def _speed(
     engine: CurrentEngine, model: Model, part: str, settings: dict[str, Any],
-    batches: tuple[int, ...], lengths: tuple[int, ...], variant: str = "",
+    batches: tuple[int, ...], variant: str = "", *, has_prompts: bool = True,
 ) -> Measurements:  # fmt: skip
-    """Start, decode steps, idle time and prompts of one engine."""
-    context, name = 1024, f"{part}/{model.name}{variant}"
-    if engine.results.session.small:
-        batches, lengths, context = (4, 1), (64,), 64
-    use = partial(engine.use, model, settings)
+    """Start, decode steps and prompts of one engine."""
+    name, use = f"{part}/{model.name}{variant}", partial(engine.use, model, settings)
+    batches, length = _sizes(engine.results.session, batches)
     found: Measurements = {f"{name}/start": partial(use, _start_figures)}
     for batch in batches:
-        decode = partial(use, _decode_figures, batch, context)
-        found[f"{name}/decode/b{batch}/ctx{context}"] = decode
-    found[f"{name}/idle/b{batches[0]}"] = partial(use, _idle_figures, batches[0], context)
-    for length in lengths:
+        decode = partial(use, _decode_figures, batch, length)
+        found[f"{name}/decode/b{batch}/ctx{length}"] = decode
+    if has_prompts:
         found[f"{name}/prefill/{length}"] = partial(use, _prefill_figures, length)
     return found
+
+
+def _profiles(
+    engine: CurrentEngine, model: Model, part: str, batches: tuple[int, ...]
+) -> Measurements:
+    """What the device does in decode steps and in steps of prompts, and how idle it is."""
+    use = partial(engine.use, model, {})
+    batches, length = _sizes(engine.results.session, batches)
+    found: Measurements = {
+        f"{part}/{model.name}/idle/b{batch}": partial(use, _idle_figures, batch, length)
+        for batch in batches
+    }
+    found[f"{part}/{model.name}/prompts"] = partial(use, _prompt_profile, length)
+    return found
+
+
+def _sizes(session: Session, batches: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Numbers of rows, and tokens of a context or prompt."""
+    return ((4, 1), 64) if session.small else (batches, 1024)
 
 
 class CurrentEngine:
@@ -82,6 +114,7 @@ class CurrentEngine:
         self.results, self._folder = results, folder
         self._engine: LocalEngine | None = None
         self._key: tuple[str, str] | None = None
+        self._pdl = os.environ.get(PDL_VARIABLE, "1")
 
     def use(self, model: Model, settings: dict[str, Any], figures: Any, *arguments: int) -> Any:
         """Figures of an engine with these settings.
@@ -97,7 +130,7 @@ class CurrentEngine:
             folder = self._folder / model.name
             write_config(model.shape, folder)
             try:
-                self._engine = LocalEngine(folder, **common | settings)
+                self._engine = LocalEngine(folder, **common | self._prepare(settings))
             except ConfigError as refusal:
                 raise UnavailableError(str(refusal)) from refusal
         if self._engine is None:
@@ -107,6 +140,23 @@ class CurrentEngine:
         except BaseException:
             self._forget()
             raise
+
+    def _prepare(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Do what a variant asks of this process; returns the engine's settings of it."""
+        session = self.results.session
+        if session.on_gpu:
+            from nanocore.kernels.triton import launch
+
+            os.environ[PDL_VARIABLE] = "0" if NO_PDL in settings else self._pdl
+            launch.pdl.cache_clear()
+        elif NO_PDL in settings:
+            raise UnavailableError("needs a GPU")
+        if settings.get("attention_backend") == "flash":
+            if session.carried is None:
+                raise UnavailableError("not carried: FlashAttention 3")
+            os.environ[FOLDER_VARIABLE] = str(session.carried)
+            sys.path.insert(0, str(STAND_INS))
+        return {name: value for name, value in settings.items() if name != NO_PDL}
 
     def close(self) -> None:
         """So that the device's memory is free."""
@@ -173,27 +223,47 @@ def _idle_figures(
     What the device was busy with is from a profile, which slows the host down; the step's own time
     is from steps without one.
     """
-    session, num_steps = results.session, 3 if results.session.small else 24
+    num_steps = 3 if results.session.small else 24
     _start_decoding(engine, model, batch, context, 2 * num_steps)
     step_ms = spread([1e3 * engine.step() for _ in range(num_steps)])
-    on_device = [ProfilerActivity.CUDA] if session.on_gpu else []
-    with profile(activities=[ProfilerActivity.CPU, *on_device]) as profiled:
+
+    def steps() -> None:
         for _ in range(num_steps):
             engine.step()
-        synchronize(session.device)
+
+    busy = _profile(results.session, steps, num_steps)
     engine.run()
-    work = [
+    idle_ms = round(step_ms["median"] - busy["device_busy_ms"], 4)
+    return {"step_ms": step_ms, "idle_ms": idle_ms, **busy}
+
+
+def _prompt_profile(
+    engine: LocalEngine, model: Model, results: Results, length: int
+) -> dict[str, Any]:
+    """What the device is busy with in a step that is full of prompts."""
+    sizes = engine.config.sizes
+    num_prompts = max(1, min(sizes.max_num_batched_tokens // length, sizes.max_num_seqs))
+    length = min(length, engine.scheduler.config.max_model_len - 1)
+    for prompt in _prompts(model, num_prompts, length, -1):
+        engine.add(prompt, 1)
+    return _profile(results.session, engine.run, 1)
+
+
+def _profile(session: Session, work: Callable[[], None], num_steps: int) -> dict[str, Any]:
+    """Milliseconds of a step in which the device is busy, and what takes the most of them."""
+    on_device = [ProfilerActivity.CUDA] if session.on_gpu else []
+    with profile(activities=[ProfilerActivity.CPU, *on_device]) as profiled:
+        work()
+        synchronize(session.device)
+    pieces = [
         (event.time_range.start, event.time_range.end, event.name[:60])
         for event in profiled.events()
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
-    busy_us, by_name = device_work(work)
-    busy_ms = busy_us / 1e3 / num_steps
+    busy_us, by_name = device_work(pieces)
     return {
-        "step_ms": step_ms,
-        "device_busy_ms": round(busy_ms, 4),
-        "idle_ms": round(step_ms["median"] - busy_ms, 4),
-        "device_pieces_per_step": round(len(work) / num_steps, 1),
+        "device_busy_ms": round(busy_us / 1e3 / num_steps, 4),
+        "device_pieces_per_step": round(len(pieces) / num_steps, 1),
         "most_time_us": {name: round(us / num_steps, 1) for name, us in by_name.items()},
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+import socket
 import subprocess
 from functools import partial
 from typing import Any, Final
@@ -19,7 +20,7 @@ from benchmarks.gpu.timing import time_call
 from benchmarks.report import spread
 
 _QUERY: Final = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem,power.limit"
-_TOOLS: Final = ("ncu", "nvcc", "cuobjdump", "compute-sanitizer", "nvidia-smi", "g++")
+_TOOLS: Final = ("ncu", "nvcc", "cuobjdump", "compute-sanitizer", "nvidia-smi", "gcc", "g++")
 
 
 def measure(results: Results, _part: str) -> None:
@@ -47,9 +48,14 @@ def _gpu(session: Session) -> dict[str, Any]:
 
 
 def _installed() -> dict[str, Any]:
-    """Packages and tools: what need not be carried next time."""
+    """Packages and tools: what need not be carried next time. localhost: nano-vllm looks it up."""
     found = sorted((d.name, d.version) for d in importlib.metadata.distributions() if d.name)
-    return {"packages": dict(found), "tools": [tool for tool in _TOOLS if shutil.which(tool)]}
+    try:
+        localhost = socket.gethostbyname("localhost")
+    except OSError as error:
+        localhost = str(error)
+    tools = [tool for tool in _TOOLS if shutil.which(tool)]
+    return {"packages": dict(found), "tools": tools, "localhost": localhost}
 
 
 def _copy(session: Session) -> dict[str, Any]:

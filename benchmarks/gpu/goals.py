@@ -1,9 +1,11 @@
-"""The goals on one H200, and what a report says of them: README.md's table.
+"""The goals on one H100 and one H200, and what a report says of them: README.md's table.
 
     python -m benchmarks.gpu.goals FOLDER/gpu.json
 
-Limits are computed at 4.3 TB/s and 790 TFLOP/s. A figure that the report does not hold is "not
-measured yet"; a rehearsal's report is refused.
+Limits are computed at the rates of `shapes.CARDS`; goals are shares of them, and are shown as an
+H100's figures. What was measured is beside its share of the limit at the rates of the very card
+that it was measured on. A figure that the report does not hold is "not measured yet"; a rehearsal's
+report is refused.
 """
 
 from __future__ import annotations
@@ -11,22 +13,33 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from benchmarks.gpu.shapes import CARDS, MODELS, Model, Rates
 from benchmarks.report import table
+from benchmarks.workloads import nano_vllm_workload
 
 NOT_MEASURED: Final = "not measured yet"
-_HEADING: Final = ["measure (H200, bfloat16, random weights)", "limit", "first goal", "goal",
-                   "stretch", "measured"]  # fmt: skip
+_HEADING: Final = ["measure (bfloat16, random weights)", "limit H100", "limit H200", "goal H100",
+                   "stretch H100", "measured"]  # fmt: skip
+_FORMATS: Final = {"ms": "{:.3g} ms", "tok/s": "{:,.0f} tok/s", "TB/s": "{:.2g} TB/s"}
+_SMALL, _LARGE = MODELS
 
 
 class Goal(NamedTuple):
-    """A figure of the report, and what it should be. describe: from its measurement."""
+    """A figure of the report, and what it should be.
+
+    limit: the best that a card of these rates can do, in this unit; None where another program is
+    what it is compared with. goals: the goal and a further one, as shares of the limit, or as text.
+    describe: from its measurement.
+    """
 
     measure: str
-    limit: str
-    goals: tuple[str, str, str]
+    limit: Callable[[Rates], float] | None
+    unit: str
+    goals: tuple[float | str, float | str]
     measurement: str
     describe: Callable[[dict[str, Any]], str]
 
@@ -36,7 +49,35 @@ class Goal(NamedTuple):
             measured = self.describe(found)
         else:
             measured = "failed" if self.measurement in report["errors"] else NOT_MEASURED
-        return [self.measure, self.limit, *self.goals, measured]
+        limits = ["-" if self.limit is None else self._format(self.limit(CARDS[card]))
+                  for card in ("H100", "H200")]  # fmt: skip
+        return [self.measure, *limits, *map(self._describe_goal, self.goals), measured]
+
+    def _describe_goal(self, goal: float | str) -> str:
+        if isinstance(goal, str):
+            return goal
+        assert self.limit is not None
+        limit = self.limit(CARDS["H100"])
+        value = limit / goal if self.unit == "ms" else limit * goal
+        return f"{self._format(value)} ({goal:.0%})"
+
+    def _format(self, value: float) -> str:
+        return _FORMATS[self.unit].format(value)
+
+
+def _decode_ms(model: Model, batch: int, rates: Rates) -> float:
+    """Of a step of so many rows, each with a context of 1,024 tokens."""
+    return 1e3 * model.decode_step_s(batch, batch * 1024, rates)
+
+
+def _prompt_rate(model: Model, rates: Rates) -> float:
+    return 1024 / model.prefill_s([1024], rates)
+
+
+def _workload_rate(model: Model, rates: Rates) -> float:
+    requests = nano_vllm_workload(model.shape.vocab_size)
+    num_outputs = sum(request.num_output_tokens for request in requests)
+    return num_outputs / model.workload_s(requests, rates)
 
 
 def _step(found: dict[str, Any]) -> str:
@@ -67,32 +108,35 @@ def _ratio(found: dict[str, Any]) -> str:
     return f"{ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f})"
 
 
+def _decode_goal(model: Model, batch: int, part: str, goal: float, stretch: float) -> Goal:
+    name = model.name.removeprefix("qwen3-").upper()
+    return Goal(f"{name}: a step, B {batch}, context 1k", partial(_decode_ms, model, batch), "ms",
+                (goal, stretch), f"{part}/{model.name}/decode/b{batch}/ctx1024", _step)  # fmt: skip
+
+
 GOALS: Final = (
-    Goal("decode attention, B 256, context 1k", "4.3 TB/s", ("70 %", "80 %, >= 0.95x FA3", "88 %"),
-         "attention/decode/g2/b256/ctx1024", _against_fa3),
-    Goal("prefill attention, 4k, causal, beside FA3", "1.0", ("0.5x", "0.6x", "0.75x"),
+    Goal("decode attention, B 256, context 1k", lambda rates: rates.copy / 1e12, "TB/s",
+         (0.8, 0.88), "attention/decode/g2/b256/ctx1024", _against_fa3),
+    Goal("prefill attention, 4k, causal, beside FA3", None, "", ("0.6x", "0.75x"),
          "attention/prefill/g2/4x4096", _against_fa3),
-    Goal("0.6B: a step, B 1, context 1k", "0.305 ms", ("1.5 ms", "1.1 ms (28 %)", "0.8 ms"),
-         "speed/qwen3-0.6b/decode/b1/ctx1024", _step),
-    Goal("0.6B: a step, B 32, context 1k", "1.15 ms", ("2.6 ms", "2.0 ms (57 %)", "1.7 ms"),
-         "speed/qwen3-0.6b/decode/b32/ctx1024", _step),
-    Goal("0.6B: a step, B 256, context 1k", "7.4 ms", ("11.5 ms", "9.6 ms (77 %)", "8.8 ms"),
-         "speed/qwen3-0.6b/decode/b256/ctx1024", _step),
-    Goal("0.6B: nano-vllm's benchmark", "36.2k tok/s", ("16k (44 %)", "22k (61 %)", "25k (70 %)"),
+    _decode_goal(_SMALL, 1, "speed", 0.36, 0.5),
+    _decode_goal(_SMALL, 32, "speed", 0.59, 0.68),
+    _decode_goal(_SMALL, 256, "speed", 0.77, 0.84),
+    Goal("0.6B: nano-vllm's benchmark", partial(_workload_rate, _SMALL), "tok/s", (0.61, 0.7),
          "bench/qwen3-0.6b", _throughput),
-    Goal("8B: a step, B 1, context 1k", "3.56 ms", ("4.9 ms", "4.4 ms (81 %)", "4.1 ms"),
-         "matrix/qwen3-8b/decode/b1/ctx1024", _step),
-    Goal("8B: nano-vllm's benchmark", "12.7k tok/s", ("7.5k", "8.9k (70 %)", "9.8k"),
-         "bench/qwen3-8b", _throughput),
-    Goal("0.6B: 16k tokens of 1k prompts", "791k tok/s", ("35 %", "50 %", "60 %"),
+    Goal("0.6B: 16k tokens of 1k prompts", partial(_prompt_rate, _SMALL), "tok/s", (0.5, 0.6),
          "speed/qwen3-0.6b/prefill/1024", _prefill),
-    Goal("8B: 16k tokens of 1k prompts", "55.7k tok/s", ("60 %", "72 %", "80 %"),
-         "matrix/qwen3-8b/prefill/1024", _prefill),
-    Goal("0.6B: GPU idle in a decode step, B 32", "0", ("1.5 ms", "< 0.1 ms", "0"),
+    Goal("0.6B: GPU idle in a decode step, B 32", None, "", ("< 0.1 ms", "0"),
          "speed/qwen3-0.6b/idle/b32", _idle),
-    Goal("time of nano-vllm over ours, FA3 under it", "-", ("1.0x", ">= 1.3x", "1.5x"),
+    _decode_goal(_LARGE, 1, "large", 0.81, 0.87),
+    _decode_goal(_LARGE, 32, "large", 0.78, 0.85),
+    Goal("8B: nano-vllm's benchmark", partial(_workload_rate, _LARGE), "tok/s", (0.7, 0.77),
+         "bench-large/qwen3-8b", _throughput),
+    Goal("8B: 16k tokens of 1k prompts", partial(_prompt_rate, _LARGE), "tok/s", (0.72, 0.8),
+         "large/qwen3-8b/prefill/1024", _prefill),
+    Goal("time of nano-vllm over ours, FA3 under it", None, "", (">= 1.3x", "1.5x"),
          "nano-vllm/qwen3-0.6b", _ratio),
-    Goal("time of transformers, sdpa, over ours", "-", ("8x", "12x", ""),
+    Goal("time of transformers, sdpa, over ours", None, "", ("12x", ""),
          "transformers/qwen3-0.6b", _ratio),
 )  # fmt: skip
 

@@ -51,7 +51,7 @@ def measure(results: Results, part: str) -> None:
 
 def measurements(results: Results, part: str) -> Measurements:
     """By name."""
-    kernels, limits = _kernels(results.session), rates(results)
+    kernels, limits = kernels_of(results.session), rates(results)
     return {
         case.name: partial(measure_case, results.session, kernels, case, limits)
         for case in cases(results.session, part)
@@ -119,8 +119,8 @@ def dtype_of(session: Session) -> torch.dtype:
     return torch.bfloat16 if session.on_gpu else torch.float32
 
 
-def _kernels(session: Session) -> Kernels:
-    """Triton's; in a rehearsal without its interpreter, torch's."""
+def kernels_of(session: Session) -> Kernels:
+    """Those to measure: Triton's, or torch's in a rehearsal without Triton's interpreter."""
     try:
         return select_kernels("triton", session.device)
     except ValueError:

@@ -1,5 +1,8 @@
 """nano-vllm's benchmark: our engine alone, and beside others in alternating rounds.
 
+Each engine's round is recorded as it ends. A peer that does not end one in its limit is said to
+take longer than that; our rounds are kept.
+
 Of each pair both engines are loaded, with half of the memory each, and take turns with the same
 prompts; the order changes from round to round, and the ratio is made within a round. Weights are
 random everywhere: the temperature is above 0 and EOS is ignored, so all have the same work. Engines
@@ -23,7 +26,7 @@ from benchmarks.gpu.fa3 import FOLDER_VARIABLE
 from benchmarks.gpu.results import Measurements, Results, UnavailableError
 from benchmarks.gpu.shapes import Model, models, rates
 from benchmarks.models import write_config
-from benchmarks.peer_process import PeerCommand, PeerProcess
+from benchmarks.peer_process import NoAnswerError, PeerCommand, PeerProcess
 from benchmarks.report import spread
 from benchmarks.workloads import BenchmarkRequest, nano_vllm_workload
 
@@ -32,7 +35,7 @@ TEMPERATURE: Final = 0.6
 _ROUNDS_S: Final = 100.0
 """After so long no other round is begun."""
 _BENCHMARKS: Final = Path(__file__).resolve().parents[1]
-_STAND_INS: Final = Path(__file__).parent / "stand_ins"
+STAND_INS: Final = Path(__file__).parent / "stand_ins"
 
 
 NANO_VLLM: Final = "nano-vllm"
@@ -45,16 +48,16 @@ DRIVERS: Final = {
 
 
 def measure(results: Results, part: str) -> None:
-    """`bench`: ours with each model. Others: a peer beside ours, with the smaller one."""
+    """`bench`: ours, the smaller model; `bench-large`: the larger. Others: a peer beside ours."""
     needs_s = 40.0 if results.session.on_gpu else 1.0
     results.run(measurements(results, part), needs_s=needs_s, hangs_s=400)
 
 
 def measurements(results: Results, part: str) -> Measurements:
     """By name."""
-    found = models(results.session)
-    measured = found if part == "bench" else found[:1]
-    return {f"{part}/{model.name}": partial(_measure, results, part, model) for model in measured}
+    small, large = models(results.session)
+    model = large if part == "bench-large" else small
+    return {f"{part}/{model.name}": partial(_measure, results, part, model)}
 
 
 def _measure(results: Results, part: str, model: Model) -> dict[str, Any]:
@@ -72,52 +75,89 @@ def _measure(results: Results, part: str, model: Model) -> dict[str, Any]:
             ready[engine.name] = engine.wait_ready(session.remaining_s)
             print(f"{engine.name} is ready", flush=True)
             engines.append(engine)
-        walls_s = _take_turns(results, model, engines)
-    requests = nano_vllm_workload(model.shape.vocab_size, 0, session.small)
-    limit_s = model.workload_s(requests, rates(results))
-    num_tokens = sum(request.num_output_tokens for request in requests)
-    figures: dict[str, Any] = {
-        name: {
-            "wall_s": spread(values),
-            "output_tokens_per_s": spread([num_tokens / wall_s for wall_s in values], 1),
-            "share_of_limit": round(limit_s / median(values), 4),
-            **ready[name],
-        }
-        for name, values in walls_s.items()
-    }
-    if has_peer:
-        ratios = [b / a for a, b in zip(walls_s[OURS], walls_s[part], strict=True)]
-        figures["times_slower_than_ours"] = spread(ratios)
-    return figures
+        rounds = Rounds(results, part, model, engines)
+        rounds.run()
+    return rounds.figures(ready)
 
 
-def _take_turns(
-    results: Results, model: Model, engines: list[PeerProcess]
-) -> dict[str, list[float]]:
-    """Seconds by engine, one for each round that all have done; a short one warms up."""
-    session, vocab_size = results.session, model.shape.vocab_size
-    walls_s: dict[str, list[float]] = {engine.name: [] for engine in engines}
-    for engine in engines:
-        warm_up = [
-            BenchmarkRequest(request.prompt_token_ids, min(8, request.num_output_tokens))
-            for request in nano_vllm_workload(vocab_size, -1, session.small)
-        ]
-        with engine.turn():
-            engine.run(warm_up, max(1.0, session.remaining_s))
-    start_s, longest_s = time.monotonic(), 0.0
-    for repetition in range(2 if session.small else 3):
-        left_s = min(session.remaining_s, start_s + _ROUNDS_S - time.monotonic())
-        if repetition > 0 and left_s < longest_s:
-            break
-        requests, taken = nano_vllm_workload(vocab_size, repetition, session.small), {}
-        for engine in engines if repetition % 2 else engines[::-1]:
+class Rounds:
+    """Turns of engines at the same prompts; the order changes from round to round.
+
+    walls_s: seconds by engine, an item for each round. too_slow: seconds that a peer did not end a
+    round in, by its name.
+    """
+
+    def __init__(
+        self, results: Results, part: str, model: Model, engines: list[PeerProcess]
+    ) -> None:
+        self._results, self._name, self._engines = results, f"{part}/{model.name}", engines
+        self._model, self._small = model, results.session.small
+        self._num_tokens = sum(r.num_output_tokens for r in self._requests(0))
+        self._limit_s = model.workload_s(self._requests(0), rates(results))
+        self.walls_s: dict[str, list[float]] = {engine.name: [] for engine in engines}
+        self.too_slow: dict[str, float] = {}
+
+    def run(self) -> None:
+        """A short round to warm up, and then as many as the time allows, at most three."""
+        for engine in self._engines:
+            warm_up = [
+                BenchmarkRequest(request.prompt_token_ids, min(8, request.num_output_tokens))
+                for request in self._requests(-1)
+            ]
             with engine.turn():
-                taken[engine.name] = engine.run(requests, max(1.0, session.remaining_s)).wall_s
-            print(f"round {repetition}, {engine.name}: {taken[engine.name]:.2f} s", flush=True)
-        longest_s = max(longest_s, sum(taken.values()))
-        for name, wall_s in taken.items():
-            walls_s[name].append(wall_s)
-    return walls_s
+                engine.run(warm_up, max(1.0, self._results.session.remaining_s))
+        start_s, longest_s = time.monotonic(), 0.0
+        for number in range(2 if self._small else 3):
+            left_s = start_s + _ROUNDS_S - time.monotonic()
+            if number > 0 and min(self._results.session.remaining_s, left_s) < longest_s:
+                break
+            begun_s = time.monotonic()
+            # Ours first, for a peer may take all the time that is left.
+            for engine in self._engines[::-1] if number % 2 else self._engines:
+                if engine.name not in self.too_slow:
+                    self._take_turn(engine, number)
+            longest_s = max(longest_s, time.monotonic() - begun_s)
+
+    def _take_turn(self, engine: PeerProcess, number: int) -> None:
+        requests = self._requests(number)
+        limit_s = max(1.0, self._results.session.remaining_s)
+        try:
+            with engine.turn():
+                wall_s = engine.run(requests, limit_s).wall_s
+        except NoAnswerError:
+            if engine.name == OURS:
+                raise
+            self.too_slow[engine.name] = limit_s
+            figures = {"more_than_s": round(limit_s, 1)}
+        else:
+            self.walls_s[engine.name].append(wall_s)
+            figures = {"wall_s": round(wall_s, 4),
+                       "output_tokens_per_s": round(self._num_tokens / wall_s, 1)}  # fmt: skip
+        self._results.add(f"{self._name}/{engine.name}/round {number}", figures=figures)
+
+    def figures(self, ready: dict[str, Any]) -> dict[str, Any]:
+        """Of all rounds. ready: what each engine says of itself."""
+        found: dict[str, Any] = {
+            name: {
+                "wall_s": spread(values),
+                "output_tokens_per_s": spread([self._num_tokens / s for s in values], 1),
+                "share_of_limit": round(self._limit_s / median(values), 4),
+                **ready[name],
+            }
+            for name, values in self.walls_s.items()
+            if values
+        }
+        ours = self.walls_s[OURS]
+        for name, values in self.walls_s.items():
+            if name != OURS and values:
+                ratios = [theirs / own for own, theirs in zip(ours, values, strict=False)]
+                found["times_slower_than_ours"] = spread(ratios)
+            if name in self.too_slow:
+                found[name] = {**found.get(name, {}), "more_than_s": self.too_slow[name]}
+        return found
+
+    def _requests(self, repetition: int) -> list[BenchmarkRequest]:
+        return nano_vllm_workload(self._model.shape.vocab_size, repetition, self._small)
 
 
 def _our_command(results: Results, folder: Path, memory_share: float) -> PeerCommand:
@@ -140,7 +180,7 @@ def _peer_command(results: Results, name: str, folder: Path) -> PeerCommand:
     if name == NANO_VLLM:
         if not session.carried or not (session.carried / name).exists():
             raise UnavailableError(f"not carried: {name}")
-        path = [session.carried / name, _STAND_INS]
+        path = [session.carried / name, STAND_INS]
     limits = {"model-len": 4096, "num-seqs": 256, "num-batched-tokens": 16384}
     if session.small:
         limits = {"model-len": 256, "num-seqs": 8, "num-batched-tokens": 256}

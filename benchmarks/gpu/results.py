@@ -13,9 +13,10 @@ import faulthandler
 import json
 import os
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ NO_GRAPH: Final = "WorkerError: no graph of"
 LOST: Final = "the device is lost to this process: another one goes on"
 LOST_CODE: Final = 75
 """Exit code of a process that the device is lost to."""
+TRITON_CACHE: Final = Path(tempfile.gettempdir()) / "nanocore-triton"
+"""Folder of compiled kernels; the same one wherever they are made or used: its files name it."""
+PDL_VARIABLE: Final = "NANOCORE_PDL"
 PACKAGES: Final = ("torch", "triton", "numpy", "transformers", "safetensors", "msgspec", "pyzmq")
 Measurements = dict[str, Callable[[], dict[str, Any]]]
 
@@ -46,6 +50,7 @@ class Session:
     folders: where records are written; the first one's are continued. small: tiny shapes, for a
     rehearsal. carried: folder of what the machine lacked (other engines, libraries), or None.
     deadline_s: on the monotonic clock. only: prefixes of what to measure; all if it is empty.
+    summary_fd: file descriptor that gets a line for each measurement.
     """
 
     folders: tuple[Path, ...]
@@ -54,6 +59,7 @@ class Session:
     carried: Path | None = None
     deadline_s: float = float("inf")
     only: tuple[str, ...] = ()
+    summary_fd: int = 1
 
     @property
     def remaining_s(self) -> float:
@@ -141,7 +147,16 @@ class Results:
         self.session = session
         self.records = Records(file_name(session.device.type, session.small), session.folders)
         head = describe_run(PACKAGES) | {"device": describe_device(session.device)}
-        self.records.add(head=head | {"small": session.small})
+        self.records.add(head=head | {"small": session.small, "pdl": uses_pdl()})
+
+    def add(self, name: str, **record: Any) -> None:
+        """Keep figures, an error or a reason to skip, and say so in a line."""
+        self.records.add(name=name, **record)
+        self.say(summary(name, record))
+
+    def say(self, line: str) -> None:
+        """Write a line to the day's output, which the log is no part of."""
+        os.write(self.session.summary_fd, f"{line}\n".encode())
 
     def run(
         self, measurements: Mapping[str, Callable[[], Any]], needs_s: float = 5, hangs_s: float = 90
@@ -163,8 +178,10 @@ class Results:
             faulthandler.cancel_dump_traceback_later()
             if "error" in record and self.session.remaining_s == 0:
                 record = {}  # no time was left for it: it stays missing
-            self.records.add(**record and {"name": name, **record})
-            print(f"{name}: {json.dumps(record)[-300:]}", flush=True)
+            if record:
+                self.add(name, **record)
+            else:
+                self.records.add()  # it is begun no more
             if is_lost:
                 sys.stdout.flush()
                 os._exit(LOST_CODE)  # destructors would wait for the device
@@ -194,6 +211,38 @@ class Results:
         except Exception:
             return True
         return False
+
+
+def uses_pdl() -> bool:
+    """Whether launches may be dependent ones, see `nanocore.kernels.triton.launch`."""
+    return os.environ.get(PDL_VARIABLE) != "0"
+
+
+def summary(name: str, record: Mapping[str, Any], width: int = 110) -> str:
+    """A line of at most `width` characters: as many numbers as fit, or what went wrong."""
+    if "figures" in record:
+        words = " ".join(_numbers(record["figures"]))
+    elif "error" in record:
+        lines = [line for line in record["error"].splitlines() if line.strip() and line != LOST]
+        words = f"ERROR {lines[-1] if lines else ''}"
+    else:
+        words = f"skipped: {record['skipped']}"
+    line = f"{name}: {words}"
+    return line if len(line) <= width else f"{line[: width - 1]}~"
+
+
+def _numbers(figures: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Each number as key=value; of what has a spread, the median."""
+    for key, value in figures.items():
+        if isinstance(value, Mapping):
+            if "median" in value:
+                yield f"{prefix}{key}={value['median']:.5g}"
+            else:
+                yield from _numbers(value, f"{key}.")
+        elif isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        else:
+            yield f"{prefix}{key}={value:.5g}"
 
 
 def file_name(device: str, small: bool) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from benchmarks.gpu.results import Results, Session
 from benchmarks.models import SHAPES, ModelShape
@@ -31,8 +31,16 @@ class Rates:
     gemm: float
 
 
-ASSUMED_RATES: Final = Rates(copy=4.3e12, gemm=790e12)
-"""Of an H200, as measured by copies of 8.6 GB and products of 8192 x 8192 matrices."""
+CARDS: Final = {
+    "H100": Rates(copy=3.0e12, gemm=798e12),
+    "H200": Rates(copy=4.3e12, gemm=790e12),
+}
+"""As measured by copies of 8.6 GB and products of 8192 x 8192 matrices, with random operands."""
+
+
+def assumed_rates(card: str) -> Rates:
+    """Those of a card by its name, of which CARDS has a part; an H100's if it is another one."""
+    return next((found for name, found in CARDS.items() if name in card), CARDS["H100"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +119,14 @@ def models(session: Session) -> tuple[Model, Model]:
 
 
 def rates(results: Results) -> Rates:
-    """What `env` measured, or an H200's where it did not."""
-    found = results.records.figures
-    if not results.session.on_gpu or not {"env/copy", "env/gemm"} <= found.keys():
-        return ASSUMED_RATES
-    copy, gemm = found["env/copy"]["gb_per_s"], found["env/gemm"]["tflop_per_s"]
+    """What `env` measured, or what the card's kind does where it did not."""
+    records = results.records
+    return rates_of(records.figures, records.head["device"]["name"])
+
+
+def rates_of(figures: dict[str, Any], card: str) -> Rates:
+    """The same, of a report's figures."""
+    if not {"env/copy", "env/gemm"} <= figures.keys() or card == "cpu":
+        return assumed_rates(card)
+    copy, gemm = figures["env/copy"]["gb_per_s"], figures["env/gemm"]["tflop_per_s"]
     return Rates(copy["median"] * 1e9, gemm["median"] * 1e12)

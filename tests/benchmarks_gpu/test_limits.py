@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu.shapes import ASSUMED_RATES, MODELS
+from benchmarks.gpu.shapes import CARDS, MODELS, assumed_rates, rates_of
 from benchmarks.workloads import nano_vllm_workload
 
 SMALL, LARGE = MODELS
+H200 = CARDS["H200"]
 BY_NAME = {model.name: model for model in MODELS}
 
 
@@ -35,13 +36,13 @@ def test_sizes_are_those_of_the_models() -> None:
 def test_a_decode_step_reads_weights_and_kv(
     model: str, batch: int, context: int, milliseconds: float
 ) -> None:
-    least_s = BY_NAME[model].decode_step_s(batch, batch * context, ASSUMED_RATES)
+    least_s = BY_NAME[model].decode_step_s(batch, batch * context, H200)
     assert 1e3 * least_s == pytest.approx(milliseconds, rel=0.005)
 
 
 def test_weights_and_caches_of_a_byte_are_read_in_half_the_time() -> None:
     plain, weights, cache = (
-        LARGE.decode_step_s(32, 32 * 1024, ASSUMED_RATES, weight_bytes, kv_bytes)
+        LARGE.decode_step_s(32, 32 * 1024, H200, weight_bytes, kv_bytes)
         for weight_bytes, kv_bytes in ((2, 2), (1, 2), (2, 1))
     )
     assert (plain - weights) + (plain - cache) == pytest.approx(plain / 2)
@@ -53,7 +54,7 @@ def test_weights_and_caches_of_a_byte_are_read_in_half_the_time() -> None:
      ("qwen3-8b", 8192, 48.4e3)],
 )  # fmt: skip
 def test_prompts_are_multiplied_through(model: str, length: int, tokens_per_s: float) -> None:
-    least_s = BY_NAME[model].prefill_s([length], ASSUMED_RATES)
+    least_s = BY_NAME[model].prefill_s([length], H200)
     assert length / least_s == pytest.approx(tokens_per_s, rel=0.005)
 
 
@@ -63,7 +64,7 @@ def test_the_workload_is_nano_vllms_and_so_is_its_limit(model: str, tokens_per_s
     assert sum(len(request.prompt_token_ids) for request in requests) == 142_827
     num_outputs = sum(request.num_output_tokens for request in requests)
     assert num_outputs == 133_966
-    least_s = BY_NAME[model].workload_s(requests, ASSUMED_RATES)
+    least_s = BY_NAME[model].workload_s(requests, H200)
     assert num_outputs / least_s == pytest.approx(tokens_per_s, rel=0.005)
 
 
@@ -72,3 +73,15 @@ def test_repetitions_differ_in_prompts_and_agree_in_lengths() -> None:
     assert len({requests[0].prompt_token_ids for requests in drawn}) == 3
     sizes = [[(len(r.prompt_token_ids), r.num_output_tokens) for r in found] for found in drawn]
     assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_limits_of_an_h100_are_those_that_its_goals_come_from() -> None:
+    """In ms; the day's measured rates come before those of the card's name."""
+    rates = assumed_rates("NVIDIA H100 80GB HBM3")
+    found = [1e3 * SMALL.decode_step_s(rows, rows * 1024, rates) for rows in (1, 32, 256)]
+    assert found == pytest.approx([0.436, 1.65, 10.4], rel=0.02)
+    assert assumed_rates("NVIDIA H200") == CARDS["H200"]
+    measured = {"env/copy": {"gb_per_s": {"median": 2900.0}},
+                "env/gemm": {"tflop_per_s": {"median": 700.0}}}  # fmt: skip
+    assert rates_of(measured, "NVIDIA H100 80GB HBM3").copy == 2.9e12
+    assert rates_of(measured, "cpu") == CARDS["H100"]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import engine_checks, engine_speed, environment, kernels, peers
+from benchmarks.gpu import engine_checks, engine_speed, environment, kernels, peers, smoke
 from benchmarks.gpu.goals import GOALS, NOT_MEASURED, goals_table
 from benchmarks.gpu.part import PARTS
 from benchmarks.gpu.results import Records, Results, Session
@@ -53,10 +53,12 @@ def names_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, l
     engine = engine_speed.CurrentEngine(results, folder)
     found = {
         "env": environment.measurements(session),
+        "smoke": smoke.measurements(session, "smoke"),
         "check": engine_checks.measurements(engine_checks.Checked(results, folder / "model")),
     }
-    found |= {part: engine_speed.measurements(engine, part) for part in ("speed", "matrix")}
-    others = ("bench", "nano-vllm", "transformers")
+    steps = ("speed", "large", "variants")
+    found |= {part: engine_speed.measurements(engine, part) for part in steps}
+    others = ("bench", "bench-large", "nano-vllm", "transformers")
     found |= {part: peers.measurements(results, part) for part in others}
     names = {part: list(measurements) for part, measurements in found.items()}
     for part in ("attention", "products"):
@@ -74,12 +76,14 @@ def test_every_part_measures_what_has_its_name_and_every_goal_is_measured(
         assert all(name.startswith(f"{part}/") for name in names)
     every = {name for names in found.values() for name in names}
     assert {goal.measurement for goal in GOALS} <= every
-    for rows in (1, 8, 32, 64, 128, 256):
+    for rows in (1, 32, 256):
         assert f"speed/qwen3-0.6b/decode/b{rows}/ctx1024" in every
+        assert f"large/qwen3-8b/decode/b{rows}/ctx1024" in every
+    for rows in (1, 8, 32, 64, 128, 256):
         assert f"attention/decode/g2/b{rows}/ctx1024" in every
         assert f"attention/decode/g4/b{rows}/ctx1024" in every
-    for variant in ("weights int8", "weights fp8", "kv int8", "kv fp8", "eager"):
-        assert f"matrix/qwen3-8b/{variant}/decode/b32/ctx1024" in every
+    for variant in ("no pdl", "weights int8", "weights fp8", "kv int8", "kv fp8", "flash"):
+        assert f"variants/qwen3-0.6b/{variant}/decode/b32/ctx1024" in every
 
 
 def test_the_readme_has_the_table_of_goals() -> None:
@@ -126,7 +130,9 @@ def test_kernels_are_right_and_timed(run_part: Run) -> None:
 
 def test_the_engine_is_checked_and_timed(run_part: Run) -> None:
     run_part("speed")
-    run_part("matrix", "--only", "matrix/tiny/kv,matrix/tiny/eager")
+    run_part("large")
+    run_part("variants", "--only", "variants/tiny/kv,variants/tiny/no")
+    run_part("smoke")
     found = run_part("check")
     assert (found.errors, found.missing) == ({}, [])
     figures = found.figures
@@ -139,9 +145,13 @@ def test_the_engine_is_checked_and_timed(run_part: Run) -> None:
     assert figures["speed/tiny/decode/b4/ctx64"]["step_ms"]["min"] > 0
     assert figures["speed/tiny/prefill/64"]["tokens_per_s"] > 0
     assert figures["speed/tiny/idle/b4"]["idle_ms"] > 0
-    assert figures["matrix/tiny/kv int8/decode/b4/ctx64"]["step_ms"]["min"] > 0
-    assert figures["matrix/tiny/eager/start"]["eager"]
-    assert "fp8 needs CUDA" in found.skipped["matrix/tiny/kv fp8/start"]
+    assert "device_busy_ms" in figures["speed/tiny/prompts"]
+    assert figures["large/tiny-untied/decode/b4/ctx64"]["step_ms"]["min"] > 0
+    assert figures["variants/tiny/kv int8/decode/b4/ctx64"]["step_ms"]["min"] > 0
+    assert "fp8 needs CUDA" in found.skipped["variants/tiny/kv fp8/start"]
+    assert "needs a GPU" in found.skipped["variants/tiny/no pdl/start"]
+    for path in ("eager", "graphs", "overlapped"):
+        assert figures[f"smoke/pdl/engine/{path}"]["num_equal"] == 4
 
 
 def test_the_device_is_busy_where_pieces_of_work_are() -> None:
@@ -195,6 +205,9 @@ def test_the_day_runs_in_a_copy_that_is_not_installed(
     assert report["endings"] == {"speed": "ended", "bench": "ended"}
     assert report["commit"] == "abc", "that of the checkout around it is none of ours"
     assert {name.partition("/")[0] for name in report["figures"]} == {"speed", "bench"}
-    bench = report["figures"]["bench/tiny-untied"]["nanocore"]
+    bench = report["figures"]["bench/tiny"]["nanocore"]
     assert bench["output_tokens_per_s"]["min"] > 0
+    assert len(result.stdout) < 12_000, "what a call shows of its output"
+    for name in report["figures"]:
+        assert f"\n{name}: " in result.stdout
     assert (work / "rehearsal.jsonl").read_bytes() == (out / "rehearsal.jsonl").read_bytes()

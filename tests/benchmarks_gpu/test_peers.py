@@ -66,10 +66,10 @@ def carry_fakes(folder: Path) -> None:
     (package / "engine" / "model_runner.py").write_text(FAKE_MODEL_RUNNER)
 
 
-def run_part(part: str, folder: Path) -> Records:
+def run_part(part: str, folder: Path, *flags: str) -> Records:
     command = [sys.executable, "-m", "benchmarks.gpu.part", part, "--device", "cpu", "--small"]
     folders = ["--carried", str(folder / "carried"), "--out", str(folder)]
-    subprocess.run([*command, *folders], cwd=ROOT, check=True, timeout=110)
+    subprocess.run([*command, *folders, *flags], cwd=ROOT, check=True, timeout=110)
     return Records("rehearsal.jsonl", (folder,))
 
 
@@ -83,6 +83,22 @@ def test_a_peer_takes_turns_with_ours(peer: str, tmp_path: Path) -> None:
     for engine in ("nanocore", peer):
         assert figures[engine]["output_tokens_per_s"]["min"] > 0
         assert figures[engine]["versions"]
+
+
+def test_of_a_peer_that_is_too_slow_our_rounds_are_kept(tmp_path: Path) -> None:
+    """It answers the short round that warms up, and no other one."""
+    carry_fakes(tmp_path / "carried")
+    package = tmp_path / "carried" / "nano-vllm" / "nanovllm" / "__init__.py"
+    waits = "        if params[0].max_tokens > 8: __import__('threading').Event().wait()\n"
+    head, mark, tail = package.read_text().partition("        return [{")
+    package.write_text(head + waits + mark + tail)
+    found = run_part("nano-vllm", tmp_path, "--limit-s", "40")
+    figures = found.figures["nano-vllm/tiny"]
+    assert figures["nanocore"]["output_tokens_per_s"]["min"] > 0
+    assert figures["nano-vllm"]["more_than_s"] > 0
+    assert "times_slower_than_ours" not in figures
+    assert found.figures["nano-vllm/tiny/nanocore/round 0"]["wall_s"] > 0
+    assert found.figures["nano-vllm/tiny/nano-vllm/round 0"].keys() == {"more_than_s", "commit"}
 
 
 def test_a_peer_that_fails_is_told_with_its_log(tmp_path: Path) -> None:

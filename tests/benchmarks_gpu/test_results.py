@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ import torch
 from benchmarks.gpu import gpu_tests, part
 from benchmarks.gpu.engine import engine_settings
 from benchmarks.gpu.goals import GOALS, NOT_MEASURED, goals_table, main
-from benchmarks.gpu.results import LOST_CODE, Records, Results, Session, UnavailableError
+from benchmarks.gpu.results import (
+    LOST_CODE,
+    Records,
+    Results,
+    Session,
+    UnavailableError,
+    summary,
+)
 
 NAME = "rehearsal.jsonl"
 ROOT = Path(__file__).parents[2]
@@ -59,7 +67,7 @@ def test_a_report_says_who_measured_what_where(tmp_path: Path) -> None:
     results = Results(make_session(tmp_path))
     results.run({"p/a": lambda: {"us": 1}}, needs_s=0)
     report = results.records.report()
-    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["torch"] == version("torch")
     assert report["device"] == {"name": "cpu"}
     assert report["small"]
     assert {"date", "command", "commit", "host"} <= report.keys()
@@ -127,11 +135,11 @@ def test_a_broken_device_is_told_apart_from_a_wrong_result(tmp_path: Path) -> No
     assert records.figures.keys() == {"p/last"}
 
 
-@pytest.mark.parametrize("name", ["speed/tiny/start", "matrix/tiny/start"])
+@pytest.mark.parametrize("name", ["speed/tiny/start", "large/tiny/start"])
 def test_where_graphs_cannot_be_recorded_engines_start_without(name: str, tmp_path: Path) -> None:
     results = Results(make_session(tmp_path))
     assert "enforce_eager" not in engine_settings(results)
-    results.records.add(name="matrix/tiny/decode/b1", error="WorkerError: no graph of 8 decodes")
+    results.records.add(name="large/tiny/decode/b1", error="WorkerError: no graph of 8 decodes")
     assert "enforce_eager" not in engine_settings(results)
     results.records.add(name=name, error="WorkerError: no graph of 8 decodes")
     assert engine_settings(results)["enforce_eager"]
@@ -162,23 +170,54 @@ def test_is_skipped(): pass
 
 
 @pytest.mark.campaign
-def test_gpu_tests_are_counted_and_failures_are_told(tmp_path: Path) -> None:
+def test_gpu_tests_are_counted_and_failures_are_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "test_a.py"
     path.write_text(TESTS)
-    session = make_session(tmp_path, deadline_s=time.monotonic() + 100)
-    found = gpu_tests.run_file(session, path)
-    assert (found["passed"], found["skipped"]) == (1, 1)
+    results = Results(make_session(tmp_path, deadline_s=time.monotonic() + 100))
+    assert gpu_tests.run_tests(results, "tests", path) == {"passed": 1, "skipped": 1}
     path.write_text(TESTS + "def test_fails(): assert 1 == 2, 'the kernel is wrong'\n")
-    with pytest.raises(AssertionError, match="the kernel is wrong"):
-        gpu_tests.run_file(session, path)
+    with pytest.raises(AssertionError, match="'failed': 1"):
+        gpu_tests.run_tests(results, "tests", path)
+    [(name, error)] = results.records.errors.items()
+    assert name.endswith("::test_fails")
+    assert "the kernel is wrong" in error
+    [passed] = [n for n, f in results.records.figures.items() if f["outcome"] == "passed"]
+    assert passed.endswith("::test_passes")
     path.write_text("import no_such_module")
-    with pytest.raises(AssertionError, match="no_such_module"):
-        gpu_tests.run_file(session, path)
+    with pytest.raises(AssertionError, match="exit code 2"):
+        gpu_tests.run_tests(results, "tests", path)
+    assert "No module named 'no_such_module'" in capfd.readouterr().out, "the log"
 
 
-def test_all_gpu_tests_are_run() -> None:
-    names = {name.partition("/")[2] for name in gpu_tests.measurements(make_session())}
-    assert names == {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+STOPS = """
+def test_passes(): pass
+def test_takes_long():
+    import threading
+    threading.Event().wait()
+"""
+
+
+@pytest.mark.campaign
+def test_a_limit_costs_only_the_tests_that_have_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "test_a.py"
+    path.write_text(STOPS)
+    results = Results(make_session(tmp_path, deadline_s=time.monotonic() + 15))
+    with pytest.raises(subprocess.TimeoutExpired):
+        gpu_tests.run_tests(results, "tests", path)
+    [name] = results.records.figures
+    assert name.endswith("::test_passes")
+
+
+def test_a_measurement_is_told_in_a_line() -> None:
+    spread = {"median": 1.23456, "min": 1.0, "max": 2.0}
+    figures = {"step_ms": spread, "kernels": "triton", "phases_s": {"load": 2}, "eager": False}
+    assert summary("p/a", {"figures": figures}) == "p/a: step_ms=1.2346 phases_s.load=2"
+    assert len(summary("p/a", {"figures": dict.fromkeys(map(str, range(99)), 1)})) == 110
+    error = {"error": "Traceback\n  ...\nValueError: no\n\n"}
+    assert summary("p/a", error) == "p/a: ERROR ValueError: no"
+    assert summary("p/a", {"skipped": "not carried"}) == "p/a: skipped: not carried"
 
 
 def test_a_machine_without_a_gpu_is_told_so(

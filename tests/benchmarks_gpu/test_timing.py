@@ -14,7 +14,7 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.attention_cases import attention_cases
 from benchmarks.gpu.kernels import measure_case
 from benchmarks.gpu.results import Session
-from benchmarks.gpu.shapes import ASSUMED_RATES
+from benchmarks.gpu.shapes import CARDS
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 
@@ -138,9 +138,9 @@ def test_a_wrong_kernel_is_an_error_with_its_times(tmp_path: Path) -> None:
     for name, case in cases.items():
         if name in wrong:
             with pytest.raises(AssertionError, match=r"wrong by .*'us'"):
-                measure_case(session, kernels, case, ASSUMED_RATES)
+                measure_case(session, kernels, case, CARDS["H100"])
         else:
-            assert measure_case(session, kernels, case, ASSUMED_RATES)["error"] < 1e-5
+            assert measure_case(session, kernels, case, CARDS["H100"])["error"] < 1e-5
 
 
 def test_each_call_of_attention_makes_its_plan(tmp_path: Path) -> None:

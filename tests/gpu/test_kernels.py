@@ -6,10 +6,8 @@ TRITON_INTERPRET=0, see `tests/conftest.py`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,20 +31,15 @@ from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.attention import paged_attention
 from nanocore.kernels.triton.triton_backend import TritonKernels
+from tests.gpu.targets import CUDA_MARKS
+from tests.gpu.tensors import DEVICE, DTYPE, MAX_ERROR, close, there
 from tests.kernels.drawn_weights import draw_float8, draw_groups
 from tests.kernels.layered_cache import layered, parts
 from tests.kernels.triton.paged_step import Heads, PagedStep, draw_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    pytest.mark.skipif(os.environ["TRITON_INTERPRET"] != "0", reason="Triton interprets"),
-]
+pytestmark = CUDA_MARKS
 
-DEVICE, DTYPE = torch.device("cuda", 0), torch.bfloat16
 REFERENCE = TorchKernels()
-MAX_ERROR = 0.02
-"""Of the norm: operands and results are rounded to 8 bits, and so is what is between."""
 
 
 @pytest.fixture(autouse=True)
@@ -63,23 +56,6 @@ def kernels() -> TritonKernels:
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype or DTYPE)
-
-
-def close(actual: Tensor, expected: Tensor, max_error: float = MAX_ERROR) -> None:
-    assert actual.shape == expected.shape
-    error = (actual.double() - expected.double()).norm() / expected.double().norm()
-    assert error < max_error, float(error)
-
-
-def there(value: Any, dtype: torch.dtype | None = None) -> Any:
-    """A tensor, or all in a dataclass, on the device; floats in this dtype."""
-    if isinstance(value, Tensor):
-        return value.to(DEVICE, dtype if dtype and value.dtype == torch.float32 else None)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value, **{f.name: there(getattr(value, f.name), dtype) for f in fields(value) if f.init}
-        )
-    return value
 
 
 @pytest.mark.parametrize(("rows", "size"), [(300, 128), (7, 2304), (1, 16384)])

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,6 +32,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.packed_model import fill_and_pack
@@ -161,6 +163,62 @@ def make_wishes(*lengths: int, max_tokens: int = 3) -> list[Wish]:
     ]
 
 
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "masks": [
+        {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"temperature": 1.1, "top_k": 20, "top_p": 0.9},
+        {"temperature": 0.0, "presence_penalty": 0.8, "logit_bias": [(i, 5.0) for i in range(40)]},
+    ],
+    "logprobs": [
+        {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 0.9, "logprobs": -1},
+        {"temperature": 1.2, "logprobs": 0, "prompt_logprobs": 0, "top_k": 30, "top_p": 0.9},
+        {"temperature": 0.7, "prompt_logprobs": -1},
+    ],
+    "edits": [
+        {"temperature": 0.0, "repetition_penalty": 1.4, "frequency_penalty": 1.1},
+        {"temperature": 0.9, "presence_penalty": 0.6, "logit_bias": [(7, 9.0), (8, 9.5)]},
+        {"temperature": 0.8, "allowed_token_ids": [3, 5, 8, 250], "bad_words_token_ids": [[3, 3]]},
+        {"temperature": 1.0, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
+    ],
+    "filters": [
+        {"temperature": 1.3, "top_k": 5},
+        {"temperature": 0.8, "top_p": 0.8},
+        {"temperature": 1.1, "min_p": 0.05},
+        {"temperature": 1.0, "top_k": 30, "top_p": 0.9, "min_p": 0.01},
+    ],
+    "embeddings": [
+        {"pooling": "last"},
+        {"temperature": 0.0},
+        {"pooling": "mean"},
+        {"temperature": 0.8, "logprobs": 1},
+    ],
+}
+"""What requests ask for beside a plain token, by kind; with masks, each has one, too."""
+
+
+def allow_a_sixth(output: list[int]) -> NDArray[np.bool_]:
+    """Tokens that a request with a mask may sample next: others after each token."""
+    return (np.arange(384) + len(output)) % 6 == 0
+
+
+def make_asking_wishes(*kinds: str, max_tokens: int = 8) -> list[Wish]:
+    """Requests of these kinds in turn, of which some are longer than a step's budget."""
+    asked = [(kind, one) for own in zip(*(ASKED[kind] for kind in kinds), strict=True)
+             for kind, one in zip(kinds, own, strict=True)]  # fmt: skip
+    rng = np.random.default_rng(11)
+    return [
+        Wish(
+            rng.integers(0, 380, (29, 5, 60, 1, 17, 40)[i % 6]).tolist(),
+            1 if "pooling" in one else max_tokens + i % 3,
+            EngineSamplingParams(**one),
+            allowed=allow_a_sixth if kind == "masks" else None,
+        )
+        for i, (kind, one) in enumerate(asked)
+    ]
+
+
 class Engine:
     """The scheduler and a runner.
 
@@ -260,9 +318,10 @@ def load_model(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     quantization: Quantization | None = None,
+    tp: Communicator | None = None,
 ) -> DecoderModel:
     """A model on one rank, its weights loaded."""
-    placement = Placement(dtype, torch.device(device))
+    placement = Placement(dtype, torch.device(device), tp or SingleRank())
     model = build_model(load_model_config(folder), placement)
     names = model.entry_name
     fill_and_pack(model, TorchKernels(), lambda e: load_weights(folder, e, names), quantization)
@@ -270,8 +329,13 @@ def load_model(
 
 
 def expected(model: DecoderModel, wishes: list[Wish]) -> dict[int, list[int]]:
-    """Each request alone, on the host."""
-    tokens = {}
+    """The tokens of each request alone, on the host."""
+    return answers_alone(model, wishes).tokens
+
+
+def answers_alone(model: DecoderModel, wishes: list[Wish]) -> Deliveries:
+    """What each request gets alone, on the host."""
+    all_of_them = Deliveries()
     for handle, wish in enumerate(wishes):
         engine = Engine(model, depth=0)
         masks = MaskFinder(engine.runner, wishes, engine.deliveries)
@@ -280,5 +344,35 @@ def expected(model: DecoderModel, wishes: list[Wish]) -> dict[int, list[int]]:
             pending = engine.runner.begin(masks.ask(engine.scheduler.schedule()))
             masks.tell(pending)
             engine.deliveries.take(engine.scheduler, pending.wait())
-        tokens[handle] = engine.deliveries.tokens[handle]
-    return tokens
+        for found, own in zip(_answers(all_of_them), _answers(engine.deliveries), strict=True):
+            found |= own
+    return all_of_them
+
+
+def assert_same_answers(found: Deliveries, right: Deliveries) -> None:
+    """Whether tokens are equal, and numbers but for the rounding of other kernels."""
+    assert found.tokens == right.tokens
+    for ours, theirs in (
+        (found.logprobs, right.logprobs),
+        (found.prompt_logprobs, right.prompt_logprobs),
+    ):
+        assert ours.keys() == theirs.keys()
+        for handle in ours:
+            for (rank, one), (other_rank, other) in zip(ours[handle], theirs[handle], strict=True):
+                assert abs(rank - other_rank) <= 1  # of neighbours that are as good as equal
+                assert one[0][0] == other[0][0]
+                numbers, others = ([number for _, number in own] for own in (one, other))
+                np.testing.assert_allclose(numbers, others, atol=2e-3)
+    assert found.embeddings.keys() == right.embeddings.keys()
+    for handle, embedding in found.embeddings.items():
+        ours_E, right_E = (np.frombuffer(x, "<f4") for x in (embedding, right.embeddings[handle]))
+        np.testing.assert_allclose(ours_E, right_E, atol=1e-3 * float(np.abs(right_E).max()))
+
+
+def _answers(deliveries: Deliveries) -> list[dict[int, Any]]:
+    return [
+        deliveries.tokens,
+        deliveries.logprobs,
+        deliveries.prompt_logprobs,
+        deliveries.embeddings,
+    ]

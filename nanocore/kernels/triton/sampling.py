@@ -98,7 +98,7 @@ def allowed(mask, token_ids, is_token) -> tl.tensor:
     words, index, num_words = mask
     if words is not None:
         word = words + index.to(tl.int64) * num_words + token_ids // 32
-        # Not is_token & (index >= 0): Triton 3.9's interpreter makes int32 of a scalar's comparison.
+        # Not is_token & (index >= 0): Triton 3.9's interpreter makes int32 of such a scalar.
         bits = tl.load(word, mask=tl.where(is_token, index, -1) >= 0, other=-1)
         is_token = is_token & (((bits >> (token_ids % 32)) & 1) != 0)
     return is_token

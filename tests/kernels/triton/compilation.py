@@ -1,22 +1,26 @@
 """Compiles kernels for GPUs that are not here and says what they take.
 
 `python -m tests.kernels.triton.compilation norm_cases ...` compiles every case of those modules, or
-of all there are, on all cores, and prints a line of JSON for each case and target. It must be a
-process of its own: tests run kernels in the interpreter, and one process has that or the compiler.
+of all there are, on all cores, and prints a line of JSON for each case and target. With --brief it
+prints one line in all, and how long it took. It must be a process of its own: tests run kernels in
+the interpreter, and one process has that or the compiler.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -187,19 +191,35 @@ def _compile_nth(job: tuple[str, int, int]) -> Usage:
     return compile_case(_cases(module)[index], capability)
 
 
-def main(modules: list[str]) -> None:
-    """Print the usage of all cases of these modules, or of all there are."""
+def jobs(modules: Sequence[str], capabilities: Collection[int]) -> list[tuple[str, int, int]]:
+    """Return (module, index of the case, capability) for all cases, or those for capabilities."""
     modules = modules or sorted(path.stem for path in _FOLDER.glob("*_cases.py"))
-    jobs = [
+    return [
         (module, index, capability)
         for module in modules
         for index, case in enumerate(_cases(module))
         for capability in case.capabilities
+        if not capabilities or capability in capabilities
     ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the usage of all cases of these modules, or of all there are."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as norm_cases")
+    parser.add_argument("--capability", type=int, action="append", default=[],
+                        choices=SHARED_BYTES, help="compile for these alone")  # fmt: skip
+    parser.add_argument("--brief", action="store_true", help="print one line in all")
+    arguments = parser.parse_args(argv)
+    todo, start_s = jobs(arguments.modules, arguments.capability), time.perf_counter()
     with ProcessPoolExecutor() as pool:
-        for usage in pool.map(_compile_nth, jobs):
-            print(json.dumps(asdict(usage)), flush=True)
+        for usage in pool.map(_compile_nth, todo):
+            if not arguments.brief:
+                print(json.dumps(asdict(usage)), flush=True)
+    if arguments.brief:
+        seconds = time.perf_counter() - start_s
+        print(f"triton {version('triton')}: {len(todo)} cases compile, {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

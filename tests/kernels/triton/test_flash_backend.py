@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -79,6 +80,45 @@ def fa3_with_kvcache(
 ) -> Tensor:
     parts = chunks(q, cu_seqlens_q, max_seqlen_q)
     return sequences(parts, (k, v), cache_seqlens, page_table, **options)
+
+
+@dataclass
+class NewerRelease:
+    """FlashAttention 3 of a release that takes our output and its scheduler's metadata.
+
+    plans: what was asked of its scheduler. given: the plan and the output of each call.
+    """
+
+    plans: list[dict[str, Any]] = field(default_factory=list)
+    given: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def functions(self) -> dict[str, Callable[..., Tensor]]:
+        """Of the module."""
+
+        def with_kvcache(
+            *operands: Tensor, out: Tensor, scheduler_metadata: Tensor, num_splits: int,
+            **options: Any,
+        ) -> Tensor:  # fmt: skip
+            asked = self.plans[int(scheduler_metadata)]
+            assert num_splits == asked["num_splits"] > 0
+            for name in ("cu_seqlens_q", "window_size", "causal"):
+                assert options[name] is asked[name] or options[name] == asked[name]
+            assert bool(options["softcap"]) == asked["has_softcap"]
+            self.given.append((scheduler_metadata, out))
+            return out.copy_(fa3_with_kvcache(*operands, **options))
+
+        def plan(
+            batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int,
+            num_heads_kv: int, headdim: int, cache_seqlens: Tensor, **options: Any,
+        ) -> Tensor:  # fmt: skip
+            assert len(cache_seqlens) == batch_size
+            assert int(options["cu_seqlens_q"].diff().max()) == max_seqlen_q
+            assert int(cache_seqlens.max()) <= max_seqlen_k
+            assert max_seqlen_k % options["page_size"] == 0
+            self.plans.append(options | {"heads": (num_heads_q, num_heads_kv, headdim)})
+            return torch.tensor(len(self.plans) - 1)
+
+        return {"flash_attn_with_kvcache": with_kvcache, "get_scheduler_metadata": plan}
 
 
 def fa2_with_kvcache(
@@ -161,6 +201,59 @@ def test_steps_of_decodes_and_chunks_are_the_reference(
     assert not out[-2:].any()
 
 
+def install_newer(install: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> NewerRelease:
+    newer = NewerRelease()
+    monkeypatch.setitem(MODULES, "flash_attn_interface", newer.functions())
+    install("flash_attn_interface")
+    return newer
+
+
+@pytest.mark.parametrize(
+    "spec", [PLAIN, AttentionSpec(scale=HEAD_DIM**-0.5, window=5, softcap=2.0)]
+)
+def test_a_release_that_takes_our_output_writes_there_alone(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, spec: AttentionSpec
+) -> None:
+    newer = install_newer(install, monkeypatch)
+    case = PagedCase([(9, 1), (3, 1), (11, 4)], spec=spec, num_padding=2)
+    case.kernels = FlashKernels(CPU)
+    out = case.run()
+    torch.testing.assert_close(out[:-2].double(), case.expected(), rtol=1e-5, atol=1e-5)
+    assert not out[-2:].any()
+    ((_, written),) = newer.given
+    assert written.data_ptr() == out.data_ptr()
+
+
+def test_layers_that_are_alike_share_a_plan_of_their_step(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with another window, softcap or number of heads have their own, and so has a step."""
+    newer = install_newer(install, monkeypatch)
+    kernels, scale = FlashKernels(CPU), HEAD_DIM**-0.5
+    case, wide = PagedCase([(9, 1), (6, 3)]), PagedCase([(9, 1), (6, 3)], heads=8)
+    specs = [PLAIN, AttentionSpec(scale, window=5), AttentionSpec(scale, softcap=2.0)]
+    for _ in range(2):
+        metadata = case.metadata()
+        for spec in (*specs, *specs):
+            kernels.paged_attention(torch.cat(case.q), case.cache, metadata, spec)
+        kernels.paged_attention(torch.cat(wide.q), wide.cache, metadata, PLAIN)
+    used = [int(plan) for plan, _ in newer.given]
+    assert used == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7]
+    assert [plan["heads"] for plan in newer.plans[2:4]] == [(4, 2, HEAD_DIM), (8, 2, HEAD_DIM)]
+
+
+def test_parts_are_fewer_the_more_tokens_have_results_of_each(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer = install_newer(install, monkeypatch)
+    monkeypatch.setattr(flash_backend, "_MAX_SPLIT_TOKENS", 64)
+    for count in (1, 3, 20, 100):
+        case = PagedCase([(count, count)])
+        case.kernels = FlashKernels(CPU)
+        case.run()
+    assert [plan["num_splits"] for plan in newer.plans] == [32, 21, 3, 1]
+
+
 def test_version_3_is_taken_where_both_are(install: Callable[..., None]) -> None:
     install(*MODULES)
     assert FlashKernels(CPU).version == 3
@@ -169,6 +262,16 @@ def test_version_3_is_taken_where_both_are(install: Callable[..., None]) -> None
 def test_without_either_it_is_refused_with_a_remedy(install: Callable[..., None]) -> None:
     install()
     with pytest.raises(ValueError, match="flash-attn is not installed"):
+        FlashKernels(CPU)
+
+
+def test_one_that_is_there_and_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> ModuleType:
+        reason = "undefined symbol: aoti" if name == "flash_attn_interface" else "No module"
+        raise ImportError(reason, name="flash_attn_3._C" if "undefined" in reason else name)
+
+    monkeypatch.setattr("importlib.import_module", find)
+    with pytest.raises(ValueError, match="install it; flash_attn_interface: undefined symbol: aot"):
         FlashKernels(CPU)
 
 

@@ -6,8 +6,6 @@ runs on a machine that the package has no wheel for.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -20,7 +18,7 @@ __version__ = "0.0.0"
 _NUM_SPLITS: Final = 8
 """Of the keys of a decode: a number that does not depend on the step, for graphs."""
 
-fa3.load(Path(os.environ[fa3.FOLDER_VARIABLE]))
+fa3.load_for_stand_in()
 
 
 def flash_attn_varlen_func(
