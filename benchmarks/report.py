@@ -64,12 +64,14 @@ def describe_run(packages: Sequence[str] = ("nanocore", "torch", "numpy")) -> di
 def describe_commit() -> dict[str, Any]:
     """The commit, and whether the code that was measured differs from it.
 
-    Where the code is no repository, though its folder may be within another one, the commit is
-    what COMMIT_VARIABLE says, and nothing is known of changes.
+    Where COMMIT_VARIABLE is set, or the code is no repository, though its folder may be within
+    another one, the commit is what the variable says, and nothing is known of changes. (A copy of
+    a working tree may have a repository whose last commit is an older one.)
     """
+    named = os.environ.get(COMMIT_VARIABLE) or None
     top = _git("rev-parse", "--show-toplevel")
-    if top is None or Path(top).resolve() != _REPOSITORY:
-        return {"commit": os.environ.get(COMMIT_VARIABLE) or None, "dirty": None}
+    if named or top is None or Path(top).resolve() != _REPOSITORY:
+        return {"commit": named, "dirty": None}
     changed = _git("status", "--porcelain", "--", "nanocore", "benchmarks", ":!benchmarks/results")
     return {
         "commit": _git("rev-parse", "HEAD"),

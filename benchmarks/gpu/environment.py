@@ -34,6 +34,7 @@ def measurements(session: Session) -> Measurements:
         "env/gpu": partial(_gpu, session),
         "env/installed": _installed,
         "env/copy": partial(_copy, session),
+        "env/read": partial(_read, session),
         "env/gemm": partial(_gemm, session),
     }
 
@@ -65,6 +66,15 @@ def _copy(session: Session) -> dict[str, Any]:
     target = torch.empty_like(source)
     figures = time_call(lambda: target.copy_(source), session.device)
     values = [2 * num_bytes / us / 1e3 for us in figures["us"]["values"]]
+    return {"gb_per_s": spread(values, 2), "bytes": num_bytes, "method": figures["method"]}
+
+
+def _read(session: Session) -> dict[str, Any]:
+    """GB/s of a sum over as much: what weights and caches can be read at, which nothing writes."""
+    num_bytes = 2**22 if session.small else 2**32
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=session.device)
+    figures = time_call(lambda: torch.sum(source), session.device)
+    values = [num_bytes / us / 1e3 for us in figures["us"]["values"]]
     return {"gb_per_s": spread(values, 2), "bytes": num_bytes, "method": figures["method"]}
 
 

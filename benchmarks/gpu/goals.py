@@ -115,7 +115,7 @@ def _decode_goal(model: Model, batch: int, part: str, goal: float, stretch: floa
 
 
 GOALS: Final = (
-    Goal("decode attention, B 256, context 1k", lambda rates: rates.copy / 1e12, "TB/s",
+    Goal("decode attention, B 256, context 1k", lambda rates: rates.bytes / 1e12, "TB/s",
          (0.8, 0.88), "attention/decode/g2/b256/ctx1024", _against_fa3),
     Goal("prefill attention, 4k, causal, beside FA3", None, "", ("0.6x", "0.75x"),
          "attention/prefill/g2/4x4096", _against_fa3),

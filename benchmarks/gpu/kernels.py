@@ -83,7 +83,7 @@ def measure_case(
     del out, expected
     ours = time_call(partial(case.run, kernels, operands), session.device)
     ours_us = ours["us"]["median"]
-    limit_us = 1e6 * max(case.num_bytes / limits.copy, case.flops / limits.gemm)
+    limit_us = 1e6 * max(case.num_bytes / limits.bytes, case.flops / limits.gemm)
     figures: dict[str, Any] = {
         "kernels": kernels.name,
         "error": error,

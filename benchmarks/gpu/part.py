@@ -50,7 +50,9 @@ PARTS: Final = (
     Part("products", "kernels", 30, 2),
     Part("variants", "engine_speed", 45, 2, needs_engine=True),
     Part("bench-large", "peers", 60, 0, needs_engine=True),
+    Part("tiles", "tile_shapes", 90, 0),
     Part("transformers", "peers", 130, 0, needs_engine=True),
+    Part("vllm", "peers", 300, 0, ("base", "vllm-first", "vllm-second"), needs_engine=True),
 )
 """In the order of what they tell. The two calls of a day: README.md says what they may take."""
 

@@ -21,9 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from benchmarks.gpu import carry_vllm
 from benchmarks.gpu.engine import engine_settings
 from benchmarks.gpu.fa3 import FOLDER_VARIABLE
-from benchmarks.gpu.results import Measurements, Results, UnavailableError
+from benchmarks.gpu.results import Measurements, Results, Session, UnavailableError
 from benchmarks.gpu.shapes import Model, models, rates
 from benchmarks.models import write_config
 from benchmarks.peer_process import NoAnswerError, PeerCommand, PeerProcess
@@ -40,8 +41,11 @@ STAND_INS: Final = Path(__file__).parent / "stand_ins"
 
 NANO_VLLM: Final = "nano-vllm"
 """Also the folder of its carried source; it runs with our stand-in for flash_attn."""
+VLLM: Final = "vllm"
+"""Its package is carried, too, and the packages that it imports; see `carry_vllm`."""
 DRIVERS: Final = {
     NANO_VLLM: ["nano_vllm_driver.py"],
+    VLLM: ["vllm_driver.py"],
     "transformers": ["transformers_driver.py", "--batching", "continuous"],
 }
 """Of each peer, with flags of its own."""
@@ -178,9 +182,11 @@ def _peer_command(results: Results, name: str, folder: Path) -> PeerCommand:
     """Raises UnavailableError if it was not carried."""
     session, path = results.session, list[Path]()
     if name == NANO_VLLM:
-        if not session.carried or not (session.carried / name).exists():
-            raise UnavailableError(f"not carried: {name}")
-        path = [session.carried / name, STAND_INS]
+        path = [_carried(session, name), STAND_INS]
+    elif name == VLLM:
+        packages = _carried(session, carry_vllm.SITE)
+        carry_vllm.join(packages.parent)
+        path = [packages.parent, packages]
     limits = {"model-len": 4096, "num-seqs": 256, "num-batched-tokens": 16384}
     if session.small:
         limits = {"model-len": 256, "num-seqs": 8, "num-batched-tokens": 256}
@@ -189,6 +195,12 @@ def _peer_command(results: Results, name: str, folder: Path) -> PeerCommand:
     command = _command(name, DRIVERS[name], folder, flags, path)
     command.environment[FOLDER_VARIABLE] = str(session.carried)
     return command
+
+
+def _carried(session: Session, name: str) -> Path:
+    if not session.carried or not (session.carried / name).exists():
+        raise UnavailableError(f"not carried: {name}")
+    return session.carried / name
 
 
 def _command(

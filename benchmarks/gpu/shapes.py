@@ -25,15 +25,16 @@ def weight_bytes(form: str | None, itemsize: int = _BYTES) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes copied per second, read and written ones counted; FLOP per second of bfloat16 GEMM."""
+    """Bytes per second, of a copy or of reading alone, whichever is more; a copy's are counted
+    when they are read and when they are written. FLOP per second of bfloat16 GEMM."""
 
-    copy: float
+    bytes: float
     gemm: float
 
 
 CARDS: Final = {
-    "H100": Rates(copy=3.0e12, gemm=798e12),
-    "H200": Rates(copy=4.3e12, gemm=790e12),
+    "H100": Rates(bytes=3.0e12, gemm=798e12),
+    "H200": Rates(bytes=4.3e12, gemm=790e12),
 }
 """As measured by copies of 8.6 GB and products of 8192 x 8192 matrices, with random operands."""
 
@@ -88,9 +89,9 @@ class Model:
         """
         num_weights = self.num_body + self.num_head
         weights_s = max(
-            weight_bytes * num_weights / rates.copy, 2 * num_weights * num_rows / rates.gemm
+            weight_bytes * num_weights / rates.bytes, 2 * num_weights * num_rows / rates.gemm
         )
-        return weights_s + num_context * self.kv_bytes_per_token * kv_bytes / _BYTES / rates.copy
+        return weights_s + num_context * self.kv_bytes_per_token * kv_bytes / _BYTES / rates.bytes
 
     def prefill_s(self, lengths: Sequence[int], rates: Rates) -> float:
         """Least time of prompts; of the head's work only what sampling needs."""
@@ -128,5 +129,6 @@ def rates_of(figures: dict[str, Any], card: str) -> Rates:
     """The same, of a report's figures."""
     if not {"env/copy", "env/gemm"} <= figures.keys() or card == "cpu":
         return assumed_rates(card)
-    copy, gemm = figures["env/copy"]["gb_per_s"], figures["env/gemm"]["tflop_per_s"]
-    return Rates(copy["median"] * 1e9, gemm["median"] * 1e12)
+    moved = [figures[name]["gb_per_s"] for name in ("env/copy", "env/read") if name in figures]
+    num_bytes = max(rate["median"] for rate in moved) * 1e9
+    return Rates(num_bytes, figures["env/gemm"]["tflop_per_s"]["median"] * 1e12)

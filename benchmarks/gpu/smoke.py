@@ -1,7 +1,8 @@
 """Whether anything of this machine's figures can be believed: the first minute of a day.
 
 A graph of our kernels and cuBLAS's in turn, launched with programmatic dependent launch, must give
-the bits of the same kernels called one by one, each of many times. The demo model must give the
+the bits of the same kernels called one by one, each of many times. So must attention of decodes in
+parts, which programs merge that meet by a count in memory. The demo model must give the
 tokens that a CPU gives in float32: step by step, by graphs, and with overlapped steps. The CPU's
 tokens are in golden_tokens.json; `python -m benchmarks.gpu.smoke` makes it anew.
 
@@ -21,9 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu.attention_cases import Heads, make_step
 from benchmarks.gpu.engine import LocalEngine
-from benchmarks.gpu.kernels import kernels_of
+from benchmarks.gpu.kernels import MAX_ERROR, kernels_of
 from benchmarks.gpu.results import Measurements, Results, Session, uses_pdl
+from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.device.cuda_stream import CudaGraphRecorder
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -53,7 +56,10 @@ def measure(results: Results, part: str) -> None:
 def measurements(session: Session, part: str) -> Measurements:
     """By name."""
     prefix = f"{part}/{'pdl' if uses_pdl() else 'plain'}"
-    found: Measurements = {f"{prefix}/chain": partial(check_chain, session)}
+    found: Measurements = {
+        f"{prefix}/chain": partial(check_chain, session),
+        f"{prefix}/decodes": partial(check_decodes, session),
+    }
     for name, settings in _ENGINES.items():
         found[f"{prefix}/{name}"] = partial(check_engine, session, settings)
     return found
@@ -106,6 +112,31 @@ def check_chain(session: Session) -> dict[str, Any]:
     if num_wrong:
         raise AssertionError(f"{num_wrong} of {_REPLAYS} replays differ from eager kernels")
     return {"num_replays": _REPLAYS}
+
+
+@torch.inference_mode()
+def check_decodes(session: Session) -> dict[str, Any]:
+    """Attention of one step again and again, as many layers; and beside the reference.
+
+    Raises:
+        AssertionError: some bits differ, or the result is wrong.
+    """
+    unit, heads = (16, Heads(4, 2, 32)) if session.small else (1024, Heads(16, 8, 128))
+    lengths = [8 * unit, 3 * unit + 1, unit, unit // 2, 1, 0, 5, 2 * unit]
+    figures = {}
+    for name, decodes in {"few": lengths, "one": lengths[:1], "many": lengths * 12}.items():
+        step = make_step(session, heads, [(max(1, length), 1) for length in decodes])
+        operands, kernels = step.operands(), kernels_of(session)
+        first = kernels.paged_attention(*operands)
+        expected = TorchKernels().paged_attention(*operands)
+        error = float((first.double() - expected.double()).norm() / expected.double().norm())
+        num_wrong = 0
+        for _ in range(_REPLAYS if session.on_gpu else 2):
+            num_wrong += int(not torch.equal(kernels.paged_attention(*operands), first))
+        if num_wrong or not error <= MAX_ERROR:
+            raise AssertionError(f"{name}: {num_wrong} calls differ from the first; error {error}")
+        figures[f"error_{name}"] = error
+    return figures
 
 
 def check_engine(session: Session, settings: dict[str, Any]) -> dict[str, Any]:

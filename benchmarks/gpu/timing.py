@@ -19,28 +19,33 @@ from benchmarks.report import spread
 
 Call = Callable[[], Any]
 _CALLS: Final = 20
-"""In a graph."""
+"""Calls in a graph."""
 _REPLAYS: Final = 9
 _L2_FACTOR: Final = 3
 
 
-def time_call(call: Call, device: torch.device) -> dict[str, Any]:
-    """Microseconds of a call, and how they were taken."""
+def time_call(
+    call: Call, device: torch.device, num_calls: int = _CALLS, num_replays: int = _REPLAYS
+) -> dict[str, Any]:
+    """Microseconds of a call, and how they were taken.
+
+    num_calls: calls in a graph. num_replays: replays of the graph that are timed.
+    """
     call()  # compiles, and allocates what is kept
     if device.type != "cuda":
         return {"us": spread([_clock_us(call) for _ in range(2)], 3), "method": "clock"}
     torch.cuda.synchronize()
     flush = _flush(device)
-    both, method = _repeated([flush, call])
-    alone, _ = _repeated([flush])
-    pairs = [(_event_us(both), _event_us(alone)) for _ in range(_REPLAYS + 1)]
-    return {"us": spread(subtract(pairs[1:]), 3), "method": method}
+    both, method = _repeated([flush, call], num_calls)
+    alone, _ = _repeated([flush], num_calls)
+    pairs = [(_event_us(both), _event_us(alone)) for _ in range(num_replays + 1)]
+    return {"us": spread(subtract(pairs[1:], num_calls), 3), "method": method}
 
 
-def subtract(pairs: Sequence[tuple[float, float]]) -> list[float]:
+def subtract(pairs: Sequence[tuple[float, float]], num_calls: int = _CALLS) -> list[float]:
     """Microseconds of a call, from times of all calls with and without what is beside them."""
     beside_us = median(alone_us for _, alone_us in pairs)
-    return [max(1e-3, (both_us - beside_us) / _CALLS) for both_us, _ in pairs]
+    return [max(1e-3, (both_us - beside_us) / num_calls) for both_us, _ in pairs]
 
 
 def synchronize(device: torch.device) -> None:
@@ -49,11 +54,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _repeated(calls: Sequence[Call]) -> tuple[Call, str]:
-    """What makes these calls again and again, as a graph if it can be; and which it is."""
+def _repeated(calls: Sequence[Call], num_times: int) -> tuple[Call, str]:
+    """What makes these calls so many times, as a graph if it can be; and which it is."""
 
     def loop() -> None:
-        for _ in range(_CALLS):
+        for _ in range(num_times):
             for call in calls:
                 call()
 

@@ -124,7 +124,8 @@ def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     # (A number divided by a tensor is its reciprocal times the number, which is rounded twice.)
     inverse_O = torch.full_like(largest_O, 127.0) / largest_O
     inverse_O1 = inverse_O.masked_fill(largest_O == 0, 0.0)[:, None]
-    return (weight_OI.float() * inverse_O1).round().to(torch.int8), largest_O / 127.0
+    scale_O = largest_O / torch.full_like(largest_O, 127.0)
+    return (weight_OI.float() * inverse_O1).round().to(torch.int8), scale_O
 
 
 def quantize_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,9 +133,11 @@ def quantize_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:
 
     The largest magnitude of a row becomes the largest of E4M3, 448; zeros have the smallest scale.
     A row that is not finite has the scale NaN, so that what is computed with it is not either.
+    Scales are quotients of tensors: on CUDA torch multiplies by the reciprocal of a Python number,
+    and a scale that is off by its last bit rounds some values to their other neighbour.
     """
     largest_R = x_RI.abs().amax(dim=1).float()
     largest_R = largest_R.masked_fill(~largest_R.isfinite(), torch.nan)
     smallest = torch.finfo(torch.float32).tiny
-    scale_R = (largest_R / _LARGEST_FP8).clamp(min=smallest)
+    scale_R = (largest_R / torch.full_like(largest_R, _LARGEST_FP8)).clamp(min=smallest)
     return (x_RI / scale_R[:, None]).to(FP8), scale_R  # divided in float32

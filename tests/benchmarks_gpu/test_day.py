@@ -101,7 +101,7 @@ def carry(folder: Path, *names: str) -> str:
     return str(folder)
 
 
-ARCHIVES = ("base", "nano-vllm")
+ARCHIVES = ("base", "nano-vllm", "vllm-first", "vllm-second")
 CALLS = {
     name: [part.name for part in PARTS if part.call == number]
     for number, name in enumerate(day.CALL_LIMITS_S, 1)

@@ -83,5 +83,5 @@ def test_limits_of_an_h100_are_those_that_its_goals_come_from() -> None:
     assert assumed_rates("NVIDIA H200") == CARDS["H200"]
     measured = {"env/copy": {"gb_per_s": {"median": 2900.0}},
                 "env/gemm": {"tflop_per_s": {"median": 700.0}}}  # fmt: skip
-    assert rates_of(measured, "NVIDIA H100 80GB HBM3").copy == 2.9e12
+    assert rates_of(measured, "NVIDIA H100 80GB HBM3").bytes == 2.9e12
     assert rates_of(measured, "cpu") == CARDS["H100"]

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import engine_checks, engine_speed, environment, kernels, peers, smoke
+from benchmarks.gpu import (
+    engine_checks,
+    engine_speed,
+    environment,
+    kernels,
+    peers,
+    smoke,
+    tile_shapes,
+)
 from benchmarks.gpu.goals import GOALS, NOT_MEASURED, goals_table
 from benchmarks.gpu.part import PARTS
 from benchmarks.gpu.results import Records, Results, Session
@@ -58,11 +66,12 @@ def names_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, l
     }
     steps = ("speed", "large", "variants")
     found |= {part: engine_speed.measurements(engine, part) for part in steps}
-    others = ("bench", "bench-large", "nano-vllm", "transformers")
+    others = ("bench", "bench-large", "nano-vllm", "transformers", "vllm")
     found |= {part: peers.measurements(results, part) for part in others}
     names = {part: list(measurements) for part, measurements in found.items()}
     for part in ("attention", "products"):
         names[part] = [case.name for case in kernels.cases(session, part)]
+    names["tiles"] = [case.name for case in tile_shapes.cases(session)]
     return names
 
 
@@ -126,6 +135,16 @@ def test_kernels_are_right_and_timed(run_part: Run) -> None:
         assert figures["error"] < 1e-5
         assert figures["us"]["min"] > 0
         assert all("us" in other for other in figures["others"].values())
+
+
+def test_shapes_of_tiles_are_tried(run_part: Run) -> None:
+    only = "tiles/decode/g2/b1/,tiles/int8/linear/tiny/256,tiles/int4/linear/tiny/1"
+    found = run_part("tiles", "--only", only, interpret="1")
+    assert (found.errors, found.missing, len(found.figures)) == ({}, [], 3)
+    for figures in found.figures.values():
+        assert 2 <= len(figures["candidates"]) <= 3
+        assert {figures["fastest"], figures["today"]} <= figures["candidates"].keys()
+        assert all(each["error"] < 1e-4 for each in figures["candidates"].values())
 
 
 def test_the_engine_is_checked_and_timed(run_part: Run) -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import fa3
+from benchmarks.gpu import carry_vllm, fa3
 from benchmarks.gpu.results import Records
 from benchmarks.peer_process import PeerCommand, PeerError, PeerProcess
+from benchmarks.workloads import BenchmarkRequest
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 from tests.kernels.paged_case import PagedCase
@@ -56,9 +57,84 @@ class LLM:
     def generate(self, prompts, params, use_tqdm):
         return [{"text": "", "token_ids": [1] * p.max_tokens} for p in params]
 """
+FAKE_VLLM = """
+from dataclasses import dataclass
+
+__version__ = "fake"
+
+
+@dataclass
+class SamplingParams:
+    temperature: float
+    ignore_eos: bool
+    max_tokens: int
+    detokenize: bool
+    output_kind: str
+"""
+FAKE_SAMPLING_PARAMS = """
+class RequestOutputKind:
+    CUMULATIVE, FINAL_ONLY = "cumulative", "final"
+"""
+FAKE_ENGINE = """
+import os
+from types import SimpleNamespace
+
+
+class LLMEngine:
+    @classmethod
+    def from_engine_args(cls, args, enable_multiprocessing):
+        assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+        assert args.pop("load_format") == "dummy"
+        self = cls()
+        self.is_on_gpu = "gpu_memory_utilization" in args
+        assert args["enable_prefix_caching"] is not self.is_on_gpu
+        compilation = SimpleNamespace(**args.get("compilation_config", {}))
+        if self.is_on_gpu:
+            assert args["gpu_memory_utilization"] == 0.44
+            assert args["attention_config"]["flash_attn_version"] == 3
+            compilation.mode = SimpleNamespace(name={0: "NONE"}[compilation.mode])
+            compilation.cudagraph_mode = SimpleNamespace(name=compilation.cudagraph_mode)
+        self.vllm_config = SimpleNamespace(
+            compilation_config=compilation,
+            scheduler_config=SimpleNamespace(async_scheduling=True),
+            cache_config=SimpleNamespace(num_gpu_blocks=7),
+        )
+        self.requests = {}
+        return self
+
+    def add_request(self, request_id, prompt, params):
+        assert params.temperature == 0.6
+        assert prompt["prompt_token_ids"]
+        assert params.output_kind == ("final" if self.is_on_gpu else "cumulative")
+        self.requests[request_id] = params.max_tokens
+
+    def has_unfinished_requests(self):
+        return bool(self.requests)
+
+    def step(self):
+        request_id, max_tokens = self.requests.popitem()
+        output = SimpleNamespace(token_ids=[1] * max_tokens)
+        return [SimpleNamespace(request_id=request_id, finished=True, outputs=[output])]
+"""
+
+
+def carry_fake_vllm(folder: Path) -> None:
+    package = folder / "vllm"
+    for name, text in {
+        "": FAKE_VLLM, "sampling_params": FAKE_SAMPLING_PARAMS, "engine": "", "v1": "",
+        "engine/arg_utils": "EngineArgs = dict", "v1/engine": "",
+        "v1/engine/llm_engine": FAKE_ENGINE,
+    }.items():  # fmt: skip
+        path = package / name / "__init__.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    (folder / carry_vllm.SITE).mkdir()
+    for number, what in enumerate(carry_vllm.NAMES):
+        (folder / f"{carry_vllm.LIBRARY}.{what}").write_bytes(bytes([number]))
 
 
 def carry_fakes(folder: Path) -> None:
+    carry_fake_vllm(folder)
     package = folder / "nano-vllm" / "nanovllm"
     (package / "engine").mkdir(parents=True)
     (package / "__init__.py").write_text(FAKE_NANO_VLLM)
@@ -73,7 +149,7 @@ def run_part(part: str, folder: Path, *flags: str) -> Records:
     return Records("rehearsal.jsonl", (folder,))
 
 
-@pytest.mark.parametrize("peer", ["nano-vllm", "transformers"])
+@pytest.mark.parametrize("peer", ["nano-vllm", "transformers", "vllm"])
 def test_a_peer_takes_turns_with_ours(peer: str, tmp_path: Path) -> None:
     carry_fakes(tmp_path / "carried")
     found = run_part(peer, tmp_path)
@@ -83,6 +159,24 @@ def test_a_peer_takes_turns_with_ours(peer: str, tmp_path: Path) -> None:
     for engine in ("nanocore", peer):
         assert figures[engine]["output_tokens_per_s"]["min"] > 0
         assert figures[engine]["versions"]
+
+
+def test_vllm_runs_on_a_gpu_with_graphs_and_without_a_compiler(tmp_path: Path) -> None:
+    """Its driver by itself: what it asks of a fake engine, and what it says of it."""
+    carry_fake_vllm(tmp_path)
+    driver = [sys.executable, str(ROOT / "benchmarks" / "peers" / "vllm_driver.py")]
+    flags = ["--model", "folder", "--temperature", "0.6", "--device", "cuda", "--random-weights"]
+    command = [*driver, *flags, "--memory-share", "0.44"]
+    vllm = PeerCommand("vllm", command, {"PYTHONPATH": str(tmp_path)})
+    with PeerProcess(vllm, tmp_path / "log") as peer:
+        ready = peer.wait_ready(60)
+        run = peer.run([BenchmarkRequest((1, 2), 3), BenchmarkRequest((3,), 1)], 60)
+    assert ready["settings"] == {
+        "dtype": "bfloat16", "compilation": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY",
+        "async_scheduling": True, "num_gpu_blocks": 7,
+    }  # fmt: skip
+    assert run.num_output_tokens == [3, 1]
+    assert run.ttft_s == [], "tokens are not timed"
 
 
 def test_of_a_peer_that_is_too_slow_our_rounds_are_kept(tmp_path: Path) -> None:
@@ -103,6 +197,7 @@ def test_of_a_peer_that_is_too_slow_our_rounds_are_kept(tmp_path: Path) -> None:
 
 def test_a_peer_that_fails_is_told_with_its_log(tmp_path: Path) -> None:
     assert run_part("nano-vllm", tmp_path).skipped == {"nano-vllm/tiny": "not carried: nano-vllm"}
+    assert "not carried: vllm-site" in run_part("vllm", tmp_path).skipped.values()
     package = tmp_path / "carried" / "nano-vllm" / "nanovllm"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError('no device')")

@@ -49,7 +49,8 @@ def paged_attention(
     num_shares = 1 if batch_invariant else choose_num_shares(num_kv_heads, num_sms)
     if num_decodes and not batch_invariant:
         tiles = decode_tiles(head_dim, cache.k_NSKD.itemsize, capability)
-        decode_attention(q_THD, cache, metadata, spec, out_THD, tiles, num_shares)
+        num_programs = max(1, tiles.per_sm * num_sms // num_kv_heads)
+        decode_attention(q_THD, cache, metadata, spec, out_THD, tiles, num_programs)
     if num_tokens > (0 if batch_invariant else num_decodes):
         # In a step to be replayed all could be chunks, as the host's bounds tell: see
         # `HostBounds.of_shape`. In others decodes are apart, and programs for them would cost time.
@@ -80,11 +81,17 @@ def decode_tiles(head_dim: int, cache_itemsize: int, capability: tuple[int, int]
 
     A block's id is loaded as far ahead of its K and V as these are of their use: of n stages,
     (n - 1) / 2 tiles of K and as many of V are in flight. With 5, and 16 KiB a tile, three programs
-    fit a multiprocessor of an H200; one alone has in flight what hides its memory's latency.
+    fit a multiprocessor of an H200; one alone has in flight what hides its memory's latency. Wide
+    heads take more registers, and where they are quantized memory for what they are converted to.
     """
-    row_bytes = triton.next_power_of_2(head_dim) * cache_itemsize
-    keys = max(16, min(64, 16384 // row_bytes))
-    return DecodeTiles(keys, num_warps=4, num_stages=5 if capability in _LARGE_SHARED_MEMORY else 3)
+    width = triton.next_power_of_2(head_dim)
+    keys = max(16, min(64, 16384 // (width * cache_itemsize)))
+    is_large, is_hopper = capability in _LARGE_SHARED_MEMORY, capability >= (9, 0)
+    if width > 128:
+        per_sm = 1 if cache_itemsize == 1 and not (is_large and is_hopper) else 2
+    else:
+        per_sm = 3 if is_large and is_hopper else 2
+    return DecodeTiles(keys, num_warps=4, num_stages=5 if is_large else 3, per_sm=per_sm)
 
 
 def prefill_tiles(head_dim: int, itemsize: int, capability: tuple[int, int]) -> PrefillTiles:

@@ -1,11 +1,11 @@
-"""How a step's attention is dealt out to programs, by lengths that only the device knows.
+"""How attention of chunks is dealt out to programs, by lengths that only the device knows.
 
-An item is a decode, or a tile of queries of a chunk. It sees so many tiles of keys; one that sees
-more than its share of all that is seen is split into parts, spans of its tiles, so that one long
-context does not keep the step waiting. A kernel writes the plan, once a step for all layers of one
-window: which program has which part. Neither its memory nor any launch depends on lengths, so a
-graph replays it. A part's bits follow from the item and from where it is split; with one share
-nothing ever is, and a token's bits depend on its own sequence alone.
+An item is a tile of queries of a chunk. It sees so many tiles of keys; one that sees more than its
+share of all that is seen is split into parts, spans of its tiles, so that one long context does not
+keep the step waiting. A kernel writes the plan, once a step for all layers of one window: which
+program has which part. Neither its memory nor any launch depends on lengths, so a graph replays it.
+A part's bits follow from the item and from where it is split; with one share nothing ever is, and a
+token's bits depend on its own sequence alone. Decodes have a plan of their own, see `decode_plan`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ first one's position, negative in padding; the sequence; its length; its first t
 end; where its sums go, or -1 if it is all of its item."""
 
 MERGE: Final = tl.constexpr(4)
-"""Numbers of an item in parts: its first token; queries; where sums begin; parts, 0 if none."""
+"""Numbers of an item in parts: its first token; queries; where sums begin; how many parts."""
+
+PART_TILES: Final = 32
+"""Of keys in a part, where there is so much to read that parts could be larger."""
 
 PLAN_BLOCK: Final = 1024
 """Items at once: about as many as there ever are."""
@@ -69,23 +72,18 @@ def _find_items(
 ) -> tuple:
     """The first five numbers of these items' parts, see `PART`. QUERIES: see the kernel."""
     is_item = items < num_items
-    if QUERIES == 0:
-        seq, token, count = items, items, is_item.to(tl.int32)
-        seq_len = tl.load(seq_lens + seq, mask=is_item, other=0)
-        position = seq_len - 1
-    else:
-        seq, tile = _find_sequences(query_start, items, first_seq, num_seqs, QUERIES)
-        begin = tl.load(query_start + seq, mask=is_item, other=0)
-        num_queries = tl.load(query_start + seq + 1, mask=is_item, other=0) - begin
-        token = begin + tile * QUERIES
-        count = tl.maximum(tl.minimum(num_queries - tile * QUERIES, QUERIES), 0)
-        seq_len = tl.load(seq_lens + seq, mask=is_item, other=0)
-        position = seq_len - num_queries + tile * QUERIES
+    seq, tile = _find_sequences(query_start, items, first_seq, num_seqs, QUERIES)
+    begin = tl.load(query_start + seq, mask=is_item, other=0)
+    num_queries = tl.load(query_start + seq + 1, mask=is_item, other=0) - begin
+    token = begin + tile * QUERIES
+    count = tl.maximum(tl.minimum(num_queries - tile * QUERIES, QUERIES), 0)
+    seq_len = tl.load(seq_lens + seq, mask=is_item, other=0)
+    position = seq_len - num_queries + tile * QUERIES
     return token, count, position, seq, seq_len
 
 
 @triton.jit
-def _key_tiles(position, count, WINDOW: tl.constexpr, TILE: tl.constexpr) -> tuple:
+def key_tiles(position, count, WINDOW: tl.constexpr, TILE: tl.constexpr) -> tuple:
     """(first, end) of the tiles of keys that queries from a position on see; none in padding."""
     first = tl.zeros_like(position)
     if WINDOW:
@@ -117,46 +115,44 @@ def _store_merge(numbers, mask, token, count, sum_id, num_parts) -> None:
     tl.store(numbers + 3, num_parts, mask=mask)
 
 
-@triton.jit
-def _store_zeros(numbers, begin, end, STRIDE: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Say of rows begin to end - 1 that there is no such part, or item in parts."""
-    for start in range(begin, end, BLOCK):
-        rows = start + tl.arange(0, BLOCK)
-        tl.store(numbers + rows * STRIDE, 0, mask=rows < end)
-
-
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_shares", "min_tiles", "max_parts", "max_merges"],
+    do_not_specialize=[
+        "num_seqs",
+        "num_shares",
+        "max_shares",
+        "min_tiles",
+        "max_parts",
+        "max_merges",
+    ],
     # Views of a step's metadata begin anywhere, and a new alignment would be compiled anew.
     do_not_specialize_on_alignment=["query_start", "seq_lens", "num_decodes"],
 )
 def attention_plan_kernel(
     query_start, seq_lens, num_decodes, parts, merges,
-    num_seqs, num_shares, min_tiles, max_parts, max_merges, QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    num_seqs, num_shares, max_shares, min_tiles, max_parts, max_merges,
+    QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PART_TILES: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """parts: [max_parts, PART], those of items that are split first, for they take longest; then
     none; then whole items, of which the last, with the most keys of a chunk, come first.
-    merges: [max_merges, MERGE], None if num_shares is 1.
-    QUERIES: tokens of an item of chunks; 0: of decodes. num_decodes: how many sequences are; None:
-    all are chunks. Grid: one program, for whom even a thousand sequences are one or two blocks.
+    merges: [max_merges + 1, MERGE], None if max_shares is 1; how many there are is in the last row.
+    QUERIES: tokens of an item. num_decodes: how many sequences are no chunks; None: none. Grid: one
+    program, for whom even a thousand sequences are one or two blocks.
     """
     wait_for_inputs(PDL)
-    if QUERIES == 0:
-        first_seq, num_items = 0, tl.load(num_decodes)
-    else:
-        first_seq = 0 if num_decodes is None else tl.load(num_decodes)
-        num_tokens = tl.load(query_start + num_seqs) - tl.load(query_start + first_seq)
-        num_items = num_tokens // QUERIES + num_seqs - first_seq
+    first_seq = 0 if num_decodes is None else tl.load(num_decodes)
+    num_tokens = tl.load(query_start + num_seqs) - tl.load(query_start + first_seq)
+    num_items = num_tokens // QUERIES + num_seqs - first_seq
     total = 0
     for start in range(0, num_items, BLOCK):
         items = start + tl.arange(0, BLOCK)
         _, count, position, _, _ = _find_items(
             query_start, seq_lens, items, num_items, first_seq, num_seqs, QUERIES
         )
-        first, end = _key_tiles(position, count, WINDOW, TILE)
+        first, end = key_tiles(position, count, WINDOW, TILE)
         total += tl.sum(tl.where(count > 0, end - first, 0), axis=0)
-    share = tl.maximum(tl.cdiv(total, num_shares), min_tiles)
+    share = tl.minimum(tl.cdiv(total, num_shares), PART_TILES)
+    share = tl.maximum(tl.maximum(share, tl.cdiv(total, max_shares)), min_tiles)
 
     num_sums, num_whole, num_merges = 0, 0, 0
     for start in range(0, num_items, BLOCK):
@@ -164,7 +160,7 @@ def attention_plan_kernel(
         token, count, position, seq, seq_len = _find_items(
             query_start, seq_lens, items, num_items, first_seq, num_seqs, QUERIES
         )
-        first, end = _key_tiles(position, count, WINDOW, TILE)
+        first, end = key_tiles(position, count, WINDOW, TILE)
         size = end - first
         # To the nearest: a few programs too few cost less than parts for all of a large batch.
         pieces = tl.where(count > 0, tl.maximum((size + share // 2) // share, 1), 0)
@@ -187,19 +183,23 @@ def attention_plan_kernel(
         num_sums += tl.sum(summed, axis=0)
         num_whole += tl.sum(whole, axis=0)
 
-    _store_zeros(parts + 1, num_sums, max_parts - num_whole, PART, BLOCK)
+    for start in range(num_sums, max_parts - num_whole, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        tl.store(parts + 1 + rows * PART, 0, mask=rows < max_parts - num_whole)
     if merges is not None:
-        _store_zeros(merges + 3, num_merges, max_merges, MERGE, BLOCK)
+        tl.store(merges + max_merges * MERGE, num_merges)
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
     """What a plan follows from, beside what is on the device.
 
-    queries: tokens of a tile of chunks, 0 for decodes. keys: of a tile. has_decodes: whether
+    queries: tokens of a tile of chunks. keys: of a tile. has_decodes: whether
     sequences that decode are among the chunks. max_items: of which there are no more. num_shares:
-    how many equal shares there are of all tiles of keys that are seen, of min_tiles or more. An
-    item is split into as many parts as are nearest to the shares it has.
+    how many equal shares there are of all tiles of keys that are seen, of min_tiles or more. Where
+    these would be larger than PART_TILES there are more of them, up to max_shares: so that programs
+    that come after the first ones do not have as much to do as these had. An item is split into as
+    many parts as are nearest to the shares it has.
     """
 
     queries: int
@@ -209,6 +209,7 @@ class Items:
     max_items: int
     block_size: int
     num_shares: int
+    max_shares: int
     min_tiles: int
 
 
@@ -216,12 +217,13 @@ class Items:
 class Plan:
     """parts_P8: int32, see `PART`; merges_M4: see `MERGE`, None if nothing can be split.
 
-    num_sums: of which there are no more, for the sums of parts.
+    num_sums, max_merges: of which there are no more, the sums of parts and the items in parts.
     """
 
     parts_P8: Tensor
     merges_M4: Tensor | None
     num_sums: int
+    max_merges: int
 
 
 def plan_step(metadata: AttentionMetadata, items: Items) -> Plan:
@@ -239,21 +241,21 @@ def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
     max_tiles = triton.cdiv(metadata.block_table_BM.shape[1] * items.block_size, items.keys)
     if items.window:
         # So many keys from the first query's first one on, which may be a tile's last.
-        num_keys = items.window + max(items.queries, 1) - 1
+        num_keys = items.window + items.queries - 1
         max_tiles = min(max_tiles, triton.cdiv(num_keys - 1, items.keys) + 1)
-    num_shares = items.num_shares if max_tiles > items.min_tiles else 1
-    max_splits = num_shares - 1
+    max_shares = items.max_shares if max_tiles > items.min_tiles else 1
+    max_splits = max_shares - 1
     max_parts, max_merges = items.max_items + max_splits, min(items.max_items, max_splits)
     device = metadata.seq_lens_B.device
     parts_P8 = torch.empty(max_parts, PART.value, dtype=torch.int32, device=device)
     merges_M4 = None
     if max_splits:
-        merges_M4 = torch.empty(max_merges, MERGE.value, dtype=torch.int32, device=device)
+        merges_M4 = torch.empty(max_merges + 1, MERGE.value, dtype=torch.int32, device=device)
     attention_plan_kernel[(1,)](
         metadata.query_start_A, metadata.seq_lens_B,
         None if items.has_decodes else metadata.num_decodes_1, parts_P8, merges_M4,
-        len(metadata.seq_lens), num_shares, items.min_tiles, max_parts, max_merges,
-        QUERIES=items.queries, WINDOW=items.window, TILE=items.keys, BLOCK=PLAN_BLOCK, num_warps=8,
-        **pdl(device),
+        len(metadata.seq_lens), items.num_shares, max_shares, items.min_tiles, max_parts,
+        max_merges, QUERIES=items.queries, WINDOW=items.window, TILE=items.keys,
+        PART_TILES=PART_TILES, BLOCK=PLAN_BLOCK, num_warps=8, **pdl(device),
     )  # fmt: skip
-    return Plan(parts_P8, merges_M4, max_merges + max_splits)
+    return Plan(parts_P8, merges_M4, max_merges + max_splits, max_merges)

@@ -1,9 +1,12 @@
-"""Attention of decodes: one query token for each sequence, long contexts dealt out to programs.
+"""Attention of decodes: one query token for each sequence, all programs with as much to read.
 
-A program takes the query heads of one KV head over a part of the context, so that K and V are read
-once (FlashDecoding: Dao et al. 2023). Reading them is all that takes time: tiles come through
-shared memory ahead of use. Which context is split, and where, is up to `attention_plan`. Programs
-of neighbouring KV heads read neighbouring memory and so are neighbours in the grid.
+A program takes the query heads of one KV head over a span of tiles of keys, so that K and V are
+read once (FlashDecoding: Dao et al. 2023). Reading them is all that takes time: tiles come through
+shared memory ahead of use, by as many programs as multiprocessors hold at once. Where spans begin
+is up to `decode_plan`: a span ends within one sequence and goes on in the next. Of a sequence in
+parts the program that is done last with one merges them, always in the same order: it costs a
+count, where a kernel of its own would cost each layer a launch. Programs of neighbouring KV heads
+read neighbouring memory and so are neighbours in the grid.
 """
 
 from __future__ import annotations
@@ -11,30 +14,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
-from nanocore.kernels.triton.attention_parts import PartSums, store_rows
-from nanocore.kernels.triton.attention_plan import Items, load_part, plan_step
+from nanocore.kernels.triton.attention_parts import MERGE_BLOCK, merge_parts, store_sums
 from nanocore.kernels.triton.attention_tile import attend
+from nanocore.kernels.triton.decode_plan import Decodes, load_part, plan_decodes
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 MIN_DOT_ROWS: Final = 16
 """What tensor cores multiply at least; heads of a group are padded to it."""
 
-MIN_PART_TILES: Final = 1
-"""Few contexts are split as far as they can be: waiting for memory is all that takes time."""
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How the kernel is compiled. keys: how many are loaded at once, a power of two."""
+    """How the kernel is compiled. keys: how many are loaded at once, a power of two.
+
+    per_sm: programs that a multiprocessor holds at once.
+    """
 
     keys: int
     num_warps: int
     num_stages: int
+    per_sm: int = 1
 
 
 @triton.jit(
@@ -43,42 +48,66 @@ class DecodeTiles:
     do_not_specialize_on_alignment=["block_table"],
 )
 def decode_attention_kernel(
-    q, k_cache, v_cache, k_scale, v_scale, out, sums, log_sums,
-    parts, block_table, q_stride, table_stride,
+    q, k_cache, v_cache, k_scale, v_scale, out, sums, log_sums, arrivals,
+    parts, first_parts, block_table, q_stride, table_stride,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, TILE: tl.constexpr,
-    PDL: tl.constexpr,
+    MERGED_PARTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """parts: see `attention_plan`. out, sums, log_sums: see `store_rows`.
+    """parts, first_parts, arrivals: see `decode_plan`. out: [T, H, D].
 
-    Grid: (KV heads, parts).
+    sums: [max_parts, K, GROUP, D], and log_sums without D, see `store_sums`. Grid: (KV heads,
+    programs of each).
     """
     wait_for_inputs(PDL)
     head = tl.program_id(0)
-    token, count, position, seq, seq_len, first, end, sum_id = load_part(parts, tl.program_id(1))
-    if count == 0:
-        return
     rows, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM_PAD)
     mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_rows = q + token.to(tl.int64) * q_stride + (head * GROUP + rows) * HEAD_DIM
-    q_tile = tl.load(q_rows[:, None] + dims[None, :], mask=mask, other=0.0)
-    acc, peak, total = attend(
-        tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32),
-        tl.full([ROWS], -float("inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        q_tile, tl.zeros([ROWS], tl.int32) + position, first, end,
-        k_cache, v_cache, k_scale, v_scale,
-        block_table + seq.to(tl.int64) * table_stride, seq_len, head,
-        SCALE, WINDOW, SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_BYTES, TILE,
-        # Masks cost nothing that waiting for memory would not; one loop keeps loads ahead of use.
-        MASKED=True,
-    )  # fmt: skip
-    store_rows(
-        acc, peak, total, out, sums, log_sums, token, sum_id, head,
-        tl.zeros([ROWS], tl.int32), rows, rows < GROUP, KV_HEADS, GROUP, 1, HEAD_DIM, HEAD_DIM_PAD,
-    )  # fmt: skip
+    merged_rows = tl.arange(0, GROUP_PAD)
+    merged_mask = (merged_rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    first_part = tl.load(first_parts + tl.program_id(1))
+    end_part = tl.load(first_parts + tl.program_id(1) + 1)
+    for part in range(first_part, end_part):
+        seq, seq_len, first, end, its_first, num_parts = load_part(parts, part)
+        columns = seq.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * (GROUP * HEAD_DIM)
+        q_rows = q + seq.to(tl.int64) * q_stride + (head * GROUP + rows) * HEAD_DIM
+        q_tile = tl.load(q_rows[:, None] + dims[None, :], mask=mask, other=0.0)
+        acc, peak, total = attend(
+            tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32),
+            tl.full([ROWS], -float("inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32),
+            q_tile, tl.zeros([ROWS], tl.int32) + (seq_len - 1), first, end,
+            k_cache, v_cache, k_scale, v_scale,
+            block_table + seq.to(tl.int64) * table_stride, seq_len, head,
+            SCALE, WINDOW, SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_BYTES, TILE,
+            # Masks cost nothing that waiting for memory would not; one loop keeps loads ahead.
+            MASKED=True,
+        )  # fmt: skip
+        if num_parts == 1:
+            result = acc / tl.where(total == 0, 1.0, total)[:, None]
+            pointers = out + columns + rows[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
+        else:
+            part_rows = KV_HEADS * GROUP
+            store_sums(
+                acc, peak, total, sums, log_sums, part * part_rows + head * GROUP, rows,
+                rows < GROUP, HEAD_DIM, HEAD_DIM_PAD,
+            )  # fmt: skip
+            # All threads have stored before one of them counts. Who counts last sees what all the
+            # others stored before they counted: the count releases and acquires.
+            tl.debug_barrier()
+            arrival = arrivals + seq * KV_HEADS + head
+            num_before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+            if num_before == num_parts - 1:
+                result = merge_parts(
+                    sums, log_sums, its_first * part_rows + head * GROUP, part_rows, num_parts,
+                    merged_rows, merged_rows < GROUP, HEAD_DIM, HEAD_DIM_PAD, MERGED_PARTS,
+                )  # fmt: skip
+                pointers = out + columns + merged_rows[:, None] * HEAD_DIM + dims[None, :]
+                tl.store(pointers, result.to(out.dtype.element_ty), mask=merged_mask)
+                tl.store(arrival, 0)  # for the next layer
 
 
 def decode_attention(
@@ -88,35 +117,32 @@ def decode_attention(
     spec: AttentionSpec,
     out_THD: Tensor,
     tiles: DecodeTiles,
-    num_shares: int,
+    num_programs: int,
 ) -> None:
     """Write the rows of the decodes; out_THD is contiguous. metadata.num_decodes is above 0.
 
-    num_shares: see `attention_plan.Items`.
+    num_programs: of each KV head.
     """
     num_heads, head_dim = q_THD.shape[1:]
     block_size, num_kv_heads = cache.k_NSKD.shape[1:3]
     group, table_BM = num_heads // num_kv_heads, metadata.block_table_BM
-    items = Items(
-        queries=0,
-        keys=tiles.keys,
-        window=spec.window,
-        has_decodes=False,
-        max_items=metadata.num_decodes,
-        block_size=block_size,
-        num_shares=num_shares,
-        min_tiles=MIN_PART_TILES,
+    group_pad = triton.next_power_of_2(group)
+    plan = plan_decodes(
+        metadata,
+        Decodes(metadata.num_decodes, num_kv_heads, tiles.keys, spec.window, num_programs),
     )
-    plan = plan_step(metadata, items)
-    memory = PartSums.allocate(plan, num_kv_heads, group, out_THD)
-    decode_attention_kernel[(num_kv_heads, len(plan.parts_P8))](
+    shape, device = (len(plan.parts_P8), num_kv_heads, group), q_THD.device
+    sums = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
+    log_sums = torch.empty(shape, dtype=torch.float32, device=device)
+    decode_attention_kernel[(num_kv_heads, num_programs)](
         q_THD, cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK, out_THD,
-        memory.sums, memory.log_sums, plan.parts_P8, table_BM, q_THD.stride(0), table_BM.stride(0),
+        sums, log_sums, plan.arrivals_BK, plan.parts_P8, plan.first_parts, table_BM,
+        q_THD.stride(0), table_BM.stride(0),
         SCALE=spec.scale, WINDOW=spec.window, SOFTCAP=spec.softcap,
-        KV_HEADS=num_kv_heads, GROUP=group,
-        ROWS=max(MIN_DOT_ROWS, triton.next_power_of_2(group)),
+        KV_HEADS=num_kv_heads, GROUP=group, GROUP_PAD=group_pad,
+        ROWS=max(MIN_DOT_ROWS, group_pad),
         HEAD_DIM=head_dim, HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size, BLOCK_BYTES=cache.block_bytes, TILE=tiles.keys,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl(q_THD.device),
+        MERGED_PARTS=max(2, MERGE_BLOCK // group_pad),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl(device),
     )  # fmt: skip
-    memory.merge(plan, num_kv_heads, num_queries=1, block_rows=1, out_THD=out_THD)

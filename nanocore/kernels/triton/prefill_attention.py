@@ -26,6 +26,10 @@ from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 MIN_PART_TILES: Final = 8
 """To write a part's sums and to read them again takes about as long as some tiles of keys."""
 
+MAX_WAVES: Final = 4
+"""Times the shares that all multiprocessors read at once: the last ones to begin have that much
+less to do. Each share more takes memory for its sums."""
+
 _MERGED_ROWS: Final = 4
 """Of a program. There are as many as there could be rows to merge, so there should be few."""
 
@@ -125,7 +129,7 @@ def prefill_attention(
     """Write the rows of the chunks, and with has_decodes those of the decodes too.
 
     out_THD is contiguous. max_tokens, max_seqs: of which there are no more, in the step and in any
-    that a graph replays. num_shares: see `attention_plan.Items`.
+    that a graph replays. num_shares: see `attention_plan.Items`; with one nothing is split.
     """
     num_heads, head_dim = q_THD.shape[1:]
     block_size, num_kv_heads = cache.k_NSKD.shape[1:3]
@@ -141,6 +145,7 @@ def prefill_attention(
         max_items=max_tokens // num_queries + max_seqs,
         block_size=block_size,
         num_shares=num_shares,
+        max_shares=1 if num_shares == 1 else MAX_WAVES * num_shares,
         min_tiles=MIN_PART_TILES,
     )
     plan = plan_step(metadata, items)

@@ -6,22 +6,22 @@ from typing import Any, Final
 
 from triton import next_power_of_2
 
-from nanocore.kernels.triton import attention_parts, attention_plan
+from nanocore.kernels.triton import attention_parts, attention_plan, decode_plan
 from nanocore.kernels.triton.attention import decode_tiles, prefill_tiles
 from nanocore.kernels.triton.attention_parts import merge_parts_kernel
 from nanocore.kernels.triton.attention_plan import attention_plan_kernel
 from nanocore.kernels.triton.decode_attention import MIN_DOT_ROWS, decode_attention_kernel
 from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention_kernel
 from tests.kernels.triton.block_constants import block_constants
-from tests.kernels.triton.compilation import CAPABILITIES, Case
+from tests.kernels.triton.compilation import CAPABILITIES, SHARED_BYTES, Case
 
 _BYTES = {"*bf16": 2, "*fp16": 2, "*i8": 1, "*fp8e4nv": 1, "*fp32": 4}
 _QUANTIZED = {"*i8": "int8", "*fp8e4nv": "fp8"}
 _HOPPER = (9, 0)
 _KV_HEADS = 8
 _EVERYWHERE = (
-    "decode", "decode, head dim 256, window, softcap", "merge of decodes", "merge of chunks",
-    "plan of decodes", "plan of chunks, window", "prefill", "prefill, blocks of 16",
+    "decode", "decode, head dim 256, window, softcap", "merge of chunks", "plan of decodes",
+    "plan of chunks, window", "prefill", "prefill, blocks of 16",
     "prefill, head dim 256, window, softcap",
 )  # fmt: skip
 """The others are for Hopper, where time is short."""
@@ -33,6 +33,8 @@ _METADATA = ("block_table", "query_start", "seq_lens", "num_decodes")
 _STEP: Final = {
     "parts": "*i32", "block_table": "*i32", "q_stride": "i32", "table_stride": "i32",
 }  # fmt: skip
+_RESERVED_BYTES: Final = 1 << 10
+"""Of a multiprocessor's shared memory, for each program."""
 
 
 def _sums(can_split: bool) -> dict[str, str | None]:
@@ -42,7 +44,6 @@ def _sums(can_split: bool) -> dict[str, str | None]:
 def cases() -> list[Case]:
     return [
         _decode("decode"),
-        _decode("decode, unsplit", can_split=False),
         _decode("decode, group of 4", group=4),
         _decode("decode, blocks of 16", block_size=16),
         _decode("decode, head dim 64", head_dim=64),
@@ -50,13 +51,11 @@ def cases() -> list[Case]:
         _decode("decode, head dim 256, window, softcap", head_dim=256, window=512, softcap=50.0),
         _decode("decode, float32", dtype="*fp32"),
         _decode("decode, float16", dtype="*fp16"),
-        _merge("merge of decodes", group=2, queries=1, block_rows=1),
-        _merge("merge of decodes, head dim 256", group=4, queries=1, block_rows=1, head_dim=256),
         _merge("merge of chunks", group=5, queries=8, block_rows=4),
         _merge("merge of chunks, head dim 96", group=2, queries=32, block_rows=4, head_dim=96),
         _merge("merge of chunks, head dim 256", group=2, queries=32, block_rows=4, head_dim=256),
-        _plan("plan of decodes", queries=0),
-        _plan("plan of decodes, window", queries=0, window=512),
+        _decode_plan("plan of decodes"),
+        _decode_plan("plan of few decodes, window", window=512, block=decode_plan.FEW_BLOCK),
         _plan("plan of chunks", queries=32),
         _plan("plan of chunks, window", queries=16, window=512),
         _plan("plan of all as chunks, batch-invariant", queries=32, is_invariant=True),
@@ -144,18 +143,18 @@ def _decode(
     block_size: int = 64,
     window: int = 0,
     softcap: float = 0.0,
-    can_split: bool = True,
     tiles_of: tuple[int, int] = _HOPPER,
     **options: Any,
 ) -> Case:
-    cache = cache or dtype
+    cache, group_pad = cache or dtype, next_power_of_2(group)
     scale = "*fp32" if cache in _QUANTIZED else None
     tiles = decode_tiles(head_dim, _BYTES[cache], tiles_of)
     arguments = {
         "q": dtype, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale,
-        "out": dtype, **_sums(can_split), **_STEP,
+        "out": dtype, **_sums(True), "arrivals": "*i32", "first_parts": "*i32", **_STEP,
     }  # fmt: skip
-    constexprs = {"GROUP": group, "ROWS": MIN_DOT_ROWS, "TILE": tiles.keys}
+    constexprs = {"GROUP": group, "GROUP_PAD": group_pad, "ROWS": MIN_DOT_ROWS}
+    constexprs |= {"TILE": tiles.keys, "MERGED_PARTS": attention_parts.MERGE_BLOCK // group_pad}
     constexprs |= _spec(head_dim, window, softcap)
     constexprs |= block_constants(cache, _KV_HEADS, head_dim, block_size)
     return _case(
@@ -166,13 +165,16 @@ def _decode(
         tiles.num_warps,
         tiles.num_stages,
         instructions={} if dtype == "*fp32" else dict.fromkeys((80, 89, 90, 100), "mma.sync"),
+        # As many programs as are to be on a multiprocessor at once do fit it.
+        max_shared_bytes=SHARED_BYTES[10 * tiles_of[0] + tiles_of[1]] // tiles.per_sm
+        - _RESERVED_BYTES,
         **options,
     )
 
 
 def _merge(name: str, *, group: int, queries: int, block_rows: int, head_dim: int = 128) -> Case:
     arguments: dict[str, str | None] = {
-        "sums": "*fp32", "log_sums": "*fp32", "merges": "*i32", "out": "*bf16"
+        "sums": "*fp32", "log_sums": "*fp32", "merges": "*i32", "out": "*bf16", "max_merges": "i32",
     }  # fmt: skip
     constexprs = {
         "KV_HEADS": _KV_HEADS, "GROUP": group, "QUERIES": queries, "HEAD_DIM": head_dim,
@@ -182,15 +184,26 @@ def _merge(name: str, *, group: int, queries: int, block_rows: int, head_dim: in
     return _case(name, merge_parts_kernel, arguments, constexprs, 4, 3)
 
 
+def _decode_plan(name: str, *, window: int = 0, block: int = decode_plan.PLAN_BLOCK) -> Case:
+    arguments: dict[str, str | None] = {
+        "seq_lens": "*i32", "num_decodes": "*i32", "parts": "*i32", "first_parts": "*i32",
+        "arrivals": "*i32", "num_programs": "i32", "num_arrivals": "i32",
+    }  # fmt: skip
+    constexprs = {"WINDOW": window, "TILE": 64, "BLOCK": block}
+    num_warps = 1 if block == decode_plan.FEW_BLOCK else 8
+    return _case(name, decode_plan.decode_plan_kernel, arguments, constexprs, num_warps, 3)
+
+
 def _plan(name: str, *, queries: int, window: int = 0, is_invariant: bool = False) -> Case:
     arguments = {
         "query_start": "*i32", "seq_lens": "*i32", "num_decodes": None if is_invariant else "*i32",
         "parts": "*i32", "merges": None if is_invariant else "*i32",
-        "num_seqs": "i32", "num_shares": "i32", "min_tiles": "i32", "max_parts": "i32",
-        "max_merges": "i32",
+        "num_seqs": "i32", "num_shares": "i32", "max_shares": "i32", "min_tiles": "i32",
+        "max_parts": "i32", "max_merges": "i32",
     }  # fmt: skip
     constexprs = {
-        "QUERIES": queries, "WINDOW": window, "TILE": 64, "BLOCK": attention_plan.PLAN_BLOCK
+        "QUERIES": queries, "WINDOW": window, "TILE": 64, "PART_TILES": attention_plan.PART_TILES,
+        "BLOCK": attention_plan.PLAN_BLOCK,
     }  # fmt: skip
     return _case(name, attention_plan_kernel, arguments, constexprs, 8, 3)
 

@@ -155,14 +155,22 @@ def _accesses_early(ptx: str) -> bool:
 
 
 def _slow_loads(ptx: str) -> int:
+    """Of the innermost loops of products: what is around them is done once for many products."""
     lines = ptx.splitlines()
     labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L")}
     loops = [
-        "\n".join(lines[labels[found[1]] : i])
+        (labels[found[1]], i)
         for i, line in enumerate(lines)
         if (found := _BRANCH.search(line)) and labels[found[1]] < i
     ]
-    return max((len(_SLOW_LOAD.findall(loop)) for loop in loops if "mma" in loop), default=0)
+    texts = {loop: "\n".join(lines[loop[0] : loop[1]]) for loop in loops}
+    products = [loop for loop, text in texts.items() if "mma" in text]
+    inner = [
+        (first, end)
+        for first, end in products
+        if not any(first <= a and b <= end and (a, b) != (first, end) for a, b in products)
+    ]
+    return max((len(_SLOW_LOAD.findall(texts[loop])) for loop in inner), default=0)
 
 
 def _registers(cubin: bytes) -> tuple[int, int]:
@@ -191,16 +199,30 @@ def _compile_nth(job: tuple[str, int, int]) -> Usage:
     return compile_case(_cases(module)[index], capability)
 
 
-def jobs(modules: Sequence[str], capabilities: Collection[int]) -> list[tuple[str, int, int]]:
-    """Return (module, index of the case, capability) for all cases, or those for capabilities."""
-    modules = modules or sorted(path.stem for path in _FOLDER.glob("*_cases.py"))
-    return [
+def jobs(
+    modules: Sequence[str], capabilities: Collection[int] = SHARED_BYTES, is_distinct: bool = False
+) -> list[tuple[str, int, int]]:
+    """Return (module, index of the case, capability) for the cases of these modules.
+
+    is_distinct: of cases that differ in types and sizes alone, one for each capability.
+    """
+    found = [
         (module, index, capability)
-        for module in modules
+        for module in modules or sorted(path.stem for path in _FOLDER.glob("*_cases.py"))
         for index, case in enumerate(_cases(module))
         for capability in case.capabilities
-        if not capabilities or capability in capabilities
+        if capability in capabilities
     ]
+    if not is_distinct:
+        return found
+    return [*{(_branches(_cases(job[0])[job[1]]), job[2]): job for job in reversed(found)}.values()]
+
+
+def _branches(case: Case) -> tuple[Any, ...]:
+    """Return what of a case chooses the lines that are compiled."""
+    values = case.constexprs.items()
+    flags = [(name, str(v)) for name, v in values if isinstance(v, bool) or not isinstance(v, int)]
+    return case.kernel.__name__, *case.signature, *sorted(flags)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -209,9 +231,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as norm_cases")
     parser.add_argument("--capability", type=int, action="append", default=[],
                         choices=SHARED_BYTES, help="compile for these alone")  # fmt: skip
+    parser.add_argument("--distinct", action="store_true", help="one of the cases that differ in "
+                        "types and sizes alone")  # fmt: skip
     parser.add_argument("--brief", action="store_true", help="print one line in all")
     arguments = parser.parse_args(argv)
-    todo, start_s = jobs(arguments.modules, arguments.capability), time.perf_counter()
+    capabilities = arguments.capability or SHARED_BYTES
+    todo = jobs(arguments.modules, capabilities, arguments.distinct)
+    start_s = time.perf_counter()
     with ProcessPoolExecutor() as pool:
         for usage in pool.map(_compile_nth, todo):
             if not arguments.brief:

@@ -35,7 +35,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu import attention_cases, engine_checks, kernels, product_cases
+from benchmarks.gpu import attention_cases, engine_checks, kernels, product_cases, tile_shapes
 from benchmarks.gpu.results import Session, UnavailableError
 from benchmarks.gpu.shapes import MODELS
 from benchmarks.models import SHAPES, ModelShape
@@ -45,6 +45,7 @@ from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.triton import grouped_linear
+from nanocore.kernels.triton.grouped_packing import GroupedLinear
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.device.stream import Pending, Stream, Tensors, Work
@@ -61,6 +62,8 @@ from tests.kernels.triton.model_shapes import SHAPES as PUBLISHED
 ROOT: Final = Path(__file__).resolve().parents[3]
 META: Final = torch.device("meta")
 TARGET: Final = GPUTarget("cuda", 90, 32)
+MAX_SHARED_BYTES: Final = 227 << 10
+"""Shared memory that a program may have on these, see `compilation.SHARED_BYTES`."""
 NUM_SMS: Final = 132
 """Multiprocessors of an H100 and of an H200."""
 
@@ -224,7 +227,7 @@ def on_hopper(has_pdl: bool = True) -> Iterator[None]:
 
     def linear(
         x_TI: Tensor,
-        weight: grouped_linear.GroupedLinear,
+        weight: GroupedLinear,
         bias_O: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         *,
@@ -268,11 +271,12 @@ def engines(
 def compile_launchers(compiled: Iterable[Any]) -> None:
     """Compile the C code that Triton launches these kernels by, which it keeps in the same cache.
 
-    libcuda is to be found: see `make_libcuda`.
+    From 3.7 on there is one piece of code for all of them. See `make_libcuda`.
     """
     nvidia.CudaUtils()
-    for kernel in compiled:
-        nvidia.CudaLauncher(kernel.src, kernel.metadata)
+    if hasattr(nvidia, "make_launcher"):
+        for kernel in compiled:
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def make_libcuda(folder: Path) -> None:
@@ -284,28 +288,67 @@ def make_libcuda(folder: Path) -> None:
     text = "".join((sources / name).read_text() for name in ("driver.py", "driver.c"))
     functions = sorted({*re.findall(r"\bcu[A-Z]\w*(?=\()", text)})
     code = "".join(f"void {name}(void) {{}}\n" for name in functions)
-    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", library, "-xc", "-"]
-    subprocess.run(command, input=code, text=True, check=True)
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}", "-o", str(library)]
+    subprocess.run(["gcc", *flags, "-xc", "-"], input=code, text=True, check=True)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     knobs.nvidia.libcuda_path = str(folder)
 
 
-def kernel_cases(part: str, _launches: Launches) -> list[str]:
-    """Run the cases of a part of benchmarks/gpu."""
+class _MetaSession(Session):
+    """A session of benchmarks/gpu with the real shapes, on the meta device."""
 
-    class MetaSession(Session):
-        on_gpu = True
+    on_gpu = True
+
+
+@contextmanager
+def _drawn_on_meta() -> Iterator[_MetaSession]:
+    """Have cases of benchmarks/gpu make operands that have no data."""
 
     def draw(_session: Session, *shape: int, std: float = 1.0) -> Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device=META)
 
-    backend = _Kernels()
     with ExitStack() as patches:
-        for module in (attention_cases, product_cases):
+        for module in (attention_cases, product_cases, tile_shapes):
             patches.enter_context(mock.patch.object(module, "draw", draw))
-        for case in kernels.cases(MetaSession(folders=(), device=META), part):
+        yield _MetaSession(folders=(), device=META)
+
+
+def kernel_cases(part: str, _launches: Launches) -> list[str]:
+    """Run the cases of a part of benchmarks/gpu."""
+    backend = _Kernels()
+    with _drawn_on_meta() as session:
+        for case in kernels.cases(session, part):
             with suppress(UnavailableError):
                 case.run(backend, case.make(backend))
+    return []
+
+
+def tile_cases(launches: Launches, prefix: str = "tiles/") -> list[str]:
+    """Run all candidates of benchmarks/gpu/tile_shapes.py whose cases' names begin so.
+
+    Raises:
+        AssertionError: a candidate cannot be compiled, or needs more shared memory than there is.
+    """
+    backend, refused = _Kernels(), list[str]()
+    with _drawn_on_meta() as session:
+        for case in tile_shapes.cases(session):
+            if not case.name.startswith(prefix):
+                continue
+            operands = case.make(backend)
+            for name, shape in case.candidates(backend, operands).items():
+                known = {*launches.kernels}
+                try:
+                    with case.choosing(shape):
+                        case.run(backend, operands)
+                except Exception as error:  # of whatever stage of the compiler
+                    refused.append(f"{case.name} {name}: {type(error).__name__} {error}"[:300])
+                for key in launches.kernels.keys() - known:
+                    num_bytes = launches.kernels[key].metadata.shared
+                    if num_bytes > MAX_SHARED_BYTES:
+                        refused.append(f"{case.name} {name}: {num_bytes} bytes of shared memory")
+            for run in case.others.values():
+                run(backend, operands)
+    assert not refused, "\n".join(refused)
     return []
 
 
@@ -381,7 +424,10 @@ def sets() -> dict[str, Callable[[Launches], list[str]]]:
         "moe": partial(engines, _published_moe("Qwen3-30B-A3B"), [_DAY, _DAY | _INVARIANT]),
         "attention": partial(kernel_cases, "attention"),
         "products": partial(kernel_cases, "products"),
+        "tiles": tile_cases,
     }
+    for kind in ("prefill", "int8", "int4", "decode"):
+        found[f"tiles/{kind}"] = partial(tile_cases, prefix=f"tiles/{kind}/")
     for model in MODELS:
         for name, settings in _VARIANTS.items():
             shape = model.shape.config()
@@ -390,7 +436,7 @@ def sets() -> dict[str, Callable[[Launches], list[str]]]:
 
 
 DAY: Final = (
-    "smoke", "speed", "8b", "check", "attention", "products",
+    "smoke", "speed", "8b", "check", "attention", "products", "tiles",
     *(f"{model.name}/{name}" for model in MODELS for name in _VARIANTS),
 )  # fmt: skip
 """Sets of all that a day of benchmarks/gpu launches, but for tests/gpu."""
@@ -406,7 +452,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     names = [*arguments.names]
     if "day" in names:
-        names[names.index("day") : names.index("day") + 1] = DAY
+        day = [name for name in DAY if not (name == "tiles" and arguments.no_pdl)]
+        names[names.index("day") : names.index("day") + 1] = day
     if unknown := {*names} - found.keys():
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(found)}")
     driver.set_active(_Driver())

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,11 +19,13 @@ from nanocore.kernels.triton import (
     attention,
     attention_plan,
     decode_attention,
+    decode_plan,
     prefill_attention,
 )
 from nanocore.kernels.triton.attention import paged_attention
-from nanocore.kernels.triton.attention_plan import Items, Plan, plan_step
+from nanocore.kernels.triton.attention_plan import PART_TILES, Items, plan_step
 from nanocore.kernels.triton.decode_attention import DecodeTiles
+from nanocore.kernels.triton.decode_plan import DecodePlan, Decodes, plan_decodes
 from nanocore.kernels.triton.prefill_attention import PrefillTiles
 from nanocore.worker.device.step_graphs import HostBounds, padded_steps
 from nanocore.worker.device.step_memory import StepFields, StepShape
@@ -40,7 +43,9 @@ NUM_SMS, NUM_SHARES = 8, 8
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts of some tiles, in little time."""
     monkeypatch.setattr(
-        attention, "decode_tiles", lambda *_: DecodeTiles(TILE, num_warps=4, num_stages=2)
+        attention,
+        "decode_tiles",
+        lambda *_: DecodeTiles(TILE, num_warps=4, num_stages=2, per_sm=2),
     )
     monkeypatch.setattr(
         attention, "prefill_tiles", lambda *_: PrefillTiles(2 * QUERIES, TILE, 4, 2)
@@ -113,9 +118,10 @@ def test_a_short_chunk_over_a_long_context_is_read_by_many_programs(
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("num_decodes", [6, *in_campaign(8, 9)])
-def test_many_equal_contexts_stay_whole(spans: list[int], num_decodes: int) -> None:
-    check(draw_step(HEADS, [5 * TILE] * num_decodes))
-    assert spans == [5] * 2 * num_decodes + [0] * (len(spans) - 2 * num_decodes)
+def test_contexts_that_can_be_dealt_out_whole_are(spans: list[int], num_decodes: int) -> None:
+    """A program for each pair of eight decodes or fewer in two heads; of nine, two for some."""
+    check(draw_step(HEADS, [5 * TILE] * num_decodes), num_sms=num_decodes)
+    assert spans == [5] * 2 * num_decodes
 
 
 @pytest.mark.usefixtures("small_tiles", "products_in_order")
@@ -226,13 +232,13 @@ def test_launches_of_one_step_serve_another_one_of_other_lengths(
 def test_layers_of_one_window_share_a_plan_and_others_have_their_own() -> None:
     """As in Gemma: in one step, of the same lengths."""
     step = draw_step(HEADS, [250, 9], block_size=16)
-    plans: list[dict[int, Plan]] = []
+    plans: list[dict[int, DecodePlan]] = []
     for window in (60, 0, 60, 0):
         layer = replace(step, spec=HEADS.spec(window))
         layer.metadata = step.metadata
         check(layer)
         kept = step.metadata.scratch.items()
-        plans.append({items.window: plan for items, plan in kept if isinstance(plan, Plan)})
+        plans.append({items.window: plan for items, plan in kept if isinstance(plan, DecodePlan)})
     assert [list(kept) for kept in plans] == [[60], [60, 0], [60, 0], [60, 0]]
     for kept in plans[1:]:
         assert all(kept[window] is plan for window, plan in plans[1].items())
@@ -262,10 +268,9 @@ def expected_items(
 ) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
     """(token, queries, position, sequence, its length) and (first, end) tile of each item."""
     found = []
-    size = items.queries or 1
+    size = items.queries
     num_decodes = 0 if items.has_decodes else metadata.num_decodes
-    num_seqs = len(metadata.seq_lens)
-    for seq in range(num_decodes) if items.queries == 0 else range(num_decodes, num_seqs):
+    for seq in range(num_decodes, len(metadata.seq_lens)):
         start, end = metadata.query_start[seq : seq + 2]
         length = metadata.seq_lens[seq]
         for token in range(start, end, size):
@@ -295,16 +300,17 @@ def test_each_tile_of_each_item_is_in_one_part_and_no_part_is_long(
     rng = random.Random(seed)
     monkeypatch.setattr(attention_plan, "PLAN_BLOCK", rng.choice([8, 16, 1024]))
     metadata = make_metadata(*random_steps(rng))
-    queries, has_decodes = rng.choice([(0, False), (4, False), (4, True), (1, False)])
-    max_items = metadata.query_start[-1] // (queries or 1) + len(metadata.seq_lens)
+    queries, has_decodes = rng.choice([(4, False), (4, True), (1, False)])
+    num_shares = rng.choice([1, 2, 7, 33])
     items = Items(
         queries=queries,
         keys=16,
         window=rng.choice([0, 1, 50]),
         has_decodes=has_decodes,
-        max_items=max_items if queries else metadata.num_decodes,
+        max_items=metadata.query_start[-1] // queries + len(metadata.seq_lens),
         block_size=1,
-        num_shares=rng.choice([1, 2, 7, 33, 264]),
+        num_shares=num_shares,
+        max_shares=1 if num_shares == 1 else num_shares * rng.choice([1, 4]),
         min_tiles=rng.choice([1, 3]),
     )
     check_plan(metadata, items)
@@ -313,11 +319,24 @@ def test_each_tile_of_each_item_is_in_one_part_and_no_part_is_long(
 def test_the_largest_batch_with_contexts_of_a_million_tokens() -> None:
     decodes = [(1 << 20) - i for i in range(3)] + [1000 + i for i in range(1021)]
     metadata = make_metadata(decodes, [(1 << 20, 16000 - 1024), (0, 3)])
-    items = partial(
-        Items, keys=16, window=0, has_decodes=False, block_size=1, num_shares=264, min_tiles=1
-    )
-    check_plan(metadata, items(queries=0, max_items=1024))
-    check_plan(metadata, items(queries=2, max_items=8000 + 1026))
+    items = Items(
+        queries=2, keys=16, window=0, has_decodes=False, max_items=8000 + 1026, block_size=1,
+        num_shares=264, max_shares=264, min_tiles=1,
+    )  # fmt: skip
+    check_plan(metadata, items)
+    check_decode_plan(metadata, Decodes(1024, 1, 16, window=0, num_programs=396))
+
+
+@pytest.mark.parametrize("num_shares", [2, 9])
+def test_parts_of_much_to_read_are_small_enough_for_programs_to_end_together(
+    num_shares: int,
+) -> None:
+    """A long context of 900 tiles: more parts than programs, and four times as many at most."""
+    metadata = make_metadata([], [(900 * 16, 1)])
+    items = Items(4, 16, 0, False, 1, 1, num_shares, max_shares=4 * num_shares, min_tiles=1)
+    check_plan(metadata, items)
+    parts = [part for part in plan_step(metadata, items).parts_P8.tolist() if part[1]]
+    assert len(parts) == min(4 * num_shares, 900 // PART_TILES)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +349,7 @@ def test_where_one_part_is_always_enough_nothing_is_merged(
     """By the widest context of the block table, or by the window; three tiles are not split."""
     table_BM = torch.empty(2, width, dtype=torch.int32)
     metadata = replace(make_metadata([5], [(8, 4)]), block_table_BM=table_BM)
-    items = Items(4, 16, window, False, 3, block_size=1, num_shares=9, min_tiles=3)
+    items = Items(4, 16, window, False, 3, block_size=1, num_shares=9, max_shares=9, min_tiles=3)
     assert (plan_step(metadata, items).merges_M4 is not None) == can_split
 
 
@@ -338,9 +357,14 @@ def check_plan(metadata: AttentionMetadata, items: Items) -> None:
     plan = plan_step(metadata, items)
     expected = expected_items(metadata, items)
     total = sum(end - first for _, (first, end) in expected)
-    share = max(-(-total // items.num_shares), items.min_tiles)
-    parts = plan.parts_P8.tolist()
-    merges = [] if plan.merges_M4 is None else [row for row in plan.merges_M4.tolist() if row[3]]
+    share = min(-(-total // items.num_shares), PART_TILES)
+    share = max(share, -(-total // items.max_shares), items.min_tiles)
+    parts, merges = plan.parts_P8.tolist(), []
+    if plan.merges_M4 is not None:
+        rows = plan.merges_M4.tolist()
+        merges = rows[: rows[plan.max_merges][0]]
+    else:
+        share = max(share, total)
     num_sums, num_whole, num_merges = 0, 0, 0
     for item, (first, end) in expected:
         num_parts = max(1, (end - first + share // 2) // share)
@@ -361,6 +385,51 @@ def check_plan(metadata: AttentionMetadata, items: Items) -> None:
     )
     assert len(merges) == num_merges
     assert num_sums <= plan.num_sums
+
+
+@pytest.mark.parametrize("seed", [*range(6), *in_campaign(*range(6, 20))])
+def test_all_programs_of_decodes_have_as_many_tiles(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr(decode_plan, "PLAN_BLOCK", rng.choice([8, 16, 1024]))
+    monkeypatch.setattr(decode_plan, "FEW_BLOCK", rng.choice([1, 32]))
+    decodes, chunks = random_steps(rng)
+    metadata = make_metadata([*decodes, 5], chunks)
+    num_programs, window = rng.choice([1, 2, 7, 49, 396]), rng.choice([0, 1, 50])
+    check_decode_plan(metadata, Decodes(len(decodes) + 3, 2, 16, window, num_programs))
+
+
+def check_decode_plan(metadata: AttentionMetadata, decodes: Decodes) -> None:
+    """Each sequence's tiles in order, in parts one behind another; padding has an empty part."""
+    plan = plan_decodes(metadata, decodes)
+    parts, starts = plan.parts_P8.tolist(), plan.first_parts.tolist()
+    lengths, window = metadata.seq_lens[: metadata.num_decodes], decodes.window
+    tiles = [
+        (max(0, n - window) // decodes.keys if window else 0, -(-n // decodes.keys))
+        for n in lengths
+    ]
+    share = -(-sum(max(1, end - first) for first, end in tiles) // decodes.num_programs)
+    number = 0
+    for seq, (length, (first, end)) in enumerate(zip(lengths, tiles, strict=True)):
+        own = [part for part in parts[number : starts[-1]] if part[0] == seq]
+        assert own == parts[number : number + len(own)]
+        assert all(part[:2] == [seq, length] for part in own)
+        assert all(part[4:6] == [number, len(own)] for part in own)
+        ends = [part[3] for part in own]
+        assert [part[2] for part in own] == [first, *ends[:-1]]
+        assert ends[-1] == end
+        assert all(part[3] > part[2] for part in own) or length == 0
+        number += len(own)
+    assert starts[0] == 0
+    assert starts[-1] == number <= len(parts)
+    weights = [max(1, part[3] - part[2]) for part in parts[:number]]
+    sizes = [sum(weights[a:b]) for a, b in pairwise(starts)]
+    num_busy = -(-sum(sizes) // share)
+    assert sizes[: num_busy - 1] == [share] * (num_busy - 1)
+    assert 0 < sizes[num_busy - 1] <= share
+    assert not any(sizes[num_busy:])
+    assert not plan.arrivals_BK.any()
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from tests.kernels.triton.compilation import jobs
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 SETS: Final = (
@@ -40,6 +47,8 @@ def dry_run(cache: Path, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.campaign
+@pytest.mark.timeout(300)
 def test_an_engine_starts_and_compiles_nothing_later(tmp_path: Path) -> None:
     """A kernel that this version of Triton cannot compile is found here."""
     [first] = dry_run(tmp_path, "tiny")
@@ -57,18 +66,32 @@ def test_engines_of_all_kinds_start_and_compile_nothing_later(tmp_path: Path) ->
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(600)
 def test_what_was_compiled_is_found_by_the_next_process(tmp_path: Path) -> None:
-    """Without dependent launches kernels are others."""
+    """Without dependent launches most kernels are others."""
     flags = "tiny", "--launchers"
     [first], [second] = dry_run(tmp_path, *flags), dry_run(tmp_path, *flags)
     assert second["launched"] == first["launched"] == first["compiled"]
     assert second["compiled"] == 0
     [plain] = dry_run(tmp_path, "tiny", "--no-pdl")
-    assert plain["compiled"] == plain["launched"] == first["launched"]
+    assert plain["launched"] == first["launched"]
+    assert plain["launched"] / 2 < plain["compiled"] <= plain["launched"]
 
 
-def test_a_set_of_no_such_name_is_refused() -> None:
-    command = [sys.executable, "-m", "tests.kernels.triton.dry_run", "large"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert "large: choose from tiny, smoke, speed" in result.stderr
+def test_the_versions_that_ci_compiles_with_are_the_oldest_and_the_newest_allowed() -> None:
+    found = re.search(r"^TRITONS := (\S+) (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found is not None
+    oldest, newest = (Version(version) for version in found.groups())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [Requirement(text) for text in project["optional-dependencies"]["dev"]]
+    [allowed] = [each.specifier for each in needed if each.name == "triton"]
+    assert allowed == SpecifierSet(
+        f">={oldest.major}.{oldest.minor},<{newest.major}.{newest.minor + 1}"
+    )
+
+
+def test_cases_that_differ_in_types_and_sizes_alone_are_compiled_once() -> None:
+    every, distinct = (jobs((), (90,), is_distinct) for is_distinct in (False, True))
+    assert {*distinct} < {*every}
+    assert {capability for _, _, capability in distinct} == {90}
+    assert {module for module, _, _ in distinct} == {module for module, _, _ in every}

@@ -24,7 +24,7 @@ ROUNDING = 2.0**-11
 """Of float16's weights, relative to the largest result; bfloat16's is eight times that."""
 
 
-def run(step: PagedStep, dtype: torch.dtype = torch.bfloat16, num_shares: int = 3) -> Tensor:
+def run(step: PagedStep, dtype: torch.dtype = torch.bfloat16, num_programs: int = 3) -> Tensor:
     """By the kernel of decodes, in parts, and that of chunks, in float32."""
     q_THD = step.q_THD().to(dtype)
     out_THD = torch.full(q_THD.shape, torch.nan)
@@ -36,7 +36,7 @@ def run(step: PagedStep, dtype: torch.dtype = torch.bfloat16, num_shares: int = 
             step.spec,
             out_THD,
             DecodeTiles(TILE, num_warps=4, num_stages=2),
-            num_shares,
+            num_programs,
         )
     prefill_attention(
         q_THD,
