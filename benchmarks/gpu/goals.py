@@ -17,14 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from benchmarks.gpu.shapes import CARDS, MODELS, Model, Rates
+from benchmarks.gpu.shapes import CARDS, MODELS, Model, Rates, rates_of
 from benchmarks.report import table
 from benchmarks.workloads import nano_vllm_workload
 
 NOT_MEASURED: Final = "not measured yet"
 _HEADING: Final = ["measure (bfloat16, random weights)", "limit H100", "limit H200", "goal H100",
                    "stretch H100", "measured"]  # fmt: skip
-_FORMATS: Final = {"ms": "{:.3g} ms", "tok/s": "{:,.0f} tok/s", "TB/s": "{:.2g} TB/s"}
+_FORMATS: Final = {
+    "ms": "{:.3g} ms", "tok/s": "{:,.0f} tok/s", "TB/s": "{:.2f} TB/s", "x": "{:.2f}x"
+}  # fmt: skip
 _SMALL, _LARGE = MODELS
 
 
@@ -33,7 +35,7 @@ class Goal(NamedTuple):
 
     limit: the best that a card of these rates can do, in this unit; None where another program is
     what it is compared with. goals: the goal and a further one, as shares of the limit, or as text.
-    describe: from its measurement.
+    value: of its measurement, in this unit. note: what is said beside it.
     """
 
     measure: str
@@ -41,17 +43,27 @@ class Goal(NamedTuple):
     unit: str
     goals: tuple[float | str, float | str]
     measurement: str
-    describe: Callable[[dict[str, Any]], str]
+    value: Callable[[dict[str, Any]], float]
+    note: Callable[[dict[str, Any]], str] = lambda _: ""
 
     def row(self, report: dict[str, Any]) -> list[str]:
         """Of the table."""
         if found := report["figures"].get(self.measurement):
-            measured = self.describe(found)
+            measured = self._describe(found, rates_of(report["figures"], report["device"]["name"]))
         else:
             measured = "failed" if self.measurement in report["errors"] else NOT_MEASURED
         limits = ["-" if self.limit is None else self._format(self.limit(CARDS[card]))
                   for card in ("H100", "H200")]  # fmt: skip
         return [self.measure, *limits, *map(self._describe_goal, self.goals), measured]
+
+    def _describe(self, found: dict[str, Any], rates: Rates) -> str:
+        """What was measured, and its share of what this card can do."""
+        value = self.value(found)
+        text = self._format(value)
+        if self.limit is not None:
+            limit = self.limit(rates)
+            text += f" ({limit / value if self.unit == 'ms' else value / limit:.0%})"
+        return text + self.note(found)
 
     def _describe_goal(self, goal: float | str) -> str:
         if isinstance(goal, str):
@@ -80,64 +92,68 @@ def _workload_rate(model: Model, rates: Rates) -> float:
     return num_outputs / model.workload_s(requests, rates)
 
 
-def _step(found: dict[str, Any]) -> str:
-    return f"{found['step_ms']['median']:.2f} ms ({found['share_of_limit']:.0%})"
+def _step_ms(found: dict[str, Any]) -> float:
+    return float(found["step_ms"]["median"])
 
 
-def _throughput(found: dict[str, Any]) -> str:
-    found = found["nanocore"]
-    return f"{found['output_tokens_per_s']['median']:,.0f} tok/s ({found['share_of_limit']:.0%})"
+def _our_rate(found: dict[str, Any]) -> float:
+    return float(found["nanocore"]["output_tokens_per_s"]["median"])
 
 
-def _prefill(found: dict[str, Any]) -> str:
-    return f"{found['tokens_per_s']:,.0f} tok/s ({found['share_of_limit']:.0%})"
+def _tokens_per_s(found: dict[str, Any]) -> float:
+    return float(found["tokens_per_s"])
 
 
-def _against_fa3(found: dict[str, Any]) -> str:
-    other = found["others"].get("fa3", {})
-    beside = f", {other['times_of_ours']:.2f}x FA3" if "times_of_ours" in other else ""
-    return f"{found['share_of_limit']:.0%} of the limit{beside}"
+def _beside_fa3(found: dict[str, Any]) -> float:
+    return float(found["others"].get("fa3", {}).get("times_of_ours", "nan"))
 
 
-def _idle(found: dict[str, Any]) -> str:
-    return f"{found['idle_ms']:.2f} ms"
+def _fa3_note(found: dict[str, Any]) -> str:
+    return f", {_beside_fa3(found):.2f}x FA3"
 
 
-def _ratio(found: dict[str, Any]) -> str:
+def _ratio(found: dict[str, Any]) -> float:
+    return float(found["times_slower_than_ours"]["median"])
+
+
+def _ratio_note(found: dict[str, Any]) -> str:
     ratio = found["times_slower_than_ours"]
-    return f"{ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f})"
+    return f" ({ratio['min']:.2f}-{ratio['max']:.2f})"
 
 
 def _decode_goal(model: Model, batch: int, part: str, goal: float, stretch: float) -> Goal:
     name = model.name.removeprefix("qwen3-").upper()
-    return Goal(f"{name}: a step, B {batch}, context 1k", partial(_decode_ms, model, batch), "ms",
-                (goal, stretch), f"{part}/{model.name}/decode/b{batch}/ctx1024", _step)  # fmt: skip
+    return Goal(
+        f"{name}: a step, B {batch}, context 1k", partial(_decode_ms, model, batch), "ms",
+        (goal, stretch), f"{part}/{model.name}/decode/b{batch}/ctx1024", _step_ms,
+    )  # fmt: skip
 
 
 GOALS: Final = (
     Goal("decode attention, B 256, context 1k", lambda rates: rates.bytes / 1e12, "TB/s",
-         (0.8, 0.88), "attention/decode/g2/b256/ctx1024", _against_fa3),
-    Goal("prefill attention, 4k, causal, beside FA3", None, "", ("0.6x", "0.75x"),
-         "attention/prefill/g2/4x4096", _against_fa3),
+         (0.8, 0.88), "attention/decode/g2/b256/ctx1024", lambda found: found["gb_per_s"] / 1e3,
+         _fa3_note),
+    Goal("prefill attention, 4k, causal, beside FA3", None, "x", ("0.6x", "0.75x"),
+         "attention/prefill/g2/4x4096", _beside_fa3),
     _decode_goal(_SMALL, 1, "speed", 0.36, 0.5),
     _decode_goal(_SMALL, 32, "speed", 0.59, 0.68),
     _decode_goal(_SMALL, 256, "speed", 0.77, 0.84),
     Goal("0.6B: nano-vllm's benchmark", partial(_workload_rate, _SMALL), "tok/s", (0.61, 0.7),
-         "bench/qwen3-0.6b", _throughput),
+         "bench/qwen3-0.6b", _our_rate),
     Goal("0.6B: 16k tokens of 1k prompts", partial(_prompt_rate, _SMALL), "tok/s", (0.5, 0.6),
-         "speed/qwen3-0.6b/prefill/1024", _prefill),
-    Goal("0.6B: GPU idle in a decode step, B 32", None, "", ("< 0.1 ms", "0"),
-         "speed/qwen3-0.6b/idle/b32", _idle),
+         "speed/qwen3-0.6b/prefill/1024", _tokens_per_s),
+    Goal("0.6B: GPU idle in a decode step, B 32", None, "ms", ("< 0.1 ms", "0"),
+         "speed/qwen3-0.6b/idle/b32", lambda found: max(0.0, found["idle_ms"])),
     _decode_goal(_LARGE, 1, "large", 0.81, 0.87),
     _decode_goal(_LARGE, 32, "large", 0.78, 0.85),
     Goal("8B: nano-vllm's benchmark", partial(_workload_rate, _LARGE), "tok/s", (0.7, 0.77),
-         "bench-large/qwen3-8b", _throughput),
+         "bench-large/qwen3-8b", _our_rate),
     Goal("8B: 16k tokens of 1k prompts", partial(_prompt_rate, _LARGE), "tok/s", (0.72, 0.8),
-         "large/qwen3-8b/prefill/1024", _prefill),
-    Goal("time of nano-vllm over ours, FA3 under it", None, "", (">= 1.3x", "1.5x"),
-         "nano-vllm/qwen3-0.6b", _ratio),
-    Goal("time of transformers, sdpa, over ours", None, "", ("12x", ""),
-         "transformers/qwen3-0.6b", _ratio),
+         "large/qwen3-8b/prefill/1024", _tokens_per_s),
+    Goal("time of nano-vllm over ours, FA3 under it", None, "x", (">= 1.3x", "1.5x"),
+         "nano-vllm/qwen3-0.6b", _ratio, _ratio_note),
+    Goal("time of transformers, sdpa, over ours", None, "x", ("12x", ""),
+         "transformers/qwen3-0.6b", _ratio, _ratio_note),
 )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ CARDS: Final = {
     "H100": Rates(bytes=3.0e12, gemm=798e12),
     "H200": Rates(bytes=4.3e12, gemm=790e12),
 }
-"""As measured by copies of 8.6 GB and products of 8192 x 8192 matrices, with random operands."""
+"""As measured: an H100 reads 3.0 to 3.1 TB/s and an H200 copies 4.3; random products of 8192."""
 
 
 def assumed_rates(card: str) -> Rates:
@@ -126,9 +126,11 @@ def rates(results: Results) -> Rates:
 
 
 def rates_of(figures: dict[str, Any], card: str) -> Rates:
-    """The same, of a report's figures."""
-    if not {"env/copy", "env/gemm"} <= figures.keys() or card == "cpu":
+    """The same, of a report's figures.
+
+    A copy alone, of the first reports, says too little: an H100 copies 2.44 TB/s and reads 3.12.
+    """
+    if not {"env/read", "env/gemm"} <= figures.keys() or card == "cpu":
         return assumed_rates(card)
-    moved = [figures[name]["gb_per_s"] for name in ("env/copy", "env/read") if name in figures]
-    num_bytes = max(rate["median"] for rate in moved) * 1e9
-    return Rates(num_bytes, figures["env/gemm"]["tflop_per_s"]["median"] * 1e12)
+    moved = [figures[name]["gb_per_s"]["median"] for name in ("env/copy", "env/read")]
+    return Rates(max(moved) * 1e9, figures["env/gemm"]["tflop_per_s"]["median"] * 1e12)

@@ -112,7 +112,7 @@ def merge_parts_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The means of items that are split. merges: see `attention_plan_kernel`.
+    """The means of items that are split. merges: see `merge_items`.
 
     Grid: (KV heads times blocks of rows, programs that share the items).
     """
@@ -155,19 +155,27 @@ class PartSums:
         sums = torch.empty(*shape, out_THD.shape[2], dtype=torch.float32, device=device)
         return cls(sums, torch.empty(shape, dtype=torch.float32, device=device))
 
-    def merge(
-        self, plan: Plan, num_kv_heads: int, num_queries: int, block_rows: int, out_THD: Tensor
-    ) -> None:
-        """Write the rows of items that were split. block_rows: of a program, a power of two."""
-        if plan.merges_M4 is None:
-            return
-        num_heads, head_dim = out_THD.shape[1:]
-        group = num_heads // num_kv_heads
-        num_blocks = triton.cdiv(num_queries * group, block_rows)
-        merge_parts_kernel[(num_kv_heads * num_blocks, min(_MAX_MERGING, plan.max_merges))](
-            self.sums, self.log_sums, plan.merges_M4, out_THD, plan.max_merges,
-            KV_HEADS=num_kv_heads, GROUP=group, QUERIES=num_queries,
-            HEAD_DIM=head_dim, HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
-            BLOCK_ROWS=block_rows, BLOCK_PARTS=MERGE_BLOCK // block_rows, num_warps=4,
-            **pdl(out_THD.device),
-        )  # fmt: skip
+
+def merge_items(
+    sums: Tensor,
+    log_sums: Tensor,
+    merges_M4: Tensor,
+    out_THD: Tensor,
+    num_kv_heads: int,
+    num_queries: int,
+    block_rows: int,
+) -> None:
+    """Write the rows of items in parts. block_rows: of a program, a power of two.
+
+    merges_M4: int32, of each item the numbers of `MERGE`; how many items in the last row.
+    """
+    num_heads, head_dim = out_THD.shape[1:]
+    group, max_merges = num_heads // num_kv_heads, len(merges_M4) - 1
+    num_blocks = triton.cdiv(num_queries * group, block_rows)
+    merge_parts_kernel[(num_kv_heads * num_blocks, min(_MAX_MERGING, max_merges))](
+        sums, log_sums, merges_M4, out_THD, max_merges,
+        KV_HEADS=num_kv_heads, GROUP=group, QUERIES=num_queries,
+        HEAD_DIM=head_dim, HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
+        BLOCK_ROWS=block_rows, BLOCK_PARTS=MERGE_BLOCK // block_rows, num_warps=4,
+        **pdl(out_THD.device),
+    )  # fmt: skip

@@ -29,9 +29,6 @@ end; where its sums go, or -1 if it is all of its item."""
 MERGE: Final = tl.constexpr(4)
 """Numbers of an item in parts: its first token; queries; where sums begin; how many parts."""
 
-PART_TILES: Final = 32
-"""Of keys in a part, where there is so much to read that parts could be larger."""
-
 PLAN_BLOCK: Final = 1024
 """Items at once: about as many as there ever are."""
 
@@ -107,7 +104,7 @@ def _store_part(
 
 
 @triton.jit
-def _store_merge(numbers, mask, token, count, sum_id, num_parts) -> None:
+def store_merge(numbers, mask, token, count, sum_id, num_parts) -> None:
     """Write the numbers of an item in parts, see `MERGE`."""
     tl.store(numbers, token, mask=mask)
     tl.store(numbers + 1, count, mask=mask)
@@ -116,26 +113,18 @@ def _store_merge(numbers, mask, token, count, sum_id, num_parts) -> None:
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_seqs",
-        "num_shares",
-        "max_shares",
-        "min_tiles",
-        "max_parts",
-        "max_merges",
-    ],
+    do_not_specialize=["num_seqs", "num_shares", "min_tiles", "max_parts", "max_merges"],
     # Views of a step's metadata begin anywhere, and a new alignment would be compiled anew.
     do_not_specialize_on_alignment=["query_start", "seq_lens", "num_decodes"],
 )
 def attention_plan_kernel(
     query_start, seq_lens, num_decodes, parts, merges,
-    num_seqs, num_shares, max_shares, min_tiles, max_parts, max_merges,
-    QUERIES: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PART_TILES: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    num_seqs, num_shares, min_tiles, max_parts, max_merges, QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """parts: [max_parts, PART], those of items that are split first, for they take longest; then
     none; then whole items, of which the last, with the most keys of a chunk, come first.
-    merges: [max_merges + 1, MERGE], None if max_shares is 1; how many there are is in the last row.
+    merges: [max_merges + 1, MERGE], None if num_shares is 1; how many there are is in the last row.
     QUERIES: tokens of an item. num_decodes: how many sequences are no chunks; None: none. Grid: one
     program, for whom even a thousand sequences are one or two blocks.
     """
@@ -151,8 +140,7 @@ def attention_plan_kernel(
         )
         first, end = key_tiles(position, count, WINDOW, TILE)
         total += tl.sum(tl.where(count > 0, end - first, 0), axis=0)
-    share = tl.minimum(tl.cdiv(total, num_shares), PART_TILES)
-    share = tl.maximum(tl.maximum(share, tl.cdiv(total, max_shares)), min_tiles)
+    share = tl.maximum(tl.cdiv(total, num_shares), min_tiles)
 
     num_sums, num_whole, num_merges = 0, 0, 0
     for start in range(0, num_items, BLOCK):
@@ -178,7 +166,7 @@ def attention_plan_kernel(
             )  # fmt: skip
         if merges is not None:
             merge = num_merges + tl.cumsum(is_split.to(tl.int32), axis=0) - 1
-            _store_merge(merges + merge * MERGE, is_split, token, count, sum_id, pieces)
+            store_merge(merges + merge * MERGE, is_split, token, count, sum_id, pieces)
             num_merges += tl.sum(is_split.to(tl.int32), axis=0)
         num_sums += tl.sum(summed, axis=0)
         num_whole += tl.sum(whole, axis=0)
@@ -196,10 +184,9 @@ class Items:
 
     queries: tokens of a tile of chunks. keys: of a tile. has_decodes: whether
     sequences that decode are among the chunks. max_items: of which there are no more. num_shares:
-    how many equal shares there are of all tiles of keys that are seen, of min_tiles or more. Where
-    these would be larger than PART_TILES there are more of them, up to max_shares: so that programs
-    that come after the first ones do not have as much to do as these had. An item is split into as
-    many parts as are nearest to the shares it has.
+    how many equal shares there are of all tiles of keys that are seen, of min_tiles or more. An
+    item is split into as many parts as are nearest to the shares it has: more and smaller ones were
+    slower (on an H100), for items of one chunk then do not read the same keys at the same time.
     """
 
     queries: int
@@ -209,21 +196,19 @@ class Items:
     max_items: int
     block_size: int
     num_shares: int
-    max_shares: int
     min_tiles: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """parts_P8: int32, see `PART`; merges_M4: see `MERGE`, None if nothing can be split.
+    """parts_P8: int32, see `PART`; merges_M4: int32, see `attention_parts.merge_items`, None if
 
-    num_sums, max_merges: of which there are no more, the sums of parts and the items in parts.
+    nothing can be split. num_sums: of which there are no more, for the sums of parts.
     """
 
     parts_P8: Tensor
     merges_M4: Tensor | None
     num_sums: int
-    max_merges: int
 
 
 def plan_step(metadata: AttentionMetadata, items: Items) -> Plan:
@@ -243,8 +228,8 @@ def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
         # So many keys from the first query's first one on, which may be a tile's last.
         num_keys = items.window + items.queries - 1
         max_tiles = min(max_tiles, triton.cdiv(num_keys - 1, items.keys) + 1)
-    max_shares = items.max_shares if max_tiles > items.min_tiles else 1
-    max_splits = max_shares - 1
+    num_shares = items.num_shares if max_tiles > items.min_tiles else 1
+    max_splits = num_shares - 1
     max_parts, max_merges = items.max_items + max_splits, min(items.max_items, max_splits)
     device = metadata.seq_lens_B.device
     parts_P8 = torch.empty(max_parts, PART.value, dtype=torch.int32, device=device)
@@ -254,8 +239,8 @@ def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
     attention_plan_kernel[(1,)](
         metadata.query_start_A, metadata.seq_lens_B,
         None if items.has_decodes else metadata.num_decodes_1, parts_P8, merges_M4,
-        len(metadata.seq_lens), items.num_shares, max_shares, items.min_tiles, max_parts,
-        max_merges, QUERIES=items.queries, WINDOW=items.window, TILE=items.keys,
-        PART_TILES=PART_TILES, BLOCK=PLAN_BLOCK, num_warps=8, **pdl(device),
+        len(metadata.seq_lens), num_shares, items.min_tiles, max_parts, max_merges,
+        QUERIES=items.queries, WINDOW=items.window, TILE=items.keys, BLOCK=PLAN_BLOCK, num_warps=8,
+        **pdl(device),
     )  # fmt: skip
-    return Plan(parts_P8, merges_M4, max_merges + max_splits, max_merges)
+    return Plan(parts_P8, merges_M4, max_merges + max_splits)

@@ -5,8 +5,8 @@ read once (FlashDecoding: Dao et al. 2023). Reading them is all that takes time:
 shared memory ahead of use, by as many programs as multiprocessors hold at once. Where spans begin
 is up to `decode_plan`: a span ends within one sequence and goes on in the next. Of a sequence in
 parts the program that is done last with one merges them, always in the same order: it costs a
-count, where a kernel of its own would cost each layer a launch. Programs of neighbouring KV heads
-read neighbouring memory and so are neighbours in the grid.
+count, where a kernel of its own would cost each layer a launch. Only few sequences have one.
+Programs of neighbouring KV heads read neighbouring memory and so are neighbours in the grid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
-from nanocore.kernels.triton.attention_parts import MERGE_BLOCK, merge_parts, store_sums
+from nanocore.kernels.triton.attention_parts import (
+    MERGE_BLOCK,
+    merge_items,
+    merge_parts,
+    store_sums,
+)
 from nanocore.kernels.triton.attention_tile import attend
 from nanocore.kernels.triton.decode_plan import Decodes, load_part, plan_decodes
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
@@ -40,6 +45,32 @@ class DecodeTiles:
     num_warps: int
     num_stages: int
     per_sm: int = 1
+
+
+@triton.jit
+def _merge_if_last(
+    arrival, num_parts, sums, log_sums, first_row, part_rows, out,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PAD: tl.constexpr, MERGED_PARTS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Count a part whose sums this program has stored, and merge all if it was the last one.
+
+    first_row, part_rows: see `merge_parts`. out: where the rows of the sequence and KV head begin.
+    """
+    # All threads have stored before one of them counts. Who counts last sees what all the others
+    # stored before they counted: the count releases and acquires.
+    tl.debug_barrier()
+    num_before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+    if num_before == num_parts - 1:
+        rows, dims = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_DIM_PAD)
+        result = merge_parts(
+            sums, log_sums, first_row, part_rows, num_parts, rows, rows < GROUP,
+            HEAD_DIM, HEAD_DIM_PAD, MERGED_PARTS,
+        )  # fmt: skip
+        mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        pointers = out + rows[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
+        tl.store(arrival, 0)  # for the next layer
 
 
 @triton.jit(
@@ -65,8 +96,6 @@ def decode_attention_kernel(
     head = tl.program_id(0)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM_PAD)
     mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    merged_rows = tl.arange(0, GROUP_PAD)
-    merged_mask = (merged_rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     first_part = tl.load(first_parts + tl.program_id(1))
     end_part = tl.load(first_parts + tl.program_id(1) + 1)
     for part in range(first_part, end_part):
@@ -95,19 +124,12 @@ def decode_attention_kernel(
                 acc, peak, total, sums, log_sums, part * part_rows + head * GROUP, rows,
                 rows < GROUP, HEAD_DIM, HEAD_DIM_PAD,
             )  # fmt: skip
-            # All threads have stored before one of them counts. Who counts last sees what all the
-            # others stored before they counted: the count releases and acquires.
-            tl.debug_barrier()
-            arrival = arrivals + seq * KV_HEADS + head
-            num_before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
-            if num_before == num_parts - 1:
-                result = merge_parts(
-                    sums, log_sums, its_first * part_rows + head * GROUP, part_rows, num_parts,
-                    merged_rows, merged_rows < GROUP, HEAD_DIM, HEAD_DIM_PAD, MERGED_PARTS,
+            if arrivals is not None:
+                _merge_if_last(
+                    arrivals + seq * KV_HEADS + head, num_parts, sums, log_sums,
+                    its_first * part_rows + head * GROUP, part_rows, out + columns,
+                    GROUP, GROUP_PAD, HEAD_DIM, HEAD_DIM_PAD, MERGED_PARTS,
                 )  # fmt: skip
-                pointers = out + columns + merged_rows[:, None] * HEAD_DIM + dims[None, :]
-                tl.store(pointers, result.to(out.dtype.element_ty), mask=merged_mask)
-                tl.store(arrival, 0)  # for the next layer
 
 
 def decode_attention(
@@ -121,7 +143,7 @@ def decode_attention(
 ) -> None:
     """Write the rows of the decodes; out_THD is contiguous. metadata.num_decodes is above 0.
 
-    num_programs: of each KV head.
+    num_programs: of each KV head, see `attention.choose_num_programs`.
     """
     num_heads, head_dim = q_THD.shape[1:]
     block_size, num_kv_heads = cache.k_NSKD.shape[1:3]
@@ -146,3 +168,7 @@ def decode_attention(
         MERGED_PARTS=max(2, MERGE_BLOCK // group_pad),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl(device),
     )  # fmt: skip
+    if plan.merges_M4 is not None:
+        merge_items(
+            sums, log_sums, plan.merges_M4, out_THD, num_kv_heads, num_queries=1, block_rows=1
+        )

@@ -18,17 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
-from nanocore.kernels.triton.attention_parts import PartSums, store_rows
+from nanocore.kernels.triton.attention_parts import PartSums, merge_items, store_rows
 from nanocore.kernels.triton.attention_plan import Items, load_part, plan_step
 from nanocore.kernels.triton.attention_tile import attend
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 MIN_PART_TILES: Final = 8
 """To write a part's sums and to read them again takes about as long as some tiles of keys."""
-
-MAX_WAVES: Final = 4
-"""Times the shares that all multiprocessors read at once: the last ones to begin have that much
-less to do. Each share more takes memory for its sums."""
 
 _MERGED_ROWS: Final = 4
 """Of a program. There are as many as there could be rows to merge, so there should be few."""
@@ -129,7 +125,7 @@ def prefill_attention(
     """Write the rows of the chunks, and with has_decodes those of the decodes too.
 
     out_THD is contiguous. max_tokens, max_seqs: of which there are no more, in the step and in any
-    that a graph replays. num_shares: see `attention_plan.Items`; with one nothing is split.
+    that a graph replays. num_shares: see `attention_plan.Items`.
     """
     num_heads, head_dim = q_THD.shape[1:]
     block_size, num_kv_heads = cache.k_NSKD.shape[1:3]
@@ -145,7 +141,6 @@ def prefill_attention(
         max_items=max_tokens // num_queries + max_seqs,
         block_size=block_size,
         num_shares=num_shares,
-        max_shares=1 if num_shares == 1 else MAX_WAVES * num_shares,
         min_tiles=MIN_PART_TILES,
     )
     plan = plan_step(metadata, items)
@@ -159,4 +154,10 @@ def prefill_attention(
         BLOCK_SIZE=block_size, BLOCK_BYTES=cache.block_bytes, TILE=tiles.keys,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl(q_THD.device),
     )  # fmt: skip
-    memory.merge(plan, num_kv_heads, num_queries, _MERGED_ROWS, out_THD)
+    if plan.merges_M4 is not None:
+        assert memory.sums is not None
+        assert memory.log_sums is not None
+        merge_items(
+            memory.sums, memory.log_sums, plan.merges_M4, out_THD, num_kv_heads, num_queries,
+            _MERGED_ROWS,
+        )  # fmt: skip

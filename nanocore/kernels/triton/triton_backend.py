@@ -1,10 +1,10 @@
 """The Triton kernels as a backend, for CUDA; matrix products are cuBLAS's.
 
-A decode step launches nine kernels a layer: QKV; norms, rotation and KV store; attention, and the
-merge of long contexts' parts; output; add and norm; gate and up with the gate, which for more than
-a few tokens is a tenth; down; add and norm. One kernel before the layers does all that they need
-but attention's plan, which the first one of each window makes; after them come the last norm, of
-the rows that sample, their logits, and two kernels that sample.
+A decode step launches eight kernels a layer: QKV; norms, rotation and KV store; attention; output;
+add and norm; gate and up with the gate, which for more than a few tokens is one more; down; add and
+norm. Few sequences take one more, which merges their parts. One kernel before the layers does all
+that they need but attention's plan, which the first one of each window makes; after them come the
+last norm, of the rows that sample, their logits, and two kernels that sample.
 Nothing waits for the device and no launch depends on what is in its memory, so every step can be
 recorded as a graph.
 

@@ -44,6 +44,7 @@ def _sums(can_split: bool) -> dict[str, str | None]:
 def cases() -> list[Case]:
     return [
         _decode("decode"),
+        _decode("decode, few", is_few=True),
         _decode("decode, group of 4", group=4),
         _decode("decode, blocks of 16", block_size=16),
         _decode("decode, head dim 64", head_dim=64),
@@ -51,11 +52,12 @@ def cases() -> list[Case]:
         _decode("decode, head dim 256, window, softcap", head_dim=256, window=512, softcap=50.0),
         _decode("decode, float32", dtype="*fp32"),
         _decode("decode, float16", dtype="*fp16"),
+        _merge("merge of few decodes", group=2, queries=1, block_rows=1),
         _merge("merge of chunks", group=5, queries=8, block_rows=4),
         _merge("merge of chunks, head dim 96", group=2, queries=32, block_rows=4, head_dim=96),
         _merge("merge of chunks, head dim 256", group=2, queries=32, block_rows=4, head_dim=256),
         _decode_plan("plan of decodes"),
-        _decode_plan("plan of few decodes, window", window=512, block=decode_plan.FEW_BLOCK),
+        _decode_plan("plan of few decodes, window", window=512, is_few=True),
         _plan("plan of chunks", queries=32),
         _plan("plan of chunks, window", queries=16, window=512),
         _plan("plan of all as chunks, batch-invariant", queries=32, is_invariant=True),
@@ -143,6 +145,7 @@ def _decode(
     block_size: int = 64,
     window: int = 0,
     softcap: float = 0.0,
+    is_few: bool = False,
     tiles_of: tuple[int, int] = _HOPPER,
     **options: Any,
 ) -> Case:
@@ -151,7 +154,8 @@ def _decode(
     tiles = decode_tiles(head_dim, _BYTES[cache], tiles_of)
     arguments = {
         "q": dtype, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale,
-        "out": dtype, **_sums(True), "arrivals": "*i32", "first_parts": "*i32", **_STEP,
+        "out": dtype, **_sums(True), "arrivals": None if is_few else "*i32",
+        "first_parts": "*i32", **_STEP,
     }  # fmt: skip
     constexprs = {"GROUP": group, "GROUP_PAD": group_pad, "ROWS": MIN_DOT_ROWS}
     constexprs |= {"TILE": tiles.keys, "MERGED_PARTS": attention_parts.MERGE_BLOCK // group_pad}
@@ -168,6 +172,8 @@ def _decode(
         # As many programs as are to be on a multiprocessor at once do fit it.
         max_shared_bytes=SHARED_BYTES[10 * tiles_of[0] + tiles_of[1]] // tiles.per_sm
         - _RESERVED_BYTES,
+        # What the loop over parts keeps is put away while one is read.
+        max_spill_bytes=32,
         **options,
     )
 
@@ -184,13 +190,15 @@ def _merge(name: str, *, group: int, queries: int, block_rows: int, head_dim: in
     return _case(name, merge_parts_kernel, arguments, constexprs, 4, 3)
 
 
-def _decode_plan(name: str, *, window: int = 0, block: int = decode_plan.PLAN_BLOCK) -> Case:
+def _decode_plan(name: str, *, window: int = 0, is_few: bool = False) -> Case:
+    block = decode_plan.FEW_BLOCK if is_few else decode_plan.PLAN_BLOCK
     arguments: dict[str, str | None] = {
         "seq_lens": "*i32", "num_decodes": "*i32", "parts": "*i32", "first_parts": "*i32",
-        "arrivals": "*i32", "num_programs": "i32", "num_arrivals": "i32",
+        "arrivals": None if is_few else "*i32", "merges": "*i32" if is_few else None,
+        "num_programs": "i32", "num_arrivals": "i32", "max_merges": "i32",
     }  # fmt: skip
     constexprs = {"WINDOW": window, "TILE": 64, "BLOCK": block}
-    num_warps = 1 if block == decode_plan.FEW_BLOCK else 8
+    num_warps = 1 if is_few else 8
     return _case(name, decode_plan.decode_plan_kernel, arguments, constexprs, num_warps, 3)
 
 
@@ -198,12 +206,11 @@ def _plan(name: str, *, queries: int, window: int = 0, is_invariant: bool = Fals
     arguments = {
         "query_start": "*i32", "seq_lens": "*i32", "num_decodes": None if is_invariant else "*i32",
         "parts": "*i32", "merges": None if is_invariant else "*i32",
-        "num_seqs": "i32", "num_shares": "i32", "max_shares": "i32", "min_tiles": "i32",
-        "max_parts": "i32", "max_merges": "i32",
+        "num_seqs": "i32", "num_shares": "i32", "min_tiles": "i32", "max_parts": "i32",
+        "max_merges": "i32",
     }  # fmt: skip
     constexprs = {
-        "QUERIES": queries, "WINDOW": window, "TILE": 64, "PART_TILES": attention_plan.PART_TILES,
-        "BLOCK": attention_plan.PLAN_BLOCK,
+        "QUERIES": queries, "WINDOW": window, "TILE": 64, "BLOCK": attention_plan.PLAN_BLOCK
     }  # fmt: skip
     return _case(name, attention_plan_kernel, arguments, constexprs, 8, 3)
 
@@ -225,7 +232,8 @@ def _prefill(
 ) -> Case:
     cache, group_pad = cache or dtype, next_power_of_2(group)
     scale = "*fp32" if cache in _QUANTIZED else None
-    tiles = tiles or prefill_tiles(head_dim, _BYTES[dtype], tiles_of)
+    is_plain = scale is None and block_size % 64 == 0
+    tiles = tiles or prefill_tiles(head_dim, _BYTES[dtype], tiles_of, is_plain=is_plain)
     arguments = {
         "q": dtype, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale,
         "out": dtype, **_sums(can_split), **_STEP,
@@ -242,6 +250,8 @@ def _prefill(
         tiles.num_warps,
         tiles.num_stages,
         instructions={} if dtype == "*fp32" else tensor_cores,
+        # Two stages leave a tile's one block id to be waited for, which is faster all the same.
+        num_early_loads=int(tiles.num_stages == 2),
         # At head dims above 128 K, V and what they are converted to fill all registers.
         max_spill_bytes=112 if cache in _QUANTIZED and head_dim > 128 else 16,
         **options,

@@ -83,6 +83,13 @@ def _num_scale_loads(layout: Layout, is_gated: bool) -> int:
     return 2 * num_words * (2 if is_gated else 1)
 
 
+def _num_short_copies(variant: Variant) -> int:
+    """Where a thread's share of a plane of x is 8 bytes, which is little beside the weight's."""
+    layout, tile = LAYOUTS[variant.layout], variant.tile
+    share = 2 * tile.block_t * layout.plane // (32 * tile.num_warps)
+    return layout.num_planes if share < 16 else 0
+
+
 def _rows_case(name: str) -> Case:
     """Embeddings; whole weights have no ids."""
     layout = LAYOUTS[name]
@@ -144,5 +151,6 @@ def _case(
         instructions={80: "mma.sync", 89: "mma.sync", 90: on_hopper} if is_half else {},
         capabilities=(capability,),
         max_shared_bytes=tile.shared_bytes(layout, variant.is_gated) if is_half else None,
-        num_early_loads=_num_scale_loads(layout, variant.is_gated),
+        max_spill_bytes=48,
+        num_early_loads=_num_scale_loads(layout, variant.is_gated) + _num_short_copies(variant),
     )

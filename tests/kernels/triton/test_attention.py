@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.interface import KVCache
-from nanocore.kernels.triton import attention
+from nanocore.kernels.triton import attention, decode_plan
 from nanocore.kernels.triton import prefill_attention as chunks_module
-from nanocore.kernels.triton.attention import choose_num_shares, paged_attention
+from nanocore.kernels.triton.attention import (
+    choose_num_programs,
+    choose_num_shares,
+    paged_attention,
+)
 from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
 from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
 from tests.campaign import in_campaign
@@ -28,9 +32,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         attention, "decode_tiles", lambda *_: DecodeTiles(TILE, num_warps=4, num_stages=2)
     )
-    monkeypatch.setattr(
-        attention, "prefill_tiles", lambda *_: PrefillTiles(32, TILE, num_warps=4, num_stages=2)
-    )
+    monkeypatch.setattr(attention, "prefill_tiles", lambda *_, **__: PrefillTiles(32, TILE, 4, 2))
     monkeypatch.setattr(chunks_module, "MIN_PART_TILES", 1)
 
 
@@ -142,10 +144,20 @@ def test_quantized_caches(kv_cache: str, block_size: int) -> None:
         *in_campaign((1, 16, 16, 40), (8, 16, 16, 40), (1, 32, 64, 0), (3, 32, 64, 0)),
     ],
 )
+@pytest.mark.parametrize("max_few", [0, 8])
 def test_contexts_in_any_number_of_parts(
-    num_programs: int, keys: int, block_size: int, window: int
+    num_programs: int,
+    keys: int,
+    block_size: int,
+    window: int,
+    max_few: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twice, as two layers: what the first one has counted is forgotten."""
+    """Merged by the last program that has a part, or by a kernel.
+
+    Twice, as two layers: what the first one has counted is forgotten.
+    """
+    monkeypatch.setattr(decode_plan, "FEW_SEQS", max_few)
     step = draw_step(HEADS, [1, 90, 0, 47], block_size=block_size, window=window)
     for _ in range(2):
         out_THD = run_decodes(step, keys, num_programs)
@@ -228,6 +240,14 @@ def test_batch_invariance_of_every_bit(window: int, kv_cache: str) -> None:
 @pytest.mark.parametrize(("num_kv_heads", "expected"), [(1, 264), (8, 33), (300, 1)])
 def test_shares_are_two_for_each_multiprocessor(num_kv_heads: int, expected: int) -> None:
     assert choose_num_shares(num_kv_heads, num_sms=132) == expected
+
+
+@pytest.mark.parametrize(("max_seqs", "expected"), [(1, 33), (32, 33), (64, 64), (256, 256)])
+def test_programs_of_decodes_fill_multiprocessors_or_are_one_for_each_sequence(
+    max_seqs: int, expected: int
+) -> None:
+    assert choose_num_programs(max_seqs, num_kv_heads=8, num_sms=132, per_sm=2) == expected
+    assert choose_num_programs(max_seqs, 8, num_sms=1, per_sm=2) == max_seqs
 
 
 @pytest.mark.parametrize("block_size", [4, *in_campaign(16)])

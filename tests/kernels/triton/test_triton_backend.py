@@ -20,7 +20,7 @@ from nanocore.kernels.interface import Kernels, Noise
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.triton import triton_backend
+from nanocore.kernels.triton import decode_plan, triton_backend
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.device import step_graphs
 from nanocore.worker.layers.decoder import DecoderModel
@@ -137,22 +137,23 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 
 @pytest.mark.parametrize(
-    ("can_split", "is_large", "num_launches"),
+    ("is_few", "is_large", "num_launches"),
     [
-        pytest.param(False, False, 8, marks=pytest.mark.campaign),
-        (True, False, 9),
+        (False, False, 8),
+        pytest.param(True, False, 9, marks=pytest.mark.campaign),
         pytest.param(True, True, 10, marks=pytest.mark.campaign),
     ],
 )
 def test_a_decode_step_launches_few_kernels_a_layer_and_one_plan(
     model: DecoderModel,
     monkeypatch: pytest.MonkeyPatch,
-    can_split: bool,
+    is_few: bool,
     is_large: bool,
     num_launches: int,
 ) -> None:
+    """Parts of few sequences are merged by a kernel of its own, which others do without."""
     kernels = TritonKernels(CPU)
-    kernels.num_sms = 8 if can_split else 1
+    monkeypatch.setattr(decode_plan, "FEW_SEQS", 8 if is_few else 0)
     if is_large:  # products and their gate are two launches
         monkeypatch.setattr(triton_backend, "FUSED_GATE_TOKENS", 0)
     engine = Engine(model, 1, kernels=kernels)
@@ -169,9 +170,9 @@ def test_a_decode_step_launches_few_kernels_a_layer_and_one_plan(
             )
         counts.append(Counter(launches.names))
     layer = counts[0] - counts[1]
-    assert layer["merge_parts_kernel"] == int(can_split)
+    assert layer["merge_parts_kernel"] == int(is_few)
     assert layer.total() == num_launches, layer
-    assert [count["attention_plan_kernel"] for count in counts] == [1, 1]
+    assert [count["decode_plan_kernel"] for count in counts] == [1, 1]
 
 
 def count_decode_step(
@@ -215,7 +216,7 @@ def test_outside_its_layers_a_decode_step_launches_six_kernels(
     assert one - (two - one) == Counter(
         [
             "begin_step_kernel",
-            "attention_plan_kernel",
+            "attention_plan_kernel" if batch_invariant else "decode_plan_kernel",
             "rms_norm_kernel",
             product,
             "best_of_part_kernel",
