@@ -110,6 +110,7 @@ class Day:
             shutil.copy(self._work / name, self._out)
         for folder in arguments.carried:
             unpack(folder, self._carried)
+        self._cached = cached_kernels()
         self._records = Records(name, (self._work, self._out))
         self._pdl = os.environ.get(PDL_VARIABLE, "1")
         is_same_code = self._records.head.get("commit") == describe_commit()["commit"]
@@ -220,10 +221,15 @@ class Day:
 
     def keep_triton_cache(self) -> None:
         """Archive it in --out, to be carried next time, if kernels were compiled."""
-        if self._arguments.device != "cuda" or not TRITON_CACHE.is_dir():
+        if self._arguments.device != "cuda" or cached_kernels() == self._cached:
             return
         with tarfile.open(self._out / f"{TRITON}.tar.xz", "w:xz", preset=1) as archive:
             archive.add(TRITON_CACHE, TRITON_CACHE.name)
+
+
+def cached_kernels() -> set[str]:
+    """Names of what Triton has compiled, of which each has a folder."""
+    return {path.name for path in TRITON_CACHE.iterdir()} if TRITON_CACHE.is_dir() else set()
 
 
 def unpack(folder: Path, target: Path) -> None:

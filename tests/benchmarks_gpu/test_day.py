@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ class FakeParts:
         self.codes: dict[str, list[int]] = {}
         self.records: dict[str, dict[str, Any]] = {}
         self.measurements: dict[str, tuple[str, ...]] = {}
+        self.actions: dict[str, Callable[[], Any]] = {}
         self.commit, self.pdl = "old", dict[str, list[str]]()
         clock = SimpleNamespace(monotonic=lambda: self.now_s)
         monkeypatch.setattr(day, "time", clock)
@@ -72,6 +74,7 @@ class FakeParts:
         done = {*records.figures, *records.errors}
         names = [*self.measurements.get(name, (first, f"{prefix}/y"))]
         records.add(planned={name: [n for n in names if n not in done]})
+        self.actions.get(name, lambda: None)()
         codes = self.codes.get(name, [])
         if codes:
             records.add(begun=first)
@@ -169,15 +172,21 @@ def test_where_no_engine_starts_the_parts_that_need_one_wait(parts: FakeParts) -
 
 
 def test_compiled_kernels_come_and_go_with_the_day(parts: FakeParts, tmp_path: Path) -> None:
-    cache = tmp_path / "nanocore-triton"
-    (cache / "key").mkdir(parents=True)
-    (cache / "key" / "kernel.cubin").write_bytes(b"compiled")
+    cache, out = tmp_path / "nanocore-triton", tmp_path / "out"
+
+    def compile_kernel() -> None:
+        (cache / "key").mkdir(parents=True)
+        (cache / "key" / "kernel.cubin").write_bytes(b"compiled")
+
+    parts.actions = {"env": compile_kernel}
     parts.call("env")
-    (tmp_path / "out").rename(tmp_path / "carried")
+    out.rename(tmp_path / "carried")
     cache.rename(tmp_path / "elsewhere")
     (tmp_path / "work").rename(tmp_path / "gone")
-    parts.call("env", "--carried", str(tmp_path / "carried"))
+    parts.actions = {}
+    parts.call("speed", "--carried", str(tmp_path / "carried"))
     assert (cache / "key" / "kernel.cubin").read_bytes() == b"compiled"
+    assert not (out / "triton.tar.xz").exists(), "nothing was compiled"
 
 
 def test_what_a_limit_cuts_off_comes_last_and_with_the_next_call(parts: FakeParts) -> None:
