@@ -64,7 +64,11 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.what == "triton":
         if arguments.python is None:
             parser.error(f"--python: give an interpreter that has {_named(VERSIONS)}")
-        if not has_versions(found := versions_of(arguments.python)):
+        try:
+            found = versions_of(arguments.python)
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            parser.error(f"--python {arguments.python}: no interpreter with torch: {error}")
+        if not has_versions(found):
             parser.error(f"--python: it has {_named(found)}, and the machine {_named(VERSIONS)}: "
                          "kernels that others compile are not found there")  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ engine starts, the parts that need one are left out.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -64,7 +65,7 @@ _MARK: Final = "NANOCORE_GPU_DAY"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One call; 0 if nothing failed and nothing is missing, 1 if not."""
+    """One call; 0 if nothing of what it was to measure failed or is missing, 1 if not."""
     start_s = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     names = [part.name for part in PARTS]
@@ -82,14 +83,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := {*arguments.parts} - {*names, *calls}:
         parser.error(f"{', '.join(unknown)}: choose from {', '.join((*calls, *names))}")
     wanted = {calls.get(name, name) for name in arguments.parts}
-    limit_s = arguments.limit_s or max(CALL_LIMITS_S.values())
+    limit_s = max(CALL_LIMITS_S.values()) if arguments.limit_s is None else arguments.limit_s
+    if not 0 < limit_s < math.inf:
+        parser.error(f"--limit-s {limit_s:g}: give seconds, above 0")
     for folder in arguments.carried:
         if not folder.is_dir():
             parser.error(f"--carried {folder}: not a folder")
     day = Day(arguments, start_s + limit_s)
-    day.run([part for part in PARTS if part.name in wanted or part.call in wanted])
+    parts = [part for part in PARTS if part.name in wanted or part.call in wanted]
+    try:
+        day.run(parts)
+    finally:  # of a signal that comes as a process is started, too
+        end_family(day.mark)
     day.keep_triton_cache()
-    return day.summarize()
+    return day.summarize(parts)
 
 
 class Day:
@@ -101,7 +108,8 @@ class Day:
         self._carried = self._work / "carried"
         for folder in (self._carried, self._out):
             folder.mkdir(parents=True, exist_ok=True)
-        end_family(f"{_MARK}={self._work}")  # of a call that was killed
+        self.mark = f"{_MARK}={self._work}"
+        end_family(self.mark)  # of a call that was killed
         name = file_name(arguments.device, arguments.small)
         for folder in (*arguments.carried, self._out):
             if (folder / name).exists() and not (self._work / name).exists():
@@ -189,7 +197,8 @@ class Day:
             if code == 0:
                 return CUT_OFF if self._records.of_part(part.name, missing) else ENDED
             if code is not None and begun is None and code != LOST_CODE:
-                return f"exit code {code}: see {log.name}"
+                last = log.read_bytes()[-300:].decode(errors="replace").strip().splitlines()
+                return f"exit code {code}: {last[-1] if last else ''} (see {log.name})"
             if code is not None and begun is not None:
                 tail = log.read_bytes()[-3000:].decode(errors="replace")
                 error = f"{tail}\ncrash or hang: exit code {code}"
@@ -197,8 +206,8 @@ class Day:
                 print(summary(begun, {"error": error}), flush=True)
         return CUT_OFF
 
-    def summarize(self) -> int:
-        """Print a line for each part; 0 if none misses anything, and nothing failed."""
+    def summarize(self, wanted: Sequence[Part]) -> int:
+        """Print a line for each part; 0 if those that were wanted have ended and nothing failed."""
         records = self._records
         rows = [["", "measured", "failed", "skipped", "missing", "ending"]]
         for part in PARTS:
@@ -206,10 +215,9 @@ class Day:
             counts = [str(len(records.of_part(part.name, kind))) for kind in kinds]
             rows.append([part.name, *counts, records.endings.get(part.name, "not begun")])
         print(table(rows), flush=True)
-        is_complete = all(
-            records.endings.get(part.name) == ENDED for part in PARTS if part.call != 0
-        )
-        return 0 if is_complete and not records.errors else 1
+        is_complete = all(records.endings.get(part.name) == ENDED for part in wanted)
+        failed = [name for part in wanted for name in records.of_part(part.name, records.errors)]
+        return 0 if is_complete and not failed else 1
 
     def _environment(self) -> dict[str, str]:
         path = [str(ROOT), os.environ.get("PYTHONPATH", ""), str(self._carried / "site")]
@@ -296,4 +304,6 @@ def _family(mark: bytes) -> Sequence[int]:
 
 
 if __name__ == "__main__":
+    # As an interrupt: what was started is ended with the call, see `run_bounded`.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

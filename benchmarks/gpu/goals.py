@@ -164,8 +164,13 @@ def goals_table(report: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> int:
     """Print the table; 2 if that is no report of a GPU."""
-    report = json.loads(Path(argv[0]).read_text()) if len(argv) == 1 else {}
-    if not report or report["small"] or report["device"]["name"] == "cpu":
+    try:
+        report = json.loads(Path(argv[0]).read_text()) if len(argv) == 1 else {}
+        is_of_gpu = not report["small"] and report["device"]["name"] != "cpu"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        print(f"{argv[:1]}: {type(error).__name__}: {error}", file=sys.stderr)
+        is_of_gpu = False
+    if not is_of_gpu:
         print("usage: python -m benchmarks.gpu.goals FOLDER/gpu.json, of a GPU", file=sys.stderr)
         return 2
     print(goals_table(report))

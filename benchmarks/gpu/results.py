@@ -95,10 +95,12 @@ class Records:
         for found in (self.head, self.figures, self.errors, self.skipped, self.endings):
             found.clear()
         self.missing = []
-        lines = self._paths[0].read_text().splitlines() if self._paths[0].exists() else []
+        path = self._paths[0]
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         for line in filter(None, lines):
             with suppress(ValueError):  # cut short when its process was killed: as if not written
-                self._take(json.loads(line))
+                if isinstance(record := json.loads(line), dict):
+                    self._take(record)
 
     def add(self, **record: Any) -> None:
         """One more record, on disk when this returns."""

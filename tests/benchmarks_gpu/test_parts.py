@@ -221,7 +221,7 @@ def test_the_day_runs_in_a_copy_that_is_not_installed(
     result = run_in_copy(
         "-m", "benchmarks.gpu.day", "speed", "bench", *flags, NANOCORE_COMMIT="abc"
     )
-    assert result.returncode == 1, "the other parts were not begun"
+    assert result.returncode == 0, result.stdout + result.stderr
     report: dict[str, Any] = json.loads((out / "rehearsal.json").read_text())
     assert (report["errors"], report["missing"]) == ({}, [])
     assert report["endings"] == {"speed": "ended", "bench": "ended"}

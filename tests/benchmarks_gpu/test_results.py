@@ -87,7 +87,7 @@ def test_a_line_that_was_cut_short_is_as_if_it_had_not_been_written(tmp_path: Pa
     records.add(planned={"p": ["p/a", "p/b"]})
     records.add(name="p/a", figures={"us": 1})
     path = tmp_path / NAME
-    path.write_text(path.read_text() + '\n{"name": "p/b", "figures": {"u')
+    path.write_bytes(path.read_bytes() + b'\n[1, 2]\n\xff\xfe\n{"name": "p/b", "figures": {"u')
     Records(NAME, (tmp_path,)).add(name="p/c", figures={"us": 3})
     found = Records(NAME, (tmp_path,))
     assert found.figures.keys() == {"p/a", "p/c"}

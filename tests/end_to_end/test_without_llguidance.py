@@ -56,6 +56,6 @@ def test_an_engine_without_llguidance_serves_all_but_structured_outputs(tmp_path
     assert beside == "64"
     assert refusal == of_chat
     assert "structured_outputs: it cannot import the package llguidance" in refusal
-    assert "leave them out, or pip install llguidance where the engine runs" in refusal
+    assert "leave them out, or pip install 'llguidance>=1.9,<2' where the engine runs" in refusal
     (line,) = [line for line in done.stderr.splitlines() if "llguidance" in line]
     assert line.endswith(refusal)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import llguidance
 
 _WHY: Final = "this model has no structured_outputs: "
+_NAMES: Final = ("LLMatcher", "LLParserLimits", "LLTokenizer")
+"""Names of llguidance that are used."""
 
 
 class Vocabulary:
@@ -122,15 +124,21 @@ class Vocabulary:
 
 
 def _require_llguidance() -> None:
-    """Raise InvalidRequestError if llguidance cannot be imported."""
+    """Raise InvalidRequestError if llguidance cannot be imported, or is another release."""
     try:
-        import llguidance  # noqa: F401
-    except ImportError as error:
-        raise InvalidRequestError(
-            "this engine has no structured_outputs: it cannot import the package llguidance "
-            f"({shorten(str(error))}); leave them out, or pip install llguidance where the engine "
-            "runs, and start it again"
-        ) from None
+        import llguidance
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a damaged package may raise anything, even SystemExit
+        lacks = f"cannot import the package llguidance ({type(error).__name__}: {error})"
+    else:
+        if not (missing := [name for name in _NAMES if not hasattr(llguidance, name)]):
+            return
+        lacks = f"has a release of llguidance without {', '.join(missing)}"
+    raise InvalidRequestError(
+        f"this engine has no structured_outputs: it {shorten(lacks)}; leave them out, or "
+        "pip install 'llguidance>=1.9,<2' where the engine runs, and start it again"
+    )
 
 
 def _tokenizer(tokenizer: str, eos: list[int]) -> llguidance.LLTokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,25 @@ def test_a_tokenizer_is_refused_whose_tokens_have_no_bytes(tmp_path: Path) -> No
             Vocabulary.load(tmp_path, 2, [1])
         assert len(str(caught.value)) < 800
         path.write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise RuntimeError('no library')", r"cannot import .*RuntimeError: no library"),
+        ("def (", r"cannot import .*SyntaxError"),
+        ("raise SystemExit(3)", r"cannot import .*SystemExit: 3"),
+        ("", r"release of llguidance without LLMatcher, LLParserLimits, LLTokenizer"),
+    ],
+)
+def test_a_package_that_is_damaged_or_of_another_release_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
+) -> None:
+    byte_level_vocabulary(tmp_path)
+    (tmp_path / "llguidance.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "llguidance"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(InvalidRequestError, match=rf"{reason}.*pip install 'llguidance>=1.9,<2'"):
+        Vocabulary.load(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])
+    monkeypatch.delitem(sys.modules, "llguidance", raising=False)
