@@ -17,7 +17,7 @@ _ABOUT = (
     "Which two features are known to work together: `+` where a test shows it, `x` where they are "
     "not to be had together and a test says so, and `.` where nobody has tried. A column has the "
     "letter of its feature's row. The lists below say the same, and name the tests. What is tested "
-    "on a fake device has not been seen on a GPU ([GPUs](gpu.md))."
+    "on a fake device was seen on one GPU once, if at all ([GPUs](gpu.md))."
 )
 
 
