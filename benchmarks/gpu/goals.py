@@ -78,7 +78,7 @@ class Goal(NamedTuple):
 
 
 def _decode_ms(model: Model, batch: int, rates: Rates) -> float:
-    """Of a step of so many rows, each with a context of 1,024 tokens."""
+    """Least milliseconds of a step of so many rows, each with a context of 1,024 tokens."""
     return 1e3 * model.decode_step_s(batch, batch * 1024, rates)
 
 

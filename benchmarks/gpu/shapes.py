@@ -40,7 +40,7 @@ CARDS: Final = {
 
 
 def assumed_rates(card: str) -> Rates:
-    """Those of a card by its name, of which CARDS has a part; an H100's if it is another one."""
+    """Rates of a card by its name, of which CARDS has a part; an H100's if it is another one."""
     return next((found for name, found in CARDS.items() if name in card), CARDS["H100"])
 
 
@@ -126,7 +126,7 @@ def rates(results: Results) -> Rates:
 
 
 def rates_of(figures: dict[str, Any], card: str) -> Rates:
-    """The same, of a report's figures.
+    """Rates of the card that figures were measured on.
 
     A copy alone, of the first reports, says too little: an H100 copies 2.44 TB/s and reads 3.12.
     """

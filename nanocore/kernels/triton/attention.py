@@ -2,10 +2,11 @@
 
 What is launched follows from padded sizes and from what the host knows at capture, so a CUDA graph
 replays it for any step that fits; long contexts are split by what only the device knows, see
-`attention_plan`. Batch-invariant, all tokens go through the kernel of chunks, unsplit, in tiles of
-one shape: what a token gets then never depends on how its tokens came, or beside whom. Shapes were
-chosen by what fits a multiprocessor; `DecodeTiles` and `PrefillTiles` are arguments of the kernels'
-own functions, so that others can be tried. Shape suffixes: see `interface`.
+`decode_plan` and `attention_plan`. Batch-invariant, all tokens go through the kernel of chunks,
+unsplit, in tiles of one shape: what a token gets then never depends on how its tokens came, or
+beside whom. Shapes were chosen by what fits a multiprocessor, and for bfloat16 by what an H100 was
+fastest with; `DecodeTiles` and `PrefillTiles` are arguments of the kernels' own functions, so that
+others can be tried. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
@@ -77,14 +78,15 @@ def paged_attention(
 
 
 def choose_num_shares(num_kv_heads: int, num_sms: int) -> int:
-    """Of what a KV head's chunks have to read: two for each multiprocessor, in all KV heads."""
+    """Number of shares of what a KV head's chunks read: two a multiprocessor, in all KV heads."""
     return max(1, 2 * num_sms // num_kv_heads)
 
 
 def choose_num_programs(max_seqs: int, num_kv_heads: int, num_sms: int, per_sm: int) -> int:
-    """For the decodes of a KV head: as many as multiprocessors hold at once, or as many as there
+    """Number of programs for the decodes of a KV head.
 
-    are sequences. These then begin as others end, and most of them have a sequence for themselves.
+    As many as multiprocessors hold at once, or as many as there are sequences where these are more:
+    programs then begin as others end, and most of them have a sequence for themselves.
     """
     return max(1, per_sm * num_sms // num_kv_heads, max_seqs)
 

@@ -201,9 +201,10 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """parts_P8: int32, see `PART`; merges_M4: int32, see `attention_parts.merge_items`, None if
+    """Plan of a step's chunks, in int32 on the device.
 
-    nothing can be split. num_sums: of which there are no more, for the sums of parts.
+    parts_P8: see `PART`. merges_M4: see `attention_parts.merge_items`; None if nothing can be
+    split. num_sums: the most sums of parts that there can be.
     """
 
     parts_P8: Tensor

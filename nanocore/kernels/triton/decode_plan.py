@@ -138,10 +138,11 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """parts_P8: int32, see `PART`. first_parts: int32, [num_programs + 1]: the parts of a program
+    """Plan of a step's decodes, in int32 on the device.
 
-    end where the next one's begin. arrivals_BK: int32, how many parts of a sequence have sums, 0
-    before and after each layer; None if another kernel merges, which merges_M4 is for.
+    parts_P8: see `PART`. first_parts: [num_programs + 1], where the parts of a program begin; they
+    end where the next one's begin. arrivals_BK: how many parts of a sequence have sums, 0 before
+    and after each layer; None if another kernel merges, which merges_M4 is for.
     """
 
     parts_P8: Tensor

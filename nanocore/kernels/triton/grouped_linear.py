@@ -255,7 +255,7 @@ def _widest_tile(
 
 
 def _measured_tile(num_rows: int, num_columns: int, layout: Layout, is_gated: bool) -> GroupedTile:
-    """What an H100 was fastest with, by benchmarks/gpu's part `tiles`.
+    """Tile that an H100 was fastest with, by benchmarks/gpu's part `tiles`.
 
     Measured at 1, 32 and 256 rows of Qwen3-0.6B's and 8B's shapes, in groups of 32: at 32 rows
     these are up to twice as fast as narrower tiles.

@@ -247,7 +247,7 @@ def _widest_tile(
 
 
 def _measured_tile(num_rows: int, num_columns: int, is_gated: bool) -> Tile | None:
-    """Of integers, where an H100 was faster with another tile than the ones below.
+    """Tile for integers where an H100 was faster with another one than those below; else None.
 
     Measured at 1, 32, 64 and 256 rows of Qwen3-0.6B's and 8B's shapes, by benchmarks/gpu's part
     `tiles`; rows in between have the tile of the next larger number. 8B's down projection takes 90

@@ -155,7 +155,7 @@ def _accesses_early(ptx: str) -> bool:
 
 
 def _slow_loads(ptx: str) -> int:
-    """Of the innermost loops of products: what is around them is done once for many products."""
+    """Count those of the innermost loops: what is around these is done once for many products."""
     lines = ptx.splitlines()
     labels = {line.split(":")[0]: i for i, line in enumerate(lines) if line.startswith("$L")}
     loops = [
